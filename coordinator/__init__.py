@@ -1,0 +1,1 @@
+"""What runs on the server: rounds, cohorts, streaming sparse averages. numpy only; imports no torch."""

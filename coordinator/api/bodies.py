@@ -1,0 +1,40 @@
+"""Bodies in and out: bounded reads, and byte ranges so that a broken download resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from fastapi import Request, Response
+
+from coordinator.errors import LengthRequired, TooLarge
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The request's body of at most ``limit`` bytes, its length declared. Raises LengthRequired, TooLarge."""
+    declared = request.headers.get("content-length")
+    if declared is None:
+        raise LengthRequired("declare the body's length: send Content-Length, not a chunked body")
+    if int(declared) > limit:
+        raise TooLarge(
+            f"the body has {declared} bytes, nothing valid here is longer than {limit}; send only the mask's"
+        )
+    parts = [part async for part in request.stream()]
+    return b"".join(parts)
+
+
+def ranged(request: Request, body: bytes, media_type: str) -> Response:
+    """``body`` with its ETag: whole, the range asked for, or 304 where the caller has it."""
+    etag = f'"{hashlib.sha256(body).hexdigest()}"'
+    headers = {"ETag": etag, "Accept-Ranges": "bytes"}
+    if request.headers.get("if-none-match") == etag:
+        return Response(status_code=304, headers=headers)
+    asked = re.fullmatch(r"bytes=(\d{1,18})-(\d{0,18})", request.headers.get("range", ""))
+    if asked is None or request.headers.get("if-range", etag) != etag:
+        return Response(body, media_type=media_type, headers=headers)
+    first = int(asked[1])
+    last = min(int(asked[2]) if asked[2] else len(body) - 1, len(body) - 1)
+    if first >= len(body) or first > last:
+        return Response(status_code=416, headers={**headers, "Content-Range": f"bytes */{len(body)}"})
+    headers["Content-Range"] = f"bytes {first}-{last}/{len(body)}"
+    return Response(body[first : last + 1], status_code=206, media_type=media_type, headers=headers)

@@ -1,0 +1,138 @@
+"""Devices and their assignments."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from pydantic import ValidationError
+from starlette.concurrency import run_in_threadpool
+
+from coordinator.api.access import Bearer, EnrollerOnly, KnownDevice, admin
+from coordinator.api.bodies import ranged, read_body
+from coordinator.api.parts import TheHouse
+from coordinator.errors import NotAllowed, NotAuthenticated
+from edge_sdk.protocol import bundle
+from edge_sdk.protocol.messages import (
+    Assignment,
+    ChangeDevice,
+    Enrol,
+    Enrolled,
+    HandBack,
+    UpdateAccepted,
+    UploadCost,
+)
+
+log = logging.getLogger(__name__)
+router = APIRouter(prefix="/v1", tags=["devices"])
+
+
+@router.post("/federations/{name}/devices", status_code=201, dependencies=[EnrollerOnly])
+def enrol(name: str, request: Enrol, house: TheHouse) -> Enrolled:
+    """Enrol a device: it gets an id and a secret token."""
+    enrolled = house.devices.enrol(name, request)
+    house.something_happened()
+    return enrolled
+
+
+@router.patch("/devices/{device_id}", status_code=204)
+def change_device(device_id: str, change: ChangeDevice, house: TheHouse, bearer: Bearer) -> None:
+    """A device changes its own budget and conditions; an admin changes any device, and revokes it."""
+    if change.revoked or not _is_device(device_id, bearer, house):
+        admin(bearer, house)
+    house.devices.change(device_id, change)
+    house.something_happened()
+
+
+def _is_device(device_id: str, bearer: Bearer, house: TheHouse) -> bool:
+    try:
+        return bearer is not None and house.devices.authenticate(bearer.credentials) == device_id
+    except NotAuthenticated:
+        return False
+
+
+@router.get(
+    "/federations/{name}/assignment", response_model=Assignment, responses={204: {"description": "No work now"}}
+)
+async def get_assignment(
+    name: str,
+    device_id: KnownDevice,
+    house: TheHouse,
+    wait: Annotated[float, Query(ge=0, le=600, description="Longest wait for work, s")] = 0.0,
+    upload_cost: Annotated[str | None, Header(alias="Sparrow-Upload-Cost", max_length=2000)] = None,
+) -> Assignment | Response:
+    """Ask for work, waiting up to ``wait`` seconds (long poll)."""
+    await run_in_threadpool(_check_federation, house, name, device_id)
+    if upload_cost is not None:
+        await run_in_threadpool(_note_upload_cost, house, device_id, upload_cost)
+    loop = asyncio.get_running_loop()
+    until = loop.time() + min(wait, house.settings.max_wait_seconds)
+    house.something_happened()  # a device that was away is back: a round may open
+    while True:
+        ring = house.bell.next_ring()
+        assignment = await run_in_threadpool(house.rounds.next_assignment, device_id)
+        if assignment is not None:
+            return assignment
+        remaining = until - loop.time()
+        if remaining <= 0 or house.closing:
+            return Response(status_code=204, headers={"Retry-After": str(house.settings.retry_after_seconds)})
+        try:
+            await asyncio.wait_for(ring.wait(), remaining)
+        except asyncio.TimeoutError:
+            continue
+
+
+def _check_federation(house: TheHouse, name: str, device_id: str) -> None:
+    if house.federations.id_of(name) != house.devices.federation_of(device_id):
+        raise NotAllowed(f"this device is not enrolled in {name}; enrol there first")
+
+
+def _note_upload_cost(house: TheHouse, device_id: str, text: str) -> None:
+    try:
+        house.rounds.note_upload_cost(device_id, UploadCost.model_validate_json(text))
+    except ValidationError:
+        # Telemetry must never keep a device from its work.
+        log.warning("device %s sent a Sparrow-Upload-Cost that cannot be read", device_id)
+
+
+@router.get("/assignments/{assignment_id}/payload")
+def get_payload(assignment_id: str, device_id: KnownDevice, house: TheHouse, request: Request) -> Response:
+    """The assignment's bundle; a range resumes a broken download."""
+    return ranged(request, house.rounds.payload(assignment_id, device_id), bundle.MEDIA_TYPE)
+
+
+@router.delete("/assignments/{assignment_id}", status_code=204)
+def hand_back(assignment_id: str, device_id: KnownDevice, house: TheHouse, request: HandBack) -> None:
+    """Hand an assignment back, with a reason."""
+    house.rounds.hand_back(assignment_id, device_id, request.reason)
+    house.something_happened()
+
+
+@router.put(
+    "/assignments/{assignment_id}/update",
+    status_code=201,
+    responses={200: {"model": UpdateAccepted, "description": "The same again"}},
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {
+                bundle.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
+                "application/json": {"schema": {"type": "object"}},
+            },
+        }
+    },
+)
+async def put_update(
+    assignment_id: str, device_id: KnownDevice, house: TheHouse, request: Request, response: Response
+) -> UpdateAccepted:
+    """Send an update: a bundle for ``train``, a receipt for every other kind."""
+    media_type = request.headers.get("content-type", "").split(";")[0].strip()
+    limit = await run_in_threadpool(house.rounds.check_envelope, assignment_id, device_id, media_type)
+    body = await read_body(request, limit)
+    new = await run_in_threadpool(house.rounds.accept_update, assignment_id, device_id, body)
+    if new:
+        house.something_happened()
+    response.status_code = 201 if new else 200
+    return UpdateAccepted(new=new)

@@ -1,0 +1,141 @@
+"""Federations, their records and their models."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import json
+from collections.abc import AsyncIterator
+from typing import Literal
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.concurrency import run_in_threadpool
+
+from coordinator.api.access import AdminOnly, ObserverOnly
+from coordinator.api.bodies import ranged, read_body
+from coordinator.api.parts import TheHouse
+from coordinator.errors import WrongMediaType
+from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol.messages import ChangeFederation, CreateFederation, FederationInfo, RoundRecord
+
+router = APIRouter(prefix="/v1/federations", tags=["federations"])
+
+LARGEST_REQUEST = 1024 * 1024
+
+
+@router.post(
+    "",
+    status_code=201,
+    dependencies=[AdminOnly],
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {"schema": CreateFederation.model_json_schema()},
+                checkpoint.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}},
+            },
+        }
+    },
+)
+async def create_federation(request: Request, house: TheHouse) -> FederationInfo:
+    """Create a federation: JSON for a built-in task, a checkpoint with manifest and skeleton for one's own model."""
+    match request.headers.get("content-type", "").split(";")[0].strip():
+        case "application/json":
+            body = await read_body(request, LARGEST_REQUEST)
+            wanted = CreateFederation.model_validate_json(body)
+            return await run_in_threadpool(house.federations.create, wanted)
+        case checkpoint.MEDIA_TYPE:
+            body = await read_body(request, house.settings.max_model_bytes)
+            return await run_in_threadpool(house.federations.publish, body)
+        case other:
+            raise WrongMediaType(f"send application/json or {checkpoint.MEDIA_TYPE}, not {other!r}")
+
+
+@router.get("", dependencies=[ObserverOnly])
+def list_federations(house: TheHouse) -> list[FederationInfo]:
+    """Every federation of this coordinator."""
+    return house.federations.list()
+
+
+@router.get("/{name}", dependencies=[ObserverOnly])
+def get_federation(name: str, house: TheHouse) -> FederationInfo:
+    """Where a federation stands."""
+    return house.federations.get(name)
+
+
+@router.patch("/{name}", dependencies=[AdminOnly])
+def change_federation(name: str, change: ChangeFederation, house: TheHouse) -> FederationInfo:
+    """Pause, resume, stop or reopen it; change deadline, cohort and rounds from the next round on."""
+    info = house.federations.change(name, change)
+    house.something_happened()
+    return info
+
+
+@router.get("/{name}/rounds", dependencies=[ObserverOnly], response_model=list[RoundRecord])
+def get_rounds(name: str, house: TheHouse, format: Literal["json", "csv"] = "json") -> list[RoundRecord] | Response:
+    """A record per round, as JSON or CSV."""
+    records = house.records.rounds(name)
+    return records if format == "json" else Response(_csv(records), media_type="text/csv")
+
+
+def _csv(records: list[RoundRecord]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(RoundRecord.model_fields))
+    writer.writeheader()
+    for record in records:
+        row = record.model_dump(mode="json")
+        writer.writerow(
+            {key: json.dumps(value) if isinstance(value, list | dict) else value for key, value in row.items()}
+        )
+    return text.getvalue()
+
+
+@router.get("/{name}/events", dependencies=[ObserverOnly])
+async def get_events(name: str, house: TheHouse) -> StreamingResponse:
+    """Server-sent events: ``federation`` whenever its state changes, ``round`` whenever a round's record does."""
+    await run_in_threadpool(house.federations.get, name)  # 404 before the stream begins
+
+    async def stream() -> AsyncIterator[str]:
+        last: dict[str, str] = {}
+        while not house.closing:
+            ring = house.bell.next_ring()
+            info = await run_in_threadpool(house.federations.get, name)
+            records = await run_in_threadpool(house.records.rounds, name)
+            news = {"federation": info.model_dump_json()}
+            news |= {f"round {record.round}": record.model_dump_json() for record in records[-2:]}
+            for key, data in news.items():
+                if last.get(key) != data:
+                    yield f"event: {key.split()[0]}\ndata: {data}\n\n"
+            last = news
+            try:
+                await asyncio.wait_for(ring.wait(), 15)
+            except asyncio.TimeoutError:
+                yield ": still here\n\n"  # keeps proxies from closing an idle stream
+
+    return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+@router.get("/{name}/manifest", dependencies=[ObserverOnly])
+def get_manifest(name: str, house: TheHouse) -> Response:
+    """The manifest of the federation's model."""
+    return Response(house.federations.manifest(name).model_dump_json(), media_type="application/json")
+
+
+@router.get("/{name}/skeleton.onnx", dependencies=[ObserverOnly])
+def get_skeleton(name: str, house: TheHouse, request: Request) -> Response:
+    """The ONNX graph of the federation's model, without weights."""
+    return ranged(request, house.federations.skeleton(name), "application/octet-stream")
+
+
+@router.get("/{name}/model", dependencies=[ObserverOnly])
+def get_model(name: str, house: TheHouse, request: Request) -> Response:
+    """The global model: a safetensors file with tensors by name."""
+    return ranged(request, house.federations.model(name), checkpoint.MEDIA_TYPE)
+
+
+@router.get("/{name}/model.onnx", dependencies=[ObserverOnly])
+def get_model_onnx(name: str, house: TheHouse, request: Request) -> Response:
+    """The global model as ONNX."""
+    return ranged(request, house.federations.model_onnx(name), "application/octet-stream")

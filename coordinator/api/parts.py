@@ -1,0 +1,114 @@
+"""The parts of one running coordinator, and how handlers get at them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+from fastapi import Depends, Request
+from starlette.concurrency import run_in_threadpool
+
+from coordinator.devices import Devices
+from coordinator.federations import Federations
+from coordinator.models import Models
+from coordinator.records import Records
+from coordinator.rounds import Rounds
+from coordinator.settings import Settings
+from coordinator.storage.store import Store
+
+log = logging.getLogger(__name__)
+
+
+class Bell:
+    """Wakes those who wait for something to move: long polls and event streams.
+
+    Take ``next_ring()`` before looking, then wait for it: what moves in between is not missed.
+    """
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def next_ring(self) -> asyncio.Event:
+        """The event that the next ring sets."""
+        return self._next
+
+    def ring(self) -> None:
+        """Wake everybody."""
+        self._next.set()
+        self._next = asyncio.Event()
+
+
+class House:
+    """One coordinator: its store, its domain objects, and the task that moves rounds on."""
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
+        self.settings = settings
+        self.store = Store(settings.data_dir, settings.records_url)
+        self.models = Models(self.store)
+        self.federations = Federations(self.store, self.models, clock)
+        self.devices = Devices(self.store, clock)
+        self.rounds = Rounds(self.store, self.models, clock)
+        self.records = Records(self.store)
+        self.closing = False
+        self.bell = Bell()
+        self._facts = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._mover: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """First start: make the default federation. Every start: go on where the last process was."""
+        if self.settings.default_task:
+            await run_in_threadpool(
+                self.federations.ensure_default, self.settings.default_task, self.settings.default_settings
+            )
+        await run_in_threadpool(self.rounds.resume_after_restart)
+        self._mover = asyncio.create_task(self._move())
+
+    async def close(self) -> None:
+        """Stop moving, and let go of the store."""
+        self.leave()
+        if self._mover is not None:
+            self._mover.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._mover
+        await run_in_threadpool(self.store.close)
+
+    def check_ready(self) -> None:
+        """Raise whatever keeps the coordinator from reading its records or writing its folder."""
+        self.federations.list()
+        self.store.blobs.put("ready", b"")
+
+    def leave(self) -> None:
+        """The process is about to stop: send waiting callers home. May be called from a signal handler."""
+        self.closing = True
+        self._loop.call_soon_threadsafe(self.bell.ring)
+
+    def something_happened(self) -> None:
+        """A fact was recorded: see soon whether rounds can move. May be called from any thread."""
+        self._loop.call_soon_threadsafe(self._facts.set)
+
+    async def _move(self) -> None:
+        while True:
+            try:
+                if await run_in_threadpool(self.rounds.advance):
+                    self.bell.ring()
+            except Exception:
+                # A full disk or a lost database must not end the coordinator: say so, and try again at the next tick.
+                log.exception("rounds could not be moved on; trying again")
+                await asyncio.sleep(self.settings.tick_seconds)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._facts.wait(), self.settings.tick_seconds)
+            self._facts.clear()
+
+
+def get_house(request: Request) -> House:
+    """The coordinator that this application runs."""
+    house: House = request.app.state.house
+    return house
+
+
+TheHouse = Annotated[House, Depends(get_house)]

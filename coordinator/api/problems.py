@@ -1,0 +1,92 @@
+"""One table from error to answer: RFC 9457 problem documents whose ``detail`` says what to do."""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from coordinator import errors
+from coordinator.rounds import explain
+from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.messages import Problem
+from export.errors import SkeletonError
+
+log = logging.getLogger(__name__)
+
+MEDIA_TYPE = "application/problem+json"
+
+STATUS: dict[type[Exception], int] = {
+    errors.NotAuthenticated: 401,
+    errors.NotAllowed: 403,
+    errors.NotFound: 404,
+    errors.NoGlobalModel: 404,
+    errors.NameTaken: 409,
+    errors.WrongState: 409,
+    errors.RoundClosed: 409,
+    errors.DifferentUpdate: 409,
+    errors.Finished: 410,
+    errors.LengthRequired: 411,
+    errors.TooLarge: 413,
+    errors.WrongMediaType: 415,
+    errors.BadContent: 422,
+    ProtocolError: 422,
+    SkeletonError: 422,
+}
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of the coordinator, of the framework, and every unforeseen one, as a problem document."""
+    for kind, status in STATUS.items():
+        app.add_exception_handler(kind, _domain(status))
+    app.add_exception_handler(RequestValidationError, _invalid_request)
+    app.add_exception_handler(ValidationError, _invalid_content)
+    app.add_exception_handler(HTTPException, _framework)
+    app.add_exception_handler(Exception, _unforeseen)
+
+
+def problem(status: int, title: str, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """One problem document. ``title`` is the kind of problem in CamelCase; its type URI is derived from it."""
+    document = Problem(type=f"urn:sparrow:problem:{title}", title=title, status=status, detail=detail)
+    return JSONResponse(
+        document.model_dump(exclude_none=True), status_code=status, media_type=MEDIA_TYPE, headers=headers
+    )
+
+
+def _domain(status: int):  # type: ignore[no-untyped-def]
+    async def handler(_: Request, error: Exception) -> JSONResponse:
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+        return problem(status, type(error).__name__, str(error), headers)
+
+    return handler
+
+
+async def _invalid_request(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return problem(422, "InvalidRequest", f"{where}: {first['msg']}; the OpenAPI page at /docs shows what is expected")
+
+
+async def _invalid_content(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ValidationError)
+    return problem(422, "BadContent", explain(error))
+
+
+async def _framework(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    title = HTTPStatus(error.status_code).phrase.replace(" ", "")
+    detail = f"{error.detail}; the OpenAPI page at /docs lists the calls"
+    return problem(error.status_code, title, detail, dict(error.headers or {}))
+
+
+async def _unforeseen(request: Request, error: Exception) -> JSONResponse:
+    log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
+    return problem(
+        500, "InternalError", "the coordinator failed at this call; try again, and show its operator the log"
+    )

@@ -1,0 +1,95 @@
+"""Devices: enrolment, tokens, and what changes about them."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import uuid
+from collections.abc import Callable
+
+from sqlalchemy import select, update
+
+from coordinator.errors import NameTaken, NotAuthenticated, NotFound
+from coordinator.federations import find
+from coordinator.storage.store import Store
+from coordinator.storage.tables import Assignment, Device
+from edge_sdk.protocol.messages import ChangeDevice, Enrol, Enrolled
+
+
+class Devices:
+    """Every enrolled device. Tokens and enrolment keys are kept hashed only."""
+
+    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._clock = clock
+
+    def enrol(self, federation_name: str, request: Enrol) -> Enrolled:
+        """Enrol a device, or give one that lost the answer a new token. Raises NameTaken, NotFound."""
+        token = secrets.token_urlsafe(32)
+        key = _sha256(request.enrolment_key)
+        now = self._clock()
+        with self._store.writing() as db:
+            federation = find(db, federation_name)
+            device = db.scalar(
+                select(Device).where(
+                    Device.federation_id == federation.id, Device.name == request.name, Device.status != "revoked"
+                )
+            )
+            if device is not None and not hmac.compare_digest(device.enrolment_key_sha256, key):
+                raise NameTaken(
+                    f"a device called {request.name!r} is enrolled in {federation_name}; choose another --name, or, if "
+                    f"it is this device and its state was lost, have an admin revoke it first"
+                )
+            if device is None:
+                device = Device(
+                    id=uuid.uuid4().hex,
+                    federation_id=federation.id,
+                    name=request.name,
+                    enrolment_key_sha256=key,
+                    status="active",
+                    present=True,
+                    holds_model=False,
+                    enrolled_at=now,
+                )
+                db.add(device)
+            device.token_sha256 = _sha256(token)
+            device.profile = request.profile.model_dump(mode="json")
+            device.budget = request.budget
+            device.seen_at = now
+            return Enrolled(device_id=device.id, token=token)
+
+    def authenticate(self, token: str) -> str:
+        """The id of the device that holds this token. Raises NotAuthenticated."""
+        with self._store.reading() as db:
+            device = db.scalar(select(Device).where(Device.token_sha256 == _sha256(token)))
+        if device is None or device.status == "revoked":
+            raise NotAuthenticated("the device token is unknown or revoked; enrol again")
+        return device.id
+
+    def federation_of(self, device_id: str) -> int:
+        """The id of the federation that the device is enrolled in."""
+        with self._store.reading() as db:
+            return db.get_one(Device, device_id).federation_id
+
+    def change(self, device_id: str, request: ChangeDevice) -> None:
+        """A new budget (from the next round on), a coming or going, a revocation. Raises NotFound."""
+        with self._store.writing() as db:
+            device = db.get(Device, device_id)
+            if device is None:
+                raise NotFound("there is no such device")
+            if request.budget is not None:
+                device.budget = request.budget
+            if request.conditions is not None:
+                device.present = request.conditions.available
+            if request.revoked:
+                device.status, device.present = "revoked", False
+                db.execute(
+                    update(Assignment)
+                    .where(Assignment.device_id == device_id, Assignment.status == "open")
+                    .values(status="expired")
+                )
+
+
+def _sha256(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()

@@ -1,0 +1,71 @@
+"""What can go wrong with a call, by what the caller can do about it; ``coordinator/api/problems.py`` maps it to HTTP.
+
+CoordinatorError
+├── NotAuthenticated      send a valid token
+├── NotAllowed            the token is valid, but not for this
+├── NotFound              no such federation, device, assignment
+│   └── NoGlobalModel     this method has no global model that can be used alone
+├── NameTaken             choose another name
+├── WrongState            the federation's status forbids this now
+├── RoundClosed           the assignment is no longer open: fetch the next one
+├── DifferentUpdate       another update was already accepted for this assignment
+├── Finished              the federation is over
+├── LengthRequired, TooLarge, WrongMediaType      the request's envelope is wrong
+└── BadContent            what was sent breaks the contract; the text says where and what to do
+"""
+
+
+class CoordinatorError(Exception):
+    """Base of everything a caller can be told; its text is for the caller."""
+
+
+class NotAuthenticated(CoordinatorError):
+    """No token, or none that is known."""
+
+
+class NotAllowed(CoordinatorError):
+    """The token belongs to somebody who may not do this."""
+
+
+class NotFound(CoordinatorError):
+    """There is no such thing."""
+
+
+class NoGlobalModel(NotFound):
+    """The method has no global model that can be used alone."""
+
+
+class NameTaken(CoordinatorError):
+    """A federation or device of this name exists."""
+
+
+class WrongState(CoordinatorError):
+    """The federation's status forbids this now."""
+
+
+class RoundClosed(CoordinatorError):
+    """The assignment is no longer open."""
+
+
+class DifferentUpdate(CoordinatorError):
+    """Another update was already accepted for this assignment."""
+
+
+class Finished(CoordinatorError):
+    """The federation is over and this device has nothing left to do in it."""
+
+
+class LengthRequired(CoordinatorError):
+    """The body's length must be declared."""
+
+
+class TooLarge(CoordinatorError):
+    """The body is longer than anything valid could be."""
+
+
+class WrongMediaType(CoordinatorError):
+    """The body is of a type that this call does not take."""
+
+
+class BadContent(CoordinatorError):
+    """What was sent breaks the contract."""

@@ -1,0 +1,240 @@
+"""Federations from publication to the last word: creating, describing and steering them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from coordinator.errors import BadContent, NameTaken, NoGlobalModel, NotFound, WrongState
+from coordinator.methods import load_method
+from coordinator.models import Models, settings_of
+from coordinator.rounds import extend_deadlines
+from coordinator.storage.store import Store
+from coordinator.storage.tables import Device, Federation
+from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
+from edge_sdk.protocol.manifest import Manifest, Tensors, initial_values
+from edge_sdk.protocol.messages import (
+    ChangeFederation,
+    CreateFederation,
+    FederationInfo,
+    FederationSettings,
+    FederationStatus,
+)
+
+from export.skeleton import check_skeleton, fill
+
+
+class Federations:
+    """Every federation of this coordinator."""
+
+    def __init__(self, store: Store, models: Models, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._models = models
+        self._clock = clock
+
+    def create(self, request: CreateFederation) -> FederationInfo:
+        """A federation of a built-in task, with initial weights drawn here. Raises BadContent, NameTaken."""
+        if request.task not in builtin_tasks():
+            raise BadContent(
+                f"task: {request.task!r} is not built in; choose one of {', '.join(builtin_tasks())}, or publish a "
+                f"model of your own with python -m edge_sdk.publish"
+            )
+        task = load_builtin(request.task)
+        return self._create(request, task.manifest, task.skeleton, {})
+
+    def publish(self, body: bytes) -> FederationInfo:
+        """A federation of somebody's own model: a checkpoint as ``CreateFederation`` describes it."""
+        request = CreateFederation.model_validate_json(checkpoint.read_note(body))
+        tensors, _ = checkpoint.load(body)
+        if request.task is not None:
+            raise BadContent("task: leave it out where a manifest is published")
+        try:
+            manifest_json = tensors.pop("sparrow.manifest").tobytes()
+            skeleton = tensors.pop("sparrow.skeleton").tobytes()
+        except KeyError as missing:
+            raise BadContent(f"the checkpoint lacks {missing}; publish with python -m edge_sdk.publish") from None
+        manifest = Manifest.model_validate_json(manifest_json)
+        manifest.check_tensors(tensors, what="the published weights", only_shared=True)
+        return self._create(request, manifest, skeleton, tensors)
+
+    def _create(
+        self, request: CreateFederation, manifest: Manifest, skeleton: bytes, published: Tensors
+    ) -> FederationInfo:
+        load_method(request.settings.method)
+        if hashlib.sha256(skeleton).hexdigest() != manifest.skeleton_sha256:
+            raise BadContent("skeleton_sha256 of the manifest is not that of the skeleton sent; publish both together")
+        check_skeleton(skeleton, manifest)
+        tensors = initial_values(manifest, request.settings.seed, published)
+        with self._store.writing() as db:
+            if db.scalar(select(Federation).where(Federation.name == request.name)):
+                raise NameTaken(f"a federation called {request.name!r} exists; choose another name")
+            federation = Federation(
+                name=request.name,
+                task=manifest.task,
+                method=request.settings.method,
+                settings=request.settings.model_dump(mode="json"),
+                manifest=manifest.model_dump_json(),
+                status=FederationStatus.waiting.value,
+                model_sha256="",
+                round=0,
+                model_version=0,
+                created_at=self._clock(),
+            )
+            db.add(federation)
+            db.flush()
+            # Blobs first, then the commit: a federation that can be seen has its model on disk.
+            self._models.save_skeleton(federation.id, skeleton)
+            federation.model_sha256 = self._models.save(federation.id, 0, tensors)
+            return self.describe(db, federation)
+
+    def ensure_default(self, task: str, settings: FederationSettings) -> None:
+        """Create the federation ``default`` when there is none at all: the first start."""
+        with self._store.reading() as db:
+            if db.scalar(select(func.count()).select_from(Federation)):
+                return
+        self.create(CreateFederation(name="default", task=task, settings=settings))
+
+    def change(self, name: str, request: ChangeFederation) -> FederationInfo:
+        """Pause, resume, stop, reopen, and change what holds from the next round on."""
+        with self._store.writing() as db:
+            federation = find(db, name)
+            changed = request.model_dump(include={"rounds", "cohort", "deadline_seconds"}, exclude_none=True)
+            federation.settings = {**federation.settings, **changed}
+            if request.action is not None:
+                _ACTIONS[request.action](federation)
+            if request.action == "resume":
+                extend_deadlines(db, federation, self._clock())
+            return self.describe(db, federation)
+
+    def list(self) -> list[FederationInfo]:
+        """Every federation, by age."""
+        with self._store.reading() as db:
+            return [self.describe(db, federation) for federation in db.scalars(select(Federation))]
+
+    def get(self, name: str) -> FederationInfo:
+        """One federation. Raises NotFound."""
+        with self._store.reading() as db:
+            return self.describe(db, find(db, name))
+
+    def id_of(self, name: str) -> int:
+        """The id under which the records know it. Raises NotFound."""
+        with self._store.reading() as db:
+            return find(db, name).id
+
+    def describe(self, db: Session, federation: Federation) -> FederationInfo:
+        """What anybody allowed to look learns of it."""
+        manifest = self._models.manifest(federation)
+        statuses = db.execute(
+            select(Device.status, func.count()).where(Device.federation_id == federation.id).group_by(Device.status)
+        )
+        counts = {status: count for status, count in statuses}
+        settings = settings_of(federation)
+        return FederationInfo(
+            name=federation.name,
+            method=federation.method,
+            task=federation.task,
+            status=FederationStatus(federation.status),
+            reason=federation.reason,
+            round=federation.round,
+            rounds=settings.rounds,
+            devices=counts.get("active", 0) + counts.get("stopped", 0),
+            devices_stopped=counts.get("stopped", 0),
+            model_version=federation.model_version,
+            model_sha256=federation.model_sha256,
+            parameters=manifest.trainable_values,
+            manifest_digest=manifest.digest,
+            global_model_usable=why_unusable(federation, manifest) is None,
+            settings=settings,
+        )
+
+    def manifest(self, name: str) -> Manifest:
+        """The manifest of the federation's model."""
+        with self._store.reading() as db:
+            return self._models.manifest(find(db, name))
+
+    def skeleton(self, name: str) -> bytes:
+        """The ONNX skeleton of the federation's model."""
+        with self._store.reading() as db:
+            return self._models.skeleton(find(db, name).id)
+
+    def model(self, name: str) -> bytes:
+        """The global model as a checkpoint. Raises NoGlobalModel."""
+        with self._store.reading() as db:
+            federation = find(db, name)
+        self._check_usable(federation)
+        return self._models.file(federation.id, federation.model_version)
+
+    def model_onnx(self, name: str) -> bytes:
+        """The global model as ONNX. Raises NoGlobalModel."""
+        with self._store.reading() as db:
+            federation = find(db, name)
+        self._check_usable(federation)
+        note = {
+            "federation": federation.name,
+            "task": federation.task,
+            "method": federation.method,
+            "round": str(federation.round),
+        }
+        tensors = self._models.tensors(federation.id, federation.model_version)
+        return fill(self._models.skeleton(federation.id), self._models.manifest(federation), tensors, metadata=note)
+
+    def _check_usable(self, federation: Federation) -> None:
+        reason = why_unusable(federation, self._models.manifest(federation))
+        if reason:
+            raise NoGlobalModel(reason)
+
+
+def find(db: Session, name: str) -> Federation:
+    """The federation of this name. Raises NotFound."""
+    federation = db.scalar(select(Federation).where(Federation.name == name))
+    if federation is None:
+        raise NotFound(f"there is no federation {name!r}; GET /v1/federations lists those that there are")
+    return federation
+
+
+def why_unusable(federation: Federation, manifest: Manifest) -> str | None:
+    """Why the global model cannot be used alone, or None where it can."""
+    if not load_method(federation.method).usable_global_model:
+        return f"{federation.method} has no global model that can be used alone; export a device's personal model"
+    if len(manifest.kept) > len(manifest.shared):
+        personal = next(spec.name for spec in manifest.kept if spec.policy == "personal")
+        return f"{personal} is kept on the devices, so the global model is incomplete; export a personal model"
+    return None
+
+
+def _pause(federation: Federation) -> None:
+    _move(federation, {"waiting", "running"}, "paused")
+
+
+def _resume(federation: Federation) -> None:
+    _move(federation, {"paused"}, "running" if federation.round else "waiting")
+
+
+def _stop(federation: Federation) -> None:
+    _move(federation, {"waiting", "running", "paused"}, "stopped")
+    federation.reason = "operator"
+
+
+def _reopen(federation: Federation) -> None:
+    _move(federation, {"finished", "stopped"}, "running" if federation.round else "waiting")
+    federation.reason = federation.finished_at = None
+
+
+def _move(federation: Federation, allowed: set[str], status: str) -> None:
+    if federation.status not in allowed:
+        raise WrongState(
+            f"{federation.name} is {federation.status}; this can be done while it is {' or '.join(sorted(allowed))}"
+        )
+    federation.status = status
+
+
+_ACTIONS: dict[str, Callable[[Federation], None]] = {
+    "pause": _pause,
+    "resume": _resume,
+    "stop": _stop,
+    "reopen": _reopen,
+}

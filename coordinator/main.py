@@ -1,0 +1,77 @@
+"""``uvicorn coordinator.main:app``: with no configuration, a federation called ``default`` that two devices can join."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from types import FrameType
+
+from fastapi import FastAPI
+
+from coordinator.api import devices, federations, problems, status
+from coordinator.api.access import OpenHouseWarning
+from coordinator.api.parts import House
+from coordinator.settings import Settings
+
+
+def create_app(settings: Settings | None = None) -> FastAPI:
+    """The application over the given settings, or those of the environment."""
+    settings = settings or Settings()
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        house = House(settings)
+        app.state.house = house
+        await house.open()
+        with _before_stop(house.leave):
+            yield
+        await house.close()
+
+    app = FastAPI(
+        title="Sparrow coordinator",
+        version="1",
+        description="Sparse personalised federated learning on real devices.",
+        lifespan=life,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
+    app.add_middleware(OpenHouseWarning, settings=settings)
+    for part in (federations, devices, status):
+        app.include_router(part.router)
+    problems.install(app)
+    return app
+
+
+@contextmanager
+def _before_stop(action: Callable[[], None]) -> Iterator[None]:
+    """Call ``action`` when the process is asked to stop, before the server waits for its open calls to end.
+
+    uvicorn waits for running requests, and a long poll or event stream would run on for a minute.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        action()
+        handler = before[signal.Signals(number)]
+        if callable(handler):
+            handler(number, frame)
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+app = create_app()

@@ -1,0 +1,29 @@
+"""FedSPU: personalised federated learning with stochastic parameter update, server half.
+
+Niu, Dong, Qin, "FedSPU: Personalized Federated Learning for Resource-constrained Devices with Stochastic Parameter
+Update", arXiv:2403.11464. Every device keeps a full personal model; in each round it receives, trains and returns only
+the weights between neurons drawn anew for it, at its active ratio p_k (Algorithm 1). The server averages weight by
+weight over those who held it, with n_k, the number of training samples, as weights.
+
+Where paper and released code differ: the code weights with the number of mini-batches and averages full and partial
+devices apart, so that the later one overwrites; here there is one mean weighted with n_k, as the paper's text says.
+"""
+
+from __future__ import annotations
+
+from coordinator.aggregation import MaskedSums
+from edge_sdk.protocol.manifest import Tensors
+
+
+class FedSPU:
+    """Server half of FedSPU."""
+
+    usable_global_model = True
+
+    def active_ratio(self, budget: float) -> float | None:
+        """A device's budget is its active ratio p_k."""
+        return budget
+
+    def close(self, previous: Tensors, sums: MaskedSums) -> Tensors:
+        """Masked weighted mean; a weight that nobody held keeps its value."""
+        return sums.mean(previous)

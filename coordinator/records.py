@@ -1,0 +1,127 @@
+"""What happened in each round, summed from the reports of its assignments.
+
+A record is made when somebody looks, and remembered until another fact comes (an evaluation, the cost of an upload).
+Bytes, seconds and joules are sums over devices; joules that were measured and joules that were estimated stay apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+
+from sqlalchemy import select, update
+
+from coordinator.federations import find
+from coordinator.storage.store import Store
+from coordinator.storage.tables import Assignment, Device, Round
+from edge_sdk.protocol.messages import Phase, PhaseSum, Receipt, RoundRecord, UpdateReport
+
+
+class Records:
+    """The records of every round."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def rounds(self, federation_name: str) -> list[RoundRecord]:
+        """A record per round, the open one last. Raises NotFound."""
+        with self._store.reading() as db:
+            federation = find(db, federation_name)
+            rounds = db.scalars(select(Round).where(Round.federation_id == federation.id).order_by(Round.number)).all()
+            stale = [item for item in rounds if item.stale or item.summary is None]
+            fresh = {}
+            for item in stale:
+                rows = db.execute(
+                    select(Assignment, Device.name)
+                    .join(Device, Device.id == Assignment.device_id)
+                    .where(Assignment.federation_id == federation.id, Assignment.round == item.number)
+                    .order_by(Assignment.position)
+                ).tuples()
+                fresh[item.id] = summarise(item, list(rows))
+        closed = [item for item in stale if item.status == "closed"]
+        if closed:
+            with self._store.writing() as db:
+                for item in closed:
+                    # A fact that came since we looked has set ``stale`` again; then this summary is old already, but
+                    # the next reader makes a new one, because the fact's own transaction marked the round after ours.
+                    summary = json.loads(fresh[item.id].model_dump_json())
+                    db.execute(update(Round).where(Round.id == item.id).values(summary=summary, stale=False))
+        return [fresh.get(item.id) or RoundRecord.model_validate(item.summary) for item in rounds]
+
+
+def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecord:
+    """The record of one round from its assignments (with their devices' names)."""
+    training = [(assignment, name) for assignment, name in rows if assignment.kind == "train"]
+    done = [(assignment, name) for assignment, name in training if assignment.status == "done"]
+    reports = [UpdateReport.model_validate(assignment.report) for assignment, _ in done]
+    uploads = [_upload(assignment) for assignment, _ in done]
+    judged = [assignment for assignment, _ in rows if assignment.kind == "evaluate" and assignment.status == "done"]
+    receipts = [Receipt.model_validate(assignment.report) for assignment in judged]
+    personal = [receipt.personal for receipt in receipts if receipt.personal]
+    shared = [receipt.global_model for receipt in receipts if receipt.global_model]
+    examples = sum(report.num_examples for report in reports)
+    evaluation_phases = [
+        phase for receipt in receipts for phase in (receipt.telemetry.download, receipt.telemetry.train)
+    ]
+    evaluation_uploads = [_upload(assignment) for assignment in judged]
+    return RoundRecord(
+        round=item.number,
+        status="closed" if item.status == "closed" else "open",
+        cohort=tuple(name for _, name in training),
+        updates=len(done),
+        stopped=tuple(name for (_, name), report in zip(done, reports, strict=True) if report.status == "stopped"),
+        handed_back=sum(assignment.status == "returned" for assignment, _ in training),
+        expired=sum(assignment.status == "expired" for assignment, _ in training),
+        num_examples=examples,
+        train_loss=sum(report.train_loss * report.num_examples for report in reports) / examples if examples else None,
+        accuracy_personal=_mean(each.accuracy for each in personal),
+        accuracy_global=_mean(each.accuracy for each in shared),
+        loss_personal=_mean(each.loss for each in personal),
+        loss_global=_mean(each.loss for each in shared),
+        evaluated_devices=len(judged),
+        bytes_down=sum(report.telemetry.download.bytes_down for report in reports),
+        bytes_up=sum(upload.bytes_up for upload in uploads),
+        evaluation_bytes_down=sum(phase.bytes_down for phase in evaluation_phases),
+        evaluation_bytes_up=sum(upload.bytes_up for upload in evaluation_uploads),
+        download=_add(report.telemetry.download for report in reports),
+        train=_add(report.telemetry.train for report in reports),
+        upload=_add(uploads),
+        evaluation=_add([*evaluation_phases, *evaluation_uploads]),
+        opened_at=iso(item.opened_at),
+        closed_at=None if item.closed_at is None else iso(item.closed_at),
+        seconds=None if item.closed_at is None else item.closed_at - item.opened_at,
+        model_sha256=item.model_sha256,
+    )
+
+
+def iso(seconds: float) -> str:
+    """Seconds since the epoch as ISO 8601 in UTC."""
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
+
+
+def _upload(assignment: Assignment) -> Phase:
+    """What an upload cost; until the device says so, at least the bytes that arrived."""
+    if assignment.upload_cost is not None:
+        return Phase.model_validate(assignment.upload_cost)
+    return Phase(bytes_up=assignment.update_bytes or 0)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _add(phases: Iterable[Phase]) -> PhaseSum:
+    seconds = measured = estimated = without = 0.0
+    for phase in phases:
+        seconds += phase.seconds
+        if phase.joules is None:
+            without += phase.seconds
+        elif phase.quality == "estimated":
+            estimated += phase.joules
+        else:
+            measured += phase.joules
+    return PhaseSum(
+        seconds=seconds, joules_measured=measured, joules_estimated=estimated, seconds_without_joules=without
+    )

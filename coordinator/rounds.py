@@ -1,0 +1,533 @@
+"""The life of a round.
+
+    federation   waiting --(min_devices enrolled)--> running --(all stopped, or last round)--> finished
+                 running <--> paused; waiting, running, paused --(operator)--> stopped; reopened: running again
+    round        open --(all settled, quorum, or deadline)--> closed; then the next one opens
+    assignment   open --> done (update accepted) | returned (handed back) | expired (deadline, or the quorum was met)
+
+Calls from devices only record facts, each in one transaction: enrolled, asked, handed back, sent an update. ``advance``
+turns facts into progress: it opens rounds, folds updates into running sums, closes rounds. It is called by one thread at
+a time, whenever a fact has come and every tick for the deadlines.
+
+Nothing acknowledged is lost: an update is on disk and in the records before it is answered. The running sums are only
+memory: after a restart they are rebuilt from the stored updates. Updates are folded in the order of the cohort (sorted
+by device name); one that comes out of turn waits on disk. So the same updates give the same model bit for bit, in
+whatever order they arrive, and memory does not grow with the cohort.
+
+A round closes in two writes: first the new model's file, then one transaction that moves everything on. Killed between
+them, the coordinator finds the round still open, and does the same again.
+
+Devices that miss a deadline are not drawn again until they ask for work. A round whose cohort sent nothing is recorded
+with no updates and leaves the model as it was; the next opens when somebody is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from coordinator.aggregation import MaskedSums
+from coordinator.cohort import choose
+from coordinator.errors import BadContent, DifferentUpdate, Finished, NotAllowed, NotFound, RoundClosed, WrongMediaType
+from coordinator.methods import load_method
+from coordinator.models import Models, job_of, settings_of
+from coordinator.storage.store import Store
+from coordinator.storage.tables import Assignment, Device, Federation, Round
+from edge_sdk.protocol import bundle
+from edge_sdk.protocol import messages as wire
+from edge_sdk.protocol.masks import count_values
+
+log = logging.getLogger(__name__)
+
+JSON_TYPE = "application/json"
+LARGEST_RECEIPT = 64 * 1024
+
+
+@dataclass
+class _Folding:
+    """Running sums of one open round: how many of its assignments, in order, are in them."""
+
+    round: int
+    sums: MaskedSums
+    position: int = 0
+
+
+class Rounds:
+    """Runs the rounds of every federation."""
+
+    def __init__(self, store: Store, models: Models, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._models = models
+        self._clock = clock
+        self._advancing = threading.Lock()
+        self._folding: dict[int, _Folding] = {}
+
+    # --- what devices ask ----------------------------------------------------------------------------------------
+
+    def next_assignment(self, device_id: str) -> wire.Assignment | None:
+        """The device's oldest open assignment, or None. Raises Finished when there will be none.
+
+        A device that comes after the end, without a model, is given ``adapt`` first.
+        """
+        now = self._clock()
+        with self._store.reading() as db:
+            device = db.get_one(Device, device_id)
+            federation = db.get_one(Federation, device.federation_id)
+            assignment = _open_assignment(db, device)
+        # A poll is no fact worth a write, unless the device was thought away or has not been seen for a while.
+        if not device.present or now - device.seen_at > 30:
+            with self._store.writing() as db:
+                db.execute(update(Device).where(Device.id == device_id).values(present=True, seen_at=now))
+        if federation.status == wire.FederationStatus.paused:
+            return None
+        if assignment is None and federation.status in ("finished", "stopped"):
+            if device.holds_model:
+                raise Finished(
+                    f"{federation.name} is {federation.status} after {federation.round} rounds; nothing is left to do, "
+                    f"your personal model stays with you"
+                )
+            assignment = self._adapt(device_id)
+        return None if assignment is None else self._describe(federation, device, assignment, now)
+
+    def _adapt(self, device_id: str) -> Assignment:
+        with self._store.writing() as db:
+            device = db.get_one(Device, device_id)
+            federation = db.get_one(Federation, device.federation_id)
+            assignment = db.scalar(
+                select(Assignment).where(Assignment.device_id == device_id, Assignment.kind == "adapt")
+            )
+            if assignment is None:
+                assignment = _assign(federation, device, wire.Kind.adapt, federation.round, 0, self._clock())
+                db.add(assignment)
+            assignment.status = "open"
+            assignment.model_version = federation.model_version
+            assignment.deadline_at = self._clock() + settings_of(federation).deadline_seconds
+            return assignment
+
+    def _describe(self, federation: Federation, device: Device, assignment: Assignment, now: float) -> wire.Assignment:
+        payload = None
+        if self._has_payload(federation, assignment):
+            body = self._models.payload(federation, device.name, assignment)
+            payload = wire.Payload(bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
+        work = None
+        if assignment.ratio is not None:
+            work = wire.Work(job=job_of(federation), round=assignment.round, device=device.name, ratio=assignment.ratio)
+        return wire.Assignment(
+            assignment_id=assignment.id,
+            kind=wire.Kind(assignment.kind),
+            round=assignment.round,
+            deadline_seconds=max(0.0, assignment.deadline_at - now),
+            settings=settings_of(federation),
+            payload=payload,
+            work=work,
+        )
+
+    def _has_payload(self, federation: Federation, assignment: Assignment) -> bool:
+        return assignment.kind != wire.Kind.evaluate or load_method(federation.method).usable_global_model
+
+    def payload(self, assignment_id: str, device_id: str) -> bytes:
+        """The bundle of an open assignment of this device. Raises NotFound, NotAllowed, RoundClosed."""
+        with self._store.reading() as db:
+            assignment, device, federation = _owned(db, assignment_id, device_id)
+        if assignment.status != "open":
+            raise RoundClosed(f"the assignment is {assignment.status}; ask for the next one")
+        if not self._has_payload(federation, assignment):
+            raise NotFound("this assignment has no payload; carry it out with the personal model")
+        return self._models.payload(federation, device.name, assignment)
+
+    def hand_back(self, assignment_id: str, device_id: str, reason: str) -> None:
+        """The device cannot do it: it is out of this round. Handing back twice is the same as once."""
+        with self._store.writing() as db:
+            assignment, device, federation = _owned(db, assignment_id, device_id)
+            if assignment.status == "returned":
+                return
+            if assignment.status != "open":
+                raise RoundClosed(f"the assignment is {assignment.status} already; nothing to hand back")
+            assignment.status, assignment.return_reason = "returned", reason
+            _touch(db, federation, assignment.round)
+            log.info("round %s: %s hands back %s: %s", assignment.round, device.name, assignment.kind, reason)
+
+    def note_upload_cost(self, device_id: str, cost: wire.UploadCost) -> None:
+        """Keep what a device's last upload cost it; the first word counts, and a stranger's none."""
+        with self._store.writing() as db:
+            assignment = db.get(Assignment, cost.assignment_id)
+            if assignment and assignment.device_id == device_id and assignment.status == "done":
+                if assignment.upload_cost is None:
+                    assignment.upload_cost = cost.upload.model_dump(mode="json")
+                    _touch(db, db.get_one(Federation, assignment.federation_id), assignment.round)
+
+    # --- what devices send ---------------------------------------------------------------------------------------
+
+    def check_envelope(self, assignment_id: str, device_id: str, media_type: str) -> int:
+        """Before a byte of an update is read: may this device send this? Returns the longest body accepted, in bytes.
+
+        Raises NotFound, NotAllowed, WrongMediaType.
+        """
+        with self._store.reading() as db:
+            assignment, device, federation = _owned(db, assignment_id, device_id)
+        wanted = bundle.MEDIA_TYPE if assignment.kind == wire.Kind.train else JSON_TYPE
+        if media_type != wanted:
+            raise WrongMediaType(f"an update of kind {assignment.kind} is sent as {wanted}, not as {media_type!r}")
+        if assignment.kind != wire.Kind.train:
+            return LARGEST_RECEIPT
+        manifest = self._models.manifest(federation)
+        mask, _ = self._models.mask(federation, device.name, assignment)
+        return bundle.largest_bundle(count_values(manifest, mask), settings_of(federation).precision, manifest)
+
+    def accept_update(self, assignment_id: str, device_id: str, body: bytes) -> bool:
+        """Check, store and acknowledge an update; True when it is new, False for the same one again.
+
+        Raises BadContent, DifferentUpdate, RoundClosed, NotAllowed, NotFound. When it returns, the update survives a
+        power cut and counts in its round exactly once.
+        """
+        digest = hashlib.sha256(body).hexdigest()
+        with self._store.reading() as db:
+            assignment, device, federation = _owned(db, assignment_id, device_id)
+        if self._settled(assignment, digest):
+            return False
+        report = self._check_update(federation, device, assignment, body)
+        if assignment.kind == wire.Kind.train:
+            self._store.blobs.put(_update_key(assignment), body)
+        with self._store.writing() as db:
+            assignment, device, federation = _owned(db, assignment_id, device_id)
+            if self._settled(assignment, digest):
+                return False
+            assignment.status = "done"
+            assignment.update_sha256 = digest
+            assignment.update_bytes = len(body)
+            assignment.report = report.model_dump(mode="json")
+            device.holds_model = device.holds_model or assignment.full
+            if isinstance(report, wire.UpdateReport) and report.status == "stopped":
+                device.status, device.stopped_round = "stopped", assignment.round
+            _touch(db, federation, assignment.round)
+        return True
+
+    @staticmethod
+    def _settled(assignment: Assignment, digest: str) -> bool:
+        """True for the same update again. Raises where the assignment takes no update any more."""
+        if assignment.status == "done":
+            if assignment.update_sha256 == digest:
+                return True
+            raise DifferentUpdate("another update was accepted for this assignment; ask for the next one")
+        if assignment.status != "open":
+            raise RoundClosed(
+                f"the assignment is {assignment.status}: round {assignment.round} does not take it any more; keep the "
+                f"personal model and ask for the next assignment"
+            )
+        return False
+
+    def _check_update(
+        self, federation: Federation, device: Device, assignment: Assignment, body: bytes
+    ) -> wire.UpdateReport | wire.Receipt:
+        try:
+            if assignment.kind != wire.Kind.train:
+                return wire.Receipt.model_validate_json(body)
+            decoded = bundle.decode(body, self._models.manifest(federation))
+            report = wire.UpdateReport.model_validate_json(decoded.report)
+        except ValidationError as error:
+            raise BadContent(explain(error)) from None
+        precision = settings_of(federation).precision
+        if decoded.precision != precision:
+            raise BadContent(f"values: sent as {decoded.precision}, the federation's precision is {precision}")
+        mask, _ = self._models.mask(federation, device.name, assignment)
+        sent = None if decoded.mask is None else decoded.mask.active
+        wanted = None if mask is None else mask.active
+        if (sent is None) != (wanted is None) or any(
+            len(sent[group]) != len(wanted[group]) or (sent[group] != wanted[group]).any() for group in wanted or ()
+        ):
+            raise BadContent(
+                f"mask: it is not the one of round {assignment.round} for {device.name}; fetch the assignment again"
+            )
+        return report
+
+    # --- progress ------------------------------------------------------------------------------------------------
+
+    def resume_after_restart(self) -> None:
+        """Give open rounds their whole deadline again: the time without a coordinator was not the devices' fault."""
+        with self._store.writing() as db:
+            for federation in db.scalars(select(Federation).where(Federation.status.in_(("running", "waiting")))):
+                extend_deadlines(db, federation, self._clock())
+
+    def advance(self) -> bool:
+        """Turn what has happened into progress; True when something moved that a device or observer may wait for."""
+        moved = False
+        with self._advancing:
+            with self._store.reading() as db:
+                ids = db.scalars(select(Federation.id).where(Federation.status.in_(("waiting", "running", "stopped"))))
+                federations = list(ids)
+            for federation_id in federations:
+                while self._step(federation_id):
+                    moved = True
+        return moved
+
+    def _step(self, federation_id: int) -> bool:
+        with self._store.reading() as db:
+            federation = db.get_one(Federation, federation_id)
+            current = _open_round(db, federation)
+            cohort = _cohort(db, federation, current.number) if current else []
+        if current is not None:
+            return self._step_round(federation, current, cohort)
+        if federation.status == "waiting":
+            return self._start(federation_id)
+        if federation.status == "running":
+            return self._expire_evaluations(federation_id) or self._open_round(federation_id)
+        return False
+
+    def _start(self, federation_id: int) -> bool:
+        with self._store.writing() as db:
+            federation = db.get_one(Federation, federation_id)
+            enrolled = len(_devices(db, federation, ("active", "stopped")))
+            if federation.status != "waiting" or enrolled < settings_of(federation).min_devices:
+                return False
+            federation.status = "running"
+            log.info("%s: %s devices enrolled, starts", federation.name, enrolled)
+            return True
+
+    def _open_round(self, federation_id: int) -> bool:
+        """Open the next round, or end the federation."""
+        now = self._clock()
+        with self._store.writing() as db:
+            federation = db.get_one(Federation, federation_id)
+            settings = settings_of(federation)
+            if federation.status != "running":
+                return False
+            over = _why_over(db, federation)
+            if over:
+                return self._finish(db, federation, over)
+            active = {device.name: device for device in _devices(db, federation, ("active",)) if device.present}
+            if not active:
+                return False
+            number = federation.round + 1
+            cohort = choose(active, settings.cohort, job=job_of(federation), round_number=number)
+            deadline = now + settings.deadline_seconds
+            db.add(
+                Round(
+                    federation_id=federation.id, number=number, status="open", opened_at=now, deadline_at=deadline,
+                    stale=True,
+                )
+            )  # fmt: skip
+            for position, name in enumerate(cohort):
+                db.add(_assign(federation, active[name], wire.Kind.train, number, position, now))
+            log.info("%s: round %s opens for %s devices", federation.name, number, len(cohort))
+            return True
+
+    def _finish(self, db: Session, federation: Federation, reason: str) -> bool:
+        pending = db.scalar(
+            select(func.count())
+            .select_from(Assignment)
+            .where(
+                Assignment.federation_id == federation.id, Assignment.kind == "evaluate", Assignment.status == "open"
+            )
+        )
+        if pending:
+            return False  # the last evaluation is still being answered
+        federation.status, federation.reason, federation.finished_at = "finished", reason, self._clock()
+        log.info("%s: finished after %s rounds (%s)", federation.name, federation.round, reason)
+        return True
+
+    def _step_round(self, federation: Federation, current: Round, cohort: Sequence[Assignment]) -> bool:
+        settings = settings_of(federation)
+        done = sum(assignment.status == "done" for assignment in cohort)
+        waiting = [assignment for assignment in cohort if assignment.status == "open"]
+        late = self._clock() >= current.deadline_at
+        enough = done >= math.ceil(settings.quorum * len(cohort))
+        if waiting and (late or enough or federation.status == "stopped"):
+            self._expire([assignment.id for assignment in waiting], away=late)
+            return True
+        folding = self._fold(federation, current.number, cohort)
+        if waiting:
+            return self._expire_evaluations(federation.id)
+        self._close(federation, current.number, folding)
+        return True
+
+    def _expire(self, assignment_ids: Sequence[str], *, away: bool) -> None:
+        """Close assignments to updates. ``away``: their devices missed a deadline, and are not drawn until they ask."""
+        with self._store.writing() as db:
+            for assignment in db.scalars(select(Assignment).where(Assignment.id.in_(assignment_ids))):
+                if assignment.status == "open":
+                    assignment.status = "expired"
+                    federation = db.get_one(Federation, assignment.federation_id)
+                    _touch(db, federation, assignment.round)
+                    if away:
+                        db.get_one(Device, assignment.device_id).present = False
+
+    def _expire_evaluations(self, federation_id: int) -> bool:
+        with self._store.reading() as db:
+            late = db.scalars(
+                select(Assignment.id).where(
+                    Assignment.federation_id == federation_id,
+                    Assignment.kind == "evaluate",
+                    Assignment.status == "open",
+                    Assignment.deadline_at <= self._clock(),
+                )
+            ).all()
+        if late:
+            self._expire(late, away=True)
+        return bool(late)
+
+    def _fold(self, federation: Federation, number: int, cohort: Sequence[Assignment]) -> _Folding:
+        """Add to the sums what is next in order and there; stop at the first that is still awaited."""
+        folding = self._folding.get(federation.id)
+        if folding is None or folding.round != number:
+            folding = self._folding[federation.id] = _Folding(number, MaskedSums(self._models.manifest(federation)))
+        while folding.position < len(cohort) and cohort[folding.position].status != "open":
+            assignment = cohort[folding.position]
+            if assignment.status == "done":
+                body = self._store.blobs.get(_update_key(assignment))
+                decoded = bundle.decode(body, self._models.manifest(federation))
+                report = wire.UpdateReport.model_validate_json(decoded.report)
+                folding.sums.fold_in_place(decoded.values, decoded.mask, report.num_examples)
+            folding.position += 1
+        return folding
+
+    def _close(self, federation: Federation, number: int, folding: _Folding) -> None:
+        version, digest = federation.model_version, federation.model_sha256
+        if folding.sums.updates:
+            previous = self._models.tensors(federation.id, version)
+            tensors = load_method(federation.method).close(previous, folding.sums)
+            version += 1
+            digest = self._models.save(federation.id, version, tensors)
+        now = self._clock()
+        with self._store.writing() as db:
+            federation = db.get_one(Federation, federation.id)
+            federation.round, federation.model_version, federation.model_sha256 = number, version, digest
+            current = db.scalars(
+                select(Round).where(Round.federation_id == federation.id, Round.number == number)
+            ).one()
+            current.status, current.closed_at, current.model_sha256, current.stale = "closed", now, digest, True
+            if federation.status == "running" and self._evaluation_due(db, federation):
+                self._ask_for_evaluation(db, federation, now)
+            in_use = {version} | set(
+                db.scalars(
+                    select(Assignment.model_version).where(
+                        Assignment.federation_id == federation.id, Assignment.status == "open"
+                    )
+                )
+            )
+        del self._folding[federation.id]
+        log.info("%s: round %s closes with %s updates", federation.name, number, folding.sums.updates)
+        # Only now, with the new model in the records, may what it was made from go.
+        self._models.forget(federation.id, in_use)
+        for key in self._store.blobs.keys(_update_folder(federation.id)):
+            self._store.blobs.delete(key)
+
+    def _evaluation_due(self, db: Session, federation: Federation) -> bool:
+        interval = settings_of(federation).evaluation_interval
+        due = bool(interval) and federation.round % interval == 0
+        return due or _why_over(db, federation) is not None
+
+    def _ask_for_evaluation(self, db: Session, federation: Federation, now: float) -> None:
+        """Ask every device that is there, stopped or not, to judge its personal model and the new global one."""
+        present = [device for device in _devices(db, federation, ("active", "stopped")) if device.present]
+        for position, device in enumerate(sorted(present, key=lambda device: device.name)):
+            db.add(_assign(federation, device, wire.Kind.evaluate, federation.round, position, now))
+
+
+def extend_deadlines(db: Session, federation: Federation, now: float) -> None:
+    """Start the clock of everything open anew."""
+    deadline = now + settings_of(federation).deadline_seconds
+    db.execute(
+        update(Round).where(Round.federation_id == federation.id, Round.status == "open").values(deadline_at=deadline)
+    )
+    db.execute(
+        update(Assignment)
+        .where(Assignment.federation_id == federation.id, Assignment.status == "open")
+        .values(deadline_at=deadline)
+    )
+
+
+def explain(error: ValidationError) -> str:
+    """A pydantic error in one line: where, what was wrong."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"])) or "body"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{where}: {first['msg']}{more}; see docs/settings.md and the OpenAPI page at /docs"
+
+
+def _assign(
+    federation: Federation, device: Device, kind: wire.Kind, number: int, position: int, now: float
+) -> Assignment:
+    method = load_method(federation.method)
+    return Assignment(
+        id=uuid.uuid4().hex,
+        federation_id=federation.id,
+        device_id=device.id,
+        kind=kind.value,
+        round=number,
+        position=position,
+        status="open",
+        model_version=federation.model_version,
+        full=kind != wire.Kind.train or not device.holds_model,
+        ratio=None if kind == wire.Kind.evaluate else method.active_ratio(device.budget),
+        created_at=now,
+        deadline_at=now + settings_of(federation).deadline_seconds,
+    )
+
+
+def _owned(db: Session, assignment_id: str, device_id: str) -> tuple[Assignment, Device, Federation]:
+    assignment = db.get(Assignment, assignment_id)
+    if assignment is None:
+        raise NotFound("there is no such assignment; ask for the next one")
+    if assignment.device_id != device_id:
+        raise NotAllowed("this assignment belongs to another device; ask for your own")
+    return assignment, db.get_one(Device, device_id), db.get_one(Federation, assignment.federation_id)
+
+
+def _open_assignment(db: Session, device: Device) -> Assignment | None:
+    """The oldest one; an evaluation before the training of the round after it."""
+    return db.scalars(
+        select(Assignment)
+        .where(Assignment.device_id == device.id, Assignment.status == "open")
+        .order_by(Assignment.round, Assignment.created_at)
+        .limit(1)
+    ).first()
+
+
+def _open_round(db: Session, federation: Federation) -> Round | None:
+    return db.scalar(select(Round).where(Round.federation_id == federation.id, Round.status == "open"))
+
+
+def _cohort(db: Session, federation: Federation, number: int) -> list[Assignment]:
+    return list(
+        db.scalars(
+            select(Assignment)
+            .where(Assignment.federation_id == federation.id, Assignment.round == number, Assignment.kind == "train")
+            .order_by(Assignment.position)
+        )
+    )
+
+
+def _devices(db: Session, federation: Federation, statuses: Sequence[str]) -> list[Device]:
+    return list(db.scalars(select(Device).where(Device.federation_id == federation.id, Device.status.in_(statuses))))
+
+
+def _why_over(db: Session, federation: Federation) -> str | None:
+    """The reason why no round follows, or None."""
+    if federation.round >= settings_of(federation).rounds:
+        return "max_rounds"
+    enrolled = _devices(db, federation, ("active", "stopped"))
+    if enrolled and all(device.status == "stopped" for device in enrolled):
+        return "all_stopped"
+    return None
+
+
+def _touch(db: Session, federation: Federation, number: int) -> None:
+    """A fact about a round has come: its cached record is stale."""
+    db.execute(update(Round).where(Round.federation_id == federation.id, Round.number == number).values(stale=True))
+
+
+def _update_folder(federation_id: int) -> str:
+    return f"{federation_id}/updates"
+
+
+def _update_key(assignment: Assignment) -> str:
+    return f"{_update_folder(assignment.federation_id)}/{assignment.id}"

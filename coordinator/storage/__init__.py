@@ -1,0 +1,1 @@
+"""What the coordinator keeps: records in a database, models and updates as blobs in a folder."""

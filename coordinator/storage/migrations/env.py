@@ -1,0 +1,12 @@
+"""Run by Alembic: applies migrations on the connection that ``database.migrate`` passes in."""
+
+from alembic import context
+
+from coordinator.storage.tables import Base
+
+# Batch mode: SQLite cannot alter a table in place.
+context.configure(
+    connection=context.config.attributes["connection"], target_metadata=Base.metadata, render_as_batch=True
+)
+with context.begin_transaction():
+    context.run_migrations()

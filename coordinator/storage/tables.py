@@ -1,0 +1,122 @@
+"""The records, as SQLAlchemy tables. Changing one takes a migration beside it (``migrations/versions``).
+
+Times are seconds since the epoch (UTC). JSON columns hold what the wire's messages validated before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, LargeBinary, String, Text, UniqueConstraint, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+
+class Base(DeclarativeBase):
+    """Base of all tables."""
+
+
+class Federation(Base):
+    """One learning problem with one method and its settings.
+
+    ``round`` counts closed rounds; ``model_version`` the global models, 0 being w^0.
+    """
+
+    __tablename__ = "federations"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(String(64), unique=True)
+    task: Mapped[str] = mapped_column(String(200))
+    method: Mapped[str] = mapped_column(String(64))
+    settings: Mapped[dict[str, Any]] = mapped_column(JSON)
+    manifest: Mapped[str] = mapped_column(Text)
+    status: Mapped[str] = mapped_column(String(16))
+    reason: Mapped[str | None] = mapped_column(String(32))
+    round: Mapped[int] = mapped_column(default=0)
+    model_version: Mapped[int] = mapped_column(default=0)
+    model_sha256: Mapped[str] = mapped_column(String(64))
+    created_at: Mapped[float]
+    finished_at: Mapped[float | None]
+
+
+class Device(Base):
+    """A device of one federation.
+
+    ``present`` is False from a missed deadline or a leave-taking until the device asks again: it is not drawn.
+    ``holds_model`` says that an answer of the device proved that it has downloaded the whole model once.
+    """
+
+    __tablename__ = "devices"
+    __table_args__ = (
+        Index(
+            "devices_name_in_use",
+            "federation_id",
+            "name",
+            unique=True,
+            sqlite_where=text("status != 'revoked'"),
+            postgresql_where=text("status != 'revoked'"),
+        ),
+    )
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    federation_id: Mapped[int] = mapped_column(ForeignKey("federations.id"), index=True)
+    name: Mapped[str] = mapped_column(String(64))
+    token_sha256: Mapped[bytes] = mapped_column(LargeBinary(32), index=True)
+    enrolment_key_sha256: Mapped[bytes] = mapped_column(LargeBinary(32))
+    profile: Mapped[dict[str, Any]] = mapped_column(JSON)
+    budget: Mapped[float]
+    status: Mapped[str] = mapped_column(String(16))  # active, stopped, revoked
+    stopped_round: Mapped[int | None]
+    present: Mapped[bool] = mapped_column(default=True)
+    holds_model: Mapped[bool] = mapped_column(default=False)
+    enrolled_at: Mapped[float]
+    seen_at: Mapped[float]
+
+
+class Round(Base):
+    """One round. ``summary`` caches its record; ``stale`` says that a fact has come since it was made."""
+
+    __tablename__ = "rounds"
+    __table_args__ = (UniqueConstraint("federation_id", "number"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    federation_id: Mapped[int] = mapped_column(ForeignKey("federations.id"), index=True)
+    number: Mapped[int]
+    status: Mapped[str] = mapped_column(String(16))  # open, closed
+    opened_at: Mapped[float]
+    deadline_at: Mapped[float]
+    closed_at: Mapped[float | None]
+    model_sha256: Mapped[str | None] = mapped_column(String(64))
+    summary: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    stale: Mapped[bool] = mapped_column(default=True)
+
+
+class Assignment(Base):
+    """What one device is asked to do in a round; its update's digest and report once accepted.
+
+    ``position`` orders the devices of a cohort: updates are folded in this order. ``full`` says that the payload is the
+    whole model; ``ratio`` the active ratio it trains at.
+    """
+
+    __tablename__ = "assignments"
+    __table_args__ = (
+        UniqueConstraint("federation_id", "round", "device_id", "kind"),
+        Index("assignments_of_device", "device_id", "status"),
+    )
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    federation_id: Mapped[int] = mapped_column(ForeignKey("federations.id"))
+    device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"))
+    kind: Mapped[str] = mapped_column(String(16))
+    round: Mapped[int]
+    position: Mapped[int]
+    status: Mapped[str] = mapped_column(String(16))  # open, done, returned, expired
+    model_version: Mapped[int]
+    full: Mapped[bool]
+    ratio: Mapped[float | None]
+    created_at: Mapped[float]
+    deadline_at: Mapped[float]
+    update_sha256: Mapped[str | None] = mapped_column(String(64))
+    update_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    report: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    upload_cost: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    return_reason: Mapped[str | None] = mapped_column(Text)

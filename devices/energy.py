@@ -1,0 +1,279 @@
+"""Joules of a phase of work, and how they add.
+
+    with EnergyMeter() as meter:
+        with meter.phase("train") as phase:
+            train()
+        print(phase.energy.joules, phase.energy.quality)
+
+Every source the device has is read at both ends of a phase, and by one background thread in between; the best one that
+covered the phase gives the figure (`devices.power` has the order, `devices.integral` the choice). Counters and
+processor time lose nothing between two reads, so for them the ends are all that matters; a battery's watts are
+integrated by the trapezoid rule. Time without good readings is left out and shows as coverage below 1.
+"""
+
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from devices.integral import Integral, best
+from devices.power import PowerModel, explain, find_sources, why_unavailable
+from devices.readings import Files, Quality, Reason
+
+
+@dataclass(frozen=True)
+class Energy:
+    """What one phase drew.
+
+    joules: of the covered time, not scaled up to the rest; None when unavailable, never 0 instead. scope: what they
+    cover (board, device, package, package+dram; empty when unavailable). coverage: share of the time with good
+    readings, 0 to 1. seconds: length of the phase. reason: a sentence that says why joules are missing, all or some,
+    and what to do. Adding two gives an EnergyTotal. Raises ValueError for a record that contradicts itself.
+    """
+
+    joules: float | None
+    quality: Quality
+    source: str
+    scope: str
+    coverage: float
+    seconds: float
+    reason: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.joules is None) != (self.quality is Quality.UNAVAILABLE):
+            raise ValueError(f"energy of {self.joules} J cannot be {self.quality}: without joules, and only then")
+        if self.joules is not None and not 0 <= self.joules < math.inf:
+            raise ValueError(f"energy must be finite and not negative, not {self.joules} J")
+        if self.joules is None and not self.reason:
+            raise ValueError("unavailable energy needs a reason")
+        if not 0 <= self.coverage <= 1:
+            raise ValueError(f"coverage is a share from 0 to 1, not {self.coverage}")
+
+    def __add__(self, other: "Energy | EnergyTotal") -> "EnergyTotal":
+        return EnergyTotal.of(self) + other
+
+
+@dataclass(frozen=True)
+class EnergyTotal:
+    """Energies added up, what was measured (or derived) apart from what was estimated.
+
+    Addition is associative and commutative (but for rounding), EnergyTotal() is its zero; `sum(energies,
+    EnergyTotal())` folds a list. The three times add up to the length of all phases. scopes: what measured and
+    estimated joules cover; more than one entry means that figures of different reach were added.
+    """
+
+    measured_joules: float = 0.0
+    measured_seconds: float = 0.0
+    estimated_joules: float = 0.0
+    estimated_seconds: float = 0.0
+    unavailable_seconds: float = 0.0
+    scopes: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, energy: Energy) -> "EnergyTotal":
+        """A total of one."""
+        if energy.joules is None:
+            return cls(unavailable_seconds=energy.seconds)
+        covered = energy.coverage * energy.seconds
+        missed, scopes = energy.seconds - covered, frozenset({energy.scope})
+        if energy.quality is Quality.ESTIMATED:
+            return cls(0.0, 0.0, energy.joules, covered, missed, scopes)
+        return cls(energy.joules, covered, 0.0, 0.0, missed, scopes)
+
+    def __add__(self, other: "Energy | EnergyTotal") -> "EnergyTotal":
+        if isinstance(other, Energy):
+            other = EnergyTotal.of(other)
+        return EnergyTotal(
+            self.measured_joules + other.measured_joules,
+            self.measured_seconds + other.measured_seconds,
+            self.estimated_joules + other.estimated_joules,
+            self.estimated_seconds + other.estimated_seconds,
+            self.unavailable_seconds + other.unavailable_seconds,
+            self.scopes | other.scopes,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Length of all phases together."""
+        return self.measured_seconds + self.estimated_seconds + self.unavailable_seconds
+
+    @property
+    def coverage(self) -> float:
+        """Share of that time with a figure of either kind; 0 when there was no time."""
+        return (self.measured_seconds + self.estimated_seconds) / self.seconds if self.seconds > 0 else 0.0
+
+
+class Phase:
+    """A stretch of work being measured: a context manager made by `EnergyMeter.phase`."""
+
+    def __init__(self, meter: "EnergyMeter", name: str) -> None:
+        self.name = name
+        self._meter = meter
+        self._integrals: list[Integral] = []
+        self._started = 0.0
+        self._energy: Energy | None = None
+
+    def __enter__(self) -> "Phase":
+        self._meter._begin(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._meter._end(self)
+
+    @property
+    def energy(self) -> Energy:
+        """What the phase drew. Raises RuntimeError before the phase has ended."""
+        if self._energy is None:
+            raise RuntimeError(f"phase {self.name!r} has not ended: ask for its energy after the `with` block")
+        return self._energy
+
+    def _begin(self, integrals: list[Integral], now: float) -> None:
+        self._integrals, self._started, self._energy = integrals, now, None
+        self._sample(now)
+
+    def _sample(self, now: float, *, at_end: bool = False) -> None:
+        for integral in self._integrals:
+            integral.sample(now, at_end=at_end)
+
+    def _end(self, now: float) -> None:
+        self._sample(now, at_end=True)
+        self._energy = _energy(self._integrals, now - self._started)
+
+
+_WHOLE = 0.999  # but for rounding
+
+
+def _energy(integrals: list[Integral], seconds: float) -> Energy:
+    chosen = best(integrals, seconds)
+    if chosen is None:
+        why = why_unavailable([(i.source, i.trouble or Reason.IMPLAUSIBLE) for i in integrals])
+        return Energy(None, Quality.UNAVAILABLE, "", "", 0.0, seconds, why)
+    coverage = min(1.0, chosen.covered_seconds / seconds) if seconds > 0 else 1.0
+    source = chosen.source
+    missing = explain(source, chosen.trouble) if chosen.trouble is not None and coverage < _WHOLE else None
+    return Energy(chosen.joules, source.quality, source.name, source.scope, coverage, seconds, missing)
+
+
+class EnergyMeter:
+    """Measures phases of work on this device; phases may follow or overlap each other.
+
+    root: the file system's root, or Files with readers of one's own. model: power of this machine, for when no sensor
+    answers; a known board has one in the table. period_seconds: how often the background thread samples. clock:
+    monotonic seconds. cpu_seconds: processor time of this process. background: False for no thread, then whoever runs
+    long phases calls `sample` now and then. Raises ValueError for a period that is not above 0.
+
+    Close it, or use it as a context manager, to end the thread. After a fork the child's meter starts a thread of its
+    own with its next phase. Where no thread can be started, and after closing, phases are read at their two ends.
+    """
+
+    def __init__(
+        self,
+        root: Path | Files = Path("/"),
+        *,
+        model: PowerModel | None = None,
+        period_seconds: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_seconds: Callable[[], float] = time.process_time,
+        background: bool = True,
+    ) -> None:
+        if not 0 < period_seconds < math.inf:
+            raise ValueError(f"period_seconds must be above 0 and finite, not {period_seconds}")
+        files = root if isinstance(root, Files) else Files(root)
+        self._sources = find_sources(files, model, cpu_seconds)
+        self._period_seconds = period_seconds
+        self._clock = clock
+        self._background = background
+        self._running: list[Phase] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        _meters.add(self)
+
+    def __enter__(self) -> "EnergyMeter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def phase(self, name: str) -> Phase:
+        """A phase to measure with a `with` block; its `energy` is there when the block ends, by an error or not."""
+        return Phase(self, name)
+
+    def sample(self) -> None:
+        """Read, for every running phase, the sources that are due. The background thread calls this."""
+        with self._lock:
+            now = self._clock()
+            for phase in self._running:
+                phase._sample(now)
+
+    def describe(self) -> str:
+        """One line for a person: the source that answers now and its quality, or why none does and what helps."""
+        now, troubles = self._clock(), []
+        for source in self._sources:
+            reason = next((reading.reason for reading in source.read(now) if reading.reason is not None), None)
+            if reason is None:
+                return f"energy: {source.quality}, {source.name} (scope {source.scope})"
+            troubles.append((source, reason))
+        return f"energy: unavailable, {why_unavailable(troubles)}"
+
+    def close(self) -> None:
+        """End the background thread, for good. Phases that still run get their end all the same."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _begin(self, phase: Phase) -> None:
+        with self._lock:
+            integrals = [Integral(source, self._period_seconds) for source in self._sources]
+            self._start_thread(min((integral.wake_seconds for integral in integrals), default=math.inf))
+            phase._begin(integrals, self._clock())
+            self._running.append(phase)
+
+    def _end(self, phase: Phase) -> None:
+        with self._lock:
+            self._running.remove(phase)
+            phase._end(self._clock())
+
+    def _start_thread(self, wake_seconds: float) -> None:
+        wanted = self._background and self._sources and not self._stop.is_set()
+        if self._thread is not None or not wanted:
+            return
+        thread = threading.Thread(target=self._run, args=(self._stop, wake_seconds), name="energy-meter", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads here, or none at all: the ends of each phase are still read
+            return
+        self._thread = thread
+
+    def _after_fork(self) -> None:
+        # The child has no sampler, and may have inherited the lock while the parent's sampler held it.
+        self._lock = threading.Lock()
+        if not self._stop.is_set():
+            self._stop = threading.Event()
+        self._thread = None
+
+    def _run(self, stop: threading.Event, wake_seconds: float) -> None:
+        while not stop.wait(wake_seconds):
+            self.sample()
+
+
+_meters: "weakref.WeakSet[EnergyMeter]" = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for meter in list(_meters):
+        meter._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

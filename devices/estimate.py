@@ -1,0 +1,169 @@
+"""Energy where no sensor exists: a straight line from idle to full load, always labelled `estimated`.
+
+    P = P_idle + (P_max - P_idle) * u * (f / f_max)^a
+
+u is the mean utilisation of the online cores (0 to 1), f their mean clock, a = 1.7 (voltage rises with the clock: the
+Pi 5's tables give 1.78, the CM5's 1.68). The result is the whole energy of the board, idle share included, without USB
+devices; uncalibrated it is good to about 30 %. Since processor time is itself a running sum, the mean utilisation
+between two reads is exact, and no sample in between can be missed.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from devices.readings import Files, Quality, ReadError, Reading, Reason
+
+METHOD = "util-linear-v1"
+_CPU = "sys/devices/system/cpu"
+_JIFFIES_PER_SECOND = 100  # USER_HZ, the unit of /proc/stat on every architecture we run on
+
+
+@dataclass(frozen=True)
+class PowerModel:
+    """Watts of a board at rest and under full load.
+
+    coefficients: where the two figures come from, shown wherever the estimate is. exponent: a, 0 to leave the clock
+    out. rel_uncertainty: share of the value. Raises ValueError unless 0 <= idle_watts <= max_watts, both finite and
+    max_watts above 0.
+    """
+
+    idle_watts: float
+    max_watts: float
+    coefficients: str
+    exponent: float = 1.7
+    rel_uncertainty: float = 0.30
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.idle_watts <= self.max_watts and 0 < self.max_watts < math.inf):
+            raise ValueError(
+                f"power model {self.coefficients}: {self.idle_watts} W idle and {self.max_watts} W at full load; "
+                "both must be finite, idle at least 0 and not above full load"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> "PowerModel":
+        """The model in a text such as "2.3:6.4": watts at rest, watts under full load.
+
+        The clock is left out: whoever measured full load measured it at the clock the machine then runs at. Raises
+        ValueError that says what was wanted.
+        """
+        try:
+            idle, full = (float(part) for part in text.split(":"))
+        except ValueError as error:
+            raise ValueError(
+                f"power model {text!r}: want IDLE:MAX in watts, such as 2.3:6.4 (read both at the plug, once at rest "
+                "and once under full load)"
+            ) from error
+        return cls(idle, full, f"given {text.strip()}", exponent=0.0)
+
+    def watts(self, utilisation: float, clock_share: float = 1.0) -> float:
+        """The board's power; utilisation and clock_share (clock over highest clock) from 0 to 1."""
+        return self.idle_watts + (self.max_watts - self.idle_watts) * utilisation * math.pow(clock_share, self.exponent)
+
+
+# First entry of the device tree's `compatible` -> watts, measured by others under a generic load. PowerJoular's linear
+# models for 3B, 3B+, 4B and 400; Zero 2 W: a published power study at rest and the maker's typical current; 5: middle
+# of the published idle figures (1.8 to 4.4 W) and PowerJoular's full load. Compute modules lack an idle figure, and on
+# a Jetson the processor's utilisation says nothing about its GPU: both stay out rather than be guessed.
+BOARDS: Mapping[str, PowerModel] = {
+    "raspberrypi,model-zero-2-w": PowerModel(0.6, 1.75, "pizero2w"),
+    "raspberrypi,3-model-b": PowerModel(1.08, 4.56, "pi3b"),
+    "raspberrypi,3-model-b-plus": PowerModel(2.0, 5.3, "pi3bplus"),
+    "raspberrypi,4-model-b": PowerModel(2.31, 6.8, "pi4b"),
+    "raspberrypi,400": PowerModel(1.82, 6.85, "pi400"),
+    "raspberrypi,5-model-b": PowerModel(3.0, 7.9, "pi5"),
+}
+
+
+def board_model(files: Files) -> PowerModel | None:
+    """The table's model of this board, None for a board that it does not know."""
+    try:
+        names = files.strings("proc/device-tree/compatible")
+    except ReadError:
+        return None
+    return next((BOARDS[name] for name in names if name in BOARDS), None)
+
+
+class Estimate:
+    """A power model driven by processor time: of all cores where /proc/stat can be read, else of this process alone.
+
+    cpu_seconds: processor time of this process so far. Where a clock cannot be read, it counts as the highest.
+    """
+
+    scope = "board"
+    quality = Quality.ESTIMATED
+    shortest_period_seconds = 0.0
+    advice: ClassVar[Mapping[Reason, str]] = {}
+
+    def __init__(self, files: Files, model: PowerModel, cpu_seconds: Callable[[], float]) -> None:
+        self._files = files
+        self._model = model
+        self._cpu_seconds = cpu_seconds
+        self._whole_machine = _busy_seconds(files, 0.0).value is not None
+        whose = "all cores (/proc/stat)" if self._whole_machine else "this process only (its CPU time)"
+        self.name = f"{METHOD} {model.coefficients} ±{model.rel_uncertainty:.0%}, utilisation of {whose}"
+
+    def read(self, now: float) -> tuple[Reading, ...]:
+        """Busy core-seconds so far, number of online cores, mean clock as a share of the highest."""
+        if self._whole_machine:
+            busy = _busy_seconds(self._files, now)
+        else:
+            busy = Reading(self._cpu_seconds(), "s", "process", Quality.MEASURED, "process CPU time", now)
+        online = _online(self._files)
+        cores = Reading(len(online), "cores", "cpu", Quality.MEASURED, "online cores", now)
+        share = _clock_share(self._files, online) if self._model.exponent else 1.0
+        return busy, cores, Reading(share, "1", "cpu", Quality.DERIVED, "cpufreq", now)
+
+    def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
+        """Joules between two reads, at the mean utilisation between them.
+
+        The clock is the one at the end: it is what the load of the interval brought about, while the one at the start
+        still belongs to what was before.
+        """
+        busy, cores, clock_share = after[0] - before[0], after[1], after[2]
+        if busy < 0:
+            return None
+        utilisation = min(1.0, busy / (seconds * cores)) if seconds > 0 else 0.0
+        return self._model.watts(utilisation, clock_share) * seconds
+
+    def longest_gap_seconds(self, period_seconds: float) -> float:
+        """Without limit: processor time forgets nothing."""
+        return math.inf
+
+
+def _busy_seconds(files: Files, now: float) -> Reading:
+    path = "proc/stat"
+    try:
+        label, user, nice, system, _idle, _iowait, irq, softirq = files.text(path).split(maxsplit=8)[:8]
+        jiffies = int(user) + int(nice) + int(system) + int(irq) + int(softirq)
+    except ReadError as failure:
+        return Reading.failed("s", "cpu", path, now, failure.reason)
+    except ValueError:
+        return Reading.failed("s", "cpu", path, now, Reason.PARSE)
+    if label != "cpu":
+        return Reading.failed("s", "cpu", path, now, Reason.PARSE)
+    return Reading(jiffies / _JIFFIES_PER_SECOND, "s", "cpu", Quality.MEASURED, path, now)
+
+
+def _online(files: Files) -> list[int]:
+    """Numbers of the online cores, from a text such as "0-3,5"."""
+    try:
+        spans = [span.split("-") for span in files.text(f"{_CPU}/online").split(",")]
+        cores = [core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)]
+    except (ReadError, ValueError):
+        cores = []
+    return cores or list(range(os.cpu_count() or 1))
+
+
+def _clock_share(files: Files, cores: list[int]) -> float:
+    shares = []
+    for core in cores:
+        folder = f"{_CPU}/cpu{core}/cpufreq"
+        try:
+            shares.append(files.number(f"{folder}/scaling_cur_freq") / files.number(f"{folder}/cpuinfo_max_freq"))
+        except (ReadError, ZeroDivisionError):
+            shares.append(1.0)
+    return min(1.0, max(0.0, sum(shares) / len(shares)))

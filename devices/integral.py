@@ -1,0 +1,93 @@
+"""The energy of one source over one phase, summed from read to read."""
+
+from dataclasses import dataclass
+
+from devices.power import Source
+from devices.readings import Quality, Reason
+
+# A sampler's wake-up comes a little early or late; a read that is almost due is due.
+_DUE = 0.9
+# A source that covered this share of a phase need not give way to a lesser one that covered more.
+_ENOUGH_COVERAGE = 0.9
+# A device that runs draws something: a sensor that shows nothing for so long is stuck (virtual machines have such).
+_STUCK_SECONDS = 1.0
+
+
+@dataclass
+class Integral:
+    """Joules so far, and the seconds they cover.
+
+    A failed read is passed over: the next good one closes the interval, unless that has become too long for this
+    source to speak for. Nothing is extrapolated. trouble: why the last lost read or interval was lost.
+    """
+
+    source: Source
+    period_seconds: float
+    joules: float = 0.0
+    covered_seconds: float = 0.0
+    intervals: int = 0
+    trouble: Reason | None = None
+    _tried_at: float | None = None
+    _last: tuple[float, tuple[float, ...]] | None = None
+
+    @property
+    def wake_seconds(self) -> float:
+        """How often this source wants to be read: as asked, but for slow gauges and for counters that might wrap."""
+        period = max(self.period_seconds, self.source.shortest_period_seconds)
+        return min(period, self.source.longest_gap_seconds(self.period_seconds) / 2)
+
+    @property
+    def answered(self) -> bool:
+        """Whether there is a figure that one can believe."""
+        stuck = self.joules == 0 and self.covered_seconds >= _STUCK_SECONDS
+        return self.intervals > 0 and (not stuck or self.source.quality is Quality.ESTIMATED)
+
+    def sample(self, now: float, *, at_end: bool = False) -> None:
+        """Read the source and add what it drew since the last good read; skipped while no read is due.
+
+        at_end: read in any case.
+        """
+        due = self._tried_at is None or now - self._tried_at >= _DUE * self.wake_seconds
+        if not due and not at_end:
+            return
+        self._tried_at = now
+        readings = self.source.read(now)
+        reason = next((reading.reason for reading in readings if reading.reason is not None), None)
+        if reason is not None:
+            self.trouble = reason
+            return
+        values = tuple(reading.value for reading in readings if reading.value is not None)
+        if self._last is not None:
+            self._add(*self._last, now, values)
+        self._last = now, values
+
+    def _add(self, start: float, before: tuple[float, ...], end: float, after: tuple[float, ...]) -> None:
+        seconds = end - start
+        if seconds > self.source.longest_gap_seconds(self.period_seconds):
+            self.trouble = Reason.STALE
+            return
+        joules = self.source.joules(before, after, seconds)
+        if joules is None:
+            self.trouble = Reason.IMPLAUSIBLE
+            return
+        self.joules += joules
+        self.covered_seconds += seconds
+        self.intervals += 1
+
+
+def best(integrals: list[Integral], seconds: float) -> Integral | None:
+    """The integral that speaks for a phase of this length; None when no source covered any of it.
+
+    The first, in the order given, that covered enough of the phase, else the one that covered most. What contains the
+    processor cannot draw less than it: psys is wrong on some laptops, and a battery's gauge lags behind.
+    """
+    answered = [integral for integral in integrals if integral.answered]
+    package = next((i for i in answered if i.source.scope.startswith("package")), None)
+    if package is not None:
+        answered = [i for i in answered if i is package or _watts(i) >= _watts(package)]
+    enough = [i for i in answered if i.covered_seconds >= _ENOUGH_COVERAGE * seconds]
+    return enough[0] if enough else max(answered, key=lambda i: i.covered_seconds, default=None)
+
+
+def _watts(integral: Integral) -> float:
+    return integral.joules / integral.covered_seconds if integral.covered_seconds > 0 else 0.0

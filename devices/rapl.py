@@ -1,0 +1,144 @@
+"""RAPL: the energy counters of x86 processors, read through Linux powercap.
+
+Each zone below /sys/class/powercap counts microjoules since some moment in the past and starts again at 0 behind its
+`max_energy_range_uj`. Zones lie inside each other, so which ones may be added is the whole art:
+
+    psys                     the platform, which contains all the others
+      package-0              cores, uncore and integrated graphics
+        core, uncore         already in the package: never added
+      dram                   outside the package: added to it
+
+`intel-rapl-mmio:*` shows the packages once more and is left out. Some AMD processors show one counter as several dies
+(`package-0-die-0`, `package-0-die-1`): counters of one package that read alike are taken once. Sources: the kernel's
+powercap documentation; Linux 5.10 made the counters root-only because of CVE-2020-8694 ("PLATYPUS").
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from devices.readings import Files, Quality, ReadError, Reading, Reason
+
+POWERCAP = "sys/class/powercap"
+
+HOW_TO_GRANT = (
+    "an administrator can let the members of a group read them, after each boot: sudo groupadd -f power; "
+    "sudo chgrp power /sys/class/powercap/intel-rapl:*/energy_uj; "
+    "sudo chmod 0440 /sys/class/powercap/intel-rapl:*/energy_uj; sudo usermod -aG power USER"
+)
+
+_ZONE = re.compile(r"intel-rapl:\d+(:\d+)*")
+_PACKAGE = re.compile(r"(package-\d+)(-die-\d+)?")
+
+# A counter that was reset looks like one that wrapped, and shows as kilowatts. Real power goes well beyond the
+# processor's rated watts for seconds (a 15 W part may burst at 64 W, a 35 W part at 106 W), hence factor and floor.
+_RATED_TIMES = 3
+_LIMIT_FLOOR_WATTS = 250.0
+_LIMIT_UNRATED_WATTS = 1000.0
+# Counters move about once a millisecond, so that a very short interval may hold one step too many.
+_SHORTEST_JUDGED_SECONDS = 0.01
+# Dies that mirror one counter are read one after the other: at a kilowatt a joule passes in a millisecond.
+_MIRROR_JOULES = 1.0
+
+
+@dataclass(frozen=True)
+class Zone:
+    """One counter. range_joules: where it starts again at 0. limit_watts: above this a step is refused."""
+
+    path: str
+    name: str
+    range_joules: float
+    limit_watts: float
+
+    def step(self, before: float, after: float, seconds: float) -> float | None:
+        """Joules from one counter value to the next, one wrap-around allowed; None when that cannot be true."""
+        joules = after - before if after >= before else after - before + self.range_joules
+        plausible = 0 <= joules <= self.limit_watts * max(seconds, _SHORTEST_JUDGED_SECONDS)
+        return joules if plausible else None
+
+
+class Rapl:
+    """Counters that may be added to one another, as one source of energy."""
+
+    quality = Quality.MEASURED
+    shortest_period_seconds = 0.0
+    how_to = HOW_TO_GRANT
+    advice: ClassVar[Mapping[Reason, str]] = {
+        Reason.PERMISSION: f"energy counters are readable by root only; {HOW_TO_GRANT}",
+        Reason.IMPLAUSIBLE: "the counter moved by more than this hardware can draw (was it reset?); measure again",
+    }
+
+    def __init__(self, files: Files, scope: str, zones: list[Zone]) -> None:
+        self.name = "RAPL " + " + ".join(dict.fromkeys(zone.name for zone in zones))
+        self.scope = scope
+        self._files = files
+        self._zones = zones
+
+    def read(self, now: float) -> tuple[Reading, ...]:
+        """The counters in joules, one per zone."""
+        return tuple(self._files.reading(f"{z.path}/energy_uj", "J", self.scope, now, 1e-6) for z in self._zones)
+
+    def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
+        """Joules between two reads; None when a counter made a step that it cannot have made."""
+        total, seen = 0.0, list[tuple[str, float, float]]()
+        for zone, first, last in zip(self._zones, before, after, strict=True):
+            package = _PACKAGE.fullmatch(zone.name)
+            if package and any(
+                package[1] == other and abs(first - start) <= _MIRROR_JOULES and abs(last - end) <= _MIRROR_JOULES
+                for other, start, end in seen
+            ):
+                continue
+            if package:
+                seen.append((package[1], first, last))
+            step = zone.step(first, last, seconds)
+            if step is None:
+                return None
+            total += step
+        return total
+
+    def longest_gap_seconds(self, period_seconds: float) -> float:
+        """Within this time no counter can have wrapped twice, whatever the period."""
+        return min(zone.range_joules / zone.limit_watts for zone in self._zones)
+
+
+def find_psys(files: Files) -> Rapl | None:
+    """The counter of the whole platform, where there is one."""
+    zones = [zone for zone in _zones(files) if zone.name == "psys"]
+    return Rapl(files, "board", zones[:1]) if zones else None
+
+
+def find_packages(files: Files) -> Rapl | None:
+    """The counters of all packages, and of the memory where it has its own."""
+    zones = _zones(files)
+    packages = [zone for zone in zones if _PACKAGE.fullmatch(zone.name)]
+    dram = [zone for zone in zones if zone.name == "dram"]
+    if not packages:
+        return None
+    return Rapl(files, "package+dram" if dram else "package", packages + dram)
+
+
+def _zones(files: Files) -> list[Zone]:
+    # A zone within a zone shows twice, as a folder in its parent and as a link beside it: folder names are unique.
+    paths = {name: f"{POWERCAP}/{name}" for name in _zone_names(files, POWERCAP)}
+    for path in list(paths.values()):
+        for child in _zone_names(files, path):
+            paths.setdefault(child, f"{path}/{child}")
+    return [zone for path in sorted(paths.values()) if (zone := _zone(files, path)) is not None]
+
+
+def _zone_names(files: Files, folder: str) -> list[str]:
+    try:
+        return [name for name in files.children(folder) if _ZONE.fullmatch(name)]
+    except ReadError:
+        return []
+
+
+def _zone(files: Files, path: str) -> Zone | None:
+    try:
+        name, range_joules = files.text(f"{path}/name"), files.number(f"{path}/max_energy_range_uj") * 1e-6
+    except ReadError:
+        return None
+    rated = files.reading(f"{path}/constraint_0_max_power_uw", "W", "package", 0.0, 1e-6).value
+    limit = max(_RATED_TIMES * rated, _LIMIT_FLOOR_WATTS) if rated else _LIMIT_UNRATED_WATTS
+    return Zone(path, name, range_joules, limit) if range_joules > 0 else None

@@ -1,0 +1,136 @@
+"""A reading: what a sensor said, or why it said nothing; and the one door through which files are read.
+
+Kernel files are small texts with habits of their own: a newline or a NUL at the end, sometimes a unit ("32760 ma"),
+sometimes a sign. `Files` takes those off and turns every way a read can fail into a `Reason`. A failed read is never 0:
+a zero in place of a counter becomes an energy spike of a full turn at the next read.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+
+class Quality(str, Enum):
+    """How a figure was come by."""
+
+    MEASURED = "measured"
+    DERIVED = "derived"  # computed from measured values, such as volts times amperes
+    ESTIMATED = "estimated"  # a model's answer, never to be added to measured ones
+    UNAVAILABLE = "unavailable"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Reason(str, Enum):
+    """Why there is no figure, the one a person can do most about first."""
+
+    PERMISSION = "permission"
+    CHARGING = "charging"  # a battery on external power, which says nothing about what the device draws
+    STALE = "stale"  # too old, or the gauge has no value yet
+    IMPLAUSIBLE = "implausible"  # two good reads, but the step between them cannot be true
+    PARSE = "parse"
+    POWERED_DOWN = "powered_down"  # the file is there, its hardware does not answer
+    ABSENT = "absent"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class ReadError(Exception):
+    """A file gave no usable value; `reason` says which way it failed."""
+
+    def __init__(self, path: Path, reason: Reason) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One value of one sensor at one moment.
+
+    value: in `unit`, None when the read failed. scope: what the value covers (board, device, package, cpu).
+    t_monotonic: seconds of the reader's clock. reason: None exactly when there is a value. Raises ValueError for a
+    record that contradicts itself.
+    """
+
+    value: float | None
+    unit: str
+    scope: str
+    quality: Quality
+    source: str
+    t_monotonic: float
+    reason: Reason | None = None
+
+    def __post_init__(self) -> None:
+        failed = self.value is None
+        if failed != (self.quality is Quality.UNAVAILABLE) or failed != (self.reason is not None):
+            raise ValueError(f"{self.source}: without a value, and only then, a reading is unavailable for a reason")
+
+    @classmethod
+    def failed(cls, unit: str, scope: str, source: str, t_monotonic: float, reason: Reason) -> "Reading":
+        """A reading that is not one."""
+        return cls(None, unit, scope, Quality.UNAVAILABLE, source, t_monotonic, reason)
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ReadError(path, Reason.ABSENT) from error
+    except PermissionError as error:
+        raise ReadError(path, Reason.PERMISSION) from error
+    except OSError as error:  # EIO, ENODEV, ENODATA, EAGAIN: the driver is there, the hardware behind it is off
+        raise ReadError(path, Reason.POWERED_DOWN) from error
+
+
+_NUMBER = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*[^\W\d]*%?")
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files below a root, `/` or a copy of some board's tree; paths are relative to it.
+
+    read and names do the input: tests give their own. Every method raises ReadError with its reason.
+    """
+
+    root: Path = Path("/")
+    read: Callable[[Path], bytes] = Path.read_bytes
+    names: Callable[[Path], Iterable[str]] = os.listdir
+
+    def text(self, path: str) -> str:
+        """The text of a file without the newlines, spaces and NULs around it."""
+        return self._bytes(path).decode("utf-8", "replace").strip(" \t\r\n\x00")
+
+    def number(self, path: str) -> float:
+        """The number a file begins with, a unit behind it ignored."""
+        match = _NUMBER.fullmatch(self.text(path))
+        if match is None:
+            raise ReadError(self.root / path, Reason.PARSE)
+        return float(match[1])
+
+    def strings(self, path: str) -> list[str]:
+        """The entries of a NUL-separated file, as the device tree writes its lists."""
+        return [entry for entry in self._bytes(path).decode("utf-8", "replace").split("\x00") if entry.strip()]
+
+    def children(self, path: str) -> list[str]:
+        """The names in a folder, sorted."""
+        with _translated(self.root / path):
+            return sorted(self.names(self.root / path))
+
+    def reading(self, path: str, unit: str, scope: str, now: float, scale: float = 1.0) -> Reading:
+        """A file's number times `scale` as a reading in `unit`; never raises."""
+        try:
+            value = self.number(path) * scale
+        except ReadError as failure:
+            return Reading.failed(unit, scope, path, now, failure.reason)
+        return Reading(value, unit, scope, Quality.MEASURED, path, now)
+
+    def _bytes(self, path: str) -> bytes:
+        with _translated(self.root / path):
+            return self.read(self.root / path)

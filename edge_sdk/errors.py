@@ -1,0 +1,45 @@
+"""What can go wrong on a device, by what its user can do about it.
+
+SdkError
+├── Unreachable        the coordinator does not answer; try again later
+├── Refused            it answered no: its text says what to do
+│   ├── RoundOver      this assignment takes no update any more (409): ask for the next one
+│   └── FederationOver nothing is left to do (410)
+├── Damaged            what was downloaded is not what was announced, repeatedly
+└── StateError         the state folder is in use, belongs to another device, or cannot be read
+"""
+
+from __future__ import annotations
+
+
+class SdkError(Exception):
+    """Base of what a device's user can be told."""
+
+
+class Unreachable(SdkError):
+    """The coordinator does not answer."""
+
+
+class Refused(SdkError):
+    """The coordinator refused the call. ``status`` is HTTP's; the text is the problem document's detail."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(f"{detail} (HTTP {status})")
+        self.status = status
+        self.detail = detail
+
+
+class RoundOver(Refused):
+    """The assignment takes no update any more."""
+
+
+class FederationOver(Refused):
+    """The federation is finished and has nothing left for this device."""
+
+
+class Damaged(SdkError):
+    """A download that does not match its announced digest."""
+
+
+class StateError(SdkError):
+    """The state folder cannot be used."""

@@ -1,0 +1,341 @@
+"""``python -m edge_sdk.join --server URL``: this device takes part in a federation until it is finished.
+
+As a library: ``join(server, task, ...)`` with a ``Task`` of one's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+import torch
+from tqdm import tqdm
+
+from devices import EnergyMeter, PowerModel
+from edge_sdk.errors import SdkError
+from edge_sdk.exporting import Export, NotTheSame, export_personal
+from edge_sdk.methods import UnknownMethod
+from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.messages import Assignment, FederationInfo
+from edge_sdk.session import Outcome, Session
+from edge_sdk.state import StateFolder, Totals
+from edge_sdk.tasks import Task, UnknownTask, load_task
+from edge_sdk.tasks.loading import DataError
+from edge_sdk.transport import TIMEOUT, Transport
+from export.errors import ExportError
+
+LONG_POLL_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a device did in a federation. Accuracies are on its held-out data, None where there are none."""
+
+    name: str
+    rounds: int
+    steps: int
+    stopped_round: int | None
+    accuracy_before: float | None
+    accuracy_after: float | None
+    training: Totals
+    evaluation: Totals
+    export: Export | None
+
+
+def join(
+    server: str,
+    task: Task | Callable[[FederationInfo], Task],
+    *,
+    federation: str = "default",
+    name: str | None = None,
+    state_dir: Path | str | None = None,
+    budget: float = 1.0,
+    export: Path | str | None = None,
+    enrolment_token: str | None = None,
+    patience_seconds: float | None = None,
+    watts: PowerModel | None = None,
+    client: httpx.Client | None = None,
+    quiet: bool = False,
+) -> Result:
+    """Take part in ``federation`` until it is finished, and return what this device did.
+
+    task: the learning problem, or a function that makes it from the federation's settings. name: unique in the
+    federation, the host's name by default. state_dir: where the device keeps its personal model and identity; a second
+    call with the same folder goes on where the first was. budget: share of a full training step this device can afford,
+    in (0, 1]. export: where to write the personal model as ONNX. enrolment_token: where the coordinator asks for one.
+    patience_seconds: how long to wait for a coordinator that does not answer; None: for ever. watts: power model for
+    estimated joules on a board without a sensor. Raises SdkError; Ctrl-C says goodbye to the coordinator first.
+    """
+    name = name or default_name()
+    folder = StateFolder(Path(state_dir) if state_dir else default_state_dir(federation, name))
+    own = client or httpx.Client(base_url=server, timeout=TIMEOUT)
+    bar = _Bar(quiet)
+    try:
+        with EnergyMeter(model=watts) as meter:
+            transport = Transport(own, patience_seconds=patience_seconds, on_wait=bar.waiting)
+            transport.token = enrolment_token
+            session = Session(
+                transport,
+                folder,
+                server=server,
+                federation=federation,
+                name=name,
+                make_task=task if callable(task) else lambda info: task,
+                budget=budget,
+                meter=meter,
+                progress=bar.training,
+            )
+            bar.start(session)
+            try:
+                _run(session, bar, lambda: _export(session, name, export))
+            except KeyboardInterrupt:
+                bar.close()
+                session.leave("interrupted by its user")
+                raise
+            return _result(session, name, _export(session, name, export))
+    finally:
+        bar.close()
+        folder.close()
+        if client is None:
+            own.close()
+
+
+def _run(session: Session, bar: _Bar, export: Callable[[], Export | None]) -> None:
+    """Steps until the federation is over. A device that stops early has its model exported then, and stays to answer
+    evaluations."""
+    stopped = session.progress.stopped_round is not None
+    while (step := session.step(LONG_POLL_SECONDS)).outcome is not Outcome.over:
+        bar.after(session)
+        if session.progress.stopped_round is not None and not stopped:
+            stopped = True
+            exported = export()
+            where = f"; its personal model is {exported.path}" if exported else ""
+            bar.say(
+                f"training stopped early in round {session.progress.stopped_round}{where}. Staying to answer "
+                f"evaluations; Ctrl-C leaves"
+            )
+        if step.outcome is Outcome.idle:
+            # Jitter: a fleet told to wait one second must not come back as one.
+            time.sleep(step.pause_seconds * random.uniform(0.5, 1.0))
+
+
+def _export(session: Session, name: str, path: Path | str | None) -> Export | None:
+    if path is None or session.personal is None:
+        return None
+    info = session.info
+    return export_personal(
+        Path(path),
+        skeleton=session.skeleton(),
+        manifest=session.manifest,
+        tensors=session.personal,
+        task=session.task,
+        metadata={
+            "federation": info.name,
+            "task": info.task,
+            "method": info.method,
+            "device": name,
+            "round": str(session.progress.last_round),
+        },
+    )
+
+
+def _result(session: Session, name: str, exported: Export | None) -> Result:
+    progress = session.progress
+    after = session.evaluate(session.personal).accuracy if session.personal is not None else None
+    return Result(
+        name=name,
+        rounds=progress.rounds,
+        steps=progress.steps,
+        stopped_round=progress.stopped_round,
+        accuracy_before=progress.accuracy_before,
+        accuracy_after=after,
+        training=progress.training,
+        evaluation=progress.evaluation,
+        export=exported,
+    )
+
+
+def default_name() -> str:
+    """The host's name, with what a device name may not hold replaced."""
+    name = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in socket.gethostname())
+    return name.strip("._-")[:64] or "device"
+
+
+def default_state_dir(federation: str, name: str) -> Path:
+    """Where a device's state lies unless told otherwise: under the user's state folder (XDG)."""
+    home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(home) / "sparrow" / federation / name
+
+
+class _Bar:
+    """A progress bar over rounds, with the steps of the current one beside it."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._bar: tqdm[Any] | None = None
+
+    def start(self, session: Session) -> None:
+        """Show the federation's rounds."""
+        if not self._quiet:
+            self._bar = tqdm(
+                total=session.info.rounds, initial=session.progress.last_round, unit="round", desc="waiting", leave=True
+            )
+
+    def training(self, assignment: Assignment, done: int, total: int, loss: float) -> None:
+        """One step done."""
+        if self._bar is not None:
+            self._bar.set_description(f"{assignment.kind.value} {done}/{total}", refresh=False)
+            self._bar.set_postfix(loss=f"{loss:.3f}", refresh=done == total)
+
+    def after(self, session: Session) -> None:
+        """One step of the session done."""
+        if self._bar is not None:
+            self._bar.n = max(self._bar.n, session.progress.last_round)
+            self._bar.set_description("stopped" if session.progress.stopped_round else "waiting")
+
+    def waiting(self, reason: str, seconds: float) -> None:
+        """The coordinator does not answer."""
+        self.say(f"the coordinator does not answer ({reason}); trying again in {seconds:.1f} s")
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if not self._quiet:
+            tqdm.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def report(result: Result, energy: str) -> str:
+    """What a device did, for a person."""
+    lines = [
+        f"{result.name}: {result.rounds} rounds, {result.steps} local steps"
+        + (f", stopped early in round {result.stopped_round}" if result.stopped_round else ""),
+        f"  accuracy on held-out data  {_percent(result.accuracy_before)} before, {_percent(result.accuracy_after)} after",
+        f"  training                   {_cost(result.training)}",
+        f"  evaluation                 {_cost(result.evaluation)}",
+        f"  energy source              {energy}",
+    ]
+    if result.export:
+        lines.append(
+            f"  ONNX                       {result.export.path}: {result.export.bytes:,} bytes, "
+            f"{result.export.latency_ms:.2f} ms a sample (p50), largest difference from PyTorch "
+            f"{result.export.max_difference:.1e} on {result.export.samples} samples"
+        )
+    return "\n".join(lines)
+
+
+def _percent(share: float | None) -> str:
+    return "unknown" if share is None else f"{100 * share:.1f} %"
+
+
+def _cost(totals: Totals) -> str:
+    joules = []
+    if totals.joules_measured:
+        joules.append(f"{totals.joules_measured:.1f} J measured")
+    if totals.joules_estimated:
+        joules.append(f"{totals.joules_estimated:.1f} J estimated")
+    if totals.seconds_without_joules or not joules:
+        joules.append(f"joules unavailable for {totals.seconds_without_joules:.1f} s")
+    return (
+        f"{totals.seconds:.1f} s, {totals.bytes_down:,} bytes down, {totals.bytes_up:,} bytes up, {', '.join(joules)}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    name = options.name or default_name()
+
+    def make_task(info: FederationInfo) -> Task:
+        return load_task(
+            info.task, options.data, device=name, seed=info.settings.seed, batch_size=info.settings.batch_size
+        )
+
+    try:
+        result = join(
+            options.server,
+            make_task,
+            federation=options.federation,
+            name=name,
+            state_dir=options.state_dir,
+            budget=options.budget,
+            export=options.export,
+            enrolment_token=os.environ.get("SPARROW_ENROLMENT_TOKEN"),
+            patience_seconds=options.patience,
+            watts=options.watts,
+            quiet=options.quiet,
+        )
+    except KeyboardInterrupt:
+        print("left the federation; the same command goes on where this device was", file=sys.stderr)
+        return 130
+    except (SdkError, ProtocolError, ExportError, NotTheSame, UnknownMethod, UnknownTask, DataError) as error:
+        print(f"edge_sdk.join: {error}", file=sys.stderr)
+        return 1
+    with EnergyMeter(model=options.watts) as meter:
+        print(report(result, meter.describe()))
+    return 0
+
+
+def _as_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m edge_sdk.join", description=__doc__.split("\n")[0])
+    parser.add_argument("--server", required=True, help="the coordinator's address, http://HOST:PORT")
+    parser.add_argument("--federation", default="default", help="which federation to join (default: %(default)s)")
+    parser.add_argument("--name", help="this device's name, unique in the federation (default: the host's name)")
+    parser.add_argument("--data", help="this device's data, as its task wants it: a file, or index=0,of=5,alpha=0.3")
+    parser.add_argument("--state-dir", type=Path, help="where the device keeps its model and identity")
+    parser.add_argument("--budget", type=_budget, default=1.0, help="share of a full training step, 0 < B <= 1")
+    parser.add_argument("--export", type=Path, help="write the personal model here as ONNX")
+    parser.add_argument(
+        "--watts", type=_watts, help="IDLE:MAX watts of this board, to estimate joules without a sensor"
+    )
+    parser.add_argument("--patience", type=float, help="give up when the coordinator is silent this long, s")
+    parser.add_argument("--threads", type=int, help="CPU threads for training (default: torch's choice)")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--verbose", action="store_true", help="say more")
+    parser.epilog = "SPARROW_ENROLMENT_TOKEN holds the enrolment token where the coordinator asks for one."
+    return parser
+
+
+def _budget(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) <= 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
+
+
+def _watts(text: str) -> PowerModel:
+    try:
+        return PowerModel.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

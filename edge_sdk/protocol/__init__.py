@@ -1,0 +1,1 @@
+"""The contract between device and coordinator: messages, manifest, masks and bundles. numpy only, no torch."""

@@ -1,0 +1,364 @@
+"""Packed values on the wire: a bundle is a safetensors file that holds only what its mask names.
+
+    8 bytes   length of the header, little endian
+    header    JSON: {"__metadata__": {...}, "values": {...}, "mask": {...}}
+    data      values: one vector, every active value of the shared tensors, packed as in ``masks``
+              mask:   only in the bits and index forms
+
+Metadata, all strings as safetensors wants them:
+
+    sparrow   version of this format, "1"
+    manifest  digest of the manifest that gives the values their names and shapes
+    mask      {"form": "full"} | {"form": "draw", job, round, device, ratio} | {"form": "bits"} | {"form": "index"}
+    report    JSON that travels with the values (an update's ``UpdateReport``), or ""
+    sha256    digest of the header without this entry, and of the data: a bundle can be checked on its own
+
+A mask takes its smallest form. ``draw`` names a seed from which both sides derive it, about 100 bytes whatever the
+model; ``bits`` is one bit per hidden neuron in manifest order, most significant bit first; ``index`` lists, per group,
+the active neurons as uint16 or uint32. So the conv(1->3)-fc(5)-out(2) network of ``manifest`` with conv neuron 1 and fc
+neurons 0 and 2 active packs as bits 0b010_10100 in one byte, then conv.weight[1], fc.weight[[0,2]][:, 4:8],
+out.weight[:, [0,2]].
+
+Values are float32 (F32), float16 (F16) or bfloat16 (BF16, rounded to nearest even). Naming each tensor would cost about
+90 bytes apiece, more than the values of a small layer at a small budget: the manifest already knows names and counts.
+
+Decoding is written here and not left to a library because its input is hostile: it copies nothing before every length
+is checked against the manifest, and touches no byte that the header did not account for. Beyond the bytes given, it
+uses at most ``MAX_MEMORY_FACTOR`` times their length (the float32 copy of 16-bit values, and the check for finiteness)
+plus ``MAX_MEMORY_FIXED`` bytes for the header and the mask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.protocol.errors import BundleError, ManifestError
+from edge_sdk.protocol.manifest import Array, Manifest
+from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, check_mask, count_values, draw_neurons, unpack
+
+Precision = Literal["fp32", "fp16", "bf16"]
+
+FORMAT = "1"
+MEDIA_TYPE = "application/vnd.sparrow.bundle"
+MAX_HEADER = 64 * 1024
+MAX_MEMORY_FACTOR = 4
+MAX_MEMORY_FIXED = 4 * 1024 * 1024
+
+_DTYPES: dict[Precision, tuple[str, int]] = {"fp32": ("F32", 4), "fp16": ("F16", 2), "bf16": ("BF16", 2)}
+_PRECISIONS: dict[str, Precision] = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A decoded bundle: checked, so that nobody behind it needs to check again.
+
+    values: float32 [count_values(manifest, mask)], finite. mask: None where everything is active. draw: the seed form,
+    where the mask came as one. report: the JSON that travelled with it.
+    """
+
+    values: NDArray[np.float32]
+    mask: NeuronMask | None
+    draw: NeuronDraw | None
+    precision: Precision
+    report: str
+
+
+def encode(
+    manifest: Manifest,
+    values: Array,
+    mask: NeuronMask | None,
+    *,
+    draw: NeuronDraw | None = None,
+    precision: Precision = "fp32",
+    report: str = "",
+) -> bytes:
+    """Write packed ``values`` (see ``masks.pack``) and their mask as a bundle.
+
+    ``draw``, where given, must be what ``mask`` was drawn from; it is used where it is the shortest form. Raises
+    BundleError when a value is not finite, or becomes infinite in the chosen precision.
+    """
+    wanted = count_values(manifest, mask)
+    if values.shape != (wanted,):
+        raise BundleError(f"{values.shape} values given, the mask covers {wanted}; pack them with masks.pack")
+    dtype, _ = _DTYPES[precision]
+    data = _to_bytes(values, precision)
+    description, mask_bytes = _encode_mask(manifest, mask, draw)
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "sparrow": FORMAT,
+            "manifest": manifest.digest,
+            "mask": _canonical(description),
+            "report": report,
+        },
+        "values": {"dtype": dtype, "shape": [wanted], "data_offsets": [0, len(data)]},
+    }
+    if mask_bytes:
+        end = len(data) + len(mask_bytes)
+        header["mask"] = {"dtype": "U8", "shape": [len(mask_bytes)], "data_offsets": [len(data), end]}
+    header["__metadata__"]["sha256"] = _digest(header, data, mask_bytes)
+    text = _canonical(header).encode()
+    text += b" " * (-len(text) % 8)  # safetensors readers want the data aligned to 8 bytes
+    return b"".join((struct.pack("<Q", len(text)), text, data, mask_bytes))
+
+
+def decode(body: bytes | memoryview, manifest: Manifest) -> Bundle:
+    """Read and check a bundle of ``manifest``: size, header, digest, mask, counts, types, finite, in this order.
+
+    Raises BundleError, saying what was met and what to do. Memory: see the module's first page.
+    """
+    buffer = memoryview(body).cast("B")
+    header, start = _read_header(buffer)
+    metadata = _metadata(header)
+    if metadata["manifest"] != manifest.digest:
+        raise BundleError("the bundle was made for another model; fetch the federation's manifest again and restart")
+    entries = {name: _entry(header, name) for name in header if name != "__metadata__"}
+    _check_layout(entries, len(buffer) - start)
+    data = {name: buffer[start + low : start + high] for name, (_, _, low, high) in entries.items()}
+    mask_bytes = data.get("mask", memoryview(b""))
+    if _digest(header, data["values"], mask_bytes) != metadata["sha256"]:
+        raise BundleError("the bundle's digest does not match its content: it was damaged on the way; send it again")
+    mask, draw = _decode_mask(manifest, metadata["mask"], mask_bytes)
+    dtype, count, _, _ = entries["values"]
+    wanted = count_values(manifest, mask)
+    if count != wanted:
+        raise BundleError(f"the bundle holds {count} values, its mask covers {wanted}; pack it again")
+    precision = _PRECISIONS[dtype]
+    values = _from_bytes(data["values"], precision)
+    if not np.isfinite(values).all():
+        raise BundleError(
+            f"{_first_not_finite(manifest, mask, values)}: a value is not finite; do not send this update"
+        )
+    return Bundle(values, mask, draw, precision, metadata["report"])
+
+
+def largest_bundle(values: int, precision: Precision, manifest: Manifest) -> int:
+    """Upper bound on the bytes of a bundle of ``values`` values: a longer body can be refused unread."""
+    return 8 + MAX_HEADER + values * _DTYPES[precision][1] + 4 * sum(manifest.group_sizes.values())
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _digest(header: dict[str, Any], values: bytes | memoryview, mask: bytes | memoryview) -> str:
+    unsigned = dict(header)
+    unsigned["__metadata__"] = {key: text for key, text in header["__metadata__"].items() if key != "sha256"}
+    hasher = hashlib.sha256(_canonical(unsigned).encode("utf-8", "surrogatepass"))
+    hasher.update(values)
+    hasher.update(mask)
+    return hasher.hexdigest()
+
+
+def _to_bytes(values: Array, precision: Precision) -> bytes:
+    if not np.isfinite(values).all():
+        raise BundleError("a value is not finite: training diverged; lower the learning rate or set a clip")
+    single = np.ascontiguousarray(values, dtype="<f4")
+    if precision == "fp32":
+        return single.tobytes()
+    if precision == "fp16":
+        with np.errstate(over="ignore"):
+            half = single.astype("<f2")
+        if not np.isfinite(half).all():
+            largest = float(np.abs(single).max())
+            raise BundleError(f"the value {largest:g} does not fit fp16 (largest 65504); use precision bf16 or fp32")
+        return half.tobytes()
+    bits = single.view("<u4")
+    # Round to nearest, ties to even: add half of the dropped part, less one where the kept part is even.
+    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+    brain = rounded.astype("<u2")
+    if ((brain & 0x7F80) == 0x7F80).any():
+        raise BundleError("a value rounds to infinity in bf16; use precision fp32")
+    return brain.tobytes()
+
+
+def _from_bytes(data: memoryview, precision: Precision) -> NDArray[np.float32]:
+    if precision == "fp32":
+        return np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
+    if precision == "fp16":
+        return np.frombuffer(data, dtype="<f2").astype(np.float32)
+    return (np.frombuffer(data, dtype="<u2").astype("<u4") << 16).view(np.float32)
+
+
+def _first_not_finite(manifest: Manifest, mask: NeuronMask | None, values: Array) -> str:
+    return next(spec.name for spec, _, block in unpack(manifest, values, mask) if not np.isfinite(block).all())
+
+
+def _read_header(buffer: memoryview) -> tuple[dict[str, Any], int]:
+    if len(buffer) < 8:
+        raise BundleError(f"{len(buffer)} bytes are too few for a bundle; send the whole file")
+    (length,) = struct.unpack("<Q", buffer[:8])
+    if length > MAX_HEADER:
+        raise BundleError(f"the header claims {length} bytes, at most {MAX_HEADER} are accepted; is this a bundle?")
+    if length > len(buffer) - 8:
+        raise BundleError(f"the header claims {length} bytes, {len(buffer) - 8} follow: truncated; send it again")
+    try:
+        header = json.loads(bytes(buffer[8 : 8 + length]))
+    except (ValueError, RecursionError):
+        raise BundleError("the header is not JSON; a bundle is a safetensors file") from None
+    if not isinstance(header, dict) or not {"__metadata__", "values"} <= set(header) <= {
+        "__metadata__",
+        "values",
+        "mask",
+    }:
+        raise BundleError("the header must hold __metadata__, values and at most a mask; encode with protocol.bundle")
+    return header, 8 + length
+
+
+def _metadata(header: dict[str, Any]) -> dict[str, str]:
+    metadata = header["__metadata__"]
+    if not isinstance(metadata, dict) or set(metadata) != {"sparrow", "manifest", "mask", "report", "sha256"}:
+        raise BundleError("the metadata must hold sparrow, manifest, mask, report and sha256; update your SDK")
+    if not all(isinstance(text, str) for text in metadata.values()):
+        raise BundleError("every entry of the metadata must be a string")
+    if metadata["sparrow"] != FORMAT:
+        raise BundleError(
+            f"the bundle has format {metadata['sparrow'][:20]!r}, this side reads {FORMAT!r}; update the older one"
+        )
+    return cast(dict[str, str], metadata)
+
+
+def _entry(header: dict[str, Any], name: str) -> tuple[str, int, int, int]:
+    """(dtype, count, first byte, end) of one tensor of the header."""
+    entry = header[name]
+    match entry:
+        case {"dtype": str(dtype), "shape": [int(count)], "data_offsets": [int(low), int(high)]} if len(entry) == 3:
+            pass
+        case _:
+            raise BundleError(f"{name}: the header must give a dtype, a shape of one number and two offsets")
+    if any(isinstance(number, bool) for number in (count, low, high)) or count < 0:
+        raise BundleError(f"{name}: shape and offsets must be whole numbers from 0 on")
+    allowed = {"U8": 1} if name == "mask" else dict(_DTYPES.values())
+    if dtype not in allowed:
+        raise BundleError(f"{name}: dtype {dtype[:20]!r}; accepted are {', '.join(allowed)}")
+    if high - low != count * allowed[dtype]:
+        raise BundleError(f"{name}: {count} values of {dtype} take {count * allowed[dtype]} bytes, not {high - low}")
+    return dtype, count, low, high
+
+
+def _check_layout(entries: dict[str, tuple[str, int, int, int]], length: int) -> None:
+    """Values first, then the mask, without gap, overlap or rest: every byte belongs to exactly one tensor."""
+    end = 0
+    for name in ("values", "mask"):
+        if name in entries:
+            _, _, low, high = entries[name]
+            if low != end:
+                raise BundleError(f"{name}: begins at byte {low} of the data, {end} expected; tensors must be adjacent")
+            end = high
+    if end != length:
+        raise BundleError(f"the header accounts for {end} bytes of data, {length} follow; send the whole file")
+
+
+def _encode_mask(
+    manifest: Manifest, mask: NeuronMask | None, draw: NeuronDraw | None
+) -> tuple[dict[str, object], bytes]:
+    """The shortest form of a mask: its description and the bytes of its tensor, if it has one."""
+    if mask is None:
+        return {"form": "full"}, b""
+    check_mask(manifest, mask)
+    forms: list[tuple[dict[str, object], bytes]] = [
+        ({"form": "bits"}, _bits(manifest, mask)),
+        ({"form": "index"}, _index(manifest, mask)),
+    ]
+    if draw is not None:
+        forms.append(({"form": "draw", **asdict(draw)}, b""))
+    # A mask tensor costs its entry in the header too, about 60 bytes.
+    return min(forms, key=lambda form: len(_canonical(form[0])) + (60 + len(form[1]) if form[1] else 0))
+
+
+def _bits(manifest: Manifest, mask: NeuronMask) -> bytes:
+    flags = np.zeros(sum(manifest.group_sizes.values()), dtype=bool)
+    start = 0
+    for group, size in manifest.group_sizes.items():
+        flags[start + mask.active[group]] = True
+        start += size
+    return np.packbits(flags).tobytes()
+
+
+def _index_dtype(size: int) -> str:
+    return "<u2" if size <= 2**16 else "<u4"
+
+
+def _index(manifest: Manifest, mask: NeuronMask) -> bytes:
+    """Per group: the number of active neurons as uint32, then their indices."""
+    parts = []
+    for group, size in manifest.group_sizes.items():
+        index = mask.active[group]
+        parts.append(struct.pack("<I", len(index)) + index.astype(_index_dtype(size)).tobytes())
+    return b"".join(parts)
+
+
+def _decode_mask(manifest: Manifest, text: str, data: memoryview) -> tuple[NeuronMask | None, NeuronDraw | None]:
+    try:
+        description = json.loads(text)
+    except (ValueError, RecursionError):
+        raise BundleError("the mask's description is not JSON; encode with protocol.bundle") from None
+    match description:
+        case {"form": "bits"} if len(description) == 1:
+            return _mask_from_bits(manifest, data), None
+        case {"form": "index"} if len(description) == 1:
+            return _mask_from_index(manifest, data), None
+    if len(data):
+        raise BundleError("a mask tensor is only allowed in the forms bits and index; encode with protocol.bundle")
+    match description:
+        case {"form": "full"} if len(description) == 1:
+            return None, None
+        case {"form": "draw", "job": str(job), "round": int(number), "device": str(device), "ratio": float() | int()}:
+            if len(description) != 5 or isinstance(number, bool):
+                raise BundleError("a draw has exactly job, round, device and ratio; encode with protocol.bundle")
+            try:
+                draw = NeuronDraw(job, number, device, float(description["ratio"]))
+                return draw_neurons(manifest, draw), draw
+            except (ValueError, OverflowError) as error:
+                raise BundleError(f"the mask cannot be drawn: {error}") from None
+    raise BundleError("the mask has none of the forms full, draw, bits and index; update the older side")
+
+
+def _mask_from_bits(manifest: Manifest, data: memoryview) -> NeuronMask:
+    total = sum(manifest.group_sizes.values())
+    if len(data) != (total + 7) // 8:
+        raise BundleError(f"the mask has {len(data)} bytes, {total} neurons take {(total + 7) // 8}")
+    flags = np.unpackbits(np.frombuffer(data, dtype=np.uint8))
+    if flags[total:].any():
+        raise BundleError("the mask's padding bits must be zero")
+    active = {}
+    start = 0
+    for group, size in manifest.group_sizes.items():
+        active[group] = np.flatnonzero(flags[start : start + size])
+        start += size
+    return _checked(manifest, active)
+
+
+def _mask_from_index(manifest: Manifest, data: memoryview) -> NeuronMask:
+    active = {}
+    start = 0
+    for group, size in manifest.group_sizes.items():
+        dtype = np.dtype(_index_dtype(size))
+        if len(data) < start + 4:
+            raise BundleError(f"{group}: the mask's index lists end too early; send the whole file")
+        (count,) = struct.unpack("<I", data[start : start + 4])
+        end = start + 4 + count * dtype.itemsize
+        if count > size or end > len(data):
+            raise BundleError(
+                f"{group}: the mask lists {count} of {size} neurons in too few bytes, or too many neurons"
+            )
+        active[group] = np.frombuffer(data[start + 4 : end], dtype=dtype).astype(np.intp)
+        start = end
+    if start != len(data):
+        raise BundleError(f"the mask has {len(data)} bytes, its index lists end after {start}")
+    return _checked(manifest, active)
+
+
+def _checked(manifest: Manifest, active: dict[str, NDArray[np.intp]]) -> NeuronMask:
+    mask = NeuronMask(active)
+    try:
+        check_mask(manifest, mask)
+    except ManifestError as error:
+        raise BundleError(str(error)) from None
+    return mask

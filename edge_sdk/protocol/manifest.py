@@ -1,0 +1,257 @@
+"""A model as data: its tensors, its neurons, how its weights begin, and the shape of its forward pass.
+
+The coordinator has no torch, yet must draw initial weights, plan which neurons a device trains and pack the values
+that belong to them. All of that follows from the manifest. Its central idea is the *axis*:
+
+    every axis of every tensor says which neurons its rows or columns belong to.
+
+A ``NeuronGroup`` is an index set of n neurons (the output channels or features of a hidden layer; layers whose outputs
+are added share one group). An axis is a sequence of ``Segment(group, repeat)``: the neurons of ``group`` in order, each
+owning ``repeat`` consecutive rows or columns. Repeat is 1, except behind a flatten, where channel c of an H x W map owns
+the columns c*H*W .. (c+1)*H*W-1; several segments stand for a concatenation. An axis without segments belongs to no
+hidden neuron (inputs, kernel taps, the classes of the output layer) and is always complete. A value is active when all
+its axes are, which is the rule "both neurons it joins are active" of FedSPU (arXiv:2403.11464, section 3).
+
+For conv(1->3), flatten of 2x2 maps, linear(12->5), linear(5->2):
+
+    conv.weight [3,1,3,3]   axes: [conv], [], [], []
+    fc.weight   [5,12]      axes: [fc], [conv x 4]
+    out.weight  [2,5]       axes: [], [fc]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import cached_property
+from typing import Annotated, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from edge_sdk.protocol.errors import ManifestError
+
+Array = NDArray[np.generic]
+Tensors = dict[str, Array]
+
+MAX_TENSOR_VALUES = 2**33
+"""Largest tensor accepted, in values: beyond it a shape is a mistake or an attack."""
+
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Size = Annotated[int, Field(ge=1, le=2**31)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class NeuronGroup(_Record):
+    """An index set of ``size`` neurons of one hidden layer, or of several whose outputs are added."""
+
+    name: Name
+    size: Size
+
+
+class Segment(_Record):
+    """The neurons of ``group`` in order, each owning ``repeat`` consecutive entries of an axis."""
+
+    group: Name
+    repeat: Size = 1
+
+
+class Constant(_Record):
+    """Every value begins as ``value``."""
+
+    kind: Literal["constant"] = "constant"
+    value: float
+
+
+class Uniform(_Record):
+    """Values begin uniform in [-bound, bound), drawn by ``initial_values``."""
+
+    kind: Literal["uniform"] = "uniform"
+    bound: float = Field(ge=0, allow_inf_nan=False)
+
+
+class Data(_Record):
+    """Values begin as published beside the manifest."""
+
+    kind: Literal["data"] = "data"
+
+
+Recipe = Annotated[Constant | Uniform | Data, Field(discriminator="kind")]
+
+
+class TensorSpec(_Record):
+    """One entry of the model's state dict.
+
+    ``policy`` decides what happens to it: ``shared`` values cross the wire and are averaged; ``personal`` ones are kept
+    on the device (batch-norm running statistics where the federation keeps them local, integer and 0-dimensional
+    buffers, which cannot be averaged); ``dropped`` ones are bookkeeping that no forward pass reads
+    (``num_batches_tracked``) and live only as long as the process. ``trainable`` is False for buffers.
+    """
+
+    name: Name
+    shape: tuple[Annotated[int, Field(ge=1)], ...] = Field(max_length=8)
+    dtype: Literal["float32", "int64", "int32", "uint8", "bool"] = "float32"
+    policy: Literal["shared", "personal", "dropped"] = "shared"
+    trainable: bool = True
+    axes: tuple[tuple[Segment, ...], ...] = ()
+    init: Recipe = Data()
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    @model_validator(mode="after")
+    def _check(self) -> TensorSpec:
+        if self.size > MAX_TENSOR_VALUES:
+            raise ValueError(f"{self.name}: {self.size} values; the largest tensor accepted has {MAX_TENSOR_VALUES}")
+        if self.axes and len(self.axes) != len(self.shape):
+            raise ValueError(f"{self.name}: {len(self.axes)} axes described, its shape has {len(self.shape)}")
+        if self.policy == "shared" and self.dtype != "float32":
+            raise ValueError(
+                f"{self.name}: dtype {self.dtype} cannot be averaged; give it the policy personal or dropped"
+            )
+        return self
+
+
+class Layer(_Record):
+    """A layer with weights: what counting FLOPs, and later methods, need to know about it.
+
+    ``positions`` is the number of output positions per sample (H*W of a convolution's output map, 1 for a linear
+    layer): one sample costs 2 * positions * active weights FLOPs forward.
+    """
+
+    name: Name
+    kind: Name
+    tensors: tuple[Name, ...]
+    positions: Size = 1
+
+
+class Manifest(_Record):
+    """A model as its tensors (state-dict order), hidden neuron groups (forward order), layers and input.
+
+    ``input_shape`` and ``output_shape`` leave the batch out. ``skeleton_sha256`` names the ONNX skeleton of the forward
+    pass that is published beside it.
+    """
+
+    version: Literal[1] = 1
+    task: Name
+    input_shape: tuple[Size, ...]
+    output_shape: tuple[Size, ...]
+    tensors: tuple[TensorSpec, ...] = Field(min_length=1, max_length=100_000)
+    groups: tuple[NeuronGroup, ...] = ()
+    layers: tuple[Layer, ...] = ()
+    skeleton_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+
+    @model_validator(mode="after")
+    def _check(self) -> Manifest:
+        _no_repeats("tensor", [tensor.name for tensor in self.tensors])
+        _no_repeats("neuron group", [group.name for group in self.groups])
+        sizes = {group.name: group.size for group in self.groups}
+        for tensor in self.tensors:
+            for axis, (segments, length) in enumerate(zip(tensor.axes, tensor.shape, strict=False)):
+                unknown = [segment.group for segment in segments if segment.group not in sizes]
+                if unknown:
+                    raise ValueError(f"{tensor.name}: axis {axis} names the unknown neuron group {unknown[0]!r}")
+                described = sum(sizes[segment.group] * segment.repeat for segment in segments)
+                if segments and described != length:
+                    raise ValueError(f"{tensor.name}: axis {axis} has length {length}, its segments add to {described}")
+        names = {tensor.name for tensor in self.tensors}
+        for layer in self.layers:
+            for name in layer.tensors:
+                if name not in names:
+                    raise ValueError(f"layer {layer.name}: the manifest has no tensor {name!r}")
+        return self
+
+    @cached_property
+    def shared(self) -> tuple[TensorSpec, ...]:
+        """The tensors that cross the wire, in state-dict order."""
+        return tuple(tensor for tensor in self.tensors if tensor.policy == "shared")
+
+    @cached_property
+    def kept(self) -> tuple[TensorSpec, ...]:
+        """The tensors a device's personal model consists of: all but the dropped ones."""
+        return tuple(tensor for tensor in self.tensors if tensor.policy != "dropped")
+
+    @cached_property
+    def shared_values(self) -> int:
+        """How many values a full download holds."""
+        return sum(tensor.size for tensor in self.shared)
+
+    @cached_property
+    def trainable_values(self) -> int:
+        """How many parameters the model has, running statistics and other buffers left out."""
+        return sum(tensor.size for tensor in self.tensors if tensor.trainable)
+
+    @cached_property
+    def group_sizes(self) -> dict[str, int]:
+        """Neuron group name -> number of neurons, in forward order."""
+        return {group.name: group.size for group in self.groups}
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the manifest's JSON: two parties with the same digest speak of the same model."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+    def with_skeleton(self, skeleton: bytes) -> Manifest:
+        """The same manifest, naming this ONNX skeleton. (``model_copy`` would take the old digest along.)"""
+        return Manifest.model_validate({**self.model_dump(), "skeleton_sha256": hashlib.sha256(skeleton).hexdigest()})
+
+    def check_tensors(self, tensors: Tensors, *, what: str, only_shared: bool = False) -> None:
+        """Raise ManifestError, naming the tensor, unless ``tensors`` has exactly this model's names, shapes and types.
+
+        ``what`` is how the message calls the tensors ("the published weights").
+        """
+        wanted = self.shared if only_shared else self.kept
+        missing = [spec.name for spec in wanted if spec.name not in tensors]
+        if missing:
+            raise ManifestError(f"{what} lack {missing[0]!r}; they must hold every tensor of the manifest")
+        extra = sorted(set(tensors) - {spec.name for spec in wanted})
+        if extra:
+            raise ManifestError(f"{what} hold {extra[0]!r}, which the manifest does not know; remove it")
+        for spec in wanted:
+            tensor = tensors[spec.name]
+            if tensor.shape != spec.shape or tensor.dtype != np.dtype(spec.dtype):
+                raise ManifestError(
+                    f"{spec.name}: {what} have shape {tensor.shape} of {tensor.dtype}, "
+                    f"the manifest says {spec.shape} of {spec.dtype}; publish and train the same model"
+                )
+
+
+def _no_repeats(what: str, names: list[str]) -> None:
+    repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if repeated:
+        raise ValueError(f"the {what} {repeated[0]!r} stands twice")
+
+
+def initial_values(manifest: Manifest, seed: int, published: Tensors | None = None) -> Tensors:
+    """The model's first shared weights, w^0: drawn from the recipes, or taken from ``published``.
+
+    Returns name -> float32, for every shared tensor. The draw uses PCG64's raw 64-bit stream, which numpy promises
+    never to change (the distributions built on it may), with one stream per tensor, so that adding a layer leaves the
+    others as they were: value = bound * (2u - 1) with u the top 24 bits of each output. Raises ManifestError when a
+    recipe says ``data`` and nothing was published for it.
+    """
+    published = published or {}
+    values: Tensors = {}
+    for spec in manifest.shared:
+        if isinstance(spec.init, Constant):
+            values[spec.name] = np.full(spec.shape, spec.init.value, dtype=np.float32)
+        elif isinstance(spec.init, Uniform):
+            values[spec.name] = _uniform(spec, spec.init.bound, seed)
+        elif spec.name in published:
+            values[spec.name] = np.array(published[spec.name], dtype=np.float32).reshape(spec.shape)
+        else:
+            raise ManifestError(f"{spec.name}: its initial values must be published with the manifest")
+    return values
+
+
+def _uniform(spec: TensorSpec, bound: float, seed: int) -> Array:
+    key = hashlib.sha256(f"init|{seed}|{spec.name}".encode()).digest()
+    raw = np.random.PCG64(int.from_bytes(key[:16], "big")).random_raw(spec.size)
+    unit = (raw >> np.uint64(40)).astype(np.float64) * 2.0**-24
+    return (bound * (2.0 * unit - 1.0)).astype(np.float32).reshape(spec.shape)

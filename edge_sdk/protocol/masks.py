@@ -1,0 +1,233 @@
+"""Which part of a model a device trains and sends this round.
+
+A ``NeuronMask`` names, for every hidden neuron group, the neurons that are active; ``None`` in its place means all of
+them. A value of a tensor is active when the neurons on all its axes are (see ``manifest``). The active values of a
+tensor thus form a *block*, an outer product of index lists, and are packed row-major, tensor after tensor in state-dict
+order. No bitmap over parameters is ever built: index lists over rows and columns are 15 to 40 times cheaper.
+
+Seed form: both sides can draw a mask themselves from a ``NeuronDraw`` (FedSPU's method card, 4.7): the active neurons of
+a group are the ``a = max(1, floor(ratio * n))`` ones with the smallest SHA-256 of ``fedspu|job|round|device|group|i``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from edge_sdk.protocol.errors import ManifestError
+from edge_sdk.protocol.manifest import Array, Manifest, Segment, Tensors, TensorSpec
+
+Index = NDArray[np.intp]
+
+FULL_RATIO = 0.99
+"""Active ratios from here on count as 1 (method card, 4.2)."""
+
+
+@dataclass(frozen=True)
+class NeuronDraw:
+    """The seed form of a mask: whoever knows these five values draws the same neurons.
+
+    ``job`` is the federation's name and seed, ``device`` the device's name, ``ratio`` the active ratio p_k in (0, 1].
+    """
+
+    job: str
+    round: int
+    device: str
+    ratio: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"ratio is {self.ratio}; the active ratio must lie in (0, 1]")
+        if "|" in self.job or "|" in self.device:
+            raise ValueError("job and device may not contain '|', which separates the fields of the draw")
+
+
+@dataclass(frozen=True)
+class NeuronMask:
+    """Active neurons: group name -> their indices, sorted, int. Every hidden group of the manifest is named."""
+
+    active: Mapping[str, Index]
+
+
+def active_count(size: int, ratio: float) -> int:
+    """How many of ``size`` neurons are active at ``ratio``: max(1, floor(ratio * size)).
+
+    The 1e-9 removes accidents of binary floats: int(100 * 0.29) is 28, meant are 29 (method card, 4.2).
+    """
+    if ratio >= FULL_RATIO:
+        return size
+    return max(1, math.floor(ratio * size + 1e-9))
+
+
+def draw_group(draw: NeuronDraw, group: str, size: int) -> Index:
+    """The active neurons of one group of ``size``: sorted indices, int (method card, 4.7)."""
+    count = active_count(size, draw.ratio)
+    if count == size:
+        return np.arange(size)
+    prefix = hashlib.sha256(f"fedspu|{draw.job}|{draw.round}|{draw.device}|{group}|".encode())
+    digests = []
+    for index in range(size):
+        hasher = prefix.copy()
+        hasher.update(str(index).encode())
+        digests.append((hasher.digest(), index))
+    return np.sort(np.array([index for _, index in sorted(digests)[:count]], dtype=np.intp))
+
+
+def draw_neurons(manifest: Manifest, draw: NeuronDraw) -> NeuronMask:
+    """The mask that ``draw`` stands for, over every hidden group of the manifest."""
+    return NeuronMask({group.name: draw_group(draw, group.name, group.size) for group in manifest.groups})
+
+
+def check_mask(manifest: Manifest, mask: NeuronMask) -> None:
+    """Raise ManifestError unless the mask names every group once, with sorted indices in range and at least one."""
+    if set(mask.active) != set(manifest.group_sizes):
+        raise ManifestError(
+            f"the mask names the groups {sorted(mask.active)}, the manifest {list(manifest.group_sizes)}"
+        )
+    for group, size in manifest.group_sizes.items():
+        index = mask.active[group]
+        if len(index) == 0 or index[0] < 0 or index[-1] >= size or np.any(np.diff(index) <= 0):
+            raise ManifestError(
+                f"{group}: active neurons must be sorted, different, in 0..{size - 1}, and at least one"
+            )
+
+
+def _axis_index(segments: tuple[Segment, ...], mask: NeuronMask, sizes: Mapping[str, int]) -> Index | None:
+    """Active entries of one axis, or None where all are."""
+    if all(len(mask.active[segment.group]) == sizes[segment.group] for segment in segments):
+        return None
+    parts: list[Index] = []
+    offset = 0
+    for segment in segments:
+        starts = mask.active[segment.group] * segment.repeat + offset
+        parts.append((starts[:, None] + np.arange(segment.repeat)).ravel())
+        offset += sizes[segment.group] * segment.repeat
+    return np.concatenate(parts)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Where the active values of one tensor lie.
+
+    ``view`` is the tensor's ``neuron_view``; ``rows`` and ``columns`` index its first two axes, None meaning all.
+    ``shape`` is the block's own shape within that view.
+    """
+
+    view: tuple[int, ...]
+    rows: Index | None
+    columns: Index | None
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of active values."""
+        return math.prod(self.shape)
+
+    def pairs(self) -> Block:
+        """The same block of an array that has one entry per pair of neurons, of shape ``view[:2]``."""
+        return Block(self.view[:2], self.rows, self.columns, self.shape[:2])
+
+    def take(self, tensor: Array) -> Array:
+        """The active values of ``tensor`` as a block (a copy, or a view where everything is active)."""
+        view = tensor.reshape(self.view)
+        if self.rows is not None:
+            view = view[self.rows]
+        return view if self.columns is None else view[:, self.columns]
+
+    def put(self, tensor: Array, block: Array) -> None:
+        """Overwrite the active values of ``tensor`` (C-contiguous) in place."""
+        view = tensor.reshape(self.view)
+        block = block.reshape(self.shape)
+        if self.rows is None and self.columns is None:
+            view[...] = block
+        elif self.columns is None:
+            view[self.rows] = block
+        elif self.rows is None:
+            view[:, self.columns] = block
+        else:
+            view[self.rows[:, None], self.columns] = block
+
+    def add(self, tensor: Array, block: Array | float) -> None:
+        """Add to the active values of ``tensor`` (C-contiguous) in place; no index repeats, so += is safe."""
+        view = tensor.reshape(self.view)
+        if isinstance(block, np.ndarray):
+            block = block.reshape(self.shape)
+        if self.rows is None and self.columns is None:
+            view += block
+        elif self.columns is None:
+            view[self.rows] += block
+        elif self.rows is None:
+            view[:, self.columns] += block
+        else:
+            view[self.rows[:, None], self.columns] += block
+
+
+def neuron_view(manifest: Manifest, spec: TensorSpec) -> tuple[int, ...]:
+    """Shape of a tensor whose first two axes count neurons (or inputs, or classes).
+
+    The columns that one channel owns behind a flatten are neighbours: they become an axis of their own, like the taps of
+    a kernel, so that channels are indexed and their columns copied as runs.
+    """
+    segments = spec.axes[1] if len(spec.axes) > 1 else ()
+    if len(segments) == 1 and segments[0].repeat > 1:
+        return (spec.shape[0], manifest.group_sizes[segments[0].group], segments[0].repeat, *spec.shape[2:])
+    return spec.shape
+
+
+def block_of(manifest: Manifest, spec: TensorSpec, mask: NeuronMask | None) -> Block:
+    """Where the active values of ``spec`` lie under ``mask`` (None: everything is active)."""
+    view = neuron_view(manifest, spec)
+    if mask is None or not any(spec.axes):
+        return Block(view, None, None, view)
+    if any(spec.axes[2:]):
+        raise ManifestError(f"{spec.name}: only the first two axes of a tensor can belong to neurons")
+    sizes = manifest.group_sizes
+    rows = _axis_index(spec.axes[0], mask, sizes)
+    if len(view) == 1:
+        return Block(view, rows, None, (view[0] if rows is None else len(rows),))
+    segments = spec.axes[1]
+    if len(view) > len(spec.shape):
+        segments = (Segment(group=segments[0].group),)
+    columns = _axis_index(segments, mask, sizes)
+    shape = (view[0] if rows is None else len(rows), view[1] if columns is None else len(columns), *view[2:])
+    return Block(view, rows, columns, shape)
+
+
+def blocks(manifest: Manifest, mask: NeuronMask | None) -> Iterator[tuple[TensorSpec, Block]]:
+    """Every shared tensor with its active block, in the order in which values are packed."""
+    for spec in manifest.shared:
+        yield spec, block_of(manifest, spec, mask)
+
+
+def count_values(manifest: Manifest, mask: NeuronMask | None) -> int:
+    """How many values cross the wire under ``mask``, running statistics included: V(k) of the method card, 3.3."""
+    return manifest.shared_values if mask is None else sum(block.size for _, block in blocks(manifest, mask))
+
+
+def pack(manifest: Manifest, tensors: Tensors, mask: NeuronMask | None, dtype: DTypeLike = np.float32) -> Array:
+    """The active values of the shared tensors as one vector [count_values]: block after block, row-major."""
+    packed = np.empty(count_values(manifest, mask), dtype=dtype)
+    start = 0
+    for spec, block in blocks(manifest, mask):
+        packed[start : start + block.size].reshape(block.shape)[...] = block.take(tensors[spec.name])
+        start += block.size
+    return packed
+
+
+def unpack(manifest: Manifest, packed: Array, mask: NeuronMask | None) -> Iterator[tuple[TensorSpec, Block, Array]]:
+    """Walk a packed vector: each shared tensor, its block, and the values of that block (views, no copy)."""
+    start = 0
+    for spec, block in blocks(manifest, mask):
+        yield spec, block, packed[start : start + block.size].reshape(block.shape)
+        start += block.size
+
+
+def merge_in_place(manifest: Manifest, tensors: Tensors, packed: Array, mask: NeuronMask | None) -> None:
+    """Overwrite the active values of ``tensors`` with received ones; what was not received stays (method card, 4.3)."""
+    for spec, block, values in unpack(manifest, packed, mask):
+        block.put(tensors[spec.name], values)

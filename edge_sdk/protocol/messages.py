@@ -1,0 +1,360 @@
+"""Every request and response of the HTTP contract, version 1, and a federation's settings.
+
+A model here is what crosses the wire; it checks itself when made. What one side sends, the other may not know yet, so
+answers ignore unknown fields and requests refuse them: a misspelt setting must not pass in silence.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from edge_sdk.protocol.bundle import Precision
+
+FederationName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+DeviceName = FederationName
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Score = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+# --- a federation's settings -------------------------------------------------------------------------------------
+
+
+class FederationSettings(_Request):
+    """How a federation trains. Every field is described in docs/settings.md, which a test holds to this class."""
+
+    method: str = Field(default="fedspu", description="The federated method; see docs/methods.md")
+    rounds: int = Field(default=30, ge=1, le=1_000_000, description="Most rounds, T")
+    cohort: int = Field(default=10, ge=1, le=1_000_000, description="Devices drawn per round, m")
+    min_devices: int = Field(
+        default=2, ge=1, le=1_000_000, description="Enrolled devices at which the first round opens"
+    )
+    quorum: Share = Field(
+        default=1.0, description="Share of the cohort whose updates close a round before its deadline; 1 waits for all"
+    )
+    deadline_seconds: float = Field(default=300.0, gt=0, le=7 * 86400, description="Longest duration of a round, s")
+    optimizer: Literal["sgd", "adam", "adamw"] = Field(default="sgd", description="Local optimiser")
+    learning_rate: float = Field(default=0.05, gt=0, le=100, description="Local learning rate of the first round")
+    learning_rate_decay: Share = Field(default=1.0, description="Factor on the learning rate per round")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="SGD momentum; starts at zero every round")
+    weight_decay: float = Field(default=0.0, ge=0, le=10, description="Weight decay, on active parameters only")
+    batch_size: int = Field(default=16, ge=1, le=1_000_000, description="Samples per local step")
+    local_epochs: int = Field(default=5, ge=1, le=10_000, description="Passes over the local data per round, E")
+    local_steps: int | None = Field(
+        default=None, ge=1, le=10_000_000, description="Local steps per round, instead of local_epochs"
+    )
+    clip: float | None = Field(default=None, gt=0, description="Largest 2-norm of a step's gradient; none where unset")
+    early_stopping: bool = Field(default=True, description="Devices whose stop-rule loss rises leave training for good")
+    patience: int = Field(default=1, ge=1, le=10_000, description="Consecutive increases that stop a device; 1 = paper")
+    min_improvement: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="Fall of the loss below which it counts as an increase"
+    )
+    stop_weight: float = Field(
+        default=0.7, ge=0, le=1, description="Weight λ of the training loss in the stop rule; the rest is validation's"
+    )
+    evaluation_interval: int = Field(
+        default=5, ge=0, le=1_000_000, description="Rounds between federated evaluations; 0 evaluates only at the end"
+    )
+    precision: Precision = Field(default="fp32", description="Number format of values on the wire")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Decides initial weights, cohorts, masks and batches")
+
+    @model_validator(mode="after")
+    def _check(self) -> FederationSettings:
+        if self.momentum and self.optimizer != "sgd":
+            raise ValueError(f"momentum belongs to the optimizer sgd; {self.optimizer} has its own, remove it")
+        return self
+
+    def learning_rate_of(self, round_number: int) -> float:
+        """Learning rate of a round, counted from 1."""
+        return self.learning_rate * self.learning_rate_decay ** (round_number - 1)
+
+
+class CreateFederation(_Request):
+    """``POST /v1/federations`` for a built-in task; for a model of one's own it is the note of a checkpoint.
+
+    Such a checkpoint (media type of ``protocol.checkpoint``) holds the initial values by name and, as uint8 vectors
+    named ``sparrow.manifest`` and ``sparrow.skeleton``, the manifest's JSON and the ONNX skeleton.
+    """
+
+    name: FederationName
+    task: str | None = Field(default=None, description="A built-in task; none where a manifest is published")
+    settings: FederationSettings = FederationSettings()
+
+
+class ChangeFederation(_Request):
+    """``PATCH /v1/federations/{name}``."""
+
+    action: Literal["pause", "resume", "stop", "reopen"] | None = None
+    rounds: int | None = Field(default=None, ge=1, le=1_000_000)
+    cohort: int | None = Field(default=None, ge=1, le=1_000_000)
+    deadline_seconds: float | None = Field(default=None, gt=0, le=7 * 86400)
+
+
+class FederationStatus(str, Enum):
+    """Where a federation stands."""
+
+    waiting = "waiting"
+    running = "running"
+    paused = "paused"
+    finished = "finished"
+    stopped = "stopped"
+
+
+class FederationInfo(_Answer):
+    """What anybody allowed to look learns of a federation."""
+
+    name: str
+    method: str
+    task: str
+    status: FederationStatus
+    reason: str | None = Field(default=None, description="Why it ended: all_stopped, max_rounds or operator")
+    round: int = Field(description="Rounds closed so far")
+    rounds: int
+    devices: int
+    devices_stopped: int
+    model_version: int
+    model_sha256: str
+    parameters: int
+    manifest_digest: str
+    global_model_usable: bool
+    settings: FederationSettings
+
+
+# --- devices -----------------------------------------------------------------------------------------------------
+
+
+class DeviceProfile(_Request):
+    """What a device says of itself when it enrols."""
+
+    board: str = Field(default="", max_length=200)
+    system: str = Field(default="", max_length=200)
+    cores: int = Field(default=1, ge=1, le=4096)
+    memory_bytes: Count = 0
+    sensors: tuple[Annotated[str, Field(max_length=300)], ...] = Field(default=(), max_length=32)
+    sdk_version: str = Field(default="", max_length=50)
+
+
+class Enrol(_Request):
+    """``POST /v1/federations/{name}/devices``.
+
+    ``enrolment_key`` is a secret that the device makes and stores before it asks: should the answer be lost, asking
+    again with the same key gives the same device a new token, while nobody else can take its name.
+    """
+
+    name: DeviceName
+    enrolment_key: str = Field(min_length=32, max_length=128)
+    budget: Share = 1.0
+    profile: DeviceProfile = DeviceProfile()
+
+
+class Enrolled(_Answer):
+    """The device's identity: keep the token secret."""
+
+    device_id: str
+    token: str
+
+
+class Conditions(_Request):
+    """What changed on a device; ``available`` False says that it leaves for now."""
+
+    available: bool = True
+    reason: str = Field(default="", max_length=500)
+
+
+class ChangeDevice(_Request):
+    """``PATCH /v1/devices/{id}``: a device changes its budget or conditions, an admin revokes it."""
+
+    budget: Share | None = None
+    conditions: Conditions | None = None
+    revoked: Literal[True] | None = None
+
+
+# --- assignments -------------------------------------------------------------------------------------------------
+
+
+class Kind(str, Enum):
+    """What a device is asked to do; see docs/architecture.md, "A round"."""
+
+    train = "train"
+    evaluate = "evaluate"
+    personalise = "personalise"
+    prepare = "prepare"
+    adapt = "adapt"
+
+
+class Payload(_Answer):
+    """The bundle that belongs to an assignment, at ``GET /v1/assignments/{id}/payload``."""
+
+    bytes: Count
+    sha256: str
+
+
+class Work(_Answer):
+    """The neurons to train, in seed form: ``masks.NeuronDraw`` of these values. None where all are trained."""
+
+    job: str
+    round: int
+    device: str
+    ratio: Share
+
+
+class Assignment(_Answer):
+    """``GET /v1/federations/{name}/assignment``: one piece of work for one device."""
+
+    assignment_id: str
+    kind: Kind
+    round: int
+    deadline_seconds: float = Field(description="Seconds left when this answer was written")
+    settings: FederationSettings
+    payload: Payload | None = None
+    work: Work | None = None
+
+
+class HandBack(_Request):
+    """``DELETE /v1/assignments/{id}``: why the device cannot do it."""
+
+    reason: str = Field(min_length=1, max_length=500)
+
+
+# --- what a device reports ---------------------------------------------------------------------------------------
+
+
+class Phase(_Request):
+    """What one phase of a round cost. Bytes are those of HTTP bodies, repetitions included.
+
+    ``joules`` is None where ``quality`` is unavailable; ``source`` names the sensor or the estimate.
+    """
+
+    seconds: Seconds = 0.0
+    bytes_down: Count = 0
+    bytes_up: Count = 0
+    joules: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    quality: Literal["measured", "derived", "estimated", "unavailable"] = "unavailable"
+    source: str = Field(default="", max_length=300)
+
+    @model_validator(mode="after")
+    def _check(self) -> Phase:
+        if (self.joules is None) != (self.quality == "unavailable"):
+            raise ValueError("joules are given exactly when their quality is not 'unavailable'")
+        return self
+
+
+class Telemetry(_Request):
+    """Cost of a round's phases; the upload's is known only afterwards and comes with the next call (UploadCost)."""
+
+    download: Phase = Phase()
+    train: Phase = Phase()
+
+
+class UploadCost(_Request):
+    """Header ``Sparrow-Upload-Cost``: what the last upload cost, sent with the device's next call."""
+
+    assignment_id: str = Field(max_length=64)
+    upload: Phase
+
+
+class UpdateReport(_Request):
+    """Travels inside an update's bundle."""
+
+    num_examples: int = Field(ge=1, le=2**40)
+    status: Literal["active", "stopped"] = "active"
+    steps: Count
+    train_loss: Score
+    validation_loss: Score | None = None
+    stop_loss: Score | None = None
+    telemetry: Telemetry = Telemetry()
+
+
+class Evaluation(_Request):
+    """One model on a device's held-out data."""
+
+    num_examples: int = Field(ge=1, le=2**40)
+    loss: Score
+    accuracy: float | None = Field(default=None, ge=0, le=1, description="None where the task has no accuracy")
+
+
+class Receipt(_Request):
+    """The update of every kind but train: nothing of the model goes up.
+
+    ``personal`` and ``global_model`` are what an evaluation found; ``adapt`` reports the personal model it ended with.
+    """
+
+    personal: Evaluation | None = None
+    global_model: Evaluation | None = None
+    telemetry: Telemetry = Telemetry()
+
+
+class UpdateAccepted(_Answer):
+    """Answer to an update: 201 with ``new`` True, 200 with False for the same one again."""
+
+    new: bool
+
+
+# --- records and errors ------------------------------------------------------------------------------------------
+
+
+class PhaseSum(_Answer):
+    """A phase summed over devices. Measured and estimated joules are never blended."""
+
+    seconds: float = 0.0
+    joules_measured: float = 0.0
+    joules_estimated: float = 0.0
+    seconds_without_joules: float = 0.0
+
+
+class RoundRecord(_Answer):
+    """``GET /v1/federations/{name}/rounds``: what happened in one round.
+
+    ``updates`` counts each acknowledged update once. ``bytes_down`` and ``bytes_up`` are bodies of payloads and updates
+    of training as the devices counted them; evaluation is apart. ``accuracy`` and ``loss`` are means over devices,
+    unweighted, of the evaluation that followed the round; ``None`` where there was none.
+    """
+
+    round: int
+    status: Literal["open", "closed"]
+    cohort: tuple[str, ...]
+    updates: int
+    stopped: tuple[str, ...]
+    handed_back: int
+    expired: int
+    num_examples: int
+    train_loss: float | None
+    accuracy_personal: float | None
+    accuracy_global: float | None
+    loss_personal: float | None
+    loss_global: float | None
+    evaluated_devices: int
+    bytes_down: int
+    bytes_up: int
+    evaluation_bytes_down: int
+    evaluation_bytes_up: int
+    download: PhaseSum
+    train: PhaseSum
+    upload: PhaseSum
+    evaluation: PhaseSum
+    opened_at: str
+    closed_at: str | None
+    seconds: float | None
+    model_sha256: str | None
+
+
+class Problem(_Answer):
+    """RFC 9457 problem document; ``detail`` says what to do."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    errors: list[dict[str, Any]] | None = None

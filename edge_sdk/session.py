@@ -1,0 +1,357 @@
+"""One device's conversation with its coordinator: enrol, ask, download, train, upload, and go on after any death.
+
+``Session.step`` does one thing and returns; ``join`` calls it in a loop, a fleet for many devices in turn. Between steps
+everything that matters is on disk (``state``), so a step can be killed anywhere:
+
+    before the state is saved   the assignment is still open: it is given again and done again, from the same model and
+                                with the same random numbers, so to the same update
+    after it                    the outbox holds the update: it is sent again, byte for byte, and counts once
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+from torch import nn
+
+from devices import EnergyMeter
+from edge_sdk.errors import FederationOver, Refused, RoundOver, SdkError
+from edge_sdk.methods import DeviceState, Job, Trained, load_method
+from edge_sdk.protocol import bundle
+from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.masks import merge_in_place
+from edge_sdk.protocol.messages import (
+    Assignment,
+    ChangeDevice,
+    Conditions,
+    DeviceProfile,
+    Enrol,
+    Evaluation,
+    FederationInfo,
+    Kind,
+    Phase,
+    Receipt,
+    Telemetry,
+    UpdateReport,
+    UploadCost,
+)
+from edge_sdk.state import Pending, StateFolder, Totals
+from edge_sdk.tasks import Task
+from edge_sdk.telemetry import Telemetry as Meter
+from edge_sdk.training.local import TrainingDiverged, evaluate, get_tensors, set_tensors
+from edge_sdk.transport import Transport
+
+log = logging.getLogger(__name__)
+
+JSON_TYPE = "application/json"
+
+
+class Outcome(Enum):
+    """What a step came to."""
+
+    worked = "worked"
+    idle = "idle"
+    over = "over"
+
+
+@dataclass(frozen=True)
+class Step:
+    """Outcome of one step. ``assignment`` is what was worked on; ``pause_seconds`` what an idle device is asked for."""
+
+    outcome: Outcome
+    assignment: Assignment | None = None
+    pause_seconds: float = 0.0
+
+
+class Session:
+    """One device in one federation.
+
+    make_task: gives the task once the federation's settings are known. progress: called with (assignment, steps done,
+    steps in all, loss) while the device trains. Raises what ``errors`` lists; the state folder stays usable.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        folder: StateFolder,
+        *,
+        server: str,
+        federation: str,
+        name: str,
+        make_task: Callable[[FederationInfo], Task],
+        budget: float = 1.0,
+        meter: EnergyMeter | None = None,
+        progress: Callable[[Assignment, int, int, float], None] = lambda assignment, done, total, loss: None,
+    ) -> None:
+        self._transport = transport
+        self._folder = folder
+        self._federation = federation
+        self._budget = budget
+        self._report_progress = progress
+        self._working_on: Assignment | None = None
+        self._telemetry = Meter(meter or EnergyMeter(), transport.traffic)
+        self._identity = folder.identity(server, federation, name)
+        self.info = transport.federation(federation)
+        self.manifest = self._load_manifest()
+        self.task = make_task(self.info)
+        check_model(self.task.model, self.manifest)
+        self._method = load_method(self.info.method)
+        self.personal, self.progress = folder.load(self.manifest)
+        self._enrol()
+
+    # --- identity ------------------------------------------------------------------------------------------------
+
+    def _load_manifest(self) -> Manifest:
+        cached = self._folder.cached("manifest.json")
+        manifest = Manifest.model_validate_json(cached) if cached else None
+        if manifest is None or manifest.digest != self.info.manifest_digest:
+            manifest = self._transport.manifest(self._federation)
+            self._folder.cache("manifest.json", manifest.model_dump_json().encode())
+        return manifest
+
+    def skeleton(self) -> bytes:
+        """The ONNX skeleton of the federation's model, downloaded once."""
+        skeleton = self._folder.cached("skeleton.onnx")
+        if skeleton is None:
+            skeleton = self._transport.skeleton(self._federation)
+            self._folder.cache("skeleton.onnx", skeleton)
+        return skeleton
+
+    def _enrol(self) -> None:
+        if self._identity.token is None:
+            request = Enrol(
+                name=self._identity.name,
+                enrolment_key=self._identity.enrolment_key,
+                budget=self._budget,
+                profile=own_profile(self._telemetry.describe()),
+            )
+            enrolled = self._transport.enrol(self._federation, request)
+            self._identity = self._identity.model_copy(
+                update={"device_id": enrolled.device_id, "token": enrolled.token}
+            )
+            self._folder.save_identity(self._identity)
+            self._transport.token = enrolled.token
+            return
+        self._transport.token = self._identity.token
+        self._tell(ChangeDevice(budget=self._budget, conditions=Conditions()))
+
+    def _tell(self, change: ChangeDevice) -> None:
+        if self._identity.device_id is not None:
+            self._transport.change_device(self._identity.device_id, change)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def step(self, wait_seconds: float = 0.0) -> Step:
+        """Send what is waiting to be sent, or ask for work and do it, or find that there is none."""
+        if self.progress.pending is not None:
+            self._send(self.progress.pending)
+        try:
+            assignment, pause = self._transport.assignment(self._federation, wait_seconds, self.progress.upload_cost)
+        except FederationOver:
+            return Step(Outcome.over)
+        if self.progress.upload_cost is not None:
+            self.progress = self.progress.model_copy(update={"upload_cost": None})
+        if assignment is None:
+            return Step(Outcome.idle, pause_seconds=pause)
+        self._working_on = assignment
+        try:
+            self._work(assignment)
+        except TrainingDiverged as error:
+            log.warning("round %s: %s", assignment.round, error)
+            self._hand_back(assignment, str(error))
+        except RoundOver as error:
+            # The round closed while this device was downloading; there is other work, or will be.
+            log.info("round %s: %s", assignment.round, error.detail)
+        finally:
+            self._working_on = None
+        return Step(Outcome.worked, assignment)
+
+    def leave(self, reason: str) -> None:
+        """Say goodbye: hand back what is open, so that the round need not wait for the deadline."""
+        try:
+            if self._working_on is not None:
+                self._hand_back(self._working_on, reason)
+            self._tell(ChangeDevice(conditions=Conditions(available=False, reason=reason)))
+        except SdkError as error:
+            log.warning("could not say goodbye: %s", error)
+
+    def _hand_back(self, assignment: Assignment, reason: str) -> None:
+        with contextlib.suppress(RoundOver):  # then nobody waits for it any more
+            self._transport.hand_back(assignment.assignment_id, reason)
+
+    def _work(self, assignment: Assignment) -> None:
+        with self._telemetry.phase("download") as download:
+            received = None
+            if assignment.payload is not None:
+                body = self._transport.payload(assignment.assignment_id, assignment.payload)
+                received = bundle.decode(body, self.manifest)
+        job = Job(
+            assignment=assignment,
+            manifest=self.manifest,
+            task=self.task,
+            model=self.task.model,
+            state=DeviceState(self.personal, self.progress.memory),
+            received=received,
+            progress=lambda done, total, loss: self._report_progress(assignment, done, total, loss),
+        )
+        match assignment.kind:
+            case Kind.train:
+                self._train(job, download.cost)
+            case Kind.evaluate:
+                self._evaluate(job, download.cost)
+            case Kind.adapt:
+                self._adapt(job, download.cost)
+            case other:
+                self._hand_back(assignment, f"{self.info.method} on this device has no work of kind {other.value}")
+
+    def _train(self, job: Job, download: Phase) -> None:
+        before = self.progress.accuracy_before
+        if before is None:
+            before = self._accuracy_of_first(job)
+        with self._telemetry.phase("train") as train:
+            trained = self._method.train(job)
+        report = UpdateReport(
+            num_examples=trained.num_examples,
+            status="stopped" if trained.stopped else "active",
+            steps=trained.steps,
+            train_loss=trained.train_loss,
+            validation_loss=trained.validation_loss,
+            stop_loss=trained.stop_loss,
+            telemetry=Telemetry(download=download, train=train.cost),
+        )
+        body = self._pack(job, trained, report)
+        number = job.assignment.round
+        self._keep_and_send(
+            job.assignment,
+            bundle.MEDIA_TYPE,
+            body,
+            trained.state,
+            rounds=self.progress.rounds + 1,
+            last_round=number,
+            steps=self.progress.steps + trained.steps,
+            stopped_round=number if trained.stopped else None,
+            accuracy_before=before,
+            training=self.progress.training.plus(download).plus(train.cost),
+        )
+
+    def _pack(self, job: Job, trained: Trained, report: UpdateReport) -> bytes:
+        return bundle.encode(
+            self.manifest,
+            trained.values,
+            trained.mask,
+            draw=trained.draw,
+            precision=job.assignment.settings.precision,
+            report=report.model_dump_json(exclude_defaults=True),
+        )
+
+    def _evaluate(self, job: Job, download: Phase) -> None:
+        with self._telemetry.phase("evaluate") as measured:
+            evaluated = self._method.evaluate(job)
+        receipt = Receipt(
+            personal=evaluated.personal,
+            global_model=evaluated.global_model,
+            telemetry=Telemetry(download=download, train=measured.cost),
+        )
+        self._keep_and_send(
+            job.assignment,
+            JSON_TYPE,
+            receipt.model_dump_json(exclude_defaults=True).encode(),
+            job.state,
+            evaluation=self.progress.evaluation.plus(download).plus(measured.cost),
+        )
+
+    def _adapt(self, job: Job, download: Phase) -> None:
+        before = self._accuracy_of_first(job)
+        with self._telemetry.phase("adapt") as measured:
+            state = self._method.adapt(job)
+        assert state.personal is not None, "adapting ends with a personal model"
+        receipt = Receipt(
+            personal=self.evaluate(state.personal), telemetry=Telemetry(download=download, train=measured.cost)
+        )
+        self._keep_and_send(
+            job.assignment,
+            JSON_TYPE,
+            receipt.model_dump_json(exclude_defaults=True).encode(),
+            state,
+            adapted=True,
+            accuracy_before=before,
+            training=self.progress.training.plus(download).plus(measured.cost),
+        )
+
+    def _keep_and_send(
+        self, assignment: Assignment, media_type: str, body: bytes, state: DeviceState, **changed: object
+    ) -> None:
+        """Keep the new state and the update together, then send it."""
+        pending = self._folder.put_outbox(assignment.assignment_id, media_type, body)
+        self.personal = state.personal
+        self._save(memory=dict(state.memory), pending=pending, **changed)
+        self._send(pending, body)
+
+    def _send(self, pending: Pending, body: bytes | None = None) -> None:
+        if body is None:
+            body = self._folder.outbox(pending)
+        with self._telemetry.phase("upload") as upload:
+            try:
+                self._transport.update(pending.assignment_id, body, pending.media_type)
+            except RoundOver as error:
+                # Too late, or answered already: the local step stays, as the method card asks (3.2).
+                log.info("the update was not needed any more: %s", error.detail)
+            except Refused:
+                self._save(pending=None)  # it would be refused again
+                raise
+        kind = "training" if pending.media_type == bundle.MEDIA_TYPE else "evaluation"
+        totals: Totals = getattr(self.progress, kind)
+        cost = UploadCost(assignment_id=pending.assignment_id, upload=upload.cost)
+        self._save(pending=None, upload_cost=cost, **{kind: totals.plus(upload.cost)})
+
+    def _save(self, **changed: object) -> None:
+        self.progress = self.progress.model_copy(update=changed)
+        self._folder.save(self.manifest, self.personal, self.progress)
+
+    # --- looking at models ---------------------------------------------------------------------------------------
+
+    def _accuracy_of_first(self, job: Job) -> float | None:
+        """Accuracy of the model as first received, before any local training; None where it has come in part."""
+        if job.received is None or job.received.mask is not None:
+            return None
+        tensors = get_tensors(job.model, self.manifest)
+        merge_in_place(self.manifest, tensors, job.received.values, None)
+        return self.evaluate(tensors).accuracy
+
+    def evaluate(self, tensors: Tensors) -> Evaluation:
+        """Loss and accuracy of a model on this device's held-out data."""
+        set_tensors(self.task.model, tensors)
+        return evaluate(self.task.model, self.task, self.task.held_out)
+
+
+def check_model(model: nn.Module, manifest: Manifest) -> None:
+    """Raise ManifestError, naming the tensor, unless the task's model is the federation's."""
+    state = {name: np.asarray(tensor.detach().cpu().numpy()) for name, tensor in model.state_dict().items()}
+    dropped = {spec.name for spec in manifest.tensors if spec.policy == "dropped"}
+    manifest.check_tensors(
+        {name: tensor for name, tensor in state.items() if name not in dropped}, what="this device's model"
+    )
+
+
+def own_profile(energy: str) -> DeviceProfile:
+    """What this device says of itself when it enrols."""
+    try:
+        sdk_version = version("sparrow-fl")
+    except PackageNotFoundError:
+        sdk_version = "unknown"
+    return DeviceProfile(
+        board=platform.machine(),
+        system=f"{platform.system()} {platform.release()}"[:200],
+        cores=os.cpu_count() or 1,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        sensors=(energy[:300],),
+        sdk_version=sdk_version,
+    )

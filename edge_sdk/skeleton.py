@@ -1,0 +1,117 @@
+"""A model's forward pass as an ONNX graph without weights, made once by torch's exporter when a task is published.
+
+Export is unoptimised: no weight is folded, transposed or merged into another, so every tensor of the manifest stays an
+initialiser under its state-dict name. Its data is taken out; ``export.skeleton.fill`` puts a personal model's in,
+without torch. What the exporter adds for debugging is taken out as well: it names source files of this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from edge_sdk.protocol.errors import ManifestError
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.tracing import UnsupportedLayer
+
+if TYPE_CHECKING:
+    import onnx
+
+OPSET = 20
+"""What torch 2.13's exporter targets by default. Newer ones bring our layers nothing, and ONNX Runtime 1.19, the
+oldest we accept, ends at 21."""
+
+IR_VERSION = 10
+
+
+def make_skeleton(model: nn.Module, example: torch.Tensor, manifest: Manifest) -> bytes:
+    """The forward pass of ``model`` in evaluation mode, as serialised ONNX with input ``input`` and output ``output``.
+
+    example: [N, ...], N >= 1; the batch axis of the skeleton is free. The same model gives the same bytes, and is left
+    as it was. Raises UnsupportedLayer when torch cannot export the model, and ManifestError, naming the tensor, when a
+    tensor of the manifest does not survive as an initialiser. Needs onnx and onnxscript.
+    """
+    proto = _export(model, example)
+    initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
+    for spec in manifest.kept:
+        tensor = initializers.get(spec.name)
+        if tensor is None:
+            raise ManifestError(
+                f"{spec.name}: the exported forward pass does not read it; remove it from the model, "
+                "or register the buffer with persistent=False"
+            )
+        if tuple(tensor.dims) != spec.shape:
+            raise ManifestError(
+                f"{spec.name}: exported with shape {tuple(tensor.dims)}, the manifest says {spec.shape}; "
+                "describe and export the same model"
+            )
+        _remove_data(tensor)
+    _remove_notes(proto)
+    return cast(bytes, proto.SerializeToString(deterministic=True))
+
+
+def _export(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
+    # A batch axis of 1 would be taken for a constant.
+    batch = torch.cat([example[:1], example[:1]])
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with _quiet(), torch.no_grad():
+            program = torch.onnx.export(
+                model.eval(),
+                (batch,),
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+                opset_version=OPSET,
+                input_names=["input"],
+                output_names=["output"],
+                dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
+            )
+    except ImportError as error:
+        raise ImportError("export needs onnx and onnxscript: pip install sparrow-fl[publish]") from error
+    except torch.onnx.OnnxExporterError as error:
+        raise UnsupportedLayer(f"{type(model).__name__} cannot be exported to ONNX: {error}") from error
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    if program is None:
+        raise AssertionError("the exporter answers with a program whenever dynamo is True")
+    return program.model_proto
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's remarks on itself (torchvision missing, its own deprecations) from the user."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", category=FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _remove_data(tensor: onnx.TensorProto) -> None:
+    for field in ("raw_data", "float_data", "int32_data", "int64_data", "external_data", "data_location"):
+        tensor.ClearField(field)
+
+
+def _remove_notes(proto: onnx.ModelProto) -> None:
+    """Leave nothing of the exporter but the graph: doc strings and metadata hold stack traces and paths."""
+    proto.ir_version = IR_VERSION
+    for field in ("producer_name", "producer_version", "domain", "model_version", "doc_string", "metadata_props"):
+        proto.ClearField(field)
+    graph = proto.graph
+    graph.name = "model"
+    graph.ClearField("value_info")
+    for entry in (graph, *graph.node, *graph.initializer, *graph.input, *graph.output):
+        entry.ClearField("doc_string")
+        entry.ClearField("metadata_props")

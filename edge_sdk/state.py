@@ -1,0 +1,203 @@
+"""What a device keeps on disk between rounds, so that it survives its own death at any point.
+
+    state/
+      identity.json       server, federation, name, enrolment key, device id, token; readable by its owner alone
+      model.safetensors   the personal model by name, and beside it, as JSON, ``Progress``
+      outbox.bundle       the update being sent, until it is acknowledged
+      manifest.json  skeleton.onnx
+      lock
+
+Every file is written under another name, flushed and renamed, so it is always whole. The personal model and the
+progress that belongs to it share one file, because a new model with an old counter would train a round twice. The outbox
+is written before them and counts only once they name it: killed in between, the device trains the round again, from the
+same model, to the same update.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from edge_sdk.errors import StateError
+from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.messages import Phase, UploadCost
+
+
+class Identity(BaseModel):
+    """Who this device is to its coordinator. ``device_id`` and ``token`` come with enrolment."""
+
+    model_config = ConfigDict(frozen=True)
+
+    server: str
+    federation: str
+    name: str
+    enrolment_key: str
+    device_id: str | None = None
+    token: str | None = None
+
+
+class Pending(BaseModel):
+    """An update in the outbox."""
+
+    model_config = ConfigDict(frozen=True)
+
+    assignment_id: str
+    media_type: str
+    sha256: str
+
+
+class Totals(BaseModel):
+    """What a device spent so far. Measured and estimated joules stay apart."""
+
+    model_config = ConfigDict(frozen=True)
+
+    seconds: float = 0.0
+    bytes_down: int = 0
+    bytes_up: int = 0
+    joules_measured: float = 0.0
+    joules_estimated: float = 0.0
+    seconds_without_joules: float = 0.0
+
+    def plus(self, phase: Phase) -> Totals:
+        """The totals after one more phase."""
+        joules = phase.joules or 0.0
+        estimated = phase.quality == "estimated"
+        return Totals(
+            seconds=self.seconds + phase.seconds,
+            bytes_down=self.bytes_down + phase.bytes_down,
+            bytes_up=self.bytes_up + phase.bytes_up,
+            joules_measured=self.joules_measured + (0.0 if estimated else joules),
+            joules_estimated=self.joules_estimated + (joules if estimated else 0.0),
+            seconds_without_joules=self.seconds_without_joules + (phase.seconds if phase.joules is None else 0.0),
+        )
+
+
+class Progress(BaseModel):
+    """How far a device has come. ``memory`` belongs to the method; ``training`` and ``evaluation`` are what each cost."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rounds: int = 0
+    last_round: int = 0
+    steps: int = 0
+    stopped_round: int | None = None
+    adapted: bool = False
+    accuracy_before: float | None = None
+    memory: dict[str, Any] = Field(default_factory=dict)
+    training: Totals = Totals()
+    evaluation: Totals = Totals()
+    pending: Pending | None = None
+    upload_cost: UploadCost | None = None
+
+
+class StateFolder:
+    """One device's state folder, held by one process at a time. Raises StateError when it cannot be used."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = (path / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise StateError(
+                f"another process uses {path}; stop it, or give this device a --name or --state-dir of its own"
+            ) from None
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        self._lock.close()
+
+    def identity(self, server: str, federation: str, name: str) -> Identity:
+        """Who this device is; made, with a fresh enrolment key, when the folder is new."""
+        path = self.path / "identity.json"
+        if not path.exists():
+            identity = Identity(
+                server=server, federation=federation, name=name, enrolment_key=secrets.token_urlsafe(32)
+            )
+            self.save_identity(identity)
+            return identity
+        try:
+            identity = Identity.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise StateError(f"{path} cannot be read ({error.error_count()} faults); use another --state-dir") from None
+        if (identity.federation, identity.name) != (federation, name):
+            raise StateError(
+                f"{self.path} belongs to {identity.name} in {identity.federation}, not to {name} in {federation}; use "
+                f"another --state-dir"
+            )
+        return identity
+
+    def save_identity(self, identity: Identity) -> None:
+        """Keep who this device is."""
+        _write(self.path / "identity.json", identity.model_dump_json(indent=1).encode(), mode=0o600)
+
+    def load(self, manifest: Manifest) -> tuple[Tensors | None, Progress]:
+        """The personal model, None before the first download, and the progress that belongs to it."""
+        path = self.path / "model.safetensors"
+        if not path.exists():
+            return None, Progress()
+        try:
+            tensors, note = checkpoint.load(path.read_bytes())
+            kept = json.loads(note)
+            progress = Progress.model_validate(kept["progress"])
+        except (ProtocolError, ValidationError, ValueError, KeyError) as error:
+            raise StateError(f"{path} is damaged ({error}); move it away to start this device anew") from None
+        if kept["manifest"] != manifest.digest:
+            raise StateError(f"{path} holds a model of another manifest; use another --state-dir for this federation")
+        if not tensors:
+            return None, progress
+        manifest.check_tensors(tensors, what=f"the tensors of {path}")
+        return tensors, progress
+
+    def save(self, manifest: Manifest, personal: Tensors | None, progress: Progress) -> None:
+        """Keep personal model and progress, durably, in one step."""
+        note = json.dumps({"manifest": manifest.digest, "progress": progress.model_dump(mode="json")})
+        _write(self.path / "model.safetensors", checkpoint.save(personal or {}, note))
+
+    def put_outbox(self, assignment_id: str, media_type: str, body: bytes) -> Pending:
+        """Lay an update out for sending; it counts once ``save`` has kept a progress that names it."""
+        _write(self.path / "outbox.bundle", body)
+        return Pending(assignment_id=assignment_id, media_type=media_type, sha256=hashlib.sha256(body).hexdigest())
+
+    def outbox(self, pending: Pending) -> bytes:
+        """The update that ``pending`` names. Raises StateError when it is not there whole."""
+        body = (self.path / "outbox.bundle").read_bytes()
+        if hashlib.sha256(body).hexdigest() != pending.sha256:
+            raise StateError(f"{self.path / 'outbox.bundle'} is not the update it should be; use another --state-dir")
+        return body
+
+    def cached(self, name: str) -> bytes | None:
+        """A downloaded file kept beside the state, or None."""
+        path = self.path / name
+        return path.read_bytes() if path.exists() else None
+
+    def cache(self, name: str, data: bytes) -> None:
+        """Keep a downloaded file beside the state."""
+        _write(self.path / name, data)
+
+
+def _write(path: Path, data: bytes, mode: int = 0o644) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

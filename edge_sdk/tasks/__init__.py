@@ -1,0 +1,72 @@
+"""A task is a learning problem on one device: a model, a loss and the device's own data.
+
+Built-in tasks and those of other packages register a loader under the entry point ``sparrow.tasks``; a user with a
+model of their own makes a ``Task`` directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+class Batches(Protocol):
+    """What a task's data must offer; a torch DataLoader does."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (inputs, targets), batch first, drawing any shuffling from torch's default generator."""
+
+    def __len__(self) -> int:
+        """Number of batches."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A learning problem on one device.
+
+    loss: (outputs, targets) -> mean over the batch. train: what local training sees. validation: held out, read by the
+    early-stopping rule. test: held out, only for reports; where a user has none, ``validation`` serves for both, and
+    accuracies are then a little optimistic. classification: targets are class indices and outputs are scores
+    [batch, classes], so that accuracy means something.
+    """
+
+    name: str
+    model: nn.Module
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    train: Batches
+    validation: Batches
+    test: Batches | None = None
+    classification: bool = True
+
+    @property
+    def held_out(self) -> Batches:
+        """The data that accuracy is reported on."""
+        return self.validation if self.test is None else self.test
+
+
+class TaskLoader(Protocol):
+    """Makes a task from what the user said of the data."""
+
+    def __call__(self, data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
+        """``data`` is the text after ``--data``; ``device`` the device's name; ``seed`` the federation's."""
+
+
+class UnknownTask(LookupError):
+    """The federation's task is not built in, and no package registers it."""
+
+
+def load_task(name: str, data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
+    """The task registered as ``name`` over this device's data. Raises UnknownTask, which names what is installed."""
+    found = {entry.name: entry for entry in entry_points(group="sparrow.tasks")}
+    if name not in found:
+        raise UnknownTask(
+            f"the federation's task is {name!r}, built in are {', '.join(sorted(found))}; join it from Python with a "
+            f"Task of your own (README, 'Your own model')"
+        )
+    loader: TaskLoader = found[name].load()
+    return loader(data, device=device, seed=seed, batch_size=batch_size)

@@ -1,0 +1,96 @@
+"""From arrays in memory to a ``Task``: batches, the usual classification task, seeded models.
+
+A ``DataLoader`` collates sample by sample in Python, which for small images costs several times the training step
+itself. Arrays that fit in memory are better indexed whole: one permutation per epoch, one gather per batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from edge_sdk.tasks import Task
+
+EVALUATION_BATCH = 256
+"""Samples per batch where no gradient is kept: only memory limits it."""
+
+
+class DataError(ValueError):
+    """The data that the user named cannot be used; the text says what was met, what was wanted and what to do."""
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Samples and their targets: inputs [N, ...], targets [N]."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.targets):
+            raise DataError(f"{len(self.inputs)} inputs have {len(self.targets)} targets; give one target per input")
+        if len(self.inputs) == 0:
+            raise DataError("there are no samples; give at least one")
+
+
+@dataclass(frozen=True)
+class ArrayBatches:
+    """Batches over whole tensors, ``shuffle``d by torch's default generator at the start of each pass.
+
+    No sample is left out: the last batch may be smaller. Only a rest of a single sample joins the batch before it,
+    because batch norm cannot normalise one sample by itself (behind a linear layer it refuses to, and elsewhere its
+    statistics would be those of one image).
+    """
+
+    arrays: Arrays
+    batch_size: int
+    shuffle: bool
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise DataError(f"the batch size is {self.batch_size}; it must be at least 1")
+
+    @property
+    def num_examples(self) -> int:
+        """Samples in one pass."""
+        return len(self.arrays.inputs)
+
+    def __len__(self) -> int:
+        """Batches in one pass."""
+        whole, rest = divmod(self.num_examples, self.batch_size)
+        return max(1, whole + (rest > 1))
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        inputs, targets = self.arrays.inputs, self.arrays.targets
+        order = torch.randperm(self.num_examples).to(inputs.device) if self.shuffle else None
+        last = len(self) - 1
+        for number in range(last + 1):
+            start = number * self.batch_size
+            stop = self.num_examples if number == last else start + self.batch_size
+            chosen = slice(start, stop) if order is None else order[start:stop]
+            yield inputs[chosen], targets[chosen]
+
+
+def classification(
+    name: str, model: nn.Module, train: Arrays, validation: Arrays, test: Arrays | None, *, batch_size: int
+) -> Task:
+    """A task of cross-entropy over class indices, on arrays in memory."""
+    return Task(
+        name=name,
+        model=model,
+        loss=F.cross_entropy,
+        train=ArrayBatches(train, batch_size, shuffle=True),
+        validation=ArrayBatches(validation, EVALUATION_BATCH, shuffle=False),
+        test=None if test is None else ArrayBatches(test, EVALUATION_BATCH, shuffle=False),
+    )
+
+
+def build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """A model whose initial weights ``seed`` alone decides; torch's own generator stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build()

@@ -1,0 +1,49 @@
+"""Seconds, bytes and joules of each phase of a round, with their provenance."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from devices import EnergyMeter
+from edge_sdk.protocol.messages import Phase
+from edge_sdk.transport import Traffic
+
+
+@dataclass
+class Measured:
+    """Filled with the phase's cost when it has ended."""
+
+    cost: Phase = Phase()
+
+
+class Telemetry:
+    """Measures phases of one device: the meter gives joules, the transport's counters give bytes."""
+
+    def __init__(self, meter: EnergyMeter, traffic: Traffic, clock: Callable[[], float] = time.monotonic) -> None:
+        self._meter = meter
+        self._traffic = traffic
+        self._clock = clock
+
+    def describe(self) -> str:
+        """Where joules come from on this device, or why there are none, in one line."""
+        return self._meter.describe()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Measured]:
+        """Measure what happens inside; ``cost`` is there afterwards, not if it raised."""
+        measured = Measured()
+        begin, down, up = self._clock(), self._traffic.down, self._traffic.up
+        with self._meter.phase(name) as phase:
+            yield measured
+        energy = phase.energy
+        measured.cost = Phase(
+            seconds=max(0.0, self._clock() - begin),
+            bytes_down=self._traffic.down - down,
+            bytes_up=self._traffic.up - up,
+            joules=energy.joules,
+            quality=energy.quality.value,
+            source=(energy.source or energy.reason or "")[:300],
+        )

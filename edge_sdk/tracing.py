@@ -1,0 +1,624 @@
+"""From an ``nn.Module`` to its manifest: which values of which tensors belong to which neurons.
+
+The forward pass is traced with torch.fx and run once on an example. Every traced value carries, for each of its axes,
+the neurons that lie along it, in the manifest's own terms (``manifest.Segment``); the empty tuple means that the axis
+belongs to no hidden neuron and is always complete. So a layer finds on its input which neurons its columns belong to:
+
+    x                 [N,1,4,4]   (), (), (), ()
+    conv 1->3         [N,3,4,4]   (), (conv,), (), ()                 conv.weight  [conv], [], [], []
+    max-pool, flatten [N,12]      (), (conv x 4,)
+    linear 12->5      [N,5]       (), (fc,)                           fc.weight    [fc], [conv x 4]
+    linear 5->2       [N,2]       (), ()   <- the model's output      out.weight   [], [fc]
+
+Values that are added share one index set: their groups are united (union-find; the group keeps the name of the first
+layer in forward order). What an axis cannot describe is made complete, never left half true: neurons that reach the
+model's output, that are added to or concatenated with a complete value such as the input, or that a reshape mixes with
+other neurons. That costs sparsity, not correctness. What we do not know at all is refused by name (UnsupportedLayer).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from edge_sdk.protocol.manifest import (
+    Constant,
+    Data,
+    Layer,
+    Manifest,
+    NeuronGroup,
+    Recipe,
+    Segment,
+    TensorSpec,
+    Uniform,
+)
+
+
+class UnsupportedLayer(ValueError):
+    """The model has a part whose neurons cannot be found; the message names it and says what to do."""
+
+
+def describe(
+    model: nn.Module,
+    example: torch.Tensor,
+    *,
+    task: str,
+    running_statistics: Literal["shared", "personal"] = "shared",
+    recipes: bool = False,
+) -> Manifest:
+    """The manifest of ``model``, found by running it in evaluation mode on ``example`` [N, ...], N >= 1.
+
+    The model is left as it was: weights, buffers, training flags. ``running_statistics`` is the policy of batch norm's
+    running mean and variance (method card FedSPU, section 7, row 19). ``recipes`` True writes PyTorch's default
+    initialisation of the layers we know as recipes, so that initial weights need not be published; what those layers
+    hold now is then ignored.
+
+    Tensors come in state-dict order. Buffers are not trainable; all but the running statistics stay personal, since
+    integers and counters cannot be averaged; ``num_batches_tracked`` is dropped. A frozen parameter
+    (``requires_grad`` False) is not trainable but shared: it is how devices receive it, and an average of equal values
+    changes nothing. A layer's kind is its class name in lower case; its tensors are its parameters.
+
+    Raises UnsupportedLayer, naming the layer by its module path.
+    """
+    _refuse_types(model)
+    _refuse_tied(model)
+    model = copy.deepcopy(model).eval()
+    graph = _trace(model)
+    coupling = _Coupling(fx.GraphModule(model, graph), model)
+    with torch.no_grad():
+        output = coupling.run(example.clone())
+    if output.shape[:1] != example.shape[:1]:
+        raise UnsupportedLayer(
+            f"the model's output has shape {tuple(output.shape)} for {len(example)} samples; "
+            "its first axis must be the batch"
+        )
+    unused = [name for name, _ in model.named_parameters() if name not in coupling.axes]
+    if unused:
+        raise UnsupportedLayer(
+            f"{unused[0]}: a parameter that no supported layer uses in the forward pass (evaluation mode); "
+            "remove it from the model, or use it through a torch.nn layer"
+        )
+    neurons = coupling.neurons
+    neurons.settle(coupling.axes.values())
+    return Manifest(
+        task=task,
+        input_shape=tuple(example.shape[1:]),
+        output_shape=tuple(output.shape[1:]),
+        tensors=tuple(_specs(model, coupling, running_statistics, recipes)),
+        groups=neurons.groups(),
+        layers=tuple(coupling.layers),
+    )
+
+
+def _specs(model: nn.Module, coupling: _Coupling, running_statistics: str, recipes: bool) -> Iterable[TensorSpec]:
+    parameters = dict(model.named_parameters())
+    for name, tensor in model.state_dict().items():
+        axes = tuple(coupling.neurons.resolve(axis) for axis in coupling.axes.get(name, ()))
+        policy = "shared" if name in parameters else "personal"
+        if name.rpartition(".")[2] == "num_batches_tracked":
+            policy = "dropped"
+        elif name in coupling.statistics:
+            policy = running_statistics
+        yield TensorSpec.model_validate(
+            {
+                "name": name,
+                "shape": tuple(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "policy": policy,
+                "trainable": name in parameters and parameters[name].requires_grad,
+                "axes": axes if any(axes) else (),
+                "init": coupling.recipes.get(name, Data()) if recipes else Data(),
+            }
+        )
+
+
+_DTYPES = (torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+def _refuse_types(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise UnsupportedLayer(
+                f"{name}: a parameter of {parameter.dtype}; convert the model with model.float(). "
+                "Half precision is chosen for the wire only, with the setting precision"
+            )
+    for name, tensor in model.state_dict().items():
+        if tensor.dtype not in _DTYPES:
+            raise UnsupportedLayer(f"{name}: a buffer of {tensor.dtype}; make it float32 or int64")
+        if tensor.numel() == 0:
+            raise UnsupportedLayer(f"{name}: a tensor without values; remove it from the model")
+
+
+def _refuse_tied(model: nn.Module) -> None:
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if other != name:
+            raise UnsupportedLayer(f"{name}: the same parameter as {other} (tied weights); give each layer its own")
+
+
+def _trace(model: nn.Module) -> fx.Graph:
+    try:
+        return fx.Tracer().trace(model)
+    # Tracing runs the user's forward on stand-ins; what they cannot do surfaces as any exception.
+    except Exception as error:
+        raise UnsupportedLayer(
+            f"the forward pass of {type(model).__name__} cannot be traced: {error}. "
+            "Take decisions that depend on the data out of forward; see the limitations of torch.fx"
+        ) from error
+
+
+# --- neurons -----------------------------------------------------------------------------------------------------
+
+_COMPLETE = 0
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A ``Segment`` before groups are settled: the neurons of set ``set``, each owning ``repeat`` entries."""
+
+    set: int
+    repeat: int = 1
+
+
+_Axis = tuple[_Run, ...]
+_Axes = tuple[_Axis, ...]
+
+
+class _Neurons:
+    """Index sets of neurons, united as they turn out to be coupled (union-find).
+
+    Set 0 stands for everything that is always complete. A root is the smallest number of its union, so it bears the
+    name of the first layer in forward order, and whatever is united with set 0 becomes complete.
+    """
+
+    def __init__(self) -> None:
+        self._parent = [_COMPLETE]
+        self._names = [""]
+        self._sizes = [0]
+
+    def add(self, name: str, size: int) -> _Axis:
+        """A new set of ``size`` neurons, as the axis along which they lie."""
+        self._parent.append(len(self._parent))
+        self._names.append(name)
+        self._sizes.append(size)
+        return (_Run(len(self._parent) - 1),)
+
+    def find(self, number: int) -> int:
+        while self._parent[number] != number:
+            self._parent[number] = self._parent[self._parent[number]]
+            number = self._parent[number]
+        return number
+
+    def complete(self, *axes: _Axis) -> _Axis:
+        """Make every neuron of ``axes`` always active; returns the axis that says so."""
+        for axis in axes:
+            for run in axis:
+                self._parent[self.find(run.set)] = _COMPLETE
+        return ()
+
+    def unite(self, first: _Axis, second: _Axis) -> _Axis:
+        """One index set for both axes, which have the same length."""
+        if [(self._sizes[run.set], run.repeat) for run in first] != [
+            (self._sizes[run.set], run.repeat) for run in second
+        ]:
+            return self.complete(first, second)
+        for one, other in zip(first, second, strict=True):
+            low, high = sorted((self.find(one.set), self.find(other.set)))
+            self._parent[high] = low
+        return first
+
+    def settle(self, axes: Iterable[_Axes]) -> None:
+        """Complete every axis of which a part is complete, until none is half described."""
+        mixed = [axis for tensor in axes for axis in tensor if len(axis) > 1]
+        changed = True
+        while changed:
+            changed = False
+            for axis in mixed:
+                roots = {self.find(run.set) for run in axis}
+                if _COMPLETE in roots and len(roots) > 1:
+                    self.complete(axis)
+                    changed = True
+
+    def resolve(self, axis: _Axis) -> tuple[Segment, ...]:
+        """The axis in the manifest's terms, once settled."""
+        runs = [(self.find(run.set), run.repeat) for run in axis]
+        return tuple(Segment(group=self._names[root], repeat=repeat) for root, repeat in runs if root != _COMPLETE)
+
+    def groups(self) -> tuple[NeuronGroup, ...]:
+        """The sets that remain, in forward order."""
+        roots = [number for number in range(1, len(self._parent)) if self.find(number) == number]
+        return tuple(NeuronGroup(name=self._names[root], size=self._sizes[root]) for root in roots)
+
+
+# --- what is handled ---------------------------------------------------------------------------------------------
+
+_SAME_MODULES: tuple[type[nn.Module], ...] = (
+    *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh),
+    *(nn.LogSigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Hardshrink),
+    *(nn.Softshrink, nn.Tanhshrink, nn.Threshold, nn.Softmax, nn.LogSoftmax),
+)
+"""Neurons stay where they are."""
+
+_SPATIAL_MODULES: dict[type[nn.Module], int] = {
+    **dict.fromkeys((nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveMaxPool1d, nn.AdaptiveAvgPool1d, nn.LPPool1d), 1),
+    **dict.fromkeys((nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool2d, nn.LPPool2d), 2),
+    **dict.fromkeys((nn.ConstantPad1d, nn.ZeroPad1d, nn.ReflectionPad1d, nn.ReplicationPad1d), 1),
+    **dict.fromkeys((nn.ConstantPad2d, nn.ZeroPad2d, nn.ReflectionPad2d, nn.ReplicationPad2d), 2),
+}
+"""Layers without weights that mix their last one or two axes."""
+
+_CHANNEL_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.GroupNorm)
+
+_SAME = {
+    *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid", "tanh"),
+    *("logsigmoid", "softplus", "softsign", "hardtanh", "hardswish", "hardsigmoid", "hardshrink", "softshrink"),
+    *("tanhshrink", "threshold", "softmax", "log_softmax", "clamp", "clip", "abs", "neg", "exp", "log", "sqrt"),
+    *("rsqrt", "square", "pow", "contiguous", "clone", "detach", "float", "to"),
+    *("dropout", "dropout1d", "dropout2d", "alpha_dropout", "feature_alpha_dropout"),
+}
+_BINARY = {"add", "sub", "mul", "div", "truediv", "iadd", "isub", "imul", "itruediv", "maximum", "minimum"}
+_SPATIAL = {
+    **dict.fromkeys(("max_pool1d", "avg_pool1d", "adaptive_max_pool1d", "adaptive_avg_pool1d", "lp_pool1d"), 1),
+    **dict.fromkeys(("max_pool2d", "avg_pool2d", "adaptive_max_pool2d", "adaptive_avg_pool2d", "lp_pool2d"), 2),
+}
+_REDUCE = {"mean", "sum", "amax", "amin"}
+_RESHAPE = {"flatten", "view", "reshape", "squeeze", "unsqueeze", "unflatten"}
+_PERMUTE = {"permute", "transpose"}
+_CONCATENATE = {"cat", "concat", "concatenate"}
+
+_ADVICE = (
+    "build it from Linear, Conv1d, Conv2d, Embedding and the norms, activations, pooling, reshapes, additions and "
+    "concatenations of torch, or keep it out of the federated model"
+)
+
+
+class _Coupling(fx.Interpreter):
+    """Runs the traced model and carries the axes of every value along.
+
+    Afterwards ``axes`` holds name -> axes of every tensor of a handled layer, ``layers`` the layers with weights in
+    forward order, ``statistics`` the names of running means and variances, ``recipes`` name -> default initialisation.
+    """
+
+    def __init__(self, traced: fx.GraphModule, model: nn.Module) -> None:
+        super().__init__(traced)
+        self.extra_traceback = False  # it would rewrite the text of our errors
+        self.neurons = _Neurons()
+        self.axes: dict[str, _Axes] = {}
+        self.layers: list[Layer] = []
+        self.statistics: set[str] = set()
+        self.recipes: dict[str, Recipe] = {}
+        self._flows: dict[fx.Node, _Axes] = {}  # values that depend on the input or on a layer; the rest are constants
+        self._shapes: dict[fx.Node, tuple[int, ...]] = {}
+        self._modules = dict(model.named_modules())
+        self._parameters = dict(model.named_parameters())
+        self._calls = Counter(str(node.target) for node in traced.graph.nodes if node.op == "call_module")
+        if sum(node.op == "placeholder" for node in traced.graph.nodes) != 1:
+            raise UnsupportedLayer("forward takes several arguments; let it take one tensor, the batch of inputs")
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Execute one node, and derive the axes of its value."""
+        if n.op == "output":
+            return self._output(n)
+        self._check(n)
+        value = super().run_node(n)
+        if isinstance(value, torch.Tensor):
+            self._shapes[n] = tuple(value.shape)
+            axes = self._derive(n, self._shapes[n])
+            if axes is not None:
+                self._flows[n] = axes
+        elif isinstance(value, (tuple, list)) and any(isinstance(part, torch.Tensor) for part in value):
+            raise UnsupportedLayer(f"{_where(n)}: gives a {type(value).__name__} of tensors, not one; {_ADVICE}")
+        return value
+
+    def _output(self, node: fx.Node) -> torch.Tensor:
+        (result,) = node.args
+        if not isinstance(result, fx.Node) or result not in self._flows:
+            raise UnsupportedLayer("the model does not return one tensor; let forward return the class scores alone")
+        self.neurons.complete(*self._flows[result])
+        return cast(torch.Tensor, self.env[result])
+
+    def _check(self, node: fx.Node) -> None:
+        """Refuse what is not handled before it runs, so that the message is ours."""
+        if node.op == "get_attr" and node.target in self._parameters:
+            raise UnsupportedLayer(
+                f"{node.target}: a parameter that forward uses directly; its neurons are unknown. "
+                "Use it through a torch.nn layer such as Linear or Conv2d inside the model"
+            )
+        if node.op == "call_module":
+            path, module = str(node.target), self._modules[str(node.target)]
+            if type(module) not in {*_LAYERS, *_SPATIAL_MODULES, *_SAME_MODULES, nn.Flatten, nn.Unflatten}:
+                raise UnsupportedLayer(f"{path}: layers of type {type(module).__name__} are not supported; {_ADVICE}")
+            if self._calls[path] > 1 and module.state_dict():
+                raise UnsupportedLayer(
+                    f"{path}: this {type(module).__name__} is called {self._calls[path]} times (shared weights); "
+                    "give each call a layer of its own"
+                )
+
+    def _derive(self, node: fx.Node, shape: tuple[int, ...]) -> _Axes | None:
+        """The axes of the value of ``node``; None for a constant."""
+        if node.op == "placeholder":
+            return ((),) * len(shape)
+        if node.op == "call_module":
+            return self._module(node, shape)
+        flowing = [source for source in node.all_input_nodes if source in self._flows]
+        if not flowing:
+            return None
+        name = _operation(node)
+        if name in _BINARY:
+            return self._binary(flowing, shape)
+        if name in _CONCATENATE:
+            return self._concatenate(node)
+        (source, *others) = flowing
+        if others or source not in (*node.args[:1], node.kwargs.get("input")):
+            raise UnsupportedLayer(f"{_where(node)}: this use of {name} is not supported; {_ADVICE}")
+        axes = self._flows[source]
+        if name in _SAME:
+            return axes
+        if name in _SPATIAL:
+            return self._spatial(axes, _SPATIAL[name])
+        if name in _RESHAPE:
+            return self._reshape(axes, self._shapes[source], shape)
+        if name in _REDUCE:
+            return self._reduce(node, axes, keep=len(shape) == len(axes))
+        if name in _PERMUTE:
+            return _permute(node, axes)
+        if name == "getitem":
+            return self._index(node, axes, self._shapes[source])
+        raise UnsupportedLayer(f"{_where(node)}: the operation {name} is not supported; {_ADVICE}")
+
+    # --- operations without weights
+
+    def _binary(self, sources: list[fx.Node], shape: tuple[int, ...]) -> _Axes:
+        """Broadcast: an axis of length 1 takes the neurons of the other side, axes of one length are united."""
+        result: list[_Axis | None] = [None] * len(shape)
+        for source in sources:
+            lengths = self._shapes[source]
+            offset = len(shape) - len(lengths)
+            for position, axis in enumerate(self._flows[source]):
+                if lengths[position] == shape[offset + position]:
+                    known = result[offset + position]
+                    result[offset + position] = axis if known is None else self.neurons.unite(known, axis)
+        return tuple(axis or () for axis in result)
+
+    def _concatenate(self, node: fx.Node) -> _Axes:
+        """Along the joined axis one after another, on the others united. A constant part has no neurons of its own."""
+        parts = node.args[0] if node.args else node.kwargs["tensors"]
+        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", 0))
+        if not isinstance(parts, (tuple, list)) or not isinstance(dim, int):
+            raise UnsupportedLayer(f"{_where(node)}: concatenate a list of tensors along an axis that does not change")
+        flows = [self._flow(part) for part in parts]
+        dim %= len(flows[0])
+        result = list(flows[0])
+        for position, axes in enumerate(zip(*flows, strict=True)):
+            if position == dim:
+                # A part without neurons cannot be described beside others: then all are complete.
+                result[position] = sum(axes, ()) if all(axes) else self.neurons.complete(*axes)
+            else:
+                for axis in axes[1:]:
+                    result[position] = self.neurons.unite(result[position], axis)
+        return tuple(result)
+
+    def _flow(self, source: Any) -> _Axes:
+        """The axes of an operand; those of a constant are complete."""
+        return self._flows.get(source) or ((),) * len(self._shapes[source])
+
+    def _spatial(self, axes: _Axes, mixed: int) -> _Axes:
+        """The last ``mixed`` axes are mixed; neurons that lie there can only be complete."""
+        self.neurons.complete(*axes[-mixed:])
+        return (*axes[:-mixed], *((),) * mixed)
+
+    def _reduce(self, node: fx.Node, axes: _Axes, *, keep: bool) -> _Axes:
+        dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis"))
+        gone = {dim % len(axes) for dim in (range(len(axes)) if dims is None else _integers(dims))}
+        self.neurons.complete(*(axes[dim] for dim in gone))
+        if keep:
+            return tuple(() if dim in gone else axis for dim, axis in enumerate(axes))
+        return tuple(axis for dim, axis in enumerate(axes) if dim not in gone)
+
+    def _reshape(self, axes: _Axes, old: Sequence[int], new: Sequence[int]) -> _Axes:
+        """Flatten, split, squeeze: axes of the shapes are matched in the smallest blocks of equal size.
+
+        Axes of length 1 are left out, so that a squeeze is as good as a flatten: an only neuron is always active.
+        """
+        sources = [(length, axis) for length, axis in zip(old, axes, strict=True) if length > 1]
+        targets = [position for position, length in enumerate(new) if length > 1]
+        result: list[_Axis] = [()] * len(new)
+        while sources and targets:
+            block, positions = [sources.pop(0)], [targets.pop(0)]
+            while (have := math.prod(length for length, _ in block)) != (want := math.prod(new[p] for p in positions)):
+                if have < want:
+                    block.append(sources.pop(0))
+                else:
+                    positions.append(targets.pop(0))
+            result[positions[0]] = self._join(block, math.prod(new[p] for p in positions[1:]))
+        return tuple(result)
+
+    def _join(self, block: list[tuple[int, _Axis]], inner: int) -> _Axis:
+        """The neurons along several axes flattened into one, each owning ``inner`` entries of what is split off again.
+
+        Entry order is row-major: an axis is repeated as a whole by those before it, each entry by those behind it.
+        """
+        owners = [position for position, (_, axis) in enumerate(block) if axis]
+        if len(owners) == 1:
+            before = math.prod(length for length, _ in block[: owners[0]])
+            behind = math.prod(length for length, _ in block[owners[0] + 1 :])
+            runs = block[owners[0]][1]
+            if all(run.repeat * behind % inner == 0 for run in runs) and (inner == 1 or before == 1):
+                return tuple(_Run(run.set, run.repeat * behind // inner) for run in runs) * before
+        return self.neurons.complete(*(axis for _, axis in block))
+
+    def _index(self, node: fx.Node, axes: _Axes, shape: Sequence[int]) -> _Axes:
+        """Slices and whole numbers; neurons on an axis that is cut can only be complete."""
+        index = node.args[1]
+        parts = list(index) if isinstance(index, tuple) else [index]
+        if not all(part is None or part is Ellipsis or isinstance(part, (int, slice)) for part in parts):
+            raise UnsupportedLayer(f"{_where(node)}: only slices and whole numbers can index a tensor; {_ADVICE}")
+        if Ellipsis not in parts:
+            parts.append(Ellipsis)
+        gap = parts.index(Ellipsis)
+        named = sum(part is not None for part in parts) - 1
+        parts[gap : gap + 1] = [slice(None)] * (len(axes) - named)
+        result: list[_Axis] = []
+        remaining = list(zip(axes, shape, strict=True))
+        for part in parts:
+            if part is None:
+                result.append(())
+                continue
+            axis, length = remaining.pop(0)
+            if isinstance(part, slice):
+                result.append(axis if _is_whole(part, length) else self.neurons.complete(axis))
+            else:
+                self.neurons.complete(axis)
+        return tuple(result)
+
+    # --- layers
+
+    def _module(self, node: fx.Node, shape: tuple[int, ...]) -> _Axes:
+        path = str(node.target)
+        module = self._modules[path]
+        (source,) = node.all_input_nodes
+        axes = self._flow(source)
+        if isinstance(module, _SAME_MODULES):
+            return axes
+        if type(module) in _SPATIAL_MODULES:
+            return self._spatial(axes, _SPATIAL_MODULES[type(module)])
+        if isinstance(module, (nn.Flatten, nn.Unflatten)):
+            return self._reshape(axes, self._shapes[source], shape)
+        result, tensors, channels = _LAYERS[type(module)](self, path, module, axes)
+        self.axes |= {f"{path}.{name}": tensors[name] for name in module.state_dict() if name in tensors}
+        self.statistics |= {f"{path}.running_mean", f"{path}.running_var"}
+        self.recipes |= {f"{path}.{name}": recipe for name, recipe in _defaults(module).items()}
+        names = tuple(f"{path}.{name}" for name, _ in module.named_parameters())
+        if names:
+            kind, positions = type(module).__name__.lower(), math.prod(shape[1:]) // channels
+            self.layers.append(Layer(name=path, kind=kind, tensors=names, positions=positions))
+        return result
+
+    def linear(self, path: str, module: nn.Linear, axes: _Axes) -> _Handled:
+        """The last axis: columns are the neurons that lie there, rows are new ones."""
+        neurons = self.neurons.add(path, module.out_features)
+        return (*axes[:-1], neurons), {"weight": (neurons, axes[-1]), "bias": (neurons,)}, module.out_features
+
+    def convolution(self, path: str, module: nn.Conv1d | nn.Conv2d, axes: _Axes) -> _Handled:
+        taps = len(module.kernel_size)
+        if len(axes) != taps + 2:
+            raise UnsupportedLayer(f"{path}: the input of a {type(module).__name__} must have {taps + 2} axes")
+        depthwise = module.groups == module.in_channels > 1
+        if module.groups > 1 and not depthwise:
+            raise UnsupportedLayer(
+                f"{path}: a grouped convolution ({module.groups} groups of {module.in_channels} channels) is not "
+                "supported; use groups=1 or a depthwise convolution (groups=in_channels)"
+            )
+        self.neurons.complete(*axes[2:])
+        if depthwise:  # a filter lives and dies with its channel
+            multiplier = module.out_channels // module.groups
+            neurons = tuple(_Run(run.set, run.repeat * multiplier) for run in axes[1])
+            columns: _Axis = ()
+        else:
+            neurons, columns = self.neurons.add(path, module.out_channels), axes[1]
+        free: _Axes = ((),) * taps
+        tensors = {"weight": (neurons, columns, *free), "bias": (neurons,)}
+        return (axes[0], neurons, *free), tensors, module.out_channels
+
+    def channel_norm(self, path: str, module: nn.BatchNorm2d | nn.GroupNorm, axes: _Axes) -> _Handled:
+        """Batch, group and instance norm: everything they hold follows the channel."""
+        names = ("weight", "bias", "running_mean", "running_var")
+        channels = module.num_channels if isinstance(module, nn.GroupNorm) else module.num_features
+        return axes, dict.fromkeys(names, (axes[1],)), channels
+
+    def layer_norm(self, path: str, module: nn.LayerNorm, axes: _Axes) -> _Handled:
+        shape = module.normalized_shape
+        # Blocks are cut out of the first two axes of a tensor only.
+        last: _Axes = tuple(axis if position < 2 else () for position, axis in enumerate(axes[-len(shape) :]))
+        self.neurons.complete(*axes[-len(shape) :][2:])
+        return (*axes[: -len(shape)], *last), {"weight": last, "bias": last}, math.prod(shape)
+
+    def prelu(self, path: str, module: nn.PReLU, axes: _Axes) -> _Handled:
+        return axes, {"weight": (axes[1] if module.num_parameters > 1 else (),)}, module.num_parameters
+
+    def embedding(self, path: str, module: nn.Embedding, axes: _Axes) -> _Handled:
+        """Rows are words, columns are new neurons."""
+        neurons = self.neurons.add(path, module.embedding_dim)
+        return (*axes, neurons), {"weight": ((), neurons)}, module.embedding_dim
+
+
+_Handled = tuple[_Axes, dict[str, _Axes], int]
+"""What a layer answers: axes of its output, axes of its tensors, and its channels, which positions leave out."""
+
+_LAYERS: dict[type[nn.Module], Callable[[_Coupling, str, Any, _Axes], _Handled]] = {
+    nn.Linear: _Coupling.linear,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d), _Coupling.convolution),
+    **dict.fromkeys(_CHANNEL_NORMS, _Coupling.channel_norm),
+    nn.LayerNorm: _Coupling.layer_norm,
+    nn.PReLU: _Coupling.prelu,
+    nn.Embedding: _Coupling.embedding,
+}
+
+
+def _defaults(module: nn.Module) -> dict[str, Recipe]:
+    """How PyTorch initialises a layer's tensors, where that is uniform or constant (its ``reset_parameters``)."""
+    if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)):
+        # kaiming_uniform_ with a = sqrt(5) has the bound sqrt(6 / ((1 + 5) * fan_in)).
+        bound = Uniform(bound=1 / math.sqrt(module.weight[0].numel()))
+        return {"weight": bound, "bias": bound}
+    if isinstance(module, (*_CHANNEL_NORMS, nn.LayerNorm)):
+        one, zero = Constant(value=1.0), Constant(value=0.0)
+        return {"weight": one, "bias": zero, "running_mean": zero, "running_var": one}
+    if isinstance(module, nn.PReLU):
+        return {"weight": Constant(value=module.init)}
+    return {}
+
+
+# --- reading fx nodes --------------------------------------------------------------------------------------------
+
+
+def _where(node: fx.Node) -> str:
+    """The module whose forward holds the node, by its path, and the node's name in the traced graph."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack)[-1] if stack else ""
+    return f"{path or 'forward'} ({node.name})"
+
+
+def _operation(node: fx.Node) -> str:
+    """What a node computes, by its name in torch, torch.nn.functional, operator or as a method ("add_" is "add")."""
+    if isinstance(node.target, str):
+        return node.target.strip("_")
+    name = getattr(node.target, "__name__", str(node.target))
+    if not any(getattr(namespace, name, None) is node.target for namespace in (torch, F, operator)):
+        raise UnsupportedLayer(f"{_where(node)}: the function {name} is not supported; {_ADVICE}")
+    return name.strip("_")
+
+
+def _permute(node: fx.Node, axes: _Axes) -> _Axes:
+    order = list(range(len(axes)))
+    dims = [*node.args[1:], *(node.kwargs[key] for key in ("dims", "dim0", "dim1") if key in node.kwargs)]
+    if _operation(node) == "transpose":
+        first, second = _integers(dims)
+        order[first], order[second] = order[second], order[first]
+    else:
+        order = _integers(dims[0] if isinstance(dims[0], (tuple, list)) else dims)
+    return tuple(axes[dim] for dim in order)
+
+
+def _integers(dims: object) -> list[int]:
+    """Whole numbers of an argument that may be one or several."""
+    numbers = list(dims) if isinstance(dims, (tuple, list, range)) else [dims]
+    if not all(isinstance(number, int) for number in numbers):
+        raise UnsupportedLayer(f"the axes {dims} are computed while the model runs; write them as numbers")
+    return cast(list[int], numbers)
+
+
+def _is_whole(part: slice, length: int) -> bool:
+    bounds = (part.start, part.stop, part.step)
+    return all(bound is None or isinstance(bound, int) for bound in bounds) and part.indices(length) == (0, length, 1)

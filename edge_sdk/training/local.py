@@ -1,0 +1,178 @@
+"""One device's local training and evaluation, and its model as numpy arrays."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain, islice, repeat
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from edge_sdk.protocol.errors import ManifestError
+from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.messages import Evaluation, FederationSettings
+from edge_sdk.tasks import Batches, Task
+from edge_sdk.training.freezing import Freezing
+
+
+class TrainingDiverged(ArithmeticError):
+    """A loss or a weight is not finite: the round has failed, nothing of it is kept or sent."""
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """What local training did.
+
+    num_examples: samples of the training share, n_k, however many of them were seen. train_loss: mean of the batch
+    losses, each taken before its step and weighted by its samples (FedSPU's method card, 4.6).
+    """
+
+    num_examples: int
+    steps: int
+    train_loss: float
+
+
+def train_locally(
+    model: nn.Module,
+    task: Task,
+    settings: FederationSettings,
+    *,
+    learning_rate: float,
+    freezing: Freezing,
+    seed: int,
+    progress: Callable[[int, int, float], None] = lambda done, total, loss: None,
+) -> LocalResult:
+    """Train ``model`` in place on the task's training data for ``local_steps``, or else ``local_epochs``.
+
+    Steps wrap round the data. The optimiser starts afresh; ``seed`` decides shuffling and dropout. Raises
+    TrainingDiverged for a loss or weight that is not finite, ValueError where there is nothing to train on.
+    """
+    if len(task.train) == 0:
+        raise ValueError("the task's training data has no batches; give it at least one sample")
+    device = _device_of(model)
+    total = settings.local_steps or settings.local_epochs * len(task.train)
+    num_examples = count_examples(task.train)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = _optimizer(parameters, settings, learning_rate)
+    torch.manual_seed(seed)
+    model.train()
+    seen, loss_sum = 0, 0.0
+    for step, (inputs, targets) in enumerate(islice(chain.from_iterable(repeat(task.train)), total), start=1):
+        optimizer.zero_grad(set_to_none=True)
+        loss = task.loss(model(inputs.to(device)), targets.to(device))
+        value = loss.item()
+        if not math.isfinite(value):
+            raise TrainingDiverged(f"the loss is {value} at step {step} of {total}; {_advice(settings, learning_rate)}")
+        loss.backward()  # type: ignore[no-untyped-call]
+        freezing.zero_gradients()
+        if settings.clip is not None:
+            nn.utils.clip_grad_norm_(parameters, settings.clip)
+        optimizer.step()
+        freezing.restore()
+        seen += len(targets)
+        loss_sum += value * len(targets)
+        progress(step, total, loss_sum / seen)
+    optimizer.zero_grad(set_to_none=True)  # gradients are as large as the model: free them until the next round
+    if not all(torch.isfinite(parameter).all() for parameter in parameters):
+        raise TrainingDiverged(f"a weight is not finite after {total} steps; {_advice(settings, learning_rate)}")
+    return LocalResult(num_examples, total, loss_sum / seen)
+
+
+def evaluate(model: nn.Module, task: Task, batches: Batches) -> Evaluation:
+    """Mean loss and, where the task is a classification, accuracy of ``model`` on ``batches``, in evaluation mode.
+
+    Leaves every module in the mode it was in. Raises TrainingDiverged when the loss is not finite, ValueError when
+    there is no sample.
+    """
+    device = _device_of(model)
+    modes = [(module, module.training) for module in model.modules()]
+    seen, loss_sum, correct = 0, 0.0, 0
+    model.eval()
+    try:
+        with torch.inference_mode():
+            for inputs, targets in batches:
+                targets = targets.to(device)
+                outputs = model(inputs.to(device))
+                seen += len(targets)
+                loss_sum += task.loss(outputs, targets).item() * len(targets)
+                if task.classification:
+                    correct += int((outputs.argmax(dim=1) == targets).sum())
+    finally:
+        for module, training in modes:
+            module.training = training
+    if seen == 0:
+        raise ValueError("there is no held-out sample to evaluate on; give the task validation data")
+    if not math.isfinite(loss_sum):
+        raise TrainingDiverged("the loss on held-out data is not finite; lower the learning rate or set a clip")
+    accuracy = correct / seen if task.classification else None
+    return Evaluation(num_examples=seen, loss=loss_sum / seen, accuracy=accuracy)
+
+
+def count_examples(batches: Batches) -> int:
+    """Samples in one pass: as the batches say, as a DataLoader's dataset says, or else counted."""
+    known = getattr(batches, "num_examples", None)
+    if isinstance(known, int):
+        return known
+    try:
+        return len(batches.dataset)  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):
+        return sum(len(targets) for _, targets in batches)
+
+
+def derive_seed(*parts: object) -> int:
+    """A seed in 0..2^63-1 that follows from ``parts``, the same on every machine."""
+    text = json.dumps([str(part) for part in parts])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def get_tensors(model: nn.Module, manifest: Manifest) -> Tensors:
+    """Copies of every tensor that the manifest keeps, by name. Raises ManifestError when the model is another one."""
+    state: dict[str, Any] = model.state_dict()
+    missing = [spec.name for spec in manifest.kept if spec.name not in state]
+    if missing:
+        raise ManifestError(
+            f"{missing[0]}: the manifest's tensor is not in the model; publish and train the same model"
+        )
+    tensors: Tensors = {spec.name: np.array(state[spec.name].detach().cpu().numpy()) for spec in manifest.kept}
+    manifest.check_tensors(tensors, what="the model's tensors")
+    return tensors
+
+
+def set_tensors(model: nn.Module, tensors: Tensors) -> None:
+    """Copy ``tensors`` into the model, by name; what is not named stays. Raises ManifestError, naming the tensor."""
+    state: dict[str, Any] = model.state_dict()
+    for name, tensor in tensors.items():
+        if name not in state or tuple(state[name].shape) != tensor.shape:
+            found = f"has shape {tuple(state[name].shape)}" if name in state else "does not exist"
+            raise ManifestError(
+                f"{name}: should have shape {tensor.shape}, in the model it {found}; publish and train the same model"
+            )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            state[name].copy_(torch.tensor(tensor))
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _optimizer(
+    parameters: list[nn.Parameter], settings: FederationSettings, learning_rate: float
+) -> torch.optim.Optimizer:
+    if settings.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=learning_rate, weight_decay=settings.weight_decay)
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=settings.weight_decay)
+    return torch.optim.SGD(parameters, lr=learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay)
+
+
+def _advice(settings: FederationSettings, learning_rate: float) -> str:
+    clip = "set a clip, such as 1" if settings.clip is None else f"lower the clip of {settings.clip:g}"
+    return f"lower the learning rate of {learning_rate:g} or {clip}"

@@ -1,0 +1,219 @@
+"""HTTP with the coordinator: patient, resumable, counted.
+
+Whatever may pass by itself (no connection, a time-out, 408, 429, 5xx) is tried again, after a wait that doubles up to
+``LONGEST_WAIT`` and is drawn at random below that, so that a fleet does not come back all at once. Everything else is an
+answer: a problem document, raised as ``Refused``. A download that breaks goes on where it broke.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from pydantic import BaseModel
+
+from edge_sdk.errors import Damaged, FederationOver, Refused, RoundOver, Unreachable
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.messages import (
+    Assignment,
+    ChangeDevice,
+    Enrol,
+    Enrolled,
+    FederationInfo,
+    HandBack,
+    Payload,
+    UploadCost,
+)
+
+FIRST_WAIT = 0.5
+LONGEST_WAIT = 30.0
+TIMEOUT = httpx.Timeout(30.0, connect=10.0)
+
+
+@dataclass
+class Traffic:
+    """Bytes of HTTP bodies so far, repetitions included."""
+
+    down: int = 0
+    up: int = 0
+
+
+class Transport:
+    """One device's calls. ``client`` has the coordinator as its base URL.
+
+    patience_seconds: how long one call may go unanswered before Unreachable is raised; None waits for ever.
+    on_wait: called with (reason, seconds) before each wait. sleep and chance are injected by tests.
+    """
+
+    def __init__(
+        self,
+        client: httpx.Client,
+        *,
+        patience_seconds: float | None = None,
+        on_wait: Callable[[str, float], None] = lambda reason, seconds: None,
+        sleep: Callable[[float], None] = time.sleep,
+        chance: random.Random | None = None,
+    ) -> None:
+        self._client = client
+        self._patience = patience_seconds
+        self._on_wait = on_wait
+        self._sleep = sleep
+        self._chance = chance or random.Random()
+        self.token: str | None = None
+        self.traffic = Traffic()
+
+    # --- calls ---------------------------------------------------------------------------------------------------
+
+    def federation(self, name: str) -> FederationInfo:
+        """Where a federation stands."""
+        return FederationInfo.model_validate_json(self._call("GET", f"/v1/federations/{name}").content)
+
+    def manifest(self, name: str) -> Manifest:
+        """The manifest of a federation's model."""
+        return Manifest.model_validate_json(self._call("GET", f"/v1/federations/{name}/manifest").content)
+
+    def skeleton(self, name: str) -> bytes:
+        """The ONNX skeleton of a federation's model."""
+        return self._call("GET", f"/v1/federations/{name}/skeleton.onnx").content
+
+    def create_federation(self, body: bytes, media_type: str) -> FederationInfo:
+        """Create a federation."""
+        answer = self._call("POST", "/v1/federations", content=body, headers={"Content-Type": media_type})
+        return FederationInfo.model_validate_json(answer.content)
+
+    def enrol(self, federation: str, request: Enrol) -> Enrolled:
+        """Enrol this device."""
+        answer = self._call("POST", f"/v1/federations/{federation}/devices", **_json(request))
+        return Enrolled.model_validate_json(answer.content)
+
+    def assignment(
+        self, federation: str, wait_seconds: float, cost: UploadCost | None
+    ) -> tuple[Assignment | None, float]:
+        """Ask for work, waiting up to ``wait_seconds``. Returns it, or None and the pause asked for in seconds.
+
+        cost: what the last upload cost. Raises FederationOver when nothing is left to do.
+        """
+        headers = {"Sparrow-Upload-Cost": json.dumps(cost.model_dump(mode="json"))} if cost else {}
+        answer = self._call(
+            "GET",
+            f"/v1/federations/{federation}/assignment",
+            params={"wait": wait_seconds},
+            headers=headers,
+            timeout=httpx.Timeout(wait_seconds + 30.0, connect=10.0),
+        )
+        if answer.status_code == 204:
+            return None, float(answer.headers.get("Retry-After", "1"))
+        return Assignment.model_validate_json(answer.content), 0.0
+
+    def hand_back(self, assignment_id: str, reason: str) -> None:
+        """Hand an assignment back."""
+        self._call("DELETE", f"/v1/assignments/{assignment_id}", **_json(HandBack(reason=reason[:500])))
+
+    def change_device(self, device_id: str, change: ChangeDevice) -> None:
+        """Tell of a new budget or changed conditions."""
+        self._call("PATCH", f"/v1/devices/{device_id}", **_json(change))
+
+    def update(self, assignment_id: str, body: bytes, media_type: str) -> None:
+        """Send an update; sending the same again does no harm. Raises RoundOver when it comes too late."""
+        headers = {"Content-Type": media_type}
+        self._call("PUT", f"/v1/assignments/{assignment_id}/update", content=body, headers=headers)
+
+    def payload(self, assignment_id: str, payload: Payload) -> bytes:
+        """Download an assignment's bundle, resuming where a connection broke. Raises Damaged."""
+        path = f"/v1/assignments/{assignment_id}/payload"
+        for _ in range(3):
+            body = self._download(path, payload.bytes)
+            if hashlib.sha256(body).hexdigest() == payload.sha256:
+                return body
+        raise Damaged(
+            "the payload was downloaded three times and never matched its digest; look at proxies between this device "
+            "and the coordinator"
+        )
+
+    # --- how -----------------------------------------------------------------------------------------------------
+
+    def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        def attempt() -> httpx.Response:
+            self.traffic.up += len(arguments.get("content", b""))
+            answer = self._client.request(method, path, **self._with_token(arguments))
+            self.traffic.down += answer.num_bytes_downloaded
+            return answer
+
+        return self._patiently(attempt)
+
+    def _download(self, path: str, size: int) -> bytes:
+        """``size`` bytes; what arrived before a break is kept, and only the rest asked for."""
+        body = bytearray()
+        etag = ""
+
+        def attempt() -> httpx.Response:
+            nonlocal etag
+            headers = {"Range": f"bytes={len(body)}-", "If-Range": etag} if body else {}
+            with self._client.stream("GET", path, **self._with_token({"headers": headers})) as answer:
+                if answer.status_code == 200:
+                    body.clear()
+                if answer.status_code not in (200, 206):
+                    answer.read()
+                    return answer
+                etag = answer.headers.get("ETag", "")
+                for part in answer.iter_raw():
+                    self.traffic.down += len(part)
+                    body.extend(part)
+                    if len(body) > size:
+                        break  # more than announced: the digest will not match, and memory is not theirs to take
+                return answer
+
+        self._patiently(attempt)
+        return bytes(body)
+
+    def _with_token(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        headers = dict(arguments.get("headers", {}))
+        if self.token:
+            headers["Authorization"] = f"Bearer {self.token}"
+        return {**arguments, "headers": headers}
+
+    def _patiently(self, attempt: Callable[[], httpx.Response]) -> httpx.Response:
+        waited, longest = 0.0, FIRST_WAIT
+        while True:
+            pause = 0.0
+            try:
+                answer = attempt()
+                if answer.status_code not in (408, 429) and answer.status_code < 500:
+                    if answer.is_success:
+                        return answer
+                    raise _refusal(answer)
+                reason = f"HTTP {answer.status_code}: {_detail(answer)}"
+                pause = float(answer.headers.get("Retry-After", "0"))
+            except httpx.TransportError as error:
+                reason = str(error) or type(error).__name__
+            seconds = max(pause, self._chance.uniform(0, longest))
+            if self._patience is not None and waited + seconds > self._patience:
+                raise Unreachable(
+                    f"{self._client.base_url} does not answer ({reason}); check the address and that the coordinator runs"
+                )
+            self._on_wait(reason, seconds)
+            self._sleep(seconds)
+            waited += seconds
+            longest = min(2 * longest, LONGEST_WAIT)
+
+
+def _json(message: BaseModel) -> dict[str, Any]:
+    return {"content": message.model_dump_json().encode(), "headers": {"Content-Type": "application/json"}}
+
+
+def _refusal(answer: httpx.Response) -> Refused:
+    kinds: dict[int, type[Refused]] = {409: RoundOver, 410: FederationOver}
+    return kinds.get(answer.status_code, Refused)(answer.status_code, _detail(answer))
+
+
+def _detail(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return f"the answer is no problem document; is {answer.url.host} a Sparrow coordinator?"

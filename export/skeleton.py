@@ -1,0 +1,225 @@
+"""Fill a federation's ONNX skeleton with a personal model's weights.
+
+A skeleton is an ONNX model whose initialisers named in the manifest have type and shape but no data (see
+``edge_sdk.skeleton``, which makes it). It comes over the network, so it is checked as hostile input before anything is
+done with it: it may not reach for other files, bring operators of its own, hide graphs within graphs, or describe
+another model than the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+import numpy as np
+import onnx
+import onnx.checker
+import onnx.helper
+import onnx.numpy_helper
+import onnx.shape_inference
+from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
+
+from edge_sdk.protocol.manifest import Manifest, Tensors, TensorSpec
+from export.errors import ExportError, SkeletonError
+
+MAX_SKELETON = 64 * 1024 * 1024
+"""Largest skeleton accepted, in bytes: without weights, a graph of thousands of nodes is well below 1 MiB."""
+
+MAX_MODEL = 2**31 - 1
+"""Largest ONNX file without external data, in bytes: protobuf's limit."""
+
+OPSETS = range(17, 24)
+"""Versions of the standard operators that ONNX Runtime 1.19 and later run, and that know LayerNormalization."""
+
+INPUT, OUTPUT = "input", "output"
+
+_ONNX_DOMAINS = ("", "ai.onnx")
+_INPUT_TYPES = (TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32)
+_ATTRIBUTES = {
+    AttributeProto.FLOAT,
+    AttributeProto.FLOATS,
+    AttributeProto.INT,
+    AttributeProto.INTS,
+    AttributeProto.STRING,
+    AttributeProto.STRINGS,
+    AttributeProto.TENSOR,
+    AttributeProto.TENSORS,
+}
+
+
+def check_skeleton(data: bytes, manifest: Manifest) -> ModelProto:
+    """The parsed skeleton: checked for size, digest, structure, interface, initialisers, operators, in this order.
+
+    The answer's initialisers are still without data. Raises SkeletonError, saying what was met and what to do.
+    """
+    if len(data) > MAX_SKELETON:
+        raise SkeletonError(
+            f"the skeleton has {len(data)} bytes, at most {MAX_SKELETON} are accepted; leave weights out"
+        )
+    digest = hashlib.sha256(data).hexdigest()
+    if manifest.skeleton_sha256 not in (None, digest):
+        raise SkeletonError(
+            f"the skeleton has the SHA-256 {digest}, the manifest names {manifest.skeleton_sha256}; fetch it again"
+        )
+    model = _parse(data)
+    _check_structure(model)
+    _check_interface(model.graph, manifest)
+    _check_initializers(model.graph, manifest)
+    for node in model.graph.node:
+        _check_node(node)
+    _check_graph(model, manifest)
+    return model
+
+
+def fill(skeleton: bytes, manifest: Manifest, tensors: Tensors, *, metadata: Mapping[str, str] | None = None) -> bytes:
+    """A complete ONNX model: the skeleton with ``tensors`` as its weights.
+
+    tensors: name -> array of the manifest's shape and type, for every kept tensor; others (``num_batches_tracked`` of a
+    state dict) are left aside. metadata: written as the model's properties. The same input gives the same bytes. Raises
+    SkeletonError for the skeleton, ExportError, naming the tensor, for the rest.
+    """
+    model = check_skeleton(skeleton, manifest)
+    for spec in manifest.kept:
+        _check_tensor(spec, tensors)
+    size = len(skeleton) + sum(tensors[spec.name].nbytes for spec in manifest.kept)
+    if size > MAX_MODEL:
+        raise ExportError(
+            f"the model would take {size} bytes, one ONNX file holds at most {MAX_MODEL}; make it smaller"
+        )
+    initializers = {tensor.name: tensor for tensor in model.graph.initializer}
+    for spec in manifest.kept:
+        values = np.ascontiguousarray(tensors[spec.name]).reshape(spec.shape)
+        initializers[spec.name].CopyFrom(onnx.numpy_helper.from_array(values, spec.name))
+    model.producer_name = "sparrow"
+    del model.metadata_props[:]
+    onnx.helper.set_model_props(model, dict(sorted((metadata or {}).items())))
+    try:
+        onnx.checker.check_model(model)
+    except (onnx.checker.ValidationError, RuntimeError) as error:
+        raise SkeletonError(f"the filled skeleton is not a valid ONNX model: {error}; publish the task again") from None
+    return cast(bytes, model.SerializeToString(deterministic=True))
+
+
+def _parse(data: bytes) -> ModelProto:
+    model = ModelProto()
+    try:
+        model.ParseFromString(data)
+    except Exception as error:  # protobuf's DecodeError, whose module the protobuf in use decides
+        raise SkeletonError(f"the skeleton is not an ONNX file: {error}; send the whole file") from None
+    model.DiscardUnknownFields()
+    if not model.HasField("graph"):
+        raise SkeletonError("the skeleton holds no graph; make it with edge_sdk.skeleton.make_skeleton")
+    return model
+
+
+def _check_structure(model: ModelProto) -> None:
+    """Nothing but one plain graph of standard operators."""
+    domains = [opset.domain for opset in model.opset_import]
+    foreign = [domain for domain in domains if domain not in _ONNX_DOMAINS]
+    if foreign:
+        raise SkeletonError(f"the skeleton uses operators of {foreign[0][:80]!r}; only the standard ones are accepted")
+    if len(domains) != 1 or model.opset_import[0].version not in OPSETS:
+        versions = [opset.version for opset in model.opset_import]
+        raise SkeletonError(
+            f"the skeleton names the operator versions {versions[:4]}; one of {OPSETS[0]} to {OPSETS[-1]} is wanted"
+        )
+    if model.functions:
+        raise SkeletonError("the skeleton brings functions of its own; export it with them inlined")
+    if model.training_info or model.graph.sparse_initializer or model.graph.quantization_annotation:
+        raise SkeletonError("the skeleton holds training, sparse or quantisation data; export the forward pass alone")
+
+
+def _check_interface(graph: GraphProto, manifest: Manifest) -> None:
+    _check_value(graph.input, INPUT, manifest.input_shape)
+    _check_value(graph.output, OUTPUT, manifest.output_shape)
+
+
+def _check_value(values: Iterable[ValueInfoProto], name: str, shape: tuple[int, ...]) -> None:
+    names = [value.name[:80] for value in values]
+    if names != [name]:
+        raise SkeletonError(f"the skeleton's {name}s are {names[:4]}; exactly one, named {name!r}, is wanted")
+    (value,) = values
+    tensor = value.type.tensor_type
+    dims = list(tensor.shape.dim)
+    if tensor.elem_type not in _INPUT_TYPES or not dims:
+        raise SkeletonError(f"the skeleton's {name} must be a tensor of float32, int64 or int32 with a batch axis")
+    if dims[0].WhichOneof("value") != "dim_param":
+        raise SkeletonError(f"the skeleton's {name} has a fixed batch size; export it with a dynamic first axis")
+    found = tuple(dim.dim_value if dim.WhichOneof("value") == "dim_value" else None for dim in dims[1:])
+    if found != shape:
+        raise SkeletonError(f"the skeleton's {name} has shape {found} per sample, the manifest says {shape}")
+
+
+def _check_initializers(graph: GraphProto, manifest: Manifest) -> None:
+    found: dict[str, TensorProto] = {}
+    for tensor in graph.initializer:
+        _refuse_external(tensor)
+        if tensor.name in found:
+            raise SkeletonError(f"the initialiser {tensor.name[:200]!r} stands twice in the skeleton")
+        found[tensor.name] = tensor
+    for spec in manifest.kept:
+        if spec.name not in found:
+            raise SkeletonError(f"{spec.name}: the skeleton has no such initialiser; export it unoptimised")
+        tensor = found.pop(spec.name)
+        shape, dtype = tuple(tensor.dims), onnx.helper.np_dtype_to_tensor_dtype(np.dtype(spec.dtype))
+        if shape != spec.shape or tensor.data_type != dtype:
+            raise SkeletonError(
+                f"{spec.name}: the skeleton has shape {shape} of ONNX type {tensor.data_type}, "
+                f"the manifest says {spec.shape} of type {dtype}; publish both from the same model"
+            )
+        if _has_data(tensor):
+            raise SkeletonError(f"{spec.name}: the skeleton holds its values; take them out, weights travel apart")
+    for name, tensor in found.items():
+        if not _has_data(tensor):
+            raise SkeletonError(f"the skeleton wants values for {name[:200]!r}, which the manifest does not know")
+
+
+def _has_data(tensor: TensorProto) -> bool:
+    fields = ("raw_data", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
+    return any(len(getattr(tensor, field)) for field in fields)
+
+
+def _refuse_external(tensor: TensorProto) -> None:
+    if tensor.external_data or tensor.data_location != TensorProto.DEFAULT:
+        raise SkeletonError(f"{tensor.name[:200]!r} refers to a file outside the skeleton; embed the data")
+
+
+def _check_node(node: onnx.NodeProto) -> None:
+    what = f"the node {node.name[:80]!r} ({node.op_type[:80]!r})"
+    if node.domain not in _ONNX_DOMAINS:
+        raise SkeletonError(f"{what} is of {node.domain[:80]!r}; only standard operators are accepted")
+    for attribute in node.attribute:
+        if attribute.type not in _ATTRIBUTES or attribute.ref_attr_name:
+            raise SkeletonError(f"{what} holds a graph or another kind of attribute that no common layer needs")
+        for tensor in (attribute.t, *attribute.tensors):
+            _refuse_external(tensor)
+
+
+def _check_graph(model: ModelProto, manifest: Manifest) -> None:
+    """ONNX's own check, with shapes inferred. Initialisers without data would fail it: here they are inputs."""
+    open_model = ModelProto()
+    open_model.CopyFrom(model)
+    graph = open_model.graph
+    kept = {spec.name for spec in manifest.kept}
+    constants = [tensor for tensor in model.graph.initializer if tensor.name not in kept]
+    del graph.initializer[:]
+    graph.initializer.extend(constants)
+    for tensor in model.graph.initializer:
+        if tensor.name in kept:
+            graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    try:
+        onnx.checker.check_model(open_model, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
+        raise SkeletonError(f"the skeleton is not a valid ONNX graph: {error}") from None
+
+
+def _check_tensor(spec: TensorSpec, tensors: Tensors) -> None:
+    if spec.name not in tensors:
+        raise ExportError(f"{spec.name}: its values are missing; export needs the whole personal model")
+    tensor = tensors[spec.name]
+    if tensor.shape != spec.shape or tensor.dtype != np.dtype(spec.dtype):
+        raise ExportError(
+            f"{spec.name}: the personal model has shape {tensor.shape} of {tensor.dtype}, "
+            f"the manifest says {spec.shape} of {spec.dtype}; use the manifest the model was trained with"
+        )

@@ -1,0 +1,99 @@
+"""Trees of devices, with values laid over them and a clock that only the test moves."""
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from devices.readings import Files
+
+TREES = Path(__file__).parent / "fixtures"
+
+Overlay = dict[str, str | Exception]
+
+
+class Clock:
+    """Seconds that pass when told to; also counts the processor seconds of a pretended process."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.cpu = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def cpu_seconds(self) -> float:
+        return self.cpu
+
+
+class Tree:
+    """A device's files, some of them replaced: a path (or a folder above it) -> text to read, or error to raise."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.over: Overlay = {}
+        self.reads: list[str] = []
+        self.files = Files(root, self._read, self._names)
+
+    def _replaced(self, path: Path) -> str | None:
+        relative = path.relative_to(self.root)
+        for key in (relative, *relative.parents):
+            value = self.over.get(str(key))
+            if isinstance(value, Exception):
+                raise value
+            if value is not None:
+                return value
+        return None
+
+    def _read(self, path: Path) -> bytes:
+        self.reads.append(str(path.relative_to(self.root)))
+        text = self._replaced(path)
+        return path.read_bytes() if text is None else text.encode()
+
+    def _names(self, path: Path) -> Iterable[str]:
+        self._replaced(path)
+        return os.listdir(path)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def tree() -> Callable[[str], Tree]:
+    return lambda name: Tree(TREES / name)
+
+
+@pytest.fixture
+def expected() -> Callable[[str], Any]:
+    return lambda board: json.loads((TREES / board / "expected.json").read_text())
+
+
+@pytest.fixture
+def denied() -> Overlay:
+    """What an app on a phone may not read."""
+    return {path.strip("/"): PermissionError(path) for path in (TREES / "phone-termux/denied.txt").read_text().split()}
+
+
+@pytest.fixture
+def rapl_rows() -> list[tuple[float, dict[str, str]]]:
+    """Successive moments of the laptop with RAPL: seconds, and its counters as an overlay."""
+    folders = {
+        "psys": "intel-rapl:1",
+        "package-0": "intel-rapl:0",
+        "core": "intel-rapl:0:0",
+        "uncore": "intel-rapl:0:1",
+        "dram": "intel-rapl:0:2",
+    }
+    head, *rows = ((TREES / "laptop-rapl/sequence_energy_uj.csv").read_text()).split()
+    zones = [folders[name] for name in head.split(",")[1:]]
+    moments = []
+    for row in rows:
+        seconds, *counters = row.split(",")
+        overlay = {f"sys/class/powercap/{zone}/energy_uj": value for zone, value in zip(zones, counters, strict=True)}
+        moments.append((float(seconds), overlay))
+    return moments

@@ -1,0 +1,73 @@
+import hashlib
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
+from edge_sdk.protocol.errors import ManifestError
+from edge_sdk.protocol.manifest import Data, initial_values
+from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons
+from edge_sdk.tasks.digits import DigitsNet
+from edge_sdk.tasks.write_builtin import MODELS, make_builtin, write_builtin
+from export.skeleton import check_skeleton, fill
+
+
+def test_the_tasks_are_those_the_tool_writes():
+    assert builtin_tasks() == tuple(sorted(MODELS))
+
+
+@pytest.mark.parametrize("name", builtin_tasks())
+def test_committed_files_equal_a_regeneration(name):
+    """The manifest to the letter; the skeleton as a graph, since another torch may name its nodes otherwise."""
+    committed, made = load_builtin(name), make_builtin(name)
+    without = {"skeleton_sha256"}
+    assert committed.manifest.model_dump(exclude=without) == made.manifest.model_dump(exclude=without)
+    assert committed.manifest.skeleton_sha256 == hashlib.sha256(committed.skeleton).hexdigest()
+    assert operators(committed) == operators(made)
+
+
+def operators(task):
+    return [node.op_type for node in check_skeleton(task.skeleton, task.manifest).graph.node]
+
+
+@pytest.mark.parametrize("name", builtin_tasks())
+def test_initial_weights_need_nothing_published(name):
+    task = load_builtin(name)
+    assert all(spec.init != Data() for spec in task.manifest.shared)
+    filled = fill(task.skeleton, task.manifest, initial_values(task.manifest, seed=1))
+    session = onnxruntime.InferenceSession(filled, providers=["CPUExecutionProvider"])
+    (output,) = session.run(None, {"input": np.zeros((2, *task.manifest.input_shape), dtype=np.float32)})
+    assert output.shape == (2, *task.manifest.output_shape)
+
+
+def test_digits_predicts_as_its_network_does():
+    task, model = load_builtin("digits"), DigitsNet().eval()
+    filled = fill(task.skeleton, task.manifest, {key: value.numpy() for key, value in model.state_dict().items()})
+    images = torch.rand(7, 1, 8, 8)
+    (output,) = onnxruntime.InferenceSession(filled).run(None, {"input": images.numpy()})
+    with torch.no_grad():
+        np.testing.assert_allclose(output, model(images).numpy(), atol=1e-5)
+
+
+def test_digits_sizes_by_hand():
+    manifest = load_builtin("digits").manifest
+    assert manifest.group_sizes == {"conv1": 16, "conv2": 32, "fc1": 64}
+    a, b, c = 8, 16, 32
+    half = draw_neurons(manifest, NeuronDraw("job", 1, "device", 0.5))
+    wanted = a * (9 + 1 + 4) + b * (9 * a + 1 + 4) + c * (4 * b + 1) + 10 * (c + 1)
+    assert count_values(manifest, half) == wanted
+
+
+def test_the_tool_writes_both_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("edge_sdk.tasks.write_builtin.make_builtin", load_builtin)
+    assert [path.name for path in write_builtin(tmp_path)] == ["digits.json", "digits.onnx"]
+    assert (tmp_path / "digits.onnx").read_bytes() == load_builtin("digits").skeleton
+
+
+def test_an_unknown_task_lists_the_known():
+    with pytest.raises(ManifestError, match=r"no built-in task 'cifar'; there are digits.*edge_sdk\.publish"):
+        load_builtin("cifar")
+    with pytest.raises(ManifestError):
+        load_builtin("../digits")

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from edge_sdk.tasks.digits import DigitsNet, load, parse_part
+from edge_sdk.tasks.loading import ArrayBatches, Arrays, DataError
+
+
+def everything(task):
+    batches = [task.train, task.validation, task.test]
+    return torch.cat([part.arrays.inputs for part in batches]), torch.cat([part.arrays.targets for part in batches])
+
+
+def test_the_network_maps_images_to_scores():
+    assert DigitsNet()(torch.rand(3, 1, 8, 8)).shape == (3, 10)
+    assert list(dict(DigitsNet().named_children())) == ["conv1", "bn1", "conv2", "bn2", "fc1", "out"]
+
+
+def test_parts_of_all_devices_are_the_whole_set():
+    tasks = [load(f"index={index},of=4", device="any", seed=0, batch_size=16) for index in range(4)]
+    images = torch.cat([everything(task)[0] for task in tasks])
+    assert images.shape == (1797, 1, 8, 8)
+    assert images.dtype == torch.float32
+    assert (images.min(), images.max()) == (0, 1)
+    whole = load("index=0,of=1", device="any", seed=0, batch_size=16)
+    assert images.sum() == everything(whole)[0].sum()
+
+
+def test_a_device_loads_the_same_part_again_and_the_same_initial_weights():
+    one, two = (load("index=1,of=3", device="pi", seed=5, batch_size=16) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(everything(one), everything(two), strict=True))
+    for (name, a), b in zip(one.model.state_dict().items(), two.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_without_index_the_name_decides():
+    part = parse_part(None, device="pi-kitchen", seed=9)
+    assert (part.of, part.alpha, part.seed) == (10, 0.3, 9)
+    assert part == parse_part("", device="pi-kitchen", seed=9)
+    assert len({parse_part(None, device=f"pi-{number}", seed=9).index for number in range(200)}) == 10
+
+
+def test_every_entry_is_read():
+    part = parse_part(" index=2, of=5 ,alpha=0.5,seed=3", device="pi", seed=9)
+    assert (part.index, part.of, part.alpha, part.seed) == (2, 5, 0.5, 3)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("indx=2,of=5", "'indx=2' is not understood; digits takes index, of, alpha and seed"),
+        ("2", "'2' is not understood"),
+        ("index=two", "index=two; index must be a whole number"),
+        ("index=1.5", "index must be a whole number"),
+        ("alpha=much", "alpha must be a number"),
+        ("index=5,of=5", "counted from 0 to 4"),
+        ("index=-1,of=5", "counted from 0 to 4"),
+        ("of=0", "at least 1 device"),
+        ("of=5,of=6", "of is given twice"),
+        ("alpha=0", "alpha is 0"),
+        ("alpha=nan", "alpha is nan"),
+        ("seed=-1", "seed is -1"),
+    ],
+)
+def test_misspelt_data_is_explained(data, message):
+    with pytest.raises(DataError, match=message):
+        load(data, device="pi", seed=0, batch_size=16)
+
+
+def test_the_task_is_registered_by_its_signature():
+    task = load("index=0,of=5", device="pi", seed=0, batch_size=16)
+    assert task.name == "digits"
+    assert task.classification
+    outputs = task.model(next(iter(task.train))[0])
+    assert task.loss(outputs, torch.zeros(16, dtype=torch.int64)).ndim == 0
+
+
+def batches(count, size, shuffle=False):
+    arrays = Arrays(torch.arange(count, dtype=torch.float32)[:, None], torch.arange(count))
+    return ArrayBatches(arrays, size, shuffle)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "sizes"),
+    [(8, 4, [4, 4]), (10, 4, [4, 4, 2]), (9, 4, [4, 5]), (3, 4, [3]), (1, 4, [1]), (3, 1, [1, 1, 1]), (5, 4, [5])],
+)
+def test_batches_leave_nobody_out_and_nobody_alone(count, size, sizes):
+    made = batches(count, size, shuffle=True)
+    seen = [targets for _, targets in made]
+    assert [len(targets) for targets in seen] == sizes
+    assert len(made) == len(sizes)
+    assert sorted(torch.cat(seen).tolist()) == list(range(count))
+    assert made.num_examples == count
+
+
+def test_shuffling_follows_torchs_default_generator():
+    def order():
+        torch.manual_seed(3)
+        return torch.cat([targets for _, targets in batches(20, 6, shuffle=True)]).tolist()
+
+    assert order() == order() != list(range(20))
+    assert torch.cat([targets for _, targets in batches(20, 6)]).tolist() == list(range(20))
+
+
+def test_inputs_and_targets_stay_together():
+    for inputs, targets in batches(20, 6, shuffle=True):
+        np.testing.assert_array_equal(inputs[:, 0].numpy(), targets.numpy())
+
+
+def test_batches_of_nothing_are_refused():
+    with pytest.raises(DataError, match="no samples"):
+        batches(0, 4)
+    with pytest.raises(DataError, match="batch size is 0"):
+        batches(3, 0)
+    with pytest.raises(DataError, match="one target per input"):
+        Arrays(torch.zeros(3, 1), torch.zeros(2))

@@ -1,0 +1,285 @@
+"""FedSPU's device half: vector V6 by hand, the merge, and what must hold for any model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from edge_sdk.methods import DeviceState, Job, load_method
+from edge_sdk.methods.fedspu import FedSPU
+from edge_sdk.protocol.bundle import Bundle, decode, encode
+from edge_sdk.protocol.errors import BundleError
+from edge_sdk.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec
+from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_group, draw_neurons, merge_in_place, pack
+from edge_sdk.protocol.messages import Assignment, FederationSettings, Work
+from edge_sdk.tasks import Task
+from edge_sdk.tasks.digits import DigitsNet
+from edge_sdk.tasks.loading import Arrays, build_seeded, classification
+from edge_sdk.tracing import describe
+from edge_sdk.training.local import derive_seed, get_tensors, set_tensors
+
+
+def hidden(name):
+    return (Segment(group=name),)
+
+
+class TwoLayers(nn.Module):
+    """y = W2·W1·x."""
+
+    def __init__(self):
+        super().__init__()
+        self.W1 = nn.Linear(2, 2, bias=False)
+        self.W2 = nn.Linear(2, 1, bias=False)
+
+    def forward(self, x):
+        return self.W2(self.W1(x))
+
+
+TWO_LAYERS = Manifest(
+    task="v6",
+    input_shape=(2,),
+    output_shape=(1,),
+    tensors=(
+        TensorSpec(name="W1.weight", shape=(2, 2), axes=(hidden("h"), ())),
+        TensorSpec(name="W2.weight", shape=(1, 2), axes=((), hidden("h"))),
+    ),
+    groups=(NeuronGroup(name="h", size=2),),
+)
+
+
+def two_layers(w1, w2):
+    return {"W1.weight": np.array(w1, dtype=np.float32), "W2.weight": np.array(w2, dtype=np.float32)}
+
+
+PERSONAL = two_layers([[1, 0], [0, 1]], [[1, 1]])
+GLOBAL = two_layers([[2, 1], [1, 2]], [[0.5, 0.5]])
+SECOND = NeuronMask({"h": np.array([1])})
+
+
+def round_that_draws(index):
+    """The first round in which half of the two hidden neurons is neuron ``index``."""
+    return next(r for r in range(1, 100) if draw_group(NeuronDraw("job", r, "pi", 0.5), "h", 2).tolist() == [index])
+
+
+def payload(manifest, tensors, mask=None):
+    """What a device would decode."""
+    return decode(encode(manifest, pack(manifest, tensors, mask), mask), manifest)
+
+
+def v6_job(received, *, personal=PERSONAL, **settings):
+    settings = FederationSettings(learning_rate=0.1, local_epochs=1, early_stopping=False, **settings)
+    number = round_that_draws(1)
+    batches = [(torch.tensor([[1.0, 2.0]]), torch.tensor([[2.5]]))]
+    model = TwoLayers()
+    task = Task("v6", model, lambda y, target: 0.5 * F.mse_loss(y, target), batches, batches, classification=False)
+    assignment = Assignment(
+        assignment_id="a",
+        kind="train",
+        round=number,
+        deadline_seconds=60,
+        settings=settings,
+        work=Work(job="job", round=number, device="pi", ratio=0.5),
+    )
+    return Job(assignment, TWO_LAYERS, task, model, DeviceState(personal), received)
+
+
+@pytest.mark.parametrize("mask", [SECOND, None], ids=["partial payload", "whole payload sent again"])
+def test_v6_one_step_by_hand(mask):
+    trained = FedSPU().train(v6_job(payload(TWO_LAYERS, GLOBAL, mask)))
+    personal = trained.state.personal
+    np.testing.assert_allclose(personal["W1.weight"], [[1, 0], [0.95, 1.9]], rtol=1e-6)
+    np.testing.assert_allclose(personal["W2.weight"], [[1, 0]], atol=1e-6)
+    np.testing.assert_allclose(trained.values, [0.95, 1.9, 0.0], atol=1e-6)
+    assert trained.mask.active["h"].tolist() == [1]
+    assert trained.draw == NeuronDraw("job", round_that_draws(1), "pi", 0.5)
+    assert trained.train_loss == pytest.approx(0.5)  # ½(3.5 - 2.5)², before the step
+    assert (trained.num_examples, trained.steps, trained.stopped) == (1, 1, False)
+    assert (trained.validation_loss, trained.stop_loss) == (None, None)
+
+
+def test_clipping_counts_active_gradients_only():
+    personal = FedSPU().train(v6_job(payload(TWO_LAYERS, GLOBAL), clip=1.0)).state.personal
+    norm = np.sqrt(0.5**2 + 1**2 + 5**2)  # with the frozen entries it would be 5.71
+    np.testing.assert_allclose(personal["W1.weight"][1], [1 - 0.05 / norm, 2 - 0.1 / norm], rtol=1e-5)
+    np.testing.assert_allclose(personal["W2.weight"][0], [1, 0.5 - 0.5 / norm], rtol=1e-5)
+
+
+def test_the_state_given_is_left_alone():
+    job = v6_job(payload(TWO_LAYERS, GLOBAL))
+    FedSPU().train(job)
+    assert job.state.personal["W1.weight"].tolist() == [[1, 0], [0, 1]]
+
+
+def test_the_first_download_is_kept_whole():
+    personal = FedSPU().train(v6_job(payload(TWO_LAYERS, GLOBAL), personal=None)).state.personal
+    assert personal["W1.weight"][0].tolist() == [2, 1]
+    assert personal["W2.weight"][0, 0] == 0.5
+
+
+def test_a_first_download_that_is_not_whole_is_refused():
+    with pytest.raises(BundleError, match="hand the assignment back"):
+        FedSPU().train(v6_job(payload(TWO_LAYERS, GLOBAL, SECOND), personal=None))
+
+
+def test_a_payload_under_another_mask_is_refused():
+    first = NeuronMask({"h": np.array([0])})
+    with pytest.raises(BundleError, match="mask is not the assignment's"):
+        FedSPU().train(v6_job(payload(TWO_LAYERS, GLOBAL, first)))
+
+
+def test_a_missing_payload_is_refused():
+    with pytest.raises(BundleError, match="without its payload"):
+        FedSPU().train(v6_job(None))
+
+
+# --- any model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def digits_manifest():
+    return describe(DigitsNet(), torch.zeros(1, 1, 8, 8), task="digits")
+
+
+def digits_job(manifest, ratio=0.4, *, kind="train", state=None, received=None, number=1, **settings):
+    """A round over thirty random images, from weights that follow from seed 0."""
+    generator = torch.Generator().manual_seed(0)
+    model = build_seeded(DigitsNet, 0)
+    arrays = Arrays(torch.rand(30, 1, 8, 8, generator=generator), torch.arange(30) % 10)
+    task = classification("digits", model, arrays, arrays, None, batch_size=8)
+    work = None if ratio is None else Work(job="job", round=number, device="pi", ratio=ratio)
+    assignment = Assignment(
+        assignment_id="a",
+        kind=kind,
+        round=number,
+        deadline_seconds=60,
+        settings=FederationSettings(local_epochs=2, **settings),
+        work=work,
+    )
+    whole = payload(manifest, get_tensors(model, manifest))
+    return Job(assignment, manifest, task, model, state or DeviceState(), received or whole)
+
+
+def test_equal_seeds_give_equal_bytes(digits_manifest):
+    def update():
+        trained = FedSPU().train(digits_job(digits_manifest))
+        return encode(digits_manifest, trained.values, trained.mask, draw=trained.draw)
+
+    torch.manual_seed(1)
+    first = update()
+    torch.manual_seed(2)
+    assert update() == first
+
+
+@pytest.mark.parametrize("ratio", [1.0, None])
+def test_at_ratio_1_a_round_is_plain_training(digits_manifest, ratio):
+    job = digits_job(digits_manifest, ratio, learning_rate=0.1, momentum=0.5)
+    trained = FedSPU().train(job)
+    plain = build_seeded(DigitsNet, 0)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.5)
+    torch.manual_seed(derive_seed(*(("job", "pi") if ratio else (0,)), 1, "train"))
+    for _ in range(2):
+        for inputs, targets in job.task.train:
+            optimizer.zero_grad()
+            F.cross_entropy(plain(inputs), targets).backward()
+            optimizer.step()
+    for name, tensor in get_tensors(plain, digits_manifest).items():
+        np.testing.assert_array_equal(trained.state.personal[name], tensor, err_msg=name)
+    np.testing.assert_array_equal(trained.values, pack(digits_manifest, trained.state.personal, None))
+
+
+def test_a_round_changes_the_active_part_only_and_sends_exactly_it(digits_manifest):
+    first = FedSPU().train(digits_job(digits_manifest))
+    personal = first.state.personal
+    mask = draw_neurons(digits_manifest, NeuronDraw("job", 2, "pi", 0.4))
+    everywhere = {spec.name: np.full(spec.shape, 0.01, dtype=np.float32) for spec in digits_manifest.shared}
+    received = payload(digits_manifest, everywhere, mask)
+    second = FedSPU().train(digits_job(digits_manifest, state=first.state, received=received, number=2))
+    for spec in digits_manifest.tensors:
+        if spec.trainable:
+            active = np.zeros(spec.shape, dtype=bool)
+            block = block_of(digits_manifest, spec, mask)
+            block.put(active, np.ones(block.shape, dtype=bool))
+            np.testing.assert_array_equal(second.state.personal[spec.name][~active], personal[spec.name][~active])
+    assert second.values.size == received.values.size
+    merge_in_place(digits_manifest, personal, second.values, mask)
+    for spec in digits_manifest.shared:
+        if spec.trainable:
+            np.testing.assert_array_equal(personal[spec.name], second.state.personal[spec.name])
+
+
+def test_a_mask_with_every_neuron_counts_as_whole(digits_manifest):
+    job = digits_job(digits_manifest, 1.0)
+    mask = draw_neurons(digits_manifest, NeuronDraw("job", 1, "pi", 1.0))
+    received = dataclasses.replace(job.received, mask=mask)
+    trained = FedSPU().train(dataclasses.replace(job, received=received))
+    np.testing.assert_array_equal(trained.values, FedSPU().train(digits_job(digits_manifest, 1.0)).values)
+
+
+def test_tensors_that_never_travel_stay_on_the_device():
+    manifest = describe(DigitsNet(), torch.zeros(1, 1, 8, 8), task="digits", running_statistics="personal")
+    trained = FedSPU().train(digits_job(manifest))
+    assert "bn1.running_mean" in trained.state.personal
+    assert trained.values.size < manifest.shared_values
+    again = FedSPU().train(digits_job(manifest, state=trained.state, number=2, local_steps=1))
+    moved = again.state.personal["bn1.running_mean"]
+    np.testing.assert_allclose(moved, trained.state.personal["bn1.running_mean"], atol=0.1)
+    assert moved.any()
+
+
+def test_early_stopping_remembers_its_last_participation(digits_manifest):
+    settings = {"learning_rate": 1e-6, "stop_weight": 0.0}
+    first = FedSPU().train(digits_job(digits_manifest, 1.0, **settings))
+    assert not first.stopped
+    assert first.stop_loss == first.validation_loss
+    assert first.state.memory == {"last_loss": first.stop_loss, "increases": 0}
+    lower = DeviceState(first.state.personal, {"last_loss": first.stop_loss / 2, "increases": 0})
+    second = FedSPU().train(digits_job(digits_manifest, 1.0, state=lower, **settings))
+    assert second.stopped
+    assert second.values.size == digits_manifest.shared_values
+    patient = FedSPU().train(digits_job(digits_manifest, 1.0, state=lower, patience=2, **settings))
+    assert not patient.stopped
+    assert patient.state.memory["increases"] == 1
+
+
+def test_personal_and_global_model_are_judged_apart(digits_manifest):
+    job = digits_job(digits_manifest, kind="evaluate")
+    assert FedSPU().evaluate(dataclasses.replace(job, received=None)) == dataclasses.replace(
+        FedSPU().evaluate(job), global_model=None
+    )
+    trained = FedSPU().train(digits_job(digits_manifest, 1.0, local_steps=60, learning_rate=0.1))
+    found = FedSPU().evaluate(dataclasses.replace(job, state=trained.state))
+    assert found.personal.loss < found.global_model.loss
+    before = FedSPU().evaluate(job)
+    assert before.personal is None
+    assert before.global_model.loss == pytest.approx(found.global_model.loss)
+
+
+def test_evaluation_needs_the_whole_global_model(digits_manifest):
+    mask = draw_neurons(digits_manifest, NeuronDraw("job", 1, "pi", 0.4))
+    job = digits_job(digits_manifest, kind="evaluate")
+    partial = Bundle(pack(digits_manifest, get_tensors(job.model, digits_manifest), mask), mask, None, "fp32", "")
+    with pytest.raises(BundleError, match="sends the whole model"):
+        FedSPU().evaluate(dataclasses.replace(job, received=partial))
+
+
+def test_adapting_fine_tunes_the_global_model_under_the_mask(digits_manifest):
+    job = digits_job(digits_manifest, kind="adapt", number=9)
+    start = get_tensors(job.model, digits_manifest)
+    set_tensors(job.model, {name: np.zeros_like(tensor) for name, tensor in start.items()})
+    state = FedSPU().adapt(job)
+    mask = draw_neurons(digits_manifest, NeuronDraw("job", 9, "pi", 0.4))
+    spec = next(spec for spec in digits_manifest.shared if spec.name == "conv2.weight")
+    block = block_of(digits_manifest, spec, mask)
+    changed = state.personal["conv2.weight"] != start["conv2.weight"]
+    assert block.take(changed).any()
+    block.put(changed, np.zeros(block.shape, dtype=bool))
+    assert not changed.any()
+
+
+def test_the_method_is_found_by_its_name():
+    assert isinstance(load_method("fedspu"), FedSPU)

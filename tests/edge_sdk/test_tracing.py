@@ -1,0 +1,580 @@
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from edge_sdk.protocol.manifest import Constant, Data, Manifest, Uniform
+from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, count_values, draw_neurons
+from edge_sdk.tracing import UnsupportedLayer, describe
+
+
+class Boundary(nn.Module):
+    """Test vector V2 of the FedSPU method card: two convolutions, a flatten of 2x2 maps, two linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.conv2, self.bn2 = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.fc1, self.out = nn.Linear(16, 5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = F.max_pool2d(F.relu(self.bn2(self.conv2(x))), 2)
+        return self.out(F.relu(self.fc1(x.view(x.size(0), -1))))
+
+
+class Cifar(nn.Module):
+    """The CIFAR-10 network of the method card, section 6.2."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.conv2, self.bn2 = nn.Conv2d(6, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.pool = nn.MaxPool2d(2)
+        self.fc1, self.fc2 = nn.Linear(1024, 120, bias=False), nn.Linear(120, 84, bias=False)
+        self.out = nn.Linear(84, 10)
+
+    def forward(self, x):
+        x = self.pool(torch.relu(self.bn1(self.conv1(x))))
+        x = self.pool(torch.relu(self.bn2(self.conv2(x))))
+        x = torch.flatten(x, 1)
+        return self.out(self.fc2(self.fc1(x).relu()).relu())
+
+
+def emnist():
+    def block(inputs, outputs):
+        return nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)
+
+    return nn.Sequential(*block(1, 20), *block(20, 20), nn.Flatten(), nn.Linear(980, 62))
+
+
+def speech():
+    def block(inputs, outputs):
+        return nn.Conv2d(inputs, outputs, 2, 2, padding=2), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)
+
+    return nn.Sequential(*block(1, 50), *block(50, 50), nn.Flatten(), nn.Linear(450, 35))
+
+
+class Block(nn.Module):
+    def __init__(self, inputs, outputs, stride):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Sequential()
+        if stride > 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x):
+        y = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        y = self.bn2(self.conv2(y))
+        y += self.shortcut(x)
+        return F.relu(y)
+
+
+class ResNet(nn.Module):
+    """ResNet-18 in small: a stem, two stages of two blocks, global average pooling."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4)
+        self.layer1 = nn.Sequential(Block(4, 4, 1), Block(4, 4, 1))
+        self.layer2 = nn.Sequential(Block(4, 6, 2), Block(6, 6, 1))
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.layer2(self.layer1(F.relu(self.bn1(self.conv1(x)))))
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+class Concat(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Conv2d(1, 2, 1), nn.Conv2d(1, 3, 3, padding=1)
+        self.mix, self.out = nn.Conv2d(5, 4, 1), nn.Linear(9 * 4, 2)
+
+    def forward(self, x):
+        both = torch.cat([self.left(x).relu(), self.right(x).tanh()], dim=1)
+        return self.out(torch.cat((both, self.mix(both)), 1).flatten(1))
+
+
+class Depthwise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.expand, self.depth = nn.Conv2d(2, 3, 1), nn.Conv2d(3, 6, 3, padding=1, groups=3)
+        self.bn, self.point, self.out = nn.BatchNorm2d(6), nn.Conv2d(6, 4, 1), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.point(F.hardswish(self.bn(self.depth(F.relu6(self.expand(x))))))
+        return self.out(x.mean((2, 3)))
+
+
+class Squeeze(nn.Module):
+    """Squeeze-and-excitation: a gate per channel, broadcast over the map."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.down, self.up, self.out = nn.Conv2d(1, 4, 3), nn.Linear(4, 2), nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.conv(x)
+        gate = torch.sigmoid(self.up(F.relu(self.down(F.adaptive_avg_pool2d(x, 1).squeeze(-1).squeeze(-1)))))
+        return self.out((x * gate[:, :, None, None]).amax(dim=(2, 3)))
+
+
+class Sequence(nn.Module):
+    """Sensor windows [N, channels, time]: convolution, then a linear layer per time step, all steps flattened."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(3, 4, 3, padding=1), nn.BatchNorm1d(4)
+        self.step, self.prelu, self.out = nn.Linear(4, 5), nn.PReLU(), nn.Linear(6 * 5, 2)
+
+    def forward(self, x):
+        x = F.avg_pool1d(F.gelu(self.norm(self.conv(x))), 2)
+        x = self.prelu(self.step(x.transpose(1, 2)))
+        return self.out(x.reshape(x.shape[0], -1))
+
+
+def group_norm():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.GroupNorm(2, 4),
+        nn.PReLU(4),
+        nn.Flatten(),
+        nn.Linear(144, 6),
+        nn.LayerNorm(6),
+        nn.GELU(),
+        nn.Linear(6, 2),
+    )
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(11, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.out(self.embed(x).mean(dim=1))
+
+
+NETS = {
+    "boundary": (Boundary, (1, 4, 4)),
+    "resnet": (ResNet, (3, 8, 8)),
+    "concat": (Concat, (1, 2, 2)),
+    "depthwise": (Depthwise, (2, 5, 5)),
+    "squeeze": (Squeeze, (1, 5, 5)),
+    "sequence": (Sequence, (3, 12)),
+}
+
+
+def manifest_of(model, *shape, **options) -> Manifest:
+    return describe(model, torch.randn(2, *shape), task="test", **options)
+
+
+def axes(manifest: Manifest, name: str) -> list[list[tuple[str, int]]]:
+    spec = next(spec for spec in manifest.tensors if spec.name == name)
+    return [[(segment.group, segment.repeat) for segment in axis] for axis in spec.axes]
+
+
+def mask_of(**active: list[int]) -> NeuronMask:
+    return NeuronMask({name: np.array(index) for name, index in active.items()})
+
+
+def groups(manifest: Manifest) -> dict[str, int]:
+    return manifest.group_sizes
+
+
+# --- the method card's vectors
+
+
+def test_v1_masks_of_an_mlp():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    manifest = manifest_of(model, 3)
+    mask = NeuronMask({"0": np.array([0, 2])})
+    assert groups(manifest) == {"0": 4}
+    assert count_values(manifest, mask) == 14
+    assert manifest.trainable_values == 26
+
+
+def test_v2_flatten_boundary():
+    manifest = manifest_of(Boundary(), 1, 4, 4)
+    mask = mask_of(conv1=[1], conv2=[0, 3], fc1=[2, 4])
+    sizes = {spec.name: block_of(manifest, spec, mask).size for spec in manifest.shared}
+    assert sizes["conv1.weight"] == 9
+    assert sizes["conv2.weight"] == 18
+    assert sizes["fc1.weight"] == 16
+    assert sizes["out.weight"] == 4
+    assert sum(sizes[spec.name] for spec in manifest.shared if spec.trainable) == 60
+    assert manifest.trainable_values == 253
+    assert count_values(manifest, mask) == 66
+    assert manifest.shared_values == 267
+    assert sum(groups(manifest).values()) == 12
+    fc1 = next(spec for spec in manifest.shared if spec.name == "fc1.weight")
+    marks = np.zeros(fc1.shape)
+    block_of(manifest, fc1, mask).add(marks, 1.0)
+    assert np.flatnonzero(marks.any(axis=1)).tolist() == [2, 4]
+    assert np.flatnonzero(marks.any(axis=0)).tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
+
+
+def test_v7_wire_size_of_the_cifar_network():
+    manifest = manifest_of(Cifar(), 3, 32, 32)
+    mask = draw_neurons(manifest, NeuronDraw("job-1", 3, "dev-7", 0.4))
+    assert [len(index) for index in mask.active.values()] == [2, 6, 48, 33]
+    assert manifest.trainable_values == 134_902
+    assert count_values(manifest, mask) == 20_558
+    personal = manifest_of(Cifar(), 3, 32, 32, running_statistics="personal")
+    assert count_values(personal, mask) == 20_542
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "payloads"),
+    [
+        (Cifar, (3, 32, 32), (20_944, 82_232, 183_864, 325_840, 539_784)),
+        (emnist, (1, 28, 28), (49_736, 100_376, 152_168, 205_112, 259_208)),
+        (speech, (1, 32, 32), (14_900, 32_860, 54_020, 78_380, 105_940)),
+    ],
+)
+def test_payload_table_of_section_3_3(build, shape, payloads):
+    manifest = manifest_of(build(), *shape)
+    for ratio, payload in zip((0.2, 0.4, 0.6, 0.8, 1.0), payloads, strict=True):
+        mask = draw_neurons(manifest, NeuronDraw("job", 1, "device", ratio))
+        assert 4 * count_values(manifest, mask) == payload
+
+
+def test_v8_draw_names_the_layers_as_the_card_does():
+    manifest = manifest_of(Cifar(), 3, 32, 32)
+    mask = draw_neurons(manifest, NeuronDraw("job-1", 3, "dev-7", 0.4))
+    assert mask.active["conv1"].tolist() == [3, 4]
+    assert mask.active["conv2"].tolist() == [0, 5, 7, 8, 14, 15]
+
+
+# --- coupling
+
+
+def test_a_residual_network_shares_groups():
+    manifest = manifest_of(ResNet(), 3, 8, 8)
+    assert groups(manifest) == {
+        "conv1": 4,
+        "layer1.0.conv1": 4,
+        "layer1.1.conv1": 4,
+        "layer2.0.conv1": 6,
+        "layer2.0.conv2": 6,
+        "layer2.1.conv1": 6,
+    }
+    for name in ("layer1.0.conv2.weight", "layer1.1.conv2.weight"):
+        assert axes(manifest, name)[0] == [("conv1", 1)]
+    assert axes(manifest, "layer2.0.shortcut.0.weight")[:2] == [[("layer2.0.conv2", 1)], [("conv1", 1)]]
+    assert axes(manifest, "layer2.1.bn2.running_var") == [[("layer2.0.conv2", 1)]]
+    assert axes(manifest, "fc.weight") == [[], [("layer2.0.conv2", 1)]]
+    assert axes(manifest, "fc.bias") == []
+
+
+def test_concatenation_joins_segments():
+    manifest = manifest_of(Concat(), 1, 2, 2)
+    assert axes(manifest, "mix.weight")[1] == [("left", 1), ("right", 1)]
+    assert axes(manifest, "out.weight")[1] == [("left", 4), ("right", 4), ("mix", 4)]
+
+
+def test_a_depthwise_filter_follows_its_channel():
+    manifest = manifest_of(Depthwise(), 2, 5, 5)
+    assert groups(manifest) == {"expand": 3, "point": 4}
+    assert axes(manifest, "depth.weight") == [[("expand", 2)], [], [], []]
+    assert axes(manifest, "bn.weight") == [[("expand", 2)]]
+    assert axes(manifest, "point.weight")[1] == [("expand", 2)]
+
+
+def test_a_gate_shares_the_group_of_what_it_gates():
+    manifest = manifest_of(Squeeze(), 1, 5, 5)
+    assert groups(manifest) == {"conv": 4, "down": 2}
+    assert axes(manifest, "up.weight") == [[("conv", 1)], [("down", 1)]]
+
+
+def test_time_steps_repeat_the_features():
+    manifest = manifest_of(Sequence(), 3, 12)
+    assert groups(manifest) == {"conv": 4, "step": 5}
+    assert axes(manifest, "out.weight")[1] == [("step", 1)] * 6
+    assert {layer.name: layer.positions for layer in manifest.layers} == {
+        "conv": 12,
+        "norm": 12,
+        "step": 6,
+        "prelu": 30,
+        "out": 1,
+    }
+
+
+def test_norms_follow_their_channel():
+    manifest = manifest_of(group_norm(), 1, 8, 8)
+    assert axes(manifest, "1.weight") == axes(manifest, "2.weight") == [[("0", 1)]]
+    assert axes(manifest, "4.weight") == [[("4", 1)], [("0", 36)]]
+    assert axes(manifest, "5.bias") == [[("4", 1)]]
+
+
+def test_an_embedding_has_its_neurons_in_columns():
+    manifest = describe(Words(), torch.zeros(2, 5, dtype=torch.int64), task="words")
+    assert axes(manifest, "embed.weight") == [[], [("embed", 1)]]
+    assert axes(manifest, "out.weight") == [[], [("embed", 1)]]
+
+
+class AddInput(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.conv, self.out = how, nn.Conv2d(2, 2, 3, padding=1), nn.LazyLinear(3)
+
+    def forward(self, x):
+        return self.out(self.how(x, self.conv(x)).flatten(1))
+
+
+@pytest.mark.parametrize("how", [torch.add, lambda x, y: torch.cat([x, y], 1), lambda x, y: y[:, :1]])
+def test_what_cannot_be_described_is_complete(how):
+    model = AddInput(how)
+    model(torch.zeros(1, 2, 4, 4))
+    manifest = manifest_of(model, 2, 4, 4)
+    assert groups(manifest) == {}
+    assert axes(manifest, "conv.weight") == []
+
+
+def test_completeness_spreads_over_a_concatenation():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c, self.out = nn.Linear(3, 4), nn.Linear(3, 3), nn.Linear(7, 5), nn.Linear(5, 2)
+
+        def forward(self, x):
+            b = self.b(x)
+            return self.out(self.c(torch.cat([self.a(x), b], 1)) + (x + b).sum(1, keepdim=True))
+
+    assert groups(manifest_of(Net(), 3)) == {"c": 5}
+
+
+def test_constants_belong_to_nobody():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hidden, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
+            self.register_buffer("scale", torch.ones(4))
+
+        def forward(self, x):
+            return self.out(1 - self.hidden(x) * self.scale + self.scale.sum())
+
+    manifest = manifest_of(Net(), 3)
+    assert groups(manifest) == {"hidden": 4}
+    assert next(spec for spec in manifest.tensors if spec.name == "scale").policy == "personal"
+
+
+@pytest.mark.parametrize("name", NETS)
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), ratio=st.floats(0.2, 0.8))
+def test_inactive_neurons_reach_the_output_through_their_columns_alone(name, seed, ratio):
+    """With the columns of inactive neurons at zero, nothing in their rows may change the output."""
+    build, shape = NETS[name]
+    torch.manual_seed(seed)
+    model = build().eval()
+    x = torch.randn(2, *shape)
+    manifest = describe(model, x, task="test")
+    mask = draw_neurons(manifest, NeuronDraw("job", 1, str(seed), ratio))
+    state = {key: value.numpy() for key, value in model.state_dict().items()}
+    for spec in manifest.shared:
+        if len(spec.axes) > 1 and spec.axes[1]:
+            columns = block_of(manifest, spec.model_copy(update={"axes": ((), *spec.axes[1:])}), mask)
+            kept = columns.take(state[spec.name]).copy()
+            state[spec.name][...] = 0
+            columns.put(state[spec.name], kept)
+    before = model(x)
+    for spec in manifest.shared:
+        if spec.axes and spec.axes[0]:
+            rows = block_of(
+                manifest, spec.model_copy(update={"axes": (spec.axes[0], *((),) * (len(spec.shape) - 1))}), mask
+            )
+            kept = rows.take(state[spec.name]).copy()
+            state[spec.name][...] = 7.5
+            rows.put(state[spec.name], kept)
+    torch.testing.assert_close(model(x), before)
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_active_values_are_those_between_active_neurons(data):
+    """Count and place against the definition, value by value, with the neurons written down by hand."""
+    manifest = manifest_of(Boundary(), 1, 4, 4)
+    active = {
+        name: sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=1)))
+        for name, size in {"conv1": 3, "conv2": 4, "fc1": 5}.items()
+    }
+    rows = {"conv1": "conv1", "bn1": "conv1", "conv2": "conv2", "bn2": "conv2", "fc1": "fc1"}
+    columns = {"conv2": ("conv1", 1), "fc1": ("conv2", 4), "out": ("fc1", 1)}
+    mask, total = mask_of(**active), 0
+    for spec in manifest.shared:
+        layer = spec.name.split(".")[0]
+        marks = np.zeros(spec.shape)
+        block_of(manifest, spec, mask).add(marks, 1.0)
+        for place, mark in np.ndenumerate(marks):
+            wanted = layer not in rows or place[0] in active[rows[layer]]
+            if layer in columns and len(place) > 1:
+                group, repeat = columns[layer]
+                wanted = wanted and place[1] // repeat in active[group]
+            assert mark == wanted
+            total += wanted
+    assert count_values(manifest, mask) == total
+
+
+# --- everything else a manifest says
+
+
+def test_policies_recipes_and_layers():
+    manifest = manifest_of(Boundary(), 1, 4, 4, recipes=True, running_statistics="personal")
+    spec = {spec.name: spec for spec in manifest.tensors}
+    assert list(spec) == list(Boundary().state_dict())
+    assert manifest.input_shape == (1, 4, 4)
+    assert manifest.output_shape == (2,)
+    assert (spec["bn1.num_batches_tracked"].policy, spec["bn1.num_batches_tracked"].dtype) == ("dropped", "int64")
+    assert (spec["bn1.running_var"].policy, spec["bn1.running_var"].trainable) == ("personal", False)
+    assert spec["bn1.running_var"].init == spec["bn1.weight"].init == Constant(value=1)
+    assert spec["conv2.weight"].init == spec["conv2.bias"].init == Uniform(bound=27**-0.5)
+    assert spec["fc1.bias"].init == Uniform(bound=0.25)
+    assert [(layer.name, layer.kind, layer.positions) for layer in manifest.layers] == [
+        ("conv1", "conv2d", 16),
+        ("bn1", "batchnorm2d", 16),
+        ("conv2", "conv2d", 16),
+        ("bn2", "batchnorm2d", 16),
+        ("fc1", "linear", 1),
+        ("out", "linear", 1),
+    ]
+    assert manifest.layers[0].tensors == ("conv1.weight", "conv1.bias")
+    assert all(one.init == Data() for one in manifest_of(Boundary(), 1, 4, 4).tensors)
+
+
+@pytest.mark.parametrize("build", [Boundary, group_norm])
+def test_recipes_are_pytorchs_own_initialisation(build):
+    model = build()
+    for spec in manifest_of(model, 1, *((4, 4) if build is Boundary else (8, 8)), recipes=True).shared:
+        values = model.state_dict()[spec.name]
+        if isinstance(spec.init, Uniform):
+            assert 0.3 * spec.init.bound < values.abs().max() <= spec.init.bound
+        else:
+            assert isinstance(spec.init, Constant)
+            assert bool((values == spec.init.value).all())
+
+
+def test_the_model_is_left_as_it_was():
+    model = Boundary().train()
+    model.bn2.eval()
+    x = torch.randn(1, 1, 4, 4)
+    before, example = copy.deepcopy(model.state_dict()), x.clone()
+    describe(model, x, task="test")
+    assert model.training
+    assert not model.bn2.training
+    assert torch.equal(x, example)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_one_sample_describes_the_same_model_as_many():
+    model = Sequence()
+    one, many = (describe(model, torch.zeros(count, 3, 12), task="test") for count in (1, 6))
+    assert one == many
+
+
+def test_a_frozen_parameter_is_shared_but_not_trained():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[0].weight.requires_grad_(False)
+    spec = manifest_of(model, 3).tensors[0]
+    assert (spec.policy, spec.trainable) == ("shared", False)
+
+
+# --- refusals
+
+
+class Calls(nn.Module):
+    """A model whose forward is the function given, over one linear layer and whatever parts it is given."""
+
+    def __init__(self, forward, **parts):
+        super().__init__()
+        self.how = forward
+        self.hidden = nn.Linear(4, 4)
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.how(self, x)
+
+
+def tied():
+    model = Calls(lambda self, x: self.other(self.hidden(x)), other=nn.Linear(4, 4))
+    model.other.weight = model.hidden.weight
+    return model
+
+
+REFUSED = {
+    "recurrent": (
+        lambda: Calls(lambda self, x: self.rnn(x)[0], rnn=nn.LSTM(4, 4)),
+        r"rnn: layers of type LSTM .*build it from Linear",
+    ),
+    "transposed": (
+        lambda: Calls(lambda self, x: self.inner(x[:, None]), inner=nn.Sequential(nn.ConvTranspose1d(1, 2, 3))),
+        r"inner\.0: layers of type ConvTranspose1d",
+    ),
+    "grouped": (
+        lambda: Calls(lambda self, x: self.conv(x[:, :, None]), conv=nn.Conv1d(4, 8, 1, groups=2)),
+        "conv: a grouped convolution",
+    ),
+    "control flow": (
+        lambda: Calls(lambda self, x: x if x.sum() > 0 else -x),
+        "Calls cannot be traced: .*out of forward",
+    ),
+    "free parameter": (
+        lambda: Calls(lambda self, x: self.hidden(x) * self.gain, gain=nn.Parameter(torch.ones(4))),
+        "gain: a parameter that forward uses directly",
+    ),
+    "functional layer": (
+        lambda: Calls(lambda self, x: F.linear(x, self.hidden.weight)),
+        r"hidden\.weight: a parameter",
+    ),
+    "unused layer": (
+        lambda: Calls(lambda self, x: self.hidden(x), spare=nn.Linear(4, 4)),
+        r"spare\.weight: a parameter that no supported layer uses",
+    ),
+    "called twice": (
+        lambda: Calls(lambda self, x: self.hidden(self.hidden(x))),
+        "hidden: this Linear is called 2 times",
+    ),
+    "tied": (tied, r"other\.weight: the same parameter as hidden\.weight"),
+    "half precision": (
+        lambda: Calls(lambda self, x: self.hidden(x)).half(),
+        r"hidden\.weight: .*float16.*model\.float",
+    ),
+    "operation": (lambda: Calls(lambda self, x: torch.cumsum(self.hidden(x), 1)), "the operation cumsum is not supp"),
+    "product": (lambda: Calls(lambda self, x: x @ self.hidden(x).T), "getattr is not supported"),
+    "function": (lambda: Calls(lambda self, x: torch.special.expit(self.hidden(x))), "is not supported"),
+    "several outputs": (lambda: Calls(lambda self, x: (self.hidden(x), x)), "does not return one tensor"),
+    "chunks": (lambda: Calls(lambda self, x: self.hidden(x).chunk(2, 1)[0]), "gives a tuple of tensors"),
+    "no batch": (lambda: Calls(lambda self, x: self.hidden(x).sum(0)), "first axis must be the batch"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_the_layer_and_the_way_out(case):
+    build, message = REFUSED[case]
+    with pytest.raises(UnsupportedLayer, match=message):
+        describe(build(), torch.randn(3, 4), task="test")
+
+
+def test_a_model_of_two_inputs_is_refused():
+    class Two(nn.Module):
+        def forward(self, x, y):
+            return x + y
+
+    with pytest.raises(UnsupportedLayer, match="several arguments"):
+        manifest_of(Two(), 4)
+
+
+def test_a_layer_with_a_forward_of_its_own_is_looked_into():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    with pytest.raises(UnsupportedLayer, match=r"0\.weight: a parameter that forward uses directly"):
+        manifest_of(nn.Sequential(Scaled(4, 2)), 4)
