@@ -2,9 +2,9 @@
 
     w_i <- sum over the devices k that sent i of n_k * w_ki / sum over the same devices of n_k        (FedSPU, Alg. 1)
 
-Numerators are float64 arrays of the model's shapes. Weights need no array of that size: under neuron masks, all values
-that join the same two neurons (a kernel's taps, the columns of a flattened channel) are sent by the same devices, so one
-weight per pair of neurons serves. Memory is that of one model in float64 and a little, whatever the cohort.
+Numerators are float64 arrays of the model's shapes. Weights need no array of that size: under neuron masks all values
+that join the same two neurons (a kernel's taps, the columns of a flattened channel) are sent by the same devices, so
+one weight per pair of neurons serves. Memory is that of one model in float64 and a little, whatever the cohort.
 
 Order: float64 sums depend on it in the last bits, so the caller folds updates in the cohort's fixed order and the same
 updates give the same model, bit for bit. A value that nobody sent keeps its old one; it is never averaged in as zero.

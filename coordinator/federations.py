@@ -24,7 +24,6 @@ from edge_sdk.protocol.messages import (
     FederationSettings,
     FederationStatus,
 )
-
 from export.skeleton import check_skeleton, fill
 
 
@@ -131,7 +130,7 @@ class Federations:
         statuses = db.execute(
             select(Device.status, func.count()).where(Device.federation_id == federation.id).group_by(Device.status)
         )
-        counts = {status: count for status, count in statuses}
+        counts = dict(statuses.tuples().all())
         settings = settings_of(federation)
         return FederationInfo(
             name=federation.name,

@@ -1,4 +1,4 @@
-"""``uvicorn coordinator.main:app``: with no configuration, a federation called ``default`` that two devices can join."""
+"""``uvicorn coordinator.main:app``: with no configuration, a federation called ``default`` for two devices and more."""
 
 from __future__ import annotations
 

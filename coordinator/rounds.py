@@ -5,9 +5,9 @@
     round        open --(all settled, quorum, or deadline)--> closed; then the next one opens
     assignment   open --> done (update accepted) | returned (handed back) | expired (deadline, or the quorum was met)
 
-Calls from devices only record facts, each in one transaction: enrolled, asked, handed back, sent an update. ``advance``
-turns facts into progress: it opens rounds, folds updates into running sums, closes rounds. It is called by one thread at
-a time, whenever a fact has come and every tick for the deadlines.
+Calls from devices only record facts, each in one transaction: enrolled, asked, handed back, sent an update.
+``advance`` turns facts into progress: it opens rounds, folds updates into running sums, closes rounds. It is called by
+one thread at a time, whenever a fact has come and every tick for the deadlines.
 
 Nothing acknowledged is lost: an update is on disk and in the records before it is answered. The running sums are only
 memory: after a restart they are rebuilt from the stored updates. Updates are folded in the order of the cohort (sorted
@@ -44,7 +44,7 @@ from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation, Round
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol import messages as wire
-from edge_sdk.protocol.masks import count_values
+from edge_sdk.protocol.masks import count_values, same_mask
 
 log = logging.getLogger(__name__)
 
@@ -160,10 +160,11 @@ class Rounds:
         """Keep what a device's last upload cost it; the first word counts, and a stranger's none."""
         with self._store.writing() as db:
             assignment = db.get(Assignment, cost.assignment_id)
-            if assignment and assignment.device_id == device_id and assignment.status == "done":
-                if assignment.upload_cost is None:
-                    assignment.upload_cost = cost.upload.model_dump(mode="json")
-                    _touch(db, db.get_one(Federation, assignment.federation_id), assignment.round)
+            if assignment is None or assignment.device_id != device_id or assignment.status != "done":
+                return
+            if assignment.upload_cost is None:
+                assignment.upload_cost = cost.upload.model_dump(mode="json")
+                _touch(db, db.get_one(Federation, assignment.federation_id), assignment.round)
 
     # --- what devices send ---------------------------------------------------------------------------------------
 
@@ -239,11 +240,7 @@ class Rounds:
         if decoded.precision != precision:
             raise BadContent(f"values: sent as {decoded.precision}, the federation's precision is {precision}")
         mask, _ = self._models.mask(federation, device.name, assignment)
-        sent = None if decoded.mask is None else decoded.mask.active
-        wanted = None if mask is None else mask.active
-        if (sent is None) != (wanted is None) or any(
-            len(sent[group]) != len(wanted[group]) or (sent[group] != wanted[group]).any() for group in wanted or ()
-        ):
+        if not same_mask(decoded.mask, mask):
             raise BadContent(
                 f"mask: it is not the one of round {assignment.round} for {device.name}; fetch the assignment again"
             )

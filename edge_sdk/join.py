@@ -227,7 +227,8 @@ def report(result: Result, energy: str) -> str:
     lines = [
         f"{result.name}: {result.rounds} rounds, {result.steps} local steps"
         + (f", stopped early in round {result.stopped_round}" if result.stopped_round else ""),
-        f"  accuracy on held-out data  {_percent(result.accuracy_before)} before, {_percent(result.accuracy_after)} after",
+        f"  accuracy, held-out data    {_percent(result.accuracy_before)} before, "
+        f"{_percent(result.accuracy_after)} after",
         f"  training                   {_cost(result.training)}",
         f"  evaluation                 {_cost(result.evaluation)}",
         f"  energy source              {energy}",

@@ -1,7 +1,7 @@
 """One device's conversation with its coordinator: enrol, ask, download, train, upload, and go on after any death.
 
-``Session.step`` does one thing and returns; ``join`` calls it in a loop, a fleet for many devices in turn. Between steps
-everything that matters is on disk (``state``), so a step can be killed anywhere:
+``Session.step`` does one thing and returns; ``join`` calls it in a loop, a fleet for many devices in turn. Between
+steps everything that matters is on disk (``state``), so a step can be killed anywhere:
 
     before the state is saved   the assignment is still open: it is given again and done again, from the same model and
                                 with the same random numbers, so to the same update

@@ -8,9 +8,9 @@
       lock
 
 Every file is written under another name, flushed and renamed, so it is always whole. The personal model and the
-progress that belongs to it share one file, because a new model with an old counter would train a round twice. The outbox
-is written before them and counts only once they name it: killed in between, the device trains the round again, from the
-same model, to the same update.
+progress that belongs to it share one file, because a new model with an old counter would train a round twice. The
+outbox is written before them and counts only once they name it: killed in between, the device trains the round again,
+from the same model, to the same update.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Totals(BaseModel):
 
 
 class Progress(BaseModel):
-    """How far a device has come. ``memory`` belongs to the method; ``training`` and ``evaluation`` are what each cost."""
+    """How far a device has come. ``memory`` is the method's own; ``training`` and ``evaluation`` are what each cost."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from devices import EnergyMeter
 from edge_sdk.protocol.messages import Phase
@@ -16,7 +16,7 @@ from edge_sdk.transport import Traffic
 class Measured:
     """Filled with the phase's cost when it has ended."""
 
-    cost: Phase = Phase()
+    cost: Phase = field(default_factory=Phase)
 
 
 class Telemetry:

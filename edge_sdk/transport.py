@@ -1,8 +1,8 @@
 """HTTP with the coordinator: patient, resumable, counted.
 
 Whatever may pass by itself (no connection, a time-out, 408, 429, 5xx) is tried again, after a wait that doubles up to
-``LONGEST_WAIT`` and is drawn at random below that, so that a fleet does not come back all at once. Everything else is an
-answer: a problem document, raised as ``Refused``. A download that breaks goes on where it broke.
+``LONGEST_WAIT`` and is drawn at random below that, so that a fleet does not come back all at once. Everything else is
+an answer: a problem document, raised as ``Refused``. A download that breaks goes on where it broke.
 """
 
 from __future__ import annotations
@@ -195,7 +195,8 @@ class Transport:
             seconds = max(pause, self._chance.uniform(0, longest))
             if self._patience is not None and waited + seconds > self._patience:
                 raise Unreachable(
-                    f"{self._client.base_url} does not answer ({reason}); check the address and that the coordinator runs"
+                    f"{self._client.base_url} does not answer ({reason}); check the address, and that a coordinator "
+                    f"runs there"
                 )
             self._on_wait(reason, seconds)
             self._sleep(seconds)

@@ -7,7 +7,7 @@ import ipaddress
 import logging
 from typing import Annotated
 
-from fastapi import Depends, Request
+from fastapi import Depends
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import SecretStr
 from starlette.types import ASGIApp, Receive, Scope, Send

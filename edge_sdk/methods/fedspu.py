@@ -31,7 +31,7 @@ from edge_sdk.methods import DeviceState, Evaluated, Job, Trained
 from edge_sdk.protocol.bundle import Bundle
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, merge_in_place, pack, unpack
+from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, merge_in_place, pack, same_mask, unpack
 from edge_sdk.training.early_stopping import StopState, judge, stop_loss
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import LocalResult, derive_seed, evaluate, get_tensors, set_tensors, train_locally
@@ -102,7 +102,7 @@ def _merge(job: Job, mask: NeuronMask | None) -> Tensors:
     values: Array = received.values
     if _is_whole(job.manifest, received):  # sent again: only the active part is this round's business
         values = pack(job.manifest, _whole(job.manifest, received), mask)
-    elif not _same(received.mask, mask):
+    elif not same_mask(received.mask, mask):
         raise BundleError("the payload's mask is not the assignment's; fetch the assignment and its payload again")
     merged = {name: np.array(tensor) for name, tensor in job.state.personal.items()}
     merge_in_place(job.manifest, merged, values, mask)
@@ -141,9 +141,3 @@ def _whole(manifest: Manifest, received: Bundle) -> Tensors:
 def _is_whole(manifest: Manifest, received: Bundle) -> bool:
     """Whether nothing is left out: no mask, or one whose neurons are all active."""
     return received.values.size == manifest.shared_values
-
-
-def _same(one: NeuronMask | None, other: NeuronMask | None) -> bool:
-    if one is None or other is None:
-        return False
-    return all(np.array_equal(index, other.active[group]) for group, index in one.active.items())

@@ -175,7 +175,7 @@ def _to_bytes(values: Array, precision: Precision) -> bytes:
     brain = rounded.astype("<u2")
     if ((brain & 0x7F80) == 0x7F80).any():
         raise BundleError("a value rounds to infinity in bf16; use precision fp32")
-    return brain.tobytes()
+    return bytes(brain.tobytes())
 
 
 def _from_bytes(data: memoryview, precision: Precision) -> NDArray[np.float32]:

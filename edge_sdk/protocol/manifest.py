@@ -5,11 +5,11 @@ that belong to them. All of that follows from the manifest. Its central idea is 
 
     every axis of every tensor says which neurons its rows or columns belong to.
 
-A ``NeuronGroup`` is an index set of n neurons (the output channels or features of a hidden layer; layers whose outputs
-are added share one group). An axis is a sequence of ``Segment(group, repeat)``: the neurons of ``group`` in order, each
-owning ``repeat`` consecutive rows or columns. Repeat is 1, except behind a flatten, where channel c of an H x W map owns
-the columns c*H*W .. (c+1)*H*W-1; several segments stand for a concatenation. An axis without segments belongs to no
-hidden neuron (inputs, kernel taps, the classes of the output layer) and is always complete. A value is active when all
+A ``NeuronGroup`` is an index set of n neurons (the output channels or features of a hidden layer; layers whose
+outputs are added share one group). An axis is a sequence of ``Segment(group, repeat)``: the neurons of ``group`` in
+order, each owning ``repeat`` consecutive rows or columns. Repeat is 1, except behind a flatten, where channel c of an
+H x W map owns the columns c*H*W .. (c+1)*H*W-1; several segments stand for a concatenation. An axis without segments
+belongs to no hidden neuron (inputs, kernel taps, the classes of the output layer) and is always complete. A value is active when all
 its axes are, which is the rule "both neurons it joins are active" of FedSPU (arXiv:2403.11464, section 3).
 
 For conv(1->3), flatten of 2x2 maps, linear(12->5), linear(5->2):

@@ -5,8 +5,9 @@ them. A value of a tensor is active when the neurons on all its axes are (see ``
 tensor thus form a *block*, an outer product of index lists, and are packed row-major, tensor after tensor in state-dict
 order. No bitmap over parameters is ever built: index lists over rows and columns are 15 to 40 times cheaper.
 
-Seed form: both sides can draw a mask themselves from a ``NeuronDraw`` (FedSPU's method card, 4.7): the active neurons of
-a group are the ``a = max(1, floor(ratio * n))`` ones with the smallest SHA-256 of ``fedspu|job|round|device|group|i``.
+Seed form: both sides can draw a mask themselves from a ``NeuronDraw`` (FedSPU's method card, 4.7): the active neurons
+of a group are the ``a = max(1, floor(ratio * n))`` ones with the smallest SHA-256 of
+``fedspu|job|round|device|group|i``.
 """
 
 from __future__ import annotations
@@ -97,6 +98,13 @@ def check_mask(manifest: Manifest, mask: NeuronMask) -> None:
             )
 
 
+def same_mask(one: NeuronMask | None, other: NeuronMask | None) -> bool:
+    """Whether two masks of one manifest name the same neurons."""
+    if one is None or other is None:
+        return one is other
+    return all(np.array_equal(index, other.active[group]) for group, index in one.active.items())
+
+
 def _axis_index(segments: tuple[Segment, ...], mask: NeuronMask, sizes: Mapping[str, int]) -> Index | None:
     """Active entries of one axis, or None where all are."""
     if all(len(mask.active[segment.group]) == sizes[segment.group] for segment in segments):
@@ -152,7 +160,7 @@ class Block:
         else:
             view[self.rows[:, None], self.columns] = block
 
-    def add(self, tensor: Array, block: Array | float) -> None:
+    def add(self, tensor: NDArray[np.float64], block: NDArray[np.float64] | float) -> None:
         """Add to the active values of ``tensor`` (C-contiguous) in place; no index repeats, so += is safe."""
         view = tensor.reshape(self.view)
         if isinstance(block, np.ndarray):
@@ -170,8 +178,8 @@ class Block:
 def neuron_view(manifest: Manifest, spec: TensorSpec) -> tuple[int, ...]:
     """Shape of a tensor whose first two axes count neurons (or inputs, or classes).
 
-    The columns that one channel owns behind a flatten are neighbours: they become an axis of their own, like the taps of
-    a kernel, so that channels are indexed and their columns copied as runs.
+    The columns that one channel owns behind a flatten are neighbours: they become an axis of their own, like the taps
+    of a kernel, so that channels are indexed and their columns copied as runs.
     """
     segments = spec.axes[1] if len(spec.axes) > 1 else ()
     if len(segments) == 1 and segments[0].repeat > 1:

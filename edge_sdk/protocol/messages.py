@@ -51,7 +51,7 @@ class FederationSettings(_Request):
     momentum: float = Field(default=0.0, ge=0, lt=1, description="SGD momentum; starts at zero every round")
     weight_decay: float = Field(default=0.0, ge=0, le=10, description="Weight decay, on active parameters only")
     batch_size: int = Field(default=16, ge=1, le=1_000_000, description="Samples per local step")
-    local_epochs: int = Field(default=5, ge=1, le=10_000, description="Passes over the local data per round, E")
+    local_epochs: int = Field(default=2, ge=1, le=10_000, description="Passes over the local data per round, E")
     local_steps: int | None = Field(
         default=None, ge=1, le=10_000_000, description="Local steps per round, instead of local_epochs"
     )

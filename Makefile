@@ -1,0 +1,50 @@
+# make demo   set up, run the main job, show what came out
+# make test   set up, run the tests
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+TORCH  := torch==2.13.0
+
+.PHONY: demo test test-slow check format setup builtin demo-seeds clean
+
+demo: setup
+	$(BIN)/python -m benchmarks.demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# The table of docs/results/demo.md: the demo over five seeds.
+demo-seeds: setup
+	$(BIN)/python -m benchmarks.demo_seeds
+
+# The manifests and skeletons of built-in tasks, after a change of their models.
+builtin: setup
+	$(BIN)/python -m edge_sdk.tasks.write_builtin
+
+setup: $(READY)
+
+# torch comes first and pinned: resolved with the rest, its newest build would bring gigabytes of CUDA.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Sparrow needs Python 3.10 to 3.13, this is " + sys.version.split()[0] + \
+	  ": make PYTHON=python3.11") if not (3, 10) <= sys.version_info[:2] <= (3, 13) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Comparisons and tables: what ``docs/results`` shows, with the commands that made it."""

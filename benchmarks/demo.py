@@ -1,0 +1,347 @@
+"""``make demo``: one coordinator and five device processes, from nothing to five personal ONNX files.
+
+Everything is the product's own: ``uvicorn coordinator.main:app`` and ``python -m edge_sdk.join``, over HTTP on this
+machine. Devices have budgets 0.2 to 1.0 and a Dirichlet(0.3) share of scikit-learn's digits. Afterwards three models are
+compared on each device's own held-out data: one trained there alone, from the same first weights and for as many local
+steps; the federation's global model; the device's personal model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tqdm import tqdm
+
+from benchmarks import plots
+from edge_sdk.predict import Predictor
+from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol.manifest import Manifest, Tensors, initial_values
+from edge_sdk.protocol.messages import FederationInfo, FederationSettings, RoundRecord
+from edge_sdk.publish import publish
+from edge_sdk.state import Progress, StateFolder
+from edge_sdk.tasks import Task, load_task
+from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.local import derive_seed, evaluate, set_tensors, train_locally
+
+BUDGETS = (0.2, 0.4, 0.6, 0.8, 1.0)
+ALPHA = 0.3
+ROUNDS = 30
+WATTS = "2.3:6.4"  # a Raspberry Pi 4B, idle and busy: only where the machine has no sensor, and labelled so
+LIMIT_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class DeviceRow:
+    """One line of the table. Accuracies are shares of right answers on the device's held-out samples."""
+
+    device: str
+    budget: float
+    rounds: int
+    stopped_round: int | None
+    samples: int
+    held_out: int
+    local_steps: int
+    accuracy_local_only: float
+    accuracy_global: float
+    accuracy_personal: float
+    bytes_up: int
+    bytes_down: int
+    whole_model_bytes: int
+    evaluation_bytes: int
+    seconds: float
+    joules_measured: float
+    joules_estimated: float
+    onnx_bytes: int
+    onnx_latency_ms: float
+
+    @property
+    def traffic_share(self) -> float:
+        """Bytes both ways against sending the whole model in float32 both ways in each of its rounds."""
+        return (self.bytes_up + self.bytes_down) / (2 * self.rounds * self.whole_model_bytes)
+
+
+def run(folder: Path, seed: int) -> dict[str, Any]:
+    """Run the federation in ``folder`` and return the report; everything it printed is in ``folder``'s logs."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    begin = time.monotonic()
+    with coordinator(folder) as server:
+        publish(
+            server,
+            "demo",
+            "digits",
+            rounds=ROUNDS,
+            cohort=len(BUDGETS),
+            min_devices=len(BUDGETS),
+            local_epochs=2,
+            learning_rate=0.05,
+            patience=2,
+            evaluation_interval=2,
+            seed=seed,
+        )
+        with devices(folder, server, seed) as processes:
+            info, records = watch(server, processes, folder)
+        model, _ = checkpoint.load(httpx.get(f"{server}/v1/federations/demo/model").raise_for_status().content)
+        manifest = Manifest.model_validate_json(httpx.get(f"{server}/v1/federations/demo/manifest").content)
+    wall = time.monotonic() - begin
+    rows = [
+        judge(folder, name(index), budget, manifest, info.settings, model, seed)
+        for index, budget in enumerate(tqdm(BUDGETS, desc="training locally, to compare", unit="device", leave=False))
+    ]
+    return {
+        "seed": seed,
+        "wall_seconds": round(wall, 1),
+        "rounds": info.round,
+        "reason": info.reason,
+        "settings": info.settings.model_dump(mode="json"),
+        "parameters": info.parameters,
+        "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "devices": [asdict(row) | {"traffic_share": row.traffic_share} for row in rows],
+        "accuracy_by_round": [
+            {"round": each.round, "personal": each.accuracy_personal, "global": each.accuracy_global}
+            for each in records
+            if each.evaluated_devices
+        ],
+    }
+
+
+def name(index: int) -> str:
+    """The name of the device at ``index``."""
+    return f"device-{index}"
+
+
+@contextlib.contextmanager
+def coordinator(folder: Path) -> Iterator[str]:
+    """A coordinator process on a free port; yields its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {"COORDINATOR_DATA_DIR": str(folder / "coordinator"), "COORDINATOR_DEFAULT_TASK": ""}
+    command = [sys.executable, "-m", "uvicorn", "coordinator.main:app", "--port", str(port), "--log-level", "warning"]
+    with (folder / "coordinator.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        try:
+            server = f"http://127.0.0.1:{port}"
+            _wait_until_healthy(server, process, folder / "coordinator.log")
+            yield server
+        finally:
+            _stop(process)
+
+
+def _wait_until_healthy(server: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(600):
+        if process.poll() is not None:
+            raise SystemExit(f"the coordinator did not start:\n{log.read_text()}")
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{server}/healthz").status_code == 200:
+                return
+        time.sleep(0.1)
+    raise SystemExit(f"the coordinator did not answer within a minute:\n{log.read_text()}")
+
+
+@contextlib.contextmanager
+def devices(folder: Path, server: str, seed: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Five device processes, each with its own folder."""
+    processes = []
+    try:
+        for index, budget in enumerate(BUDGETS):
+            home = folder / name(index)
+            home.mkdir()
+            command = [
+                *(sys.executable, "-m", "edge_sdk.join", "--server", server, "--federation", "demo"),
+                *("--name", name(index), "--budget", str(budget), "--state-dir", str(home / "state")),
+                *("--data", f"index={index},of={len(BUDGETS)},alpha={ALPHA},seed={seed}", "--watts", WATTS),
+                *("--export", str(home / "model.onnx"), "--patience", "60", "--threads", "1", "--quiet"),
+            ]
+            with (home / "log").open("w") as log:
+                processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+        yield processes
+    finally:
+        for process in processes:
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def watch(
+    server: str, processes: list[subprocess.Popen[bytes]], folder: Path
+) -> tuple[FederationInfo, list[RoundRecord]]:
+    """Show a live line until every device has left; return the federation's last state and its records."""
+    url = f"{server}/v1/federations/demo"
+    end = time.monotonic() + LIMIT_SECONDS
+    with tqdm(total=ROUNDS, unit="round", desc="starting", dynamic_ncols=True) as bar, httpx.Client() as client:
+        while True:
+            running = [process for process in processes if process.poll() is None]
+            info = FederationInfo.model_validate_json(client.get(url).raise_for_status().content)
+            records = [RoundRecord.model_validate(row) for row in client.get(f"{url}/rounds").json()]
+            bar.n = info.round
+            bar.set_description(f"{info.devices - info.devices_stopped} training, {info.devices_stopped} stopped")
+            known = [each.accuracy_personal for each in records if each.accuracy_personal is not None]
+            sent = sum(each.bytes_up + each.bytes_down for each in records)
+            bar.set_postfix_str(f"personal {100 * known[-1]:.1f} %, {sent / 1e6:.1f} MB" if known else "")
+            if not running:
+                break
+            if time.monotonic() > end:
+                raise SystemExit(f"the demo took longer than {LIMIT_SECONDS} s; see the logs in {folder}")
+            time.sleep(0.3)
+    for index, process in enumerate(processes):
+        if process.returncode != 0:
+            log = folder / name(index) / "log"
+            raise SystemExit(f"{name(index)} ended with {process.returncode}:\n{log.read_text()}")
+    return info, records
+
+
+def judge(
+    folder: Path,
+    device: str,
+    budget: float,
+    manifest: Manifest,
+    settings: FederationSettings,
+    model: Tensors,
+    seed: int,
+) -> DeviceRow:
+    """Compare the three models on the device's own held-out data."""
+    home = folder / device
+    index = int(device.rsplit("-", 1)[1])
+    data = f"index={index},of={len(BUDGETS)},alpha={ALPHA},seed={seed}"
+    task = load_task("digits", data, device=device, seed=seed, batch_size=settings.batch_size)
+    state = StateFolder(home / "state")
+    personal, progress = state.load(manifest)
+    state.close()
+    assert personal is not None
+    accuracy = {
+        "local_only": local_only(task, manifest, settings, progress, device),
+        "global": _accuracy(task, model),
+        "personal": _accuracy(task, personal),
+    }
+    onnx = home / "model.onnx"
+    return DeviceRow(
+        device=device,
+        budget=budget,
+        rounds=progress.rounds,
+        stopped_round=progress.stopped_round,
+        samples=_samples(task.train),
+        held_out=_samples(task.held_out),
+        local_steps=progress.steps,
+        accuracy_local_only=accuracy["local_only"],
+        accuracy_global=accuracy["global"],
+        accuracy_personal=accuracy["personal"],
+        bytes_up=progress.training.bytes_up,
+        bytes_down=progress.training.bytes_down,
+        whole_model_bytes=4 * manifest.shared_values,
+        evaluation_bytes=progress.evaluation.bytes_down + progress.evaluation.bytes_up,
+        seconds=progress.training.seconds,
+        joules_measured=progress.training.joules_measured,
+        joules_estimated=progress.training.joules_estimated,
+        onnx_bytes=onnx.stat().st_size,
+        onnx_latency_ms=Predictor(onnx, threads=1).latency() * 1e3,
+    )
+
+
+def local_only(
+    task: Task, manifest: Manifest, settings: FederationSettings, progress: Progress, device: str
+) -> float:
+    """Accuracy of a model trained on this device alone: same first weights, rate, batch and number of local steps."""
+    set_tensors(task.model, initial_values(manifest, settings.seed))
+    train_locally(
+        task.model,
+        task,
+        settings.model_copy(update={"local_steps": progress.steps}),
+        learning_rate=settings.learning_rate,
+        freezing=Freezing(task.model, manifest, None),
+        seed=derive_seed("local-only", settings.seed, device),
+    )
+    accuracy = evaluate(task.model, task, task.held_out).accuracy
+    assert accuracy is not None
+    return accuracy
+
+
+def _accuracy(task: Task, tensors: Tensors) -> float:
+    set_tensors(task.model, tensors)
+    accuracy = evaluate(task.model, task, task.held_out).accuracy
+    assert accuracy is not None
+    return accuracy
+
+
+def _samples(batches: Any) -> int:
+    return sum(len(targets) for _, targets in batches)
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as one table, for a terminal."""
+    head = (
+        f"{'device':9} {'budget':>6} {'rounds':>6} {'stopped':>7} {'local':>7} {'global':>7} {'personal':>8} "
+        f"{'up':>8} {'down':>8} {'of whole':>8} {'joules':>15} {'ONNX':>8} {'latency':>8}"
+    )
+    lines = [head, "-" * len(head)]
+    for row in report["devices"]:
+        joules = (
+            f"{row['joules_measured']:.0f} J measured"
+            if row["joules_measured"]
+            else f"{row['joules_estimated']:.0f} J estimated"
+        )
+        lines.append(
+            f"{row['device']:9} {row['budget']:6.1f} {row['rounds']:6d} {row['stopped_round'] or '-':>7} "
+            f"{row['accuracy_local_only']:7.1%} {row['accuracy_global']:7.1%} {row['accuracy_personal']:8.1%} "
+            f"{row['bytes_up'] / 1e3:5.0f} kB {row['bytes_down'] / 1e3:5.0f} kB {row['traffic_share']:8.0%} "
+            f"{joules:>15} {row['onnx_bytes'] / 1e3:5.1f} kB {row['onnx_latency_ms']:5.3f} ms"
+        )
+    rows = report["devices"]
+    gain = sum(row["accuracy_personal"] - row["accuracy_local_only"] for row in rows) / len(rows)
+    lines += [
+        "-" * len(head),
+        f"personal minus local-only: {100 * gain:+.1f} points on average; {report['rounds']} rounds in "
+        f"{report['wall_seconds']:.0f} s; ended because: {report['reason']}",
+        "local: trained alone for as many steps. of whole: bytes both ways against the whole model each round.",
+    ]
+    if any(row["joules_estimated"] for row in rows):
+        idle, busy = WATTS.split(":")
+        lines.append(
+            f"joules estimated: no sensor here, so a board of {idle} W idle and {busy} W busy is assumed (a Raspberry "
+            f"Pi 4B), and each of the five devices is charged the whole board."
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the demo and show what came out."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description="One federation, five devices.")
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    report = run(options.folder, options.seed)
+    (options.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    plots.accuracy_by_round(report, options.folder / "accuracy.png")
+    print(table(report))
+    print(
+        f"\n{options.folder}/report.json      these figures\n"
+        f"{options.folder}/accuracy.png     accuracy by round\n"
+        f"{options.folder}/<device>/model.onnx   try: python -m edge_sdk.predict {options.folder}/{name(0)}/model.onnx "
+        f"--input x.npy"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
