@@ -1,9 +1,9 @@
 """``make demo``: one coordinator and five device processes, from nothing to five personal ONNX files.
 
 Everything is the product's own: ``uvicorn coordinator.main:app`` and ``python -m edge_sdk.join``, over HTTP on this
-machine. Devices have budgets 0.2 to 1.0 and a Dirichlet(0.3) share of scikit-learn's digits. Afterwards three models are
-compared on each device's own held-out data: one trained there alone, from the same first weights and for as many local
-steps; the federation's global model; the device's personal model.
+machine. Devices have budgets 0.2 to 1.0 and a Dirichlet(0.3) share of scikit-learn's digits. Afterwards three models
+are compared on each device's own held-out data: one trained there alone, from the same first weights and for as many
+local steps; the federation's global model; the device's personal model.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def run(folder: Path, seed: int) -> dict[str, Any]:
         "reason": info.reason,
         "settings": info.settings.model_dump(mode="json"),
         "parameters": info.parameters,
-        "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "machine": machine(),
         "devices": [asdict(row) | {"traffic_share": row.traffic_share} for row in rows],
         "accuracy_by_round": [
             {"round": each.round, "personal": each.accuracy_personal, "global": each.accuracy_global}
@@ -117,6 +117,11 @@ def run(folder: Path, seed: int) -> dict[str, Any]:
             if each.evaluated_devices
         ],
     }
+
+
+def machine() -> str:
+    """What these figures were made on, in a few words."""
+    return f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
 
 
 def name(index: int) -> str:
@@ -259,9 +264,7 @@ def judge(
     )
 
 
-def local_only(
-    task: Task, manifest: Manifest, settings: FederationSettings, progress: Progress, device: str
-) -> float:
+def local_only(task: Task, manifest: Manifest, settings: FederationSettings, progress: Progress, device: str) -> float:
     """Accuracy of a model trained on this device alone: same first weights, rate, batch and number of local steps."""
     set_tensors(task.model, initial_values(manifest, settings.seed))
     train_locally(

@@ -9,7 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-from matplotlib import pyplot  # noqa: E402 - the backend must be chosen first, machines have no screen
+from matplotlib import pyplot
 
 
 def accuracy_by_round(report: dict[str, Any], path: Path) -> None:
@@ -29,7 +29,7 @@ def accuracy_by_round(report: dict[str, Any], path: Path) -> None:
         axes.axvline(number, color="tab:red", lw=0.8, alpha=0.6)
         axes.text(number, axes.get_ylim()[0], f" budget {', '.join(budgets)} stops", rotation=90, va="bottom", size=7)
     axes.set(xlabel="round", ylabel="accuracy on held-out data, %, mean of devices", title="FedSPU on digits")
-    axes.legend(loc="lower right")
+    axes.legend(loc="center right")
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path)

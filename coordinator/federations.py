@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import uuid
 from collections.abc import Callable
 
 from sqlalchemy import func, select
@@ -72,6 +73,7 @@ class Federations:
             if db.scalar(select(Federation).where(Federation.name == request.name)):
                 raise NameTaken(f"a federation called {request.name!r} exists; choose another name")
             federation = Federation(
+                uid=uuid.uuid4().hex,
                 name=request.name,
                 task=manifest.task,
                 method=request.settings.method,
@@ -133,6 +135,7 @@ class Federations:
         counts = dict(statuses.tuples().all())
         settings = settings_of(federation)
         return FederationInfo(
+            uid=federation.uid,
             name=federation.name,
             method=federation.method,
             task=federation.task,

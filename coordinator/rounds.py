@@ -73,10 +73,11 @@ class Rounds:
 
     # --- what devices ask ----------------------------------------------------------------------------------------
 
-    def next_assignment(self, device_id: str) -> wire.Assignment | None:
+    def next_assignment(self, device_id: str, *, asked: bool = True) -> wire.Assignment | None:
         """The device's oldest open assignment, or None. Raises Finished when there will be none.
 
-        A device that comes after the end, without a model, is given ``adapt`` first.
+        A device that comes after the end, without a model, is given ``adapt`` first. asked: False for another look
+        within one long poll: whoever has left since it asked, perhaps without a word to the poll, stays away.
         """
         now = self._clock()
         with self._store.reading() as db:
@@ -84,7 +85,7 @@ class Rounds:
             federation = db.get_one(Federation, device.federation_id)
             assignment = _open_assignment(db, device)
         # A poll is no fact worth a write, unless the device was thought away or has not been seen for a while.
-        if not device.present or now - device.seen_at > 30:
+        if asked and (not device.present or now - device.seen_at > 30):
             with self._store.writing() as db:
                 db.execute(update(Device).where(Device.id == device_id).values(present=True, seen_at=now))
         if federation.status == wire.FederationStatus.paused:

@@ -90,7 +90,6 @@ def join(
             session = Session(
                 transport,
                 folder,
-                server=server,
                 federation=federation,
                 name=name,
                 make_task=task if callable(task) else lambda info: task,

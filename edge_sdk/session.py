@@ -83,7 +83,6 @@ class Session:
         transport: Transport,
         folder: StateFolder,
         *,
-        server: str,
         federation: str,
         name: str,
         make_task: Callable[[FederationInfo], Task],
@@ -98,8 +97,8 @@ class Session:
         self._report_progress = progress
         self._working_on: Assignment | None = None
         self._telemetry = Meter(meter or EnergyMeter(), transport.traffic)
-        self._identity = folder.identity(server, federation, name)
         self.info = transport.federation(federation)
+        self._identity = folder.identity(federation, self.info.uid, name)
         self.manifest = self._load_manifest()
         self.task = make_task(self.info)
         check_model(self.task.model, self.manifest)
@@ -170,8 +169,7 @@ class Session:
         except RoundOver as error:
             # The round closed while this device was downloading; there is other work, or will be.
             log.info("round %s: %s", assignment.round, error.detail)
-        finally:
-            self._working_on = None
+        self._working_on = None  # not in a finally: when the user interrupts, ``leave`` must know what to hand back
         return Step(Outcome.worked, assignment)
 
     def leave(self, reason: str) -> None:

@@ -1,7 +1,7 @@
 """What a device keeps on disk between rounds, so that it survives its own death at any point.
 
     state/
-      identity.json       server, federation, name, enrolment key, device id, token; readable by its owner alone
+      identity.json       federation, name, enrolment key, device id, token; readable by its owner alone
       model.safetensors   the personal model by name, and beside it, as JSON, ``Progress``
       outbox.bundle       the update being sent, until it is acknowledged
       manifest.json  skeleton.onnx
@@ -37,8 +37,8 @@ class Identity(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    server: str
     federation: str
+    federation_uid: str
     name: str
     enrolment_key: str
     device_id: str | None = None
@@ -118,12 +118,15 @@ class StateFolder:
         """Let another process have the folder."""
         self._lock.close()
 
-    def identity(self, server: str, federation: str, name: str) -> Identity:
+    def identity(self, federation: str, federation_uid: str, name: str) -> Identity:
         """Who this device is; made, with a fresh enrolment key, when the folder is new."""
         path = self.path / "identity.json"
         if not path.exists():
             identity = Identity(
-                server=server, federation=federation, name=name, enrolment_key=secrets.token_urlsafe(32)
+                federation=federation,
+                federation_uid=federation_uid,
+                name=name,
+                enrolment_key=secrets.token_urlsafe(32),
             )
             self.save_identity(identity)
             return identity
@@ -135,6 +138,11 @@ class StateFolder:
             raise StateError(
                 f"{self.path} belongs to {identity.name} in {identity.federation}, not to {name} in {federation}; use "
                 f"another --state-dir"
+            )
+        if identity.federation_uid != federation_uid:
+            raise StateError(
+                f"{self.path} belongs to another federation called {federation}, of before the coordinator was set up "
+                f"anew; use another --state-dir, or move this one away to start afresh"
             )
         return identity
 

@@ -39,7 +39,7 @@ def _axis(group: str, repeat: int = 1) -> tuple[Segment, ...]:
 
 @pytest.fixture(scope="session")
 def small() -> Manifest:
-    """conv(1->3), batch norm, flatten of 2x2 maps, linear(12->5), linear(5->2)."""
+    """conv(1->3), batch norm, flatten of 2x2 maps, linear(12->6), linear(6->2)."""
     one, zero = Constant(value=1), Constant(value=0)
     norm = [
         TensorSpec(name="bn.weight", shape=(3,), axes=(_axis("conv"),), init=one),
@@ -56,12 +56,12 @@ def small() -> Manifest:
             TensorSpec(name="conv.weight", shape=(3, 1, 3, 3), axes=(_axis("conv"), (), (), ()), init=Uniform(bound=1)),
             TensorSpec(name="conv.bias", shape=(3,), axes=(_axis("conv"),), init=Uniform(bound=1)),
             *norm,
-            TensorSpec(name="fc.weight", shape=(5, 12), axes=(_axis("fc"), _axis("conv", 4)), init=Uniform(bound=0.5)),
-            TensorSpec(name="fc.bias", shape=(5,), axes=(_axis("fc"),), init=zero),
-            TensorSpec(name="out.weight", shape=(2, 5), axes=((), _axis("fc")), init=Uniform(bound=0.25)),
+            TensorSpec(name="fc.weight", shape=(6, 12), axes=(_axis("fc"), _axis("conv", 4)), init=Uniform(bound=0.5)),
+            TensorSpec(name="fc.bias", shape=(6,), axes=(_axis("fc"),), init=zero),
+            TensorSpec(name="out.weight", shape=(2, 6), axes=((), _axis("fc")), init=Uniform(bound=0.25)),
             TensorSpec(name="out.bias", shape=(2,), init=zero),
         ),
-        groups=(NeuronGroup(name="conv", size=3), NeuronGroup(name="fc", size=5)),
+        groups=(NeuronGroup(name="conv", size=3), NeuronGroup(name="fc", size=6)),
         layers=(Layer(name="fc", kind="linear", tensors=("fc.weight", "fc.bias")),),
     )
 

@@ -70,9 +70,11 @@ async def get_assignment(
     loop = asyncio.get_running_loop()
     until = loop.time() + min(wait, house.settings.max_wait_seconds)
     house.something_happened()  # a device that was away is back: a round may open
+    asked = True
     while True:
         ring = house.bell.next_ring()
-        assignment = await run_in_threadpool(house.rounds.next_assignment, device_id)
+        assignment = await run_in_threadpool(house.rounds.next_assignment, device_id, asked=asked)
+        asked = False
         if assignment is not None:
             return assignment
         remaining = until - loop.time()

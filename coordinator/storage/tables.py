@@ -18,12 +18,14 @@ class Base(DeclarativeBase):
 class Federation(Base):
     """One learning problem with one method and its settings.
 
-    ``round`` counts closed rounds; ``model_version`` the global models, 0 being w^0.
+    ``uid`` tells it from another of the same name on a coordinator that was set up anew. ``round`` counts closed
+    rounds; ``model_version`` the global models, 0 being w^0.
     """
 
     __tablename__ = "federations"
 
     id: Mapped[int] = mapped_column(primary_key=True)
+    uid: Mapped[str] = mapped_column(String(32), unique=True)
     name: Mapped[str] = mapped_column(String(64), unique=True)
     task: Mapped[str] = mapped_column(String(200))
     method: Mapped[str] = mapped_column(String(64))

@@ -232,8 +232,8 @@ def _entry(header: dict[str, Any], name: str) -> tuple[str, int, int, int]:
             pass
         case _:
             raise BundleError(f"{name}: the header must give a dtype, a shape of one number and two offsets")
-    if any(isinstance(number, bool) for number in (count, low, high)) or count < 0:
-        raise BundleError(f"{name}: shape and offsets must be whole numbers from 0 on")
+    if any(isinstance(number, bool) or not 0 <= number < 2**53 for number in (count, low, high)):
+        raise BundleError(f"{name}: shape and offsets must be whole numbers from 0 on, below 2**53")
     allowed = {"U8": 1} if name == "mask" else dict(_DTYPES.values())
     if dtype not in allowed:
         raise BundleError(f"{name}: dtype {dtype[:20]!r}; accepted are {', '.join(allowed)}")

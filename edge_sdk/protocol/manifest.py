@@ -9,8 +9,8 @@ A ``NeuronGroup`` is an index set of n neurons (the output channels or features 
 outputs are added share one group). An axis is a sequence of ``Segment(group, repeat)``: the neurons of ``group`` in
 order, each owning ``repeat`` consecutive rows or columns. Repeat is 1, except behind a flatten, where channel c of an
 H x W map owns the columns c*H*W .. (c+1)*H*W-1; several segments stand for a concatenation. An axis without segments
-belongs to no hidden neuron (inputs, kernel taps, the classes of the output layer) and is always complete. A value is active when all
-its axes are, which is the rule "both neurons it joins are active" of FedSPU (arXiv:2403.11464, section 3).
+belongs to no hidden neuron (inputs, kernel taps, the classes of the output layer) and is always complete. A value is
+active when all its axes are, which is the rule "both neurons it joins are active" of FedSPU (arXiv:2403.11464).
 
 For conv(1->3), flatten of 2x2 maps, linear(12->5), linear(5->2):
 
@@ -234,19 +234,22 @@ def initial_values(manifest: Manifest, seed: int, published: Tensors | None = No
     Returns name -> float32, for every shared tensor. The draw uses PCG64's raw 64-bit stream, which numpy promises
     never to change (the distributions built on it may), with one stream per tensor, so that adding a layer leaves the
     others as they were: value = bound * (2u - 1) with u the top 24 bits of each output. Raises ManifestError when a
-    recipe says ``data`` and nothing was published for it.
+    recipe says ``data`` and nothing was published for it, and when a value is not finite.
     """
     published = published or {}
     values: Tensors = {}
-    for spec in manifest.shared:
-        if isinstance(spec.init, Constant):
-            values[spec.name] = np.full(spec.shape, spec.init.value, dtype=np.float32)
-        elif isinstance(spec.init, Uniform):
-            values[spec.name] = _uniform(spec, spec.init.bound, seed)
-        elif spec.name in published:
-            values[spec.name] = np.array(published[spec.name], dtype=np.float32).reshape(spec.shape)
-        else:
-            raise ManifestError(f"{spec.name}: its initial values must be published with the manifest")
+    with np.errstate(over="ignore"):  # what does not fit float32 becomes infinite, and is refused below
+        for spec in manifest.shared:
+            if isinstance(spec.init, Constant):
+                values[spec.name] = np.full(spec.shape, spec.init.value, dtype=np.float32)
+            elif isinstance(spec.init, Uniform):
+                values[spec.name] = _uniform(spec, spec.init.bound, seed)
+            elif spec.name in published:
+                values[spec.name] = np.array(published[spec.name], dtype=np.float32).reshape(spec.shape)
+            else:
+                raise ManifestError(f"{spec.name}: its initial values must be published with the manifest")
+            if not np.isfinite(values[spec.name]).all():
+                raise ManifestError(f"{spec.name}: an initial value is not finite in float32; publish a sound model")
     return values
 
 

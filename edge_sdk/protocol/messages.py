@@ -115,6 +115,7 @@ class FederationStatus(str, Enum):
 class FederationInfo(_Answer):
     """What anybody allowed to look learns of a federation."""
 
+    uid: str = Field(description="Tells it from another of the same name, on a coordinator set up anew")
     name: str
     method: str
     task: str

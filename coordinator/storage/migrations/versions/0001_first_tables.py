@@ -13,6 +13,7 @@ def upgrade() -> None:
     op.create_table(
         "federations",
         sa.Column("id", sa.Integer(), nullable=False),
+        sa.Column("uid", sa.String(length=32), nullable=False),
         sa.Column("name", sa.String(length=64), nullable=False),
         sa.Column("task", sa.String(length=200), nullable=False),
         sa.Column("method", sa.String(length=64), nullable=False),
@@ -27,6 +28,7 @@ def upgrade() -> None:
         sa.Column("finished_at", sa.Double(), nullable=True),
         sa.PrimaryKeyConstraint("id"),
         sa.UniqueConstraint("name"),
+        sa.UniqueConstraint("uid"),
     )
     op.create_table(
         "devices",

@@ -1,0 +1,71 @@
+"""``python docs/settings.py`` writes docs/settings.md from the settings themselves; a test holds the page to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from coordinator.settings import Settings
+from edge_sdk.protocol.messages import FederationSettings
+
+PAGE = Path(__file__).with_suffix(".md")
+
+HEAD = """# Settings
+
+Made by `python docs/settings.py`; do not edit by hand.
+
+## The coordinator's
+
+Environment variables, read at start.
+
+"""
+
+TOKENS = """
+Where no token of a kind is set, its calls are open: fine on one machine, and the coordinator says so loudly when it is
+reached from beyond it. Where one is set, a caller without it learns nothing but `/healthz` and `/readyz`. Callers send
+`Authorization: Bearer <token>`; the SDK reads `SPARROW_ENROLMENT_TOKEN` (join) and `SPARROW_ADMIN_TOKEN` (publish).
+
+## A federation's
+
+Given when it is created: as options of `python -m edge_sdk.publish` (`--local-epochs 3`), as arguments of
+`publish(...)`, or as `settings` of `POST /v1/federations`. `rounds`, `cohort` and `deadline_seconds` can be changed
+later by `PATCH /v1/federations/{name}`.
+
+"""
+
+STOPPING = """
+Early stopping: after each round that it takes part in, a device computes `L = stop_weight * training loss +
+(1 - stop_weight) * validation loss`. `L` counts as an increase when it exceeds the device's last one less
+`min_improvement`; after `patience` increases in a row the device sends this round's update and trains no more. It keeps
+its personal model and goes on answering evaluations. When all devices have stopped the federation is finished.
+
+A round closes when `quorum` of its cohort have sent their updates and everybody else has handed back, or at its
+deadline. A device that misses a deadline is not drawn again until it asks for work.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return HEAD + _table(Settings, "COORDINATOR_{}", upper=True) + TOKENS + _table(FederationSettings, "{}") + STOPPING
+
+
+def _table(model: type[BaseModel], name: str, *, upper: bool = False) -> str:
+    lines = ["| setting | default | meaning |", "|---|---|---|"]
+    for field, about in model.model_fields.items():
+        key = name.format(field.upper() if upper else field)
+        lines.append(f"| `{key}` | {_default(about.default)} | {about.description} |")
+    return "\n".join(lines) + "\n"
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, BaseModel):
+        return f"`{value.model_dump_json(exclude_defaults=True)}`"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value is None else f"`{value}`" if str(value) else "empty"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,349 @@
+"""Real coordinators and real devices, each a process of its own, for tests that use the front door and kill -9.
+
+A device is started in one of two ways: ``device.command`` runs ``python -m edge_sdk.join`` as a user does;
+``device`` forks the same program from a process that has torch loaded already, in 0.1 s instead of 3.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from .proxy import Proxy
+
+LOGS: dict[str, Path] = {}
+"""Logs of the processes that run now: shown when a test fails."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if report.failed:
+        for name, path in LOGS.items():
+            text = path.read_text(errors="replace") if path.exists() else ""
+            report.sections.append((f"log of {name}", text[-10_000:]))
+    return report
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout: float = 30.0, interval: float = 0.005) -> Any:
+    """What ``condition`` returns once it is true. Fails the test when it does not become so in time."""
+    until = time.monotonic() + timeout
+    while not (found := condition()):
+        if time.monotonic() > until:
+            pytest.fail(f"waited {timeout} s in vain: {what}")
+        time.sleep(interval)
+    return found
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment without settings of a coordinator or device that may lie in it."""
+    kept = {key: text for key, text in os.environ.items() if not key.startswith(("COORDINATOR_", "SPARROW_"))}
+    return {**kept, "PYTHONUNBUFFERED": "1", **more}
+
+
+class Coordinator:
+    """``uvicorn coordinator.main:app`` over one data folder and one port, however often it is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data = folder / "data"
+        self.log = folder / "coordinator.log"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port: int = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._http = httpx.Client(base_url=self.url, timeout=10)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._name = f"coordinator in {folder.name}"
+        folder.mkdir(parents=True, exist_ok=True)
+        LOGS[self._name] = self.log
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        command = [sys.executable, "-m", "uvicorn", "coordinator.main:app", "--host", "127.0.0.1"]
+        with self.log.open("ab") as log:
+            self._process = process = subprocess.Popen(
+                [*command, "--port", str(self.port)],
+                cwd=self.log.parent,
+                env=environment(COORDINATOR_DATA_DIR=str(self.data), COORDINATOR_DEFAULT_TASK=""),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+        def answers() -> bool:
+            assert process.poll() is None, "the coordinator ended before it answered"
+            try:
+                return self._http.get("/healthz").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        wait_until(answers, "GET /healthz of the coordinator", interval=0.02)
+
+    def kill(self) -> None:
+        """kill -9."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """End it as an operator does."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._http.close()
+        LOGS.pop(self._name, None)
+
+    def get(self, path: str) -> httpx.Response:
+        """Ask it; an error status fails the test."""
+        return self._http.get(path).raise_for_status()
+
+    def create(self, name: str, **settings: Any) -> None:
+        """Create a federation of the digits."""
+        body = {"name": name, "task": "digits", "settings": settings}
+        self._http.post("/v1/federations", json=body).raise_for_status()
+
+    def info(self, name: str) -> dict[str, Any]:
+        return self.get(f"/v1/federations/{name}").json()
+
+    def rounds(self, name: str) -> list[dict[str, Any]]:
+        return self.get(f"/v1/federations/{name}/rounds").json()
+
+    def logged(self, pattern: str, *, since: int = 0) -> list[str]:
+        """What in the log, from byte ``since`` on, matches the pattern."""
+        with self.log.open("rb") as log:
+            log.seek(since)
+            return re.findall(pattern, log.read().decode(errors="replace"))
+
+    def log_size(self) -> int:
+        return self.log.stat().st_size
+
+    def wait_for_log(self, pattern: str, *, since: int = 0, times: int = 1, timeout: float = 30.0) -> None:
+        """Wait until the pattern is there so often."""
+        what = f"{times} x {pattern!r} in the coordinator's log"
+        wait_until(lambda: len(self.logged(pattern, since=since)) >= times, what, timeout, interval=0.002)
+
+
+class Device:
+    """One process of ``edge_sdk.join``. ``log`` is what it wrote to stdout and stderr."""
+
+    def __init__(self, name: str, pid: int, log: Path, poll: Callable[[], int | None]) -> None:
+        self.name, self.log = name, log
+        self._pid, self._poll = pid, poll
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def alive(self) -> bool:
+        return self._poll() is None
+
+    def wait(self, timeout: float = 60.0) -> int:
+        """Its exit status; minus the signal's number where it was killed."""
+        wait_until(lambda: not self.alive(), f"device {self.name} to end", timeout)
+        status = self._poll()
+        assert status is not None
+        return status
+
+    def kill(self) -> None:
+        """kill -9; it must have been alive."""
+        self.signal(signal.SIGKILL)
+        assert self.wait(10) == -signal.SIGKILL, f"device {self.name} had ended before it was killed"
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.alive():
+            os.kill(self._pid, number)
+
+
+NURSERY = """
+import json, os, sys, traceback
+import edge_sdk.join, edge_sdk.tasks.digits, sklearn.datasets
+
+for line in sys.stdin:
+    order = json.loads(line)
+    if "poll" in order:
+        pid, status = os.waitpid(order["poll"], os.WNOHANG)
+        print(json.dumps(None if pid == 0 else os.waitstatus_to_exitcode(status)), flush=True)
+        continue
+    pid = os.fork()
+    if pid == 0:
+        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(log, 1), os.dup2(log, 2)
+        status = 70
+        try:
+            status = edge_sdk.join.main(order["arguments"])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    print(pid, flush=True)
+"""
+
+
+class Nursery:
+    """A process with torch loaded, of which devices are forked."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", NURSERY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+        )
+
+    def _ask(self, order: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def start(self, name: str, arguments: list[str], log: Path) -> Device:
+        pid: int = self._ask({"arguments": arguments, "log": str(log)})
+        ended: list[int] = []
+
+        def poll() -> int | None:
+            if not ended and (status := self._ask({"poll": pid})) is not None:
+                ended.append(status)
+            return ended[0] if ended else None
+
+        return Device(name, pid, log, poll)
+
+    def close(self) -> None:
+        with self._process:
+            self._process.kill()
+
+
+class Devices:
+    """Starts devices whose state, exports and logs lie in ``folder``, each under its name."""
+
+    def __init__(self, nursery: Callable[[], Nursery], folder: Path) -> None:
+        self._nursery = nursery
+        self.folder = folder
+        self._started: list[Device] = []
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, server: str, federation: str, name: str, *more: str) -> Device:
+        """Fork one."""
+        return self._known(
+            self._nursery().start(name, self._arguments(server, federation, name, more), self._log(name))
+        )
+
+    def command(self, server: str, federation: str, name: str, *more: str) -> Device:
+        """Run ``python -m edge_sdk.join``."""
+        arguments = self._arguments(server, federation, name, more)
+        with self._log(name).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "edge_sdk.join", *arguments],
+                cwd=self.folder,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        return self._known(Device(name, process.pid, self._log(name), process.poll))
+
+    def onnx(self, name: str) -> Path:
+        """Where the device exports its personal model."""
+        return self.folder / f"{name}.onnx"
+
+    def close(self) -> None:
+        for device in self._started:
+            device.signal(signal.SIGKILL)
+            device.wait(10)
+            LOGS.pop(f"device {device.name} in {self.folder.name}", None)
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def _known(self, device: Device) -> Device:
+        self._started.append(device)
+        LOGS[f"device {device.name} in {self.folder.name}"] = device.log
+        return device
+
+    def _arguments(self, server: str, federation: str, name: str, more: tuple[str, ...]) -> list[str]:
+        return [
+            *("--server", server, "--federation", federation, "--name", name),
+            *("--state-dir", str(self.folder / name), "--export", str(self.onnx(name))),
+            *("--threads", "1", "--patience", "30", *more),
+        ]
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Callable[[], Nursery]]:
+    """The nursery, started when the first device is wanted of it."""
+    started: list[Nursery] = []
+
+    def give() -> Nursery:
+        if not started:
+            started.append(Nursery())
+        return started[0]
+
+    yield give
+    for each in started:
+        each.close()
+
+
+@contextmanager
+def one_machine(nursery: Callable[[], Nursery], folder: Path) -> Iterator[tuple[Coordinator, Devices]]:
+    """A coordinator that answers, and a way to start devices, in an empty folder."""
+    with ExitStack() as stack:
+        coordinator = Coordinator(folder / "coordinator")
+        stack.callback(coordinator.close)
+        devices = Devices(nursery, folder / "devices")
+        stack.callback(devices.close)
+        coordinator.start()
+        yield coordinator, devices
+
+
+Machine = Callable[[], tuple[Coordinator, Devices]]
+
+
+@pytest.fixture(scope="module")
+def machine(nursery: Callable[[], Nursery], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    """Makes coordinators with folders of their own that live as long as the module."""
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(one_machine(nursery, tmp_path_factory.mktemp("machine")))
+
+
+@pytest.fixture
+def house(nursery: Callable[[], Nursery], tmp_path: Path) -> Iterator[tuple[Coordinator, Devices]]:
+    """A coordinator of one's own, and a way to start devices."""
+    with one_machine(nursery, tmp_path) as both:
+        yield both
+
+
+@pytest.fixture
+def coordinator(house: tuple[Coordinator, Devices]) -> Coordinator:
+    return house[0]
+
+
+@pytest.fixture
+def device(house: tuple[Coordinator, Devices]) -> Devices:
+    return house[1]
+
+
+@pytest.fixture
+def proxy(coordinator: Coordinator) -> Iterator[Callable[[], Proxy]]:
+    """Makes proxies in front of the coordinator."""
+    with ExitStack() as stack:
+
+        def make() -> Proxy:
+            made = Proxy(coordinator.port)
+            stack.callback(made.close)
+            return made
+
+        yield make

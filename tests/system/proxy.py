@@ -1,0 +1,252 @@
+"""A TCP proxy between one device and the coordinator: it counts HTTP bodies, and breaks exchanges where a test says so.
+
+It reads HTTP/1.1 for itself, and only what our two halves send each other: one request at a time per connection, bodies
+with a ``Content-Length``. Anything chunked is noted in ``chunked`` and refused. Every exchange goes to the coordinator
+on a connection of its own, so that a coordinator that was killed and started again is found.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+PIECE = 16 * 1024
+SMALL = 64 * 1024
+
+
+@dataclass
+class Exchange:
+    """One request and its answer: bytes of bodies that were passed on, up and down."""
+
+    method: str
+    path: str
+    status: int = 0
+    up: int = 0
+    down: int = 0
+    answer: bytes = b""  # of JSON that is not large
+    complete: bool = False
+
+
+@dataclass
+class Fault:
+    """Breaks the next exchange that fits, once.
+
+    In the ``request`` or the ``answer``, ``after`` so many bytes of its body (None: before anything of it, head
+    included, is passed on; an answer was read whole by then). ``reached`` is set there; the connection is closed when
+    ``ended`` is.
+    """
+
+    method: str
+    ending: str
+    where: str
+    after: int | None
+    reached: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def fits(self, exchange: Exchange) -> bool:
+        return exchange.method == self.method and exchange.path.split("?")[0].endswith(self.ending)
+
+    def strike(self) -> None:
+        self.reached.set()
+        self.ended.wait()
+        raise ConnectionAbortedError("broken as the test wanted it")
+
+
+class Proxy:
+    """Listens on a port of its own (``url``) and passes on to ``port`` on this machine. Close it."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._changed = threading.Condition()
+        self._exchanges: list[Exchange] = []
+        self._faults: list[Fault] = []
+        self._sockets: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._closing = False
+        self.chunked: list[str] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._start(self._accept)
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """Those that have begun, oldest first."""
+        with self._changed:
+            return list(self._exchanges)
+
+    def wait_for(self, wanted: Callable[[Exchange], bool], *, since: int = 0, timeout: float = 30.0) -> Exchange:
+        """The first exchange from number ``since`` on that is as wanted. Raises TimeoutError."""
+        until = time.monotonic() + timeout
+        with self._changed:
+            while True:
+                for exchange in self._exchanges[since:]:
+                    if wanted(exchange):
+                        return exchange
+                if not self._changed.wait(until - time.monotonic()):
+                    seen = [(each.method, each.path, each.status) for each in self._exchanges[since:]]
+                    raise TimeoutError(f"no exchange as wanted in {timeout} s; there were {seen}")
+
+    def fault(self, method: str, ending: str, where: str, after: int | None = None, *, hold: bool = True) -> Fault:
+        """Break the next exchange of ``method`` whose path ends so; ``hold`` False: without waiting for ``ended``."""
+        fault = Fault(method, ending, where, after)
+        if not hold:
+            fault.ended.set()
+        with self._changed:
+            self._faults.append(fault)
+        return fault
+
+    def close(self) -> None:
+        """Break what is running, and wait for every thread."""
+        with self._changed:
+            self._closing = True
+            for fault in self._faults:
+                fault.ended.set()
+            sockets = [*self._sockets, self._listener]
+        for each in sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(timeout=10)
+
+    # --- how -----------------------------------------------------------------------------------------------------
+
+    def _start(self, work: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self._start(self._serve, client)
+
+    def _serve(self, client: socket.socket) -> None:
+        with client, self._known(client), client.makefile("rb") as requests, suppress(OSError):
+            while self._exchange(client, requests):
+                pass
+
+    def _known(self, connection: socket.socket) -> _Known:
+        return _Known(self, connection)
+
+    def _exchange(self, client: socket.socket, requests: BinaryIO) -> bool:
+        """One request passed on and answered; False when the client has gone."""
+        head = _read_head(requests)
+        if not head:
+            return False
+        method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ")
+        exchange = Exchange(method, path)
+        fault = self._begin(exchange)
+        with socket.create_connection(("127.0.0.1", self._port), timeout=5) as server, self._known(server):
+            server.settimeout(None)
+            with server.makefile("rb") as answers:
+                self._pass_request(exchange, fault, head, requests, server)
+                self._pass_answer(exchange, fault, answers, client)
+        with self._changed:
+            exchange.complete = True
+            self._changed.notify_all()
+        return True
+
+    def _begin(self, exchange: Exchange) -> Fault | None:
+        with self._changed:
+            self._exchanges.append(exchange)
+            self._changed.notify_all()
+            for fault in self._faults:
+                if not fault.reached.is_set() and fault.fits(exchange):
+                    return fault
+        return None
+
+    def _pass_request(
+        self, exchange: Exchange, fault: Fault | None, head: bytes, requests: BinaryIO, server: socket.socket
+    ) -> None:
+        mine = fault if fault and fault.where == "request" else None
+        if mine and mine.after is None:
+            mine.strike()
+        server.sendall(head)
+        for piece in _pieces(requests, self._length(exchange, head), mine):
+            server.sendall(piece)
+            exchange.up += len(piece)
+
+    def _pass_answer(self, exchange: Exchange, fault: Fault | None, answers: BinaryIO, client: socket.socket) -> None:
+        head = _read_head(answers)
+        if not head:
+            raise ConnectionAbortedError("the coordinator has gone")
+        status = int(head.split(b" ", 2)[1])
+        length = 0 if status in (204, 304) else self._length(exchange, head)
+        mine = fault if fault and fault.where == "answer" else None
+        if mine and mine.after is None:
+            answers.read(length)
+            mine.strike()
+        client.sendall(head)
+        for piece in _pieces(answers, length, mine):
+            client.sendall(piece)
+            exchange.down += len(piece)
+            if length <= SMALL and b"application/json" in head:
+                exchange.answer += piece
+        exchange.status = status
+
+    def _length(self, exchange: Exchange, head: bytes) -> int:
+        if _header(head, b"transfer-encoding") is not None:
+            self.chunked.append(f"{exchange.method} {exchange.path}")
+            raise ConnectionAbortedError("chunked")
+        return int(_header(head, b"content-length") or 0)
+
+
+class _Known:
+    """Keeps a connection in the list of those that ``close`` breaks."""
+
+    def __init__(self, proxy: Proxy, connection: socket.socket) -> None:
+        self._proxy, self._connection = proxy, connection
+
+    def __enter__(self) -> None:
+        with self._proxy._changed:
+            if self._proxy._closing:
+                raise ConnectionAbortedError("closing")
+            self._proxy._sockets.add(self._connection)
+
+    def __exit__(self, *error: object) -> None:
+        with self._proxy._changed:
+            self._proxy._sockets.discard(self._connection)
+
+
+def _read_head(stream: BinaryIO) -> bytes:
+    """Start line and headers, empty line included; nothing when the other side has closed."""
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):
+        line = stream.readline()
+        if not line:
+            return b""
+        head += line
+    return head
+
+
+def _header(head: bytes, name: bytes) -> bytes | None:
+    found = re.search(rb"\r\n" + name + rb":[ \t]*([^\r\n]*)", head, re.IGNORECASE)
+    return None if found is None else found[1]
+
+
+def _pieces(stream: BinaryIO, length: int, fault: Fault | None):  # type: ignore[no-untyped-def]
+    """The body, piece by piece; the fault strikes after exactly its number of bytes."""
+    done = 0
+    while True:
+        if fault is not None and done == fault.after:
+            fault.strike()
+        if done == length:
+            return
+        size = min(PIECE, length - done)
+        if fault is not None and fault.after is not None and done < fault.after:
+            size = min(size, fault.after - done)
+        piece = stream.read1(size)  # type: ignore[attr-defined]
+        if not piece:
+            raise ConnectionAbortedError("the sender has gone")
+        yield piece
+        done += len(piece)
