@@ -7,8 +7,10 @@ import hmac
 import secrets
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 from sqlalchemy import select, update
+from sqlalchemy.orm import Session
 
 from coordinator.errors import NameTaken, NotAuthenticated, NotFound
 from coordinator.federations import find
@@ -80,15 +82,21 @@ class Devices:
                 raise NotFound("there is no such device")
             if request.budget is not None:
                 device.budget = request.budget
+            if request.holds_model is not None:
+                device.holds_model = request.holds_model
+                if not request.holds_model:
+                    _open_assignments(db, device_id, full=True)
             if request.conditions is not None:
                 device.present = request.conditions.available
             if request.revoked:
                 device.status, device.present = "revoked", False
-                db.execute(
-                    update(Assignment)
-                    .where(Assignment.device_id == device_id, Assignment.status == "open")
-                    .values(status="expired")
-                )
+                _open_assignments(db, device_id, status="expired")
+
+
+def _open_assignments(db: Session, device_id: str, **values: Any) -> None:
+    db.execute(
+        update(Assignment).where(Assignment.device_id == device_id, Assignment.status == "open").values(**values)
+    )
 
 
 def _sha256(text: str) -> bytes:

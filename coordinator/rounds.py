@@ -198,7 +198,7 @@ class Rounds:
             return False
         report = self._check_update(federation, device, assignment, body)
         if assignment.kind == wire.Kind.train:
-            self._store.blobs.put(_update_key(assignment), body)
+            self._store.blobs.put(_update_key(assignment, digest), body)
         with self._store.writing() as db:
             assignment, device, federation = _owned(db, assignment_id, device_id)
             if self._settled(assignment, digest):
@@ -207,7 +207,7 @@ class Rounds:
             assignment.update_sha256 = digest
             assignment.update_bytes = len(body)
             assignment.report = report.model_dump(mode="json")
-            device.holds_model = device.holds_model or assignment.full
+            device.holds_model = device.holds_model or assignment.kind != wire.Kind.evaluate
             if isinstance(report, wire.UpdateReport) and report.status == "stopped":
                 device.status, device.stopped_round = "stopped", assignment.round
             _touch(db, federation, assignment.round)
@@ -380,7 +380,7 @@ class Rounds:
         while folding.position < len(cohort) and cohort[folding.position].status != "open":
             assignment = cohort[folding.position]
             if assignment.status == "done":
-                body = self._store.blobs.get(_update_key(assignment))
+                body = self._store.blobs.get(_update_key(assignment, assignment.update_sha256 or ""))
                 decoded = bundle.decode(body, self._models.manifest(federation))
                 report = wire.UpdateReport.model_validate_json(decoded.report)
                 folding.sums.fold_in_place(decoded.values, decoded.mask, report.num_examples)
@@ -527,5 +527,6 @@ def _update_folder(federation_id: int) -> str:
     return f"{federation_id}/updates"
 
 
-def _update_key(assignment: Assignment) -> str:
-    return f"{_update_folder(assignment.federation_id)}/{assignment.id}"
+def _update_key(assignment: Assignment, digest: str) -> str:
+    """Named by its content too: of two bodies that race for one assignment, the one recorded is the one folded."""
+    return f"{_update_folder(assignment.federation_id)}/{assignment.id}.{digest}"

@@ -52,6 +52,7 @@ from edge_sdk.transport import Transport
 log = logging.getLogger(__name__)
 
 JSON_TYPE = "application/json"
+PATIENCE_WHEN_LEAVING = 3.0
 
 
 class Outcome(Enum):
@@ -95,7 +96,7 @@ class Session:
         self._federation = federation
         self._budget = budget
         self._report_progress = progress
-        self._working_on: Assignment | None = None
+        self._working_on: Assignment | None = None  # stays when a step is interrupted: leave() hands it back
         self._telemetry = Meter(meter or EnergyMeter(), transport.traffic)
         self.info = transport.federation(federation)
         self._identity = folder.identity(federation, self.info.uid, name)
@@ -140,7 +141,7 @@ class Session:
             self._transport.token = enrolled.token
             return
         self._transport.token = self._identity.token
-        self._tell(ChangeDevice(budget=self._budget, conditions=Conditions()))
+        self._tell(ChangeDevice(budget=self._budget, conditions=Conditions(), holds_model=self.personal is not None))
 
     def _tell(self, change: ChangeDevice) -> None:
         if self._identity.device_id is not None:
@@ -174,6 +175,7 @@ class Session:
 
     def leave(self, reason: str) -> None:
         """Say goodbye: hand back what is open, so that the round need not wait for the deadline."""
+        self._transport.patience_seconds = PATIENCE_WHEN_LEAVING
         try:
             if self._working_on is not None:
                 self._hand_back(self._working_on, reason)

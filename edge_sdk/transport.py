@@ -61,7 +61,7 @@ class Transport:
         chance: random.Random | None = None,
     ) -> None:
         self._client = client
-        self._patience = patience_seconds
+        self.patience_seconds = patience_seconds
         self._on_wait = on_wait
         self._sleep = sleep
         self._chance = chance or random.Random()
@@ -193,7 +193,7 @@ class Transport:
             except httpx.TransportError as error:
                 reason = str(error) or type(error).__name__
             seconds = max(pause, self._chance.uniform(0, longest))
-            if self._patience is not None and waited + seconds > self._patience:
+            if self.patience_seconds is not None and waited + seconds > self.patience_seconds:
                 raise Unreachable(
                     f"{self._client.base_url} does not answer ({reason}); check the address, and that a coordinator "
                     f"runs there"

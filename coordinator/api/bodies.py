@@ -13,7 +13,7 @@ from coordinator.errors import LengthRequired, TooLarge
 async def read_body(request: Request, limit: int) -> bytes:
     """The request's body of at most ``limit`` bytes, its length declared. Raises LengthRequired, TooLarge."""
     declared = request.headers.get("content-length")
-    if declared is None:
+    if declared is None or not declared.isdigit():
         raise LengthRequired("declare the body's length: send Content-Length, not a chunked body")
     if int(declared) > limit:
         raise TooLarge(

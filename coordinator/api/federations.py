@@ -70,6 +70,7 @@ def change_federation(name: str, change: ChangeFederation, house: TheHouse) -> F
     """Pause, resume, stop or reopen it; change deadline, cohort and rounds from the next round on."""
     info = house.federations.change(name, change)
     house.something_happened()
+    house.wake()
     return info
 
 

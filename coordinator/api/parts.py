@@ -85,11 +85,15 @@ class House:
     def leave(self) -> None:
         """The process is about to stop: send waiting callers home. May be called from a signal handler."""
         self.closing = True
-        self._loop.call_soon_threadsafe(self.bell.ring)
+        self.wake()
 
     def something_happened(self) -> None:
         """A fact was recorded: see soon whether rounds can move. May be called from any thread."""
         self._loop.call_soon_threadsafe(self._facts.set)
+
+    def wake(self) -> None:
+        """Let those who wait look again, though no round moved. May be called from any thread."""
+        self._loop.call_soon_threadsafe(self.bell.ring)
 
     async def _move(self) -> None:
         while True:

@@ -55,7 +55,9 @@ class FederationSettings(_Request):
     local_steps: int | None = Field(
         default=None, ge=1, le=10_000_000, description="Local steps per round, instead of local_epochs"
     )
-    clip: float | None = Field(default=None, gt=0, description="Largest 2-norm of a step's gradient; none where unset")
+    clip: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="Largest 2-norm of a step's gradient; none where unset"
+    )
     early_stopping: bool = Field(default=True, description="Devices whose stop-rule loss rises leave training for good")
     patience: int = Field(default=1, ge=1, le=10_000, description="Consecutive increases that stop a device; 1 = paper")
     min_improvement: float = Field(
@@ -175,9 +177,13 @@ class Conditions(_Request):
 
 
 class ChangeDevice(_Request):
-    """``PATCH /v1/devices/{id}``: a device changes its budget or conditions, an admin revokes it."""
+    """``PATCH /v1/devices/{id}``: a device changes its budget or conditions, an admin revokes it.
+
+    ``holds_model`` is what a device finds when it starts: False asks for the whole model again, its state was lost.
+    """
 
     budget: Share | None = None
+    holds_model: bool | None = None
     conditions: Conditions | None = None
     revoked: Literal[True] | None = None
 

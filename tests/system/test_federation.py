@@ -150,7 +150,7 @@ def test_a_device_that_comes_after_the_end_adapts_and_exports(run):
 
 
 def test_ctrl_c_hands_the_assignment_back_and_nobody_waits(coordinator, device):
-    coordinator.create(NAME, rounds=2, local_steps=600, evaluation_interval=0, early_stopping=False, seed=3)
+    coordinator.create(NAME, rounds=2, local_steps=400, evaluation_interval=0, early_stopping=False, seed=3)
     leaving = device.command(coordinator.url, NAME, "leaving", "--budget", "0.4")
     staying = device(coordinator.url, NAME, "staying", "--budget", "0.4")
     coordinator.wait_for_log(r"GET /v1/assignments/\w+/payload", times=2)

@@ -278,9 +278,9 @@ def bodies(small):
 
 
 ODD = (
-    -1, 0, 1, 4, 548, 2**31, 2**53 + 1, 2**63, 2**64 - 1, -(2**63), 10**30, int("9" * 4300), True, False, None, 0.5, 4.0,
-    math.nan, math.inf, -math.inf, "", "0", "F32", "F16", "BF16", "U8", "F64", "\ud800", "a" * 5000, "|", [], [[]], {},
-    [0], [0, 4], [4, 0], [0, 2**62], [-4, 0], [0.0, 4.0], {"form": "full"}, [1, 2, 3],
+    -1, 0, 1, 4, 548, 2**31, 2**53 + 1, 2**63, 2**64 - 1, -(2**63), 10**30, int("9" * 4300), True, False, None, 0.5,
+    4.0, math.nan, math.inf, -math.inf, "", "0", "F32", "F16", "BF16", "U8", "F64", "\ud800", "a" * 5000, "|", [], [[]],
+    {}, [0], [0, 4], [4, 0], [0, 2**62], [-4, 0], [0.0, 4.0], {"form": "full"}, [1, 2, 3],
 )  # fmt: skip
 
 MASKS = (
@@ -301,7 +301,7 @@ def random_after_a_length(rng, body, parts, sign):
 
 def truncated(rng, body, parts, sign):
     header = len(body) - len(parts[1])
-    places = [rng.randrange(9), rng.randrange(header + 1), header, rng.randrange(header, len(body) + 1), len(body) - 1]
+    places = [rng.randrange(9), rng.randrange(header + 1), header, rng.randrange(header, len(body)), len(body) - 1]
     return body[: rng.choice(places)]
 
 
@@ -493,7 +493,7 @@ def extra_tensors(rng, body, parts, sign):
 
 
 def nested(rng, body, parts, sign):
-    header, data = parts
+    _, data = parts
     depth = rng.choice([10, 900, 20_000])
     kind = rng.choice(["[", '{"a":'])
     text = rng.choice([kind * depth, "[" * depth + "]" * depth, '{"values":' + "[" * depth + "]" * depth + "}"])

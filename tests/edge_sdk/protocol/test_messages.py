@@ -1,0 +1,190 @@
+"""Messages check themselves: bounds, misspelt fields, and rules between fields."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from pydantic import ValidationError
+
+from edge_sdk.protocol.messages import (
+    ChangeDevice,
+    Conditions,
+    CreateFederation,
+    DeviceProfile,
+    Enrol,
+    Enrolled,
+    Evaluation,
+    FederationSettings,
+    HandBack,
+    Phase,
+    UpdateReport,
+)
+
+KEY = "k" * 32
+
+
+def test_defaults_are_valid_and_survive_json():
+    settings = FederationSettings()
+    assert FederationSettings.model_validate_json(settings.model_dump_json()) == settings
+    assert FederationSettings.model_validate(json.loads(json.dumps(settings.model_dump(mode="json")))) == settings
+
+
+@pytest.mark.parametrize("model", [FederationSettings, CreateFederation, Enrol, Phase, UpdateReport, ChangeDevice])
+def test_requests_refuse_fields_they_do_not_know(model):
+    with pytest.raises(ValidationError, match="learning_rte"):
+        model.model_validate({"learning_rte": 0.1})
+
+
+def test_answers_ignore_fields_they_do_not_know():
+    """An old device must live with a newer coordinator."""
+    assert Enrolled.model_validate({"device_id": "1", "token": "t", "news": 1}) == Enrolled(device_id="1", token="t")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rounds", 0),
+        ("cohort", 0),
+        ("min_devices", 0),
+        ("quorum", 0),
+        ("quorum", 1.01),
+        ("quorum", math.nan),
+        ("deadline_seconds", 0),
+        ("deadline_seconds", math.inf),
+        ("learning_rate", 0),
+        ("learning_rate", -0.1),
+        ("learning_rate", math.nan),
+        ("learning_rate_decay", 1.1),
+        ("momentum", 1),
+        ("weight_decay", -1),
+        ("batch_size", 0),
+        ("local_epochs", 0),
+        ("local_steps", 0),
+        ("clip", 0),
+        ("clip", math.inf),
+        ("patience", 0),
+        ("min_improvement", -1),
+        ("min_improvement", math.inf),
+        ("stop_weight", 1.5),
+        ("evaluation_interval", -1),
+        ("optimizer", "sdg"),
+        ("precision", "fp8"),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("rounds", "many"),
+    ],
+)
+def test_settings_have_bounds_and_name_the_field(field, value):
+    with pytest.raises(ValidationError) as refused:
+        FederationSettings(**{field: value})
+    assert refused.value.errors()[0]["loc"] == (field,)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("quorum", 1), ("momentum", 0.99), ("stop_weight", 0), ("stop_weight", 1), ("clip", 1e-6), ("local_steps", 1)],
+)
+def test_bounds_include_what_is_allowed(field, value):
+    assert getattr(FederationSettings(**{field: value}), field) == value
+
+
+def test_momentum_belongs_to_sgd():
+    assert FederationSettings(momentum=0.9).momentum == 0.9
+    with pytest.raises(ValidationError, match="momentum belongs to the optimizer sgd; adam has its own, remove it"):
+        FederationSettings(momentum=0.9, optimizer="adam")
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(ValidationError, match="frozen"):
+        FederationSettings().rounds = 3
+
+
+def test_the_learning_rate_decays_from_the_second_round_on():
+    settings = FederationSettings(learning_rate=0.1, learning_rate_decay=0.5)
+    assert [settings.learning_rate_of(number) for number in (1, 2, 3)] == [0.1, 0.05, 0.025]
+    assert FederationSettings(learning_rate=0.1).learning_rate_of(1000) == 0.1
+
+
+@pytest.mark.parametrize("name", ["", "a" * 65, "../up", "-first", "a b", "a/b", "a|b", "naïve", "a\n"])
+def test_names_are_safe_in_paths_urls_and_draws(name):
+    with pytest.raises(ValidationError):
+        CreateFederation(name=name)
+    with pytest.raises(ValidationError):
+        Enrol(name=name, enrolment_key=KEY)
+
+
+@pytest.mark.parametrize("name", ["a", "Pi-4.kitchen_2", "a" * 64])
+def test_usual_names_are_allowed(name):
+    assert Enrol(name=name, enrolment_key=KEY).name == name
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.1, math.nan, math.inf])
+def test_a_budget_is_a_share(budget):
+    with pytest.raises(ValidationError):
+        Enrol(name="pi", enrolment_key=KEY, budget=budget)
+    with pytest.raises(ValidationError):
+        ChangeDevice(budget=budget)
+
+
+def test_an_enrolment_key_cannot_be_guessed():
+    with pytest.raises(ValidationError, match="at least 32"):
+        Enrol(name="pi", enrolment_key="k" * 31)
+
+
+def test_profiles_and_reasons_are_bounded():
+    for make in (
+        lambda: DeviceProfile(board="b" * 201),
+        lambda: DeviceProfile(sensors=("s",) * 33),
+        lambda: DeviceProfile(sensors=("s" * 301,)),
+        lambda: DeviceProfile(memory_bytes=-1),
+        lambda: HandBack(reason=""),
+        lambda: HandBack(reason="r" * 501),
+        lambda: Conditions(reason="r" * 501),
+        lambda: ChangeDevice(revoked=False),
+    ):
+        with pytest.raises(ValidationError):
+            make()
+
+
+def test_joules_are_given_exactly_when_there_is_a_source_for_them():
+    assert Phase().joules is None
+    assert Phase(joules=1.5, quality="measured", source="ina3221").joules == 1.5
+    assert Phase(joules=0, quality="estimated").joules == 0
+    for wrong in ({"joules": 1.5}, {"quality": "measured"}, {"joules": 1.5, "quality": "unavailable"}):
+        with pytest.raises(ValidationError, match="exactly when their quality is not 'unavailable'"):
+            Phase(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"seconds": -1}, {"seconds": math.inf}, {"bytes_up": -1}, {"joules": math.nan, "quality": "measured"}]
+)
+def test_what_a_phase_cost_is_a_number_from_zero_on(wrong):
+    with pytest.raises(ValidationError):
+        Phase(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"num_examples": 0}, {"num_examples": 2**41}, {"train_loss": math.nan}, {"status": "tired"}, {"steps": -1}],
+)
+def test_a_report_that_would_spoil_the_mean_is_refused(wrong):
+    fine = {"num_examples": 10, "steps": 1, "train_loss": 0.5}
+    UpdateReport(**fine)
+    with pytest.raises(ValidationError):
+        UpdateReport(**{**fine, **wrong})
+
+
+def test_json_cannot_smuggle_in_what_is_not_finite():
+    with pytest.raises(ValidationError):
+        UpdateReport.model_validate_json('{"num_examples": 1, "steps": 1, "train_loss": NaN}')
+    with pytest.raises(ValidationError):
+        Evaluation.model_validate_json('{"num_examples": 1, "loss": Infinity}')
+
+
+@pytest.mark.parametrize("accuracy", [-0.1, 1.1, math.nan])
+def test_an_accuracy_is_a_share(accuracy):
+    assert Evaluation(num_examples=1, loss=0).accuracy is None
+    with pytest.raises(ValidationError):
+        Evaluation(num_examples=1, loss=0, accuracy=accuracy)
