@@ -32,7 +32,7 @@ class MaskedSums:
         """Add one update: float32 [count_values(manifest, mask)], weighted with its ``num_examples``."""
         weight = float(num_examples)
         for spec, block, part in unpack(self._manifest, values, mask):
-            block.add(self._numerators[spec.name], part.astype(np.float64) * weight)
+            block.add(self._numerators[spec.name], part, scale=weight)
             block.pairs().add(self._weights[spec.name], weight)
         self.updates += 1
 

@@ -132,7 +132,7 @@ class Federations:
         statuses = db.execute(
             select(Device.status, func.count()).where(Device.federation_id == federation.id).group_by(Device.status)
         )
-        counts = dict(statuses.tuples().all())
+        counts = {row[0]: row[1] for row in statuses}
         settings = settings_of(federation)
         return FederationInfo(
             uid=federation.uid,

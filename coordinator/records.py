@@ -10,7 +10,8 @@ import json
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 
-from sqlalchemy import select, update
+from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from coordinator.federations import find
 from coordinator.storage.store import Store
@@ -27,27 +28,27 @@ class Records:
     def rounds(self, federation_name: str) -> list[RoundRecord]:
         """A record per round, the open one last. Raises NotFound."""
         with self._store.reading() as db:
-            federation = find(db, federation_name)
-            rounds = db.scalars(select(Round).where(Round.federation_id == federation.id).order_by(Round.number)).all()
-            stale = [item for item in rounds if item.stale or item.summary is None]
-            fresh = {}
-            for item in stale:
-                rows = db.execute(
-                    select(Assignment, Device.name)
-                    .join(Device, Device.id == Assignment.device_id)
-                    .where(Assignment.federation_id == federation.id, Assignment.round == item.number)
-                    .order_by(Assignment.position)
-                ).tuples()
-                fresh[item.id] = summarise(item, list(rows))
-        closed = [item for item in stale if item.status == "closed"]
-        if closed:
+            federation_id = find(db, federation_name).id
+            outdated = select(Round).where(Round.federation_id == federation_id, Round.status == "closed", Round.stale)
+            found = db.scalars(outdated.limit(1)).first()
+        if found is not None:
+            # Looked at and remembered in one transaction: a fact that came in between would be forgotten.
             with self._store.writing() as db:
-                for item in closed:
-                    # A fact that came since we looked has set ``stale`` again; then this summary is old already, but
-                    # the next reader makes a new one, because the fact's own transaction marked the round after ours.
-                    summary = json.loads(fresh[item.id].model_dump_json())
-                    db.execute(update(Round).where(Round.id == item.id).values(summary=summary, stale=False))
-        return [fresh.get(item.id) or RoundRecord.model_validate(item.summary) for item in rounds]
+                for item in db.scalars(outdated):
+                    item.summary, item.stale = json.loads(_look(db, item).model_dump_json()), False
+        with self._store.reading() as db:
+            rounds = db.scalars(select(Round).where(Round.federation_id == federation_id).order_by(Round.number))
+            return [_look(db, item) if item.stale else RoundRecord.model_validate(item.summary) for item in rounds]
+
+
+def _look(db: Session, item: Round) -> RoundRecord:
+    rows = db.execute(
+        select(Assignment, Device.name)
+        .join(Device, Device.id == Assignment.device_id)
+        .where(Assignment.federation_id == item.federation_id, Assignment.round == item.number)
+        .order_by(Assignment.position)
+    )
+    return summarise(item, [(row[0], row[1]) for row in rows])
 
 
 def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecord:

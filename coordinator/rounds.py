@@ -272,10 +272,10 @@ class Rounds:
             federation = db.get_one(Federation, federation_id)
             current = _open_round(db, federation)
             cohort = _cohort(db, federation, current.number) if current else []
+        if federation.status == "waiting" and self._start(federation_id):
+            return True  # before its round, which may be open: paused in round 1, then resumed
         if current is not None:
             return self._step_round(federation, current, cohort)
-        if federation.status == "waiting":
-            return self._start(federation_id)
         if federation.status == "running":
             return self._expire_evaluations(federation_id) or self._open_round(federation_id)
         return False
@@ -337,7 +337,8 @@ class Rounds:
         done = sum(assignment.status == "done" for assignment in cohort)
         waiting = [assignment for assignment in cohort if assignment.status == "open"]
         late = self._clock() >= current.deadline_at
-        enough = done >= math.ceil(settings.quorum * len(cohort))
+        # Less an accident of binary floats: 0.28 * 25 is 7.000000000000001.
+        enough = done >= math.ceil(settings.quorum * len(cohort) - 1e-9)
         if waiting and (late or enough or federation.status == "stopped"):
             self._expire([assignment.id for assignment in waiting], away=late)
             return True

@@ -6,12 +6,13 @@ import hashlib
 import re
 
 from fastapi import Request, Response
+from starlette.requests import ClientDisconnect
 
-from coordinator.errors import LengthRequired, TooLarge
+from coordinator.errors import BadContent, LengthRequired, TooLarge
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The request's body of at most ``limit`` bytes, its length declared. Raises LengthRequired, TooLarge."""
+    """The request's body, its length declared, at most ``limit`` bytes. Raises LengthRequired, TooLarge, BadContent."""
     declared = request.headers.get("content-length")
     if declared is None or not declared.isdigit():
         raise LengthRequired("declare the body's length: send Content-Length, not a chunked body")
@@ -19,7 +20,10 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise TooLarge(
             f"the body has {declared} bytes, nothing valid here is longer than {limit}; send only the mask's"
         )
-    parts = [part async for part in request.stream()]
+    try:
+        parts = [part async for part in request.stream()]
+    except ClientDisconnect:  # nothing of ours failed, and nobody reads this answer
+        raise BadContent("the connection broke before the whole body had come; send it again") from None
     return b"".join(parts)
 
 

@@ -42,7 +42,7 @@ V4 = [
 ]
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_v4_weighted_mean_of_those_who_held_a_weight(order):
     """By hand: (10·2+30·6+60·1)/100, (10·4+60·1)/70, (30·0+60·9)/90, nobody, 60·7/60."""
     result = fold(VECTOR, [V4[place] for place in order], OLD)["w"]

@@ -56,7 +56,7 @@ def test_input_output_and_versions(skeleton):
     assert [value.name for value in proto.graph.output] == ["output"]
     dims = proto.graph.input[0].type.tensor_type.shape.dim
     assert (dims[0].dim_param, [dim.dim_value for dim in dims[1:]]) == ("batch", [2, 6, 6])
-    assert (proto.ir_version, [(opset.domain, opset.version) for opset in proto.opset_import]) == (10, [("", 20)])
+    assert (proto.ir_version, [(opset.domain, opset.version) for opset in proto.opset_import]) == (10, [("", 21)])
 
 
 def test_nothing_of_the_machine_or_the_exporter_is_in_it(skeleton):

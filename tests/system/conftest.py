@@ -1,7 +1,8 @@
 """Real coordinators and real devices, each a process of its own, for tests that use the front door and kill -9.
 
 A device is started in one of two ways: ``device.command`` runs ``python -m edge_sdk.join`` as a user does;
-``device`` forks the same program from a process that has torch loaded already, in 0.1 s instead of 3.
+``device`` forks the same program from a process that has torch loaded already, in 0.1 s instead of 3, and that waits
+no longer than a second before it asks an unreachable coordinator again.
 """
 
 from __future__ import annotations
@@ -172,7 +173,9 @@ class Device:
 
 NURSERY = """
 import json, os, sys, traceback
-import edge_sdk.join, edge_sdk.tasks.digits, sklearn.datasets
+import edge_sdk.join, edge_sdk.tasks.digits, edge_sdk.transport, sklearn.datasets
+
+edge_sdk.transport.LONGEST_WAIT = 1.0  # after many kills they would be away for long
 
 for line in sys.stdin:
     order = json.loads(line)

@@ -1,0 +1,196 @@
+"""``python -m benchmarks.wire``: what a sparse update costs both sides, against boolean masks, alternating in one run.
+
+An update passes five stations: mask (from a new round's seed), pack (active values out of the model), encode (to
+bytes), decode (checked), fold (into the running sums). The other contestant does the same work in the obvious way: one
+boolean array per tensor, ``tensor[mask]`` out, ``numpy.savez`` to bytes, ``numpy.load``, ``sums[mask] += n * values``.
+It checks nothing and sends no digest. Both draw the neurons of a new round from the seed first.
+Medians over alternating repetitions, one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from benchmarks.demo import machine
+from coordinator.aggregation import MaskedSums
+from edge_sdk.protocol import bundle
+from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons, pack
+from edge_sdk.tracing import describe
+
+RESULTS = Path("docs/results")
+DENSITIES = (0.2, 0.4, 0.6, 0.8, 1.0)
+STATIONS = ("mask", "pack", "encode", "decode", "fold")
+
+
+def model() -> nn.Module:
+    """A CNN of 2.2 million parameters: two convolutions with batch norm, a flatten, two linear layers."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(64, 128, 3, padding=1), nn.BatchNorm2d(128), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(128 * 8 * 8, 256), nn.ReLU(), nn.Linear(256, 10)),
+    )
+
+
+def boolean_masks(manifest: Manifest, mask: NeuronMask) -> Tensors:
+    """One boolean array per shared tensor, of its shape."""
+    masks: Tensors = {}
+    for spec in manifest.shared:
+        flags = np.zeros(spec.shape, dtype=np.float64)
+        block_of(manifest, spec, mask).add(flags, 1.0)
+        masks[spec.name] = flags > 0
+    return masks
+
+
+class Ours:
+    """The product."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.sums = MaskedSums(manifest)
+
+    def make_mask(self, draw: NeuronDraw) -> None:
+        self.draw, self.mask = draw, draw_neurons(self.manifest, draw)
+
+    def pack(self, tensors: Tensors) -> Any:
+        return pack(self.manifest, tensors, self.mask)
+
+    def encode(self, values: Any) -> bytes:
+        return bundle.encode(self.manifest, values, self.mask, draw=self.draw)
+
+    def decode(self, body: bytes) -> Any:
+        return bundle.decode(body, self.manifest)
+
+    def fold(self, decoded: Any) -> None:
+        self.sums.fold_in_place(decoded.values, decoded.mask, 100)
+
+
+class Boolean:
+    """The obvious way."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.sums = {spec.name: np.zeros(spec.shape) for spec in manifest.shared}
+        self.weights = {spec.name: np.zeros(spec.shape) for spec in manifest.shared}
+
+    def make_mask(self, draw: NeuronDraw) -> None:
+        self.masks = boolean_masks(self.manifest, draw_neurons(self.manifest, draw))
+
+    def pack(self, tensors: Tensors) -> Any:
+        return {name: tensors[name][mask] for name, mask in self.masks.items()}
+
+    def encode(self, values: Any) -> bytes:
+        file = io.BytesIO()
+        np.savez(file, **values)
+        return file.getvalue()
+
+    def decode(self, body: bytes) -> Any:
+        with np.load(io.BytesIO(body), allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+
+    def fold(self, decoded: Any) -> None:
+        for name, mask in self.masks.items():
+            self.sums[name][mask] += 100.0 * decoded[name]
+            self.weights[name][mask] += 100.0
+
+
+def timed(action: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    """Seconds, and what came out."""
+    begin = time.perf_counter()
+    result = action(*arguments)
+    return time.perf_counter() - begin, result
+
+
+def one_pass(side: Ours | Boolean, tensors: Tensors, draw: NeuronDraw) -> tuple[dict[str, float], int]:
+    """Milliseconds at each station for one update, and its size in bytes."""
+    spent: dict[str, float] = {}
+    spent["mask"], _ = timed(side.make_mask, draw)
+    spent["pack"], values = timed(side.pack, tensors)
+    spent["encode"], body = timed(side.encode, values)
+    spent["decode"], decoded = timed(side.decode, body)
+    spent["fold"], _ = timed(side.fold, decoded)
+    return {station: 1e3 * seconds for station, seconds in spent.items()}, len(body)
+
+
+def measure(repetitions: int) -> list[dict[str, Any]]:
+    """A row per density."""
+    torch.manual_seed(0)
+    network = model()
+    manifest = describe(network, torch.zeros(2, 3, 32, 32), task="wire")
+    state = network.state_dict()
+    tensors: Tensors = {spec.name: state[spec.name].numpy() for spec in manifest.shared}
+    rows = []
+    for density in tqdm(DENSITIES, desc="densities"):
+        sides: dict[str, Ours | Boolean] = {"ours": Ours(manifest), "boolean": Boolean(manifest)}
+        passes: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+        sizes = {}
+        for number in range(repetitions):
+            for name, side in sides.items():
+                draw = NeuronDraw(f"wire:{name}", number, "device", density)
+                spent, sizes[name] = one_pass(side, tensors, draw)
+                passes[name].append(spent)
+        medians = {
+            name: {station: statistics.median(each[station] for each in all_) for station in STATIONS}
+            for name, all_ in passes.items()
+        }
+        rows.append({"density": density, "parameters": manifest.trainable_values, "ms": medians, "bytes": sizes})
+    return rows
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """The rows as a page of Markdown."""
+    lines = [
+        "# What a sparse update costs",
+        "",
+        f"A CNN of {rows[0]['parameters']:,} parameters; neuron masks at the given active ratio; milliseconds per "
+        "update, medians of alternating repetitions, one thread. *Boolean* is the obvious way: a boolean array per "
+        "tensor, `numpy.savez`, no checks. Ours checks lengths, mask, digest and finiteness on the way.",
+        "",
+        f"Made with `python -m benchmarks.wire` on {machine()}; the figures lie in `wire.jsonl`.",
+        "",
+        f"| active ratio | {' | '.join(STATIONS)} | all | boolean: {' | '.join(STATIONS)} | all | ratio | bytes | "
+        "boolean |",
+        "|---" * (2 * len(STATIONS) + 6) + "|",
+    ]
+    for row in rows:
+        ours, other = row["ms"]["ours"], row["ms"]["boolean"]
+        totals = sum(ours.values()), sum(other.values())
+        cells = [f"{ours[station]:.2f}" for station in STATIONS] + [f"{totals[0]:.2f}"]
+        cells += [f"{other[station]:.2f}" for station in STATIONS] + [f"{totals[1]:.2f}"]
+        lines.append(
+            f"| {row['density']} | {' | '.join(cells)} | **{totals[0] / totals[1]:.2f}** | "
+            f"{row['bytes']['ours']:,} | {row['bytes']['boolean']:,} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, and keep the result."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.wire", description="What a sparse update costs.")
+    parser.add_argument("--repetitions", type=int, default=41)
+    options = parser.parse_args(arguments)
+    rows = measure(options.repetitions)
+    (RESULTS / "wire.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (RESULTS / "wire.md").write_text(page(rows))
+    print(page(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The demo, whole, as ``make demo`` runs it: what a new user sees first must hold."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import onnxruntime
+import pytest
+
+DIGIT = np.zeros((2, 1, 8, 8), dtype=np.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_demo_ends_with_a_table_a_report_and_five_models(tmp_path):
+    folder = tmp_path / "demo"
+    command = [sys.executable, "-m", "benchmarks.demo", "--folder", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads((folder / "report.json").read_text())
+    rows = report["devices"]
+    assert [row["budget"] for row in rows] == [0.2, 0.4, 0.6, 0.8, 1.0]
+    assert any(row["stopped_round"] is not None and row["stopped_round"] < report["rounds"] for row in rows)
+    gain = np.mean([row["accuracy_personal"] - row["accuracy_local_only"] for row in rows])
+    assert gain >= -0.01
+    shares = [row["traffic_share"] for row in rows]
+    assert shares == sorted(shares)
+    assert shares[0] < 0.15
+    for row in rows:
+        assert row["device"] in done.stdout
+        assert row["joules_measured"] or row["joules_estimated"]
+        session = onnxruntime.InferenceSession(folder / row["device"] / "model.onnx")
+        assert session.run(None, {"input": DIGIT})[0].shape == (2, 10)
+    assert (folder / "accuracy.png").read_bytes().startswith(b"\x89PNG")

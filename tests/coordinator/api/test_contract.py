@@ -1,0 +1,764 @@
+"""The HTTP contract, row by row, over the whole application: what is answered, to whom, and what a refusal changes."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import logging
+import shutil
+import socket
+import threading
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import numpy as np
+import onnx
+import pytest
+import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from coordinator import errors
+from coordinator.api.problems import STATUS
+from coordinator.main import create_app
+from coordinator.settings import Settings
+from coordinator.storage.store import DataInUse
+from edge_sdk.protocol import bundle, checkpoint
+from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.manifest import initial_values
+from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons
+from edge_sdk.protocol.messages import Assignment, FederationSettings, Phase, UpdateReport, UploadCost
+
+DIGITS = load_builtin("digits")
+BUNDLE = {"Content-Type": bundle.MEDIA_TYPE}
+JSON = {"Content-Type": "application/json"}
+ADMIN, OBSERVER, ENROLMENT = "admin-secret", "observer-secret", "enrolment-secret"
+TOKENS = {"admin_token": ADMIN, "observer_token": OBSERVER, "enrolment_token": ENROLMENT}
+SETTINGS = FederationSettings(rounds=2, evaluation_interval=0, deadline_seconds=600)
+
+
+@pytest.fixture
+def open_app(tmp_path):
+    """Starts the application over a folder of this test; what it takes are Settings."""
+    with ExitStack() as stack:
+
+        def start(base_url="http://testserver", raise_server_exceptions=True, **changes):
+            settings = Settings(
+                **{"data_dir": tmp_path / "data", "default_settings": SETTINGS, "tick_seconds": 0.05, **changes}
+            )
+            client = TestClient(
+                create_app(settings), base_url=base_url, raise_server_exceptions=raise_server_exceptions
+            )
+            return stack.enter_context(client)
+
+        yield start
+
+
+@pytest.fixture
+def client(open_app):
+    return open_app()
+
+
+def bearer(token):
+    return {"Authorization": f"Bearer {token}"}
+
+
+def enrol(client, name, federation="default", token=None, **profile):
+    answer = client.post(
+        f"/v1/federations/{federation}/devices",
+        json={"name": name, "enrolment_key": name.ljust(32, "k"), **profile},
+        headers=bearer(token) if token else {},
+    )
+    assert answer.status_code == 201, answer.text
+    return answer.json()["device_id"], bearer(answer.json()["token"])
+
+
+def ask(client, headers, wait=20.0, federation="default"):
+    answer = client.get(f"/v1/federations/{federation}/assignment", params={"wait": wait}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return Assignment.model_validate(answer.json())
+
+
+def put(client, headers, assignment, body, media_type=bundle.MEDIA_TYPE):
+    path = f"/v1/assignments/{assignment.assignment_id}/update"
+    return client.put(path, content=body, headers={**headers, "Content-Type": media_type})
+
+
+def assert_problem(answer, status, *said):
+    """An RFC 9457 document of this status, whose detail says these things."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    document = answer.json()
+    assert document["status"] == status
+    assert document["type"].startswith("urn:sparrow:problem:")
+    assert document["title"]
+    assert document["detail"].strip()
+    for words in said:
+        assert words in document["detail"], document["detail"]
+    return document
+
+
+@pytest.fixture
+def pair(client):
+    """Two enrolled devices and their first assignments."""
+    one, two = enrol(client, "one"), enrol(client, "two")
+    return (*one, ask(client, one[1])), (*two, ask(client, two[1]))
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+
+
+def subclasses(kind):
+    for child in kind.__subclasses__():
+        yield child
+        yield from subclasses(child)
+
+
+def test_every_error_of_the_coordinator_has_a_status():
+    found = set(subclasses(errors.CoordinatorError))
+    assert len(found) >= 12
+    assert found - set(STATUS) == set()
+    assert all(400 <= status < 500 for status in STATUS.values())
+    for kind in found:
+        assert kind.__name__ in errors.__doc__, f"{kind.__name__} is missing in the tree of coordinator.errors"
+
+
+def test_what_the_framework_refuses_is_a_problem_document_too(client):
+    assert_problem(client.get("/v1/nonsense"), 404, "the OpenAPI page at /docs lists the calls")
+    assert_problem(client.post("/healthz"), 405, "/docs")
+    assert_problem(client.get("/v1/federations/default/rounds?format=xml"), 422, "format", "/docs")
+
+
+def test_an_unforeseen_error_shows_advice_and_no_secrets(open_app, tmp_path, caplog):
+    client = open_app(raise_server_exceptions=False)
+    shutil.rmtree(tmp_path / "data" / "blobs" / "1" / "models")
+    document = assert_problem(client.get("/v1/federations/default/model"), 500, "try again", "operator")
+    assert str(tmp_path) not in json.dumps(document)
+    assert "GET /v1/federations/default/model failed" in caplog.text
+
+
+# --- health, metrics, the way in ---------------------------------------------------------------------------------
+
+
+def test_health_and_readiness(client, tmp_path):
+    assert client.get("/healthz").json() == {"status": "ok"}
+    assert client.get("/readyz").status_code == 200
+    shutil.rmtree(tmp_path / "data" / "blobs")
+    (tmp_path / "data" / "blobs").write_text("a file where the folder was")
+    assert_problem(client.get("/readyz"), 503, "check the database and the disk")
+    assert client.get("/healthz").status_code == 200
+
+
+def test_metrics_are_prometheus_text(client, pair, train):
+    for _, headers, assignment in pair:
+        assert put(client, headers, assignment, train(DIGITS.manifest, assignment)).status_code == 201
+    ask(client, pair[0][1])  # the next round is open: the first is closed
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    (rounds,) = families["sparrow_rounds_closed"].samples
+    assert (rounds.labels, rounds.value) == ({"federation": "default"}, 1)
+    (updates,) = families["sparrow_updates_accepted"].samples
+    assert updates.value == 2
+    devices = {sample.labels["status"]: sample.value for sample in families["sparrow_devices"].samples}
+    assert devices == {"active": 2, "stopped": 0}
+    assert any(sample.labels["direction"] == "up" and sample.value > 0 for sample in families["sparrow_bytes"].samples)
+    assert all(family.documentation for family in families.values())
+
+
+def test_people_find_the_calls(client):
+    assert client.get("/").status_code == 200
+    assert client.get("/docs").status_code == 200
+    document = client.get("/openapi.json").json()
+    assert "/v1/assignments/{assignment_id}/update" in document["paths"]
+    assert (
+        bundle.MEDIA_TYPE
+        in document["paths"]["/v1/assignments/{assignment_id}/update"]["put"]["requestBody"]["content"]
+    )
+
+
+# --- federations -------------------------------------------------------------------------------------------------
+
+
+def test_a_federation_is_created_described_and_listed(client):
+    wanted = {"name": "night", "task": "digits", "settings": {"rounds": 7, "seed": 3}}
+    answer = client.post("/v1/federations", json=wanted)
+    assert answer.status_code == 201
+    info = answer.json()
+    assert (info["name"], info["status"], info["rounds"], info["task"]) == ("night", "waiting", 7, "digits")
+    assert info["method"] == "fedspu"
+    assert info["manifest_digest"] == DIGITS.manifest.digest
+    assert info["parameters"] == DIGITS.manifest.trainable_values
+    assert info["global_model_usable"] is True
+    assert client.get("/v1/federations/night").json() == info
+    assert [each["name"] for each in client.get("/v1/federations").json()] == ["default", "night"]
+    assert_problem(client.post("/v1/federations", json=wanted), 409, "'night' exists; choose another name")
+    assert_problem(client.get("/v1/federations/day"), 404, "no federation 'day'; GET /v1/federations lists")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (
+            {"name": "n", "task": "digits", "settings": {"learning_rte": 0.1}},
+            ("settings.learning_rte", "docs/settings.md"),
+        ),
+        ({"name": "n", "task": "digits", "settings": {"quorum": 0}}, ("settings.quorum", "greater than 0")),
+        ({"name": "n", "task": "digits", "settings": {"method": "fedsup"}}, ("'fedsup' is not installed", "fedspu")),
+        ({"name": "n", "task": "digit"}, ("'digit' is not built in; choose one of digits", "edge_sdk.publish")),
+        ({"name": "n"}, ("not built in",)),
+        ({"name": "../up", "task": "digits"}, ("name",)),
+        ({"task": "digits"}, ("name", "Field required")),
+        ([], ("body",)),
+    ],
+)
+def test_a_federation_that_cannot_be_is_refused_with_advice(client, wanted, said):
+    assert_problem(client.post("/v1/federations", json=wanted), 422, *said)
+    assert len(client.get("/v1/federations").json()) == 1
+
+
+def test_the_envelope_of_a_federation_is_checked(client):
+    assert_problem(client.post("/v1/federations", content=b"{", headers=JSON), 422, "JSON")
+    assert_problem(client.post("/v1/federations", content=b"{}", headers={"Content-Type": "text/plain"}), 415, "send")
+    assert_problem(client.post("/v1/federations", content=iter([b"{}"]), headers=JSON), 411, "Content-Length")
+    assert_problem(client.post("/v1/federations", content=b" " * (2**20 + 1), headers=JSON), 413, "longer than")
+
+
+def published(change=lambda tensors: None, skeleton=DIGITS.skeleton, note=None):
+    tensors = dict(initial_values(DIGITS.manifest, 9))
+    tensors["sparrow.manifest"] = np.frombuffer(DIGITS.manifest.model_dump_json().encode(), np.uint8)
+    tensors["sparrow.skeleton"] = np.frombuffer(skeleton, np.uint8)
+    change(tensors)
+    return checkpoint.save(tensors, note or json.dumps({"name": "mine"}))
+
+
+CHECKPOINT = {"Content-Type": checkpoint.MEDIA_TYPE}
+
+
+def test_a_model_of_ones_own_is_published(client):
+    answer = client.post("/v1/federations", content=published(), headers=CHECKPOINT)
+    assert answer.status_code == 201, answer.text
+    tensors, _ = checkpoint.load(client.get("/v1/federations/mine/model").content)
+    wanted = initial_values(DIGITS.manifest, 9)
+    assert all(tensors[name].tobytes() == wanted[name].tobytes() for name in wanted)
+    assert client.get("/v1/federations/mine/skeleton.onnx").content == DIGITS.skeleton
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (published(lambda t: t.pop("sparrow.skeleton")), "lacks 'sparrow.skeleton'; publish with"),
+        (published(lambda t: t.pop("conv1.bias")), "lack 'conv1.bias'"),
+        (published(lambda t: t.update({"conv1.bias": np.zeros(3, np.float32)})), "conv1.bias: the published weights"),
+        (
+            published(lambda t: t.update({"conv1.bias": np.full(16, np.nan, np.float32)})),
+            "conv1.bias",
+        ),
+        (published(skeleton=b"another"), "not that of the skeleton sent; publish both together"),
+        (published(note='{"name": "mine", "task": "digits"}'), "task: leave it out"),
+        (published(note="[]"), "body"),
+        (published(lambda t: t.update({"sparrow.manifest": np.zeros(9, np.uint8)})), "JSON"),
+        (published()[:-5], "not a safetensors file"),
+        (b"", "too few"),
+    ],
+)
+def test_a_model_that_cannot_be_published_leaves_nothing_behind(client, body, said):
+    assert_problem(client.post("/v1/federations", content=body, headers=CHECKPOINT), 422, said)
+    assert [each["name"] for each in client.get("/v1/federations").json()] == ["default"]
+
+
+def test_a_federation_is_steered(client):
+    path = "/v1/federations/default"
+    assert client.patch(path, json={"action": "pause"}).json()["status"] == "paused"
+    assert_problem(client.patch(path, json={"action": "pause"}), 409, "default is paused; this can be done while")
+    assert client.patch(path, json={"action": "resume", "cohort": 3}).json()["settings"]["cohort"] == 3
+    assert client.patch(path, json={"action": "stop"}).json()["reason"] == "operator"
+    assert client.patch(path, json={"action": "reopen", "rounds": 9}).json()["rounds"] == 9
+    assert_problem(client.patch(path, json={"action": "explode"}), 422, "action")
+    assert_problem(client.patch(path, json={"learning_rate": 1}), 422, "learning_rate")
+    assert_problem(client.patch("/v1/federations/none", json={"action": "stop"}), 404, "GET /v1/federations")
+
+
+def test_rounds_as_json_and_csv(client, pair, train):
+    (_, headers, assignment), _ = pair
+    put(client, headers, assignment, train(DIGITS.manifest, assignment))
+    (record,) = client.get("/v1/federations/default/rounds").json()
+    assert (record["round"], record["status"], record["updates"]) == (1, "open", 1)
+    assert record["cohort"] == ["one", "two"]
+    answer = client.get("/v1/federations/default/rounds", params={"format": "csv"})
+    assert answer.headers["content-type"].startswith("text/csv")
+    (row,) = csv.DictReader(io.StringIO(answer.text))
+    assert set(row) == set(record)
+    assert (row["round"], row["updates"], row["accuracy_personal"]) == ("1", "1", "")
+    assert json.loads(row["cohort"]) == ["one", "two"]
+    assert_problem(client.get("/v1/federations/none/rounds"), 404)
+
+
+# --- files: whole, in part, or not again -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["payload", "model", "model.onnx", "skeleton.onnx"])
+def test_files_have_etags_and_ranges(client, pair, what):
+    (_, headers, assignment), _ = pair
+    path = f"/v1/federations/default/{what}"
+    if what == "payload":
+        path = f"/v1/assignments/{assignment.assignment_id}/payload"
+    whole = client.get(path, headers=headers)
+    body, etag = whole.content, whole.headers["etag"]
+    assert whole.status_code == 200
+    assert whole.headers["accept-ranges"] == "bytes"
+    assert int(whole.headers["content-length"]) == len(body)
+    assert etag == f'"{hashlib.sha256(body).hexdigest()}"'
+    again = client.get(path, headers={**headers, "If-None-Match": etag})
+    assert (again.status_code, again.content) == (304, b"")
+    for asked, first, last in (
+        ("10-19", 10, 19),
+        ("100-", 100, len(body) - 1),
+        (f"5-{len(body) * 2}", 5, len(body) - 1),
+    ):
+        part = client.get(path, headers={**headers, "Range": f"bytes={asked}", "If-Range": etag})
+        assert part.status_code == 206
+        assert part.headers["content-range"] == f"bytes {first}-{last}/{len(body)}"
+        assert part.content == body[first : last + 1]
+    beyond = client.get(path, headers={**headers, "Range": f"bytes={len(body)}-"})
+    assert (beyond.status_code, beyond.headers["content-range"]) == (416, f"bytes */{len(body)}")
+    changed = client.get(path, headers={**headers, "Range": "bytes=10-19", "If-Range": '"older"'})
+    assert (changed.status_code, changed.content) == (200, body)
+    for odd in ("bytes=-5", "bytes=1-2,4-5", "lines=1-2", "bytes=a-b"):
+        assert client.get(path, headers={**headers, "Range": odd}).content == body
+
+
+def test_the_payload_is_what_the_assignment_announced(client, pair):
+    (_, headers, assignment), _ = pair
+    answer = client.get(f"/v1/assignments/{assignment.assignment_id}/payload", headers=headers)
+    assert answer.headers["content-type"] == bundle.MEDIA_TYPE
+    assert len(answer.content) == assignment.payload.bytes
+    assert hashlib.sha256(answer.content).hexdigest() == assignment.payload.sha256
+    received = bundle.decode(answer.content, DIGITS.manifest)
+    assert len(received.values) == DIGITS.manifest.shared_values
+
+
+def test_the_global_model_as_checkpoint_and_as_onnx(client):
+    info = client.get("/v1/federations/default").json()
+    answer = client.get("/v1/federations/default/model")
+    assert answer.headers["content-type"] == checkpoint.MEDIA_TYPE
+    assert hashlib.sha256(answer.content).hexdigest() == info["model_sha256"]
+    tensors, _ = checkpoint.load(answer.content)
+    graph = onnx.load_model_from_string(client.get("/v1/federations/default/model.onnx").content)
+    onnx.checker.check_model(graph, full_check=True)
+    filled = {each.name: onnx.numpy_helper.to_array(each) for each in graph.graph.initializer}
+    assert filled["fc1.weight"].tobytes() == tensors["fc1.weight"].tobytes()
+    manifest = client.get("/v1/federations/default/manifest")
+    assert manifest.text == DIGITS.manifest.model_dump_json()
+
+
+# --- devices and assignments -------------------------------------------------------------------------------------
+
+
+def test_a_device_enrols_once_and_again(client):
+    device_id, headers = enrol(client, "pi")
+    again, renewed = enrol(client, "pi")
+    assert again == device_id
+    assert_problem(client.get("/v1/federations/default/assignment", headers=headers), 401, "enrol again")
+    assert client.get("/v1/federations/default/assignment", headers=renewed).status_code == 204
+    path = "/v1/federations/default/devices"
+    assert_problem(client.post(path, json={"name": "pi", "enrolment_key": "t" * 32}), 409, "choose another --name")
+    assert_problem(client.post(path, json={"name": "pi", "enrolment_key": "short"}), 422, "enrolment_key")
+    assert_problem(client.post(path, json={"name": "p", "enrolment_key": "k" * 32, "budget": 0}), 422, "budget")
+    assert_problem(client.post(path, content=b"{", headers=JSON), 422, "/docs")
+    assert_problem(
+        client.post("/v1/federations/none/devices", json={"name": "p", "enrolment_key": "k" * 32}), 404, "GET /v1"
+    )
+
+
+def test_without_work_a_device_is_told_when_to_ask_again(open_app):
+    client = open_app(retry_after_seconds=7)
+    _, headers = enrol(client, "pi")
+    answer = client.get("/v1/federations/default/assignment", headers=headers)
+    assert (answer.status_code, answer.headers["retry-after"], answer.content) == (204, "7", b"")
+    answer = client.get("/v1/federations/default/assignment", params={"wait": 0.1}, headers=headers)
+    assert answer.status_code == 204
+    for wait in (-1, 601, "nan", "soon"):
+        assert_problem(client.get("/v1/federations/default/assignment", params={"wait": wait}, headers=headers), 422)
+
+
+def test_a_long_poll_wakes_when_work_appears(client):
+    _, headers = enrol(client, "one")
+    answers = []
+
+    def wait():
+        answers.append(client.get("/v1/federations/default/assignment", params={"wait": 40}, headers=headers))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    enrol(client, "two")
+    waiting.join(timeout=20)
+    assert not waiting.is_alive()
+    assert answers[0].status_code == 200
+    assert answers[0].json()["kind"] == "train"
+
+
+def test_an_assignment_belongs_to_its_device(client, pair, train):
+    (_, headers, assignment), (_, other, _) = pair
+    path = f"/v1/assignments/{assignment.assignment_id}"
+    assert_problem(client.get(f"{path}/payload", headers=other), 403, "belongs to another device; ask for your own")
+    assert_problem(put(client, other, assignment, train(DIGITS.manifest, assignment)), 403, "another device")
+    assert_problem(client.request("DELETE", path, json={"reason": "hot"}, headers=other), 403, "another device")
+    for missing in ({}, bearer("wrong"), {"Authorization": "Basic b25lOnR3bw=="}):
+        answer = client.get(f"{path}/payload", headers=missing)
+        assert_problem(answer, 401)
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert_problem(client.get(f"/v1/assignments/{'0' * 32}/payload", headers=headers), 404, "ask for the next one")
+
+
+def test_a_device_asks_only_in_its_own_federation(client):
+    client.post("/v1/federations", json={"name": "night", "task": "digits"})
+    _, headers = enrol(client, "one")
+    path = "/v1/federations/night/assignment"
+    assert_problem(client.get(path, headers=headers), 403, "not enrolled in night; enrol there first")
+    assert_problem(client.get("/v1/federations/none/assignment", headers=headers), 404)
+
+
+def test_an_assignment_is_handed_back_with_a_reason(client, pair, train):
+    (_, headers, assignment), (_, other, _) = pair
+    path = f"/v1/assignments/{assignment.assignment_id}"
+    assert_problem(client.request("DELETE", path, headers=headers), 422, "/docs")
+    assert_problem(client.request("DELETE", path, json={"reason": ""}, headers=headers), 422, "reason")
+    for _ in range(2):
+        assert client.request("DELETE", path, json={"reason": "too hot"}, headers=headers).status_code == 204
+    assert_problem(put(client, headers, assignment, train(DIGITS.manifest, assignment)), 409, "ask for the next")
+    assert_problem(client.get(f"{path}/payload", headers=headers), 409, "ask for the next one")
+    assert_problem(client.request("DELETE", f"/v1/assignments/{'0' * 32}", json={"reason": "r"}, headers=headers), 404)
+    (record,) = client.get("/v1/federations/default/rounds").json()
+    assert record["handed_back"] == 1
+
+
+def test_a_device_changes_itself_and_an_admin_revokes_it(open_app):
+    client = open_app(admin_token=ADMIN)
+    (one, headers), (two, other) = enrol(client, "one"), enrol(client, "two")
+    ask(client, headers)
+    assert client.patch(f"/v1/devices/{one}", json={"budget": 0.5}, headers=headers).status_code == 204
+    assert (
+        client.patch(f"/v1/devices/{one}", json={"conditions": {"available": False}}, headers=headers).status_code
+        == 204
+    )
+    assert_problem(client.patch(f"/v1/devices/{one}", json={"budget": 2}, headers=headers), 422, "budget")
+    for nobody in (other, {}):
+        answer = client.patch(f"/v1/devices/{one}", json={"budget": 0.1}, headers=nobody)
+        assert answer.status_code in (401, 403)
+        answer = client.patch(f"/v1/devices/{one}", json={"revoked": True}, headers=nobody)
+        assert answer.status_code in (401, 403)
+    assert client.patch(f"/v1/devices/{one}", json={"revoked": True}, headers=bearer(ADMIN)).status_code == 204
+    assert_problem(client.get("/v1/federations/default/assignment", headers=headers), 401, "revoked; enrol again")
+    assert_problem(client.patch("/v1/devices/none", json={"revoked": True}, headers=bearer(ADMIN)), 404)
+    assert client.get("/v1/federations/default/assignment", headers=other).status_code == 200
+    assert two != one
+
+
+def test_what_the_last_upload_cost_comes_with_the_next_call(client, pair, train):
+    (_, headers, assignment), _ = pair
+    put(client, headers, assignment, train(DIGITS.manifest, assignment))
+    path = "/v1/federations/default/assignment"
+    assert client.get(path, headers={**headers, "Sparrow-Upload-Cost": "{nonsense"}).status_code == 204
+    cost = UploadCost(assignment_id=assignment.assignment_id, upload=Phase(seconds=3, bytes_up=4321))
+    assert client.get(path, headers={**headers, "Sparrow-Upload-Cost": cost.model_dump_json()}).status_code == 204
+    (record,) = client.get("/v1/federations/default/rounds").json()
+    assert (record["bytes_up"], record["upload"]["seconds"]) == (4321, 3)
+
+
+# --- updates -----------------------------------------------------------------------------------------------------
+
+
+def test_an_update_is_accepted_once(client, pair, train):
+    (_, headers, assignment), _ = pair
+    body = train(DIGITS.manifest, assignment)
+    first, again = (put(client, headers, assignment, body) for _ in range(2))
+    assert (first.status_code, first.json()) == (201, {"new": True})
+    assert (again.status_code, again.json()) == (200, {"new": False})
+    other = train(DIGITS.manifest, assignment, salt="other")
+    assert_problem(put(client, headers, assignment, other), 409, "another update was accepted")
+    (record,) = client.get("/v1/federations/default/rounds").json()
+    assert record["updates"] == 1
+
+
+def bad_updates(assignment, train, sign, take_apart):
+    """name -> (status, what is said, body)."""
+    manifest = DIGITS.manifest
+    good = train(manifest, assignment)
+    draw = NeuronDraw(assignment.work.job, assignment.work.round, assignment.work.device, assignment.work.ratio)
+    mask = draw_neurons(manifest, draw)
+    report = UpdateReport(num_examples=5, steps=1, train_loss=0.5).model_dump_json()
+
+    def update(mask, *, precision="fp32", report=report, draw=None):
+        values = np.zeros(count_values(manifest, mask), dtype=np.float32)
+        return bundle.encode(manifest, values, mask, precision=precision, report=report, draw=draw)
+
+    header, data = take_apart(good)
+    infinite = sign(header, np.float32(np.inf).tobytes() + data[4:])
+    short = json.loads(json.dumps(header))
+    short["values"].update(shape=[10], data_offsets=[0, 40])
+    next_round = draw_neurons(manifest, NeuronDraw(draw.job, draw.round + 1, draw.device, draw.ratio))
+    fewer = NeuronMask({group: neurons[:-1] for group, neurons in mask.active.items()})
+    other_model = manifest.model_copy(update={"task": "other"})
+    other_model = type(manifest).model_validate(other_model.model_dump())
+    values = np.zeros(count_values(manifest, mask), dtype=np.float32)
+    limit = bundle.largest_bundle(len(values), "fp32", manifest)
+    return {
+        "empty": (422, "too few", b""),
+        "truncated in the header": (422, "send it again", good[:100]),
+        "truncated in the values": (422, "send the whole file", good[:-100]),
+        "damaged": (422, "damaged on the way; send it again", good[:-1] + bytes([good[-1] ^ 1])),
+        "random": (422, "bundle", bytes(range(256)) * 4),
+        "too large": (413, "nothing valid here is longer", bytes(limit + 1)),
+        "not finite": (422, "conv1.weight: a value is not finite; do not send", infinite),
+        "too few values": (422, "pack it again", sign(short, data[:40])),
+        "another round's mask": (422, "mask: it is not the one of round 1 for one", update(next_round)),
+        "a smaller mask": (422, "fetch the assignment again", update(fewer)),
+        "no mask": (422, "mask", update(None)),
+        "another precision": (422, "the federation's precision is fp32", update(mask, precision="bf16")),
+        "another model": (422, "another model", bundle.encode(other_model, values, mask, report=report)),
+        "no report": (422, "body", update(mask, report="")),
+        "no examples": (422, "num_examples", update(mask, report=report.replace(":5", ":0"))),
+        "a loss that is none": (422, "train_loss", update(mask, report=report.replace("0.5", "NaN"))),
+        "a broken character": (422, "", update(mask, report="\ud800")),
+    }
+
+
+def everything(client):
+    """All that an upload could change."""
+    rounds = client.get("/v1/federations/default/rounds").json()
+    return client.get("/v1/federations/default").json(), rounds, client.get("/v1/federations/default/model").content
+
+
+@pytest.fixture
+def half_pair(client):
+    """Two devices of which the first trains half of its neurons, so that masks matter."""
+    one, two = enrol(client, "one", budget=0.5), enrol(client, "two")
+    return (*one, ask(client, one[1])), (*two, ask(client, two[1]))
+
+
+def test_a_bad_upload_is_refused_and_changes_nothing(client, half_pair, train, sign, take_apart):
+    (_, headers, assignment), _ = half_pair
+    before = everything(client)
+    for name, (status, said, body) in bad_updates(assignment, train, sign, take_apart).items():
+        answer = put(client, headers, assignment, body)
+        assert answer.status_code == status, f"{name}: {answer.text}"
+        assert_problem(answer, status, said)
+        assert everything(client) == before, name
+    good = train(DIGITS.manifest, assignment)
+    path = f"/v1/assignments/{assignment.assignment_id}/update"
+    assert_problem(put(client, headers, assignment, good, "application/json"), 415, bundle.MEDIA_TYPE)
+    assert_problem(client.put(path, content=good, headers=headers), 415, "sent as application/vnd.sparrow.bundle")
+    assert_problem(client.put(path, content=iter([good]), headers={**headers, **BUNDLE}), 411, "send Content-Length")
+    assert_problem(client.put(path, content=good, headers=BUNDLE), 401, "token")
+    assert_problem(client.put(path, content=good, headers={**BUNDLE, **bearer("x")}), 401, "enrol again")
+    nowhere = f"/v1/assignments/{'0' * 32}/update"
+    assert_problem(client.put(nowhere, content=good, headers={**headers, **BUNDLE}), 404, "no such assignment")
+    assert everything(client) == before
+    assert put(client, headers, assignment, good).status_code == 201, "the right one is still welcome"
+
+
+def test_an_update_after_its_round_is_refused_and_changes_nothing(open_app, train):
+    client = open_app(default_settings=SETTINGS.model_copy(update={"quorum": 0.5}))
+    one, two = enrol(client, "one"), enrol(client, "two")
+    early, late = ask(client, one[1]), ask(client, two[1])
+    assert put(client, one[1], early, train(DIGITS.manifest, early)).status_code == 201
+    assert ask(client, one[1]).round == 2
+    before = everything(client)
+    answer = put(client, two[1], late, train(DIGITS.manifest, late))
+    assert_problem(answer, 409, "round 1 does not take it any more; keep the personal model and ask for the next")
+    assert everything(client) == before
+
+
+def play(client, headers, train):
+    """Do what one device is asked to until there is nothing now; the kinds of work done."""
+    done = []
+    while True:
+        answer = client.get("/v1/federations/default/assignment", headers=headers)
+        if answer.status_code != 200:
+            return done, answer
+        assignment = Assignment.model_validate(answer.json())
+        if assignment.kind == "train":
+            sent = put(client, headers, assignment, train(DIGITS.manifest, assignment))
+        else:
+            sent = put(client, headers, assignment, b"{}", "application/json; charset=utf-8")
+        assert sent.status_code == 201, sent.text
+        done.append(assignment.kind.value)
+
+
+def test_after_the_end_a_device_is_told_that_it_is_over_but_a_late_one_adapts_first(open_app, train):
+    client = open_app(default_settings=SETTINGS.model_copy(update={"rounds": 1}))
+    pair = [enrol(client, name)[1] for name in ("one", "two")]
+    for headers in pair:
+        assignment = ask(client, headers)
+        assert put(client, headers, assignment, train(DIGITS.manifest, assignment)).status_code == 201
+    for headers in pair:
+        assignment = ask(client, headers)
+        assert assignment.kind == "evaluate"
+        assert_problem(put(client, headers, assignment, b"{}", bundle.MEDIA_TYPE), 415, "application/json")
+        assert_problem(put(client, headers, assignment, b'{"personl": 1}', "application/json"), 422, "personl")
+        assert_problem(put(client, headers, assignment, b" " * 70_000, "application/json"), 413)
+        assert put(client, headers, assignment, b"{}", "application/json").status_code == 201
+    over = client.get("/v1/federations/default/assignment", params={"wait": 20}, headers=pair[0])
+    assert_problem(over, 410, "finished after 1 rounds; nothing is left to do")
+    _, late = enrol(client, "late")
+    done, over = play(client, late, train)
+    assert done == ["adapt"]
+    assert_problem(over, 410)
+
+
+# --- who may -----------------------------------------------------------------------------------------------------
+
+
+def every_call(client):
+    """(method, path) of every operation of the OpenAPI document, and of the pages that are not in it."""
+    paths = client.get("/openapi.json", headers=bearer(OBSERVER)).json()["paths"]
+    for path, operations in paths.items():
+        for method in operations:
+            filled = path.replace("{name}", "default").replace("{assignment_id}", "0" * 32)
+            yield method.upper(), filled.replace("{device_id}", "0" * 32)
+    yield from (("GET", path) for path in ("/", "/docs", "/openapi.json"))
+
+
+def test_without_a_token_nothing_is_learnt_but_health(open_app):
+    client = open_app(**TOKENS)
+    calls = list(every_call(client))
+    assert len(calls) > 18
+    for method, path in calls:
+        for headers in ({}, bearer("wrong"), bearer("")):
+            answer = client.request(method, path, headers=headers, follow_redirects=False)
+            if path in ("/healthz", "/readyz"):
+                assert answer.status_code == 200
+            else:
+                assert_problem(answer, 401, "token")
+    for method, path in calls:
+        if "{name}" not in path and "default" in path:
+            hidden = client.request(method, path.replace("default", "other"), follow_redirects=False)
+            assert hidden.status_code == 401, "whether a federation exists is nobody's business"
+
+
+def test_each_token_opens_its_own_doors(open_app):
+    client = open_app(**TOKENS)
+    _, device = enrol(client, "one", token=ENROLMENT)
+    enrol(client, "two", token=ADMIN)
+    looks = ["/v1/federations", "/v1/federations/default", "/v1/federations/default/rounds", "/metrics", "/docs"]
+    looks += ["/v1/federations/default/model", "/v1/federations/default/manifest"]
+    for token in (bearer(OBSERVER), bearer(ADMIN), device):
+        assert {client.get(path, headers=token).status_code for path in looks} == {200}
+    for path in looks:
+        assert_problem(client.get(path, headers=bearer(ENROLMENT)), 401)
+    wanted = {"name": "night", "task": "digits"}
+    for token in (bearer(OBSERVER), bearer(ENROLMENT), device, {}):
+        assert_problem(client.post("/v1/federations", json=wanted, headers=token), 401, "an admin token is needed")
+        assert_problem(client.patch("/v1/federations/default", json={"action": "stop"}, headers=token), 401)
+    for token in (bearer(OBSERVER), device):
+        body = {"name": "three", "enrolment_key": "k" * 32}
+        assert_problem(client.post("/v1/federations/default/devices", json=body, headers=token), 401, "enrolment")
+        assert_problem(client.get("/v1/federations/default/assignment", headers=bearer(OBSERVER)), 401, "enrol again")
+    assert client.post("/v1/federations", json=wanted, headers=bearer(ADMIN)).status_code == 201
+    assert client.get("/v1/federations/default/assignment", headers=device).status_code in (200, 204)
+
+
+def test_secrets_are_not_in_answers_or_the_settings_text(open_app, tmp_path):
+    client = open_app(**TOKENS)
+    enrol(client, "one", token=ENROLMENT)
+    shown = client.get("/v1/federations/default", headers=bearer(ADMIN)).text
+    settings = Settings(data_dir=tmp_path, **TOKENS)
+    for secret in (ADMIN, OBSERVER, ENROLMENT, "one".ljust(32, "k")):
+        assert secret not in shown
+        assert secret not in repr(settings)
+        assert secret.encode() not in (tmp_path / "data" / "coordinator.sqlite3").read_bytes()
+
+
+def test_an_open_house_says_so_loudly_once_beyond_loopback(open_app, caplog):
+    client = open_app(base_url="http://192.0.2.1", observer_token=OBSERVER)
+    assert "OPEN" not in caplog.text
+    for _ in range(3):
+        client.get("/healthz")
+    (warning,) = [record for record in caplog.records if "OPEN TO THE NETWORK" in record.message]
+    assert warning.levelno == logging.CRITICAL
+    assert "192.0.2.1" in warning.message
+    assert "COORDINATOR_ADMIN_TOKEN, COORDINATOR_ENROLMENT_TOKEN" in warning.message
+    assert "OBSERVER" not in warning.message
+
+
+@pytest.mark.parametrize(
+    ("address", "tokens"), [("127.0.0.1", {}), ("[::1]", {}), ("testserver", {}), ("192.0.2.1", TOKENS)]
+)
+def test_on_loopback_or_with_tokens_nothing_is_said(open_app, caplog, address, tokens):
+    client = open_app(base_url=f"http://{address}", **tokens)
+    assert client.get("/healthz").status_code == 200
+    assert "OPEN" not in caplog.text
+
+
+# --- one coordinator, restarts, streams --------------------------------------------------------------------------
+
+
+def test_a_second_coordinator_on_the_same_folder_is_refused(open_app):
+    open_app()
+    with pytest.raises(DataInUse, match=r"another coordinator works in .*; stop it, run uvicorn with one worker"):
+        open_app()
+
+
+def test_a_restart_keeps_federations_devices_and_assignments(tmp_path, train):
+    settings = Settings(data_dir=tmp_path / "data", default_settings=SETTINGS, tick_seconds=0.05)
+    with TestClient(create_app(settings)) as client:
+        pair = [enrol(client, name)[1] for name in ("one", "two")]
+        assignments = [ask(client, headers) for headers in pair]
+        body = train(DIGITS.manifest, assignments[0])
+        assert put(client, pair[0], assignments[0], body).status_code == 201
+    with TestClient(create_app(settings)) as client:
+        assert put(client, pair[0], assignments[0], body).json() == {"new": False}
+        assert ask(client, pair[1]).assignment_id == assignments[1].assignment_id
+        assert put(client, pair[1], assignments[1], train(DIGITS.manifest, assignments[1])).status_code == 201
+        assert ask(client, pair[0]).round == 2
+        assert client.get("/v1/federations/default/rounds").json()[0]["updates"] == 2
+
+
+@contextmanager
+def serving(app):
+    """The application on a real port, for what a test client cannot do: streams."""
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()
+
+
+def events(answer):
+    kind = None
+    for line in answer.iter_lines():
+        if line.startswith("event: "):
+            kind = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            yield kind, json.loads(line.removeprefix("data: "))
+
+
+def test_events_tell_what_happens(tmp_path):
+    settings = Settings(data_dir=tmp_path / "data", default_settings=SETTINGS, tick_seconds=0.05)
+    retries = httpx.HTTPTransport(retries=8)
+    with (
+        serving(create_app(settings)) as address,
+        httpx.Client(base_url=address, transport=retries, timeout=20) as client,
+    ):
+        assert_problem(client.get("/v1/federations/none/events"), 404)
+        with client.stream("GET", "/v1/federations/default/events") as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            told = events(answer)
+            kind, federation = next(told)
+            assert (kind, federation["status"]) == ("federation", "waiting")
+            for name in ("one", "two"):
+                enrol(client, name)
+            for kind, news in told:
+                if kind == "round":
+                    assert (news["round"], news["status"], news["cohort"]) == (1, "open", ["one", "two"])
+                    break
+                assert news["status"] in ("waiting", "running")

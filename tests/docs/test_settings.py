@@ -1,0 +1,20 @@
+import importlib.util
+from pathlib import Path
+
+from coordinator.settings import Settings
+from edge_sdk.protocol.messages import FederationSettings
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_page_says_what_the_settings_are():
+    spec = importlib.util.spec_from_file_location("settings_page", DOCS / "settings.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (DOCS / "settings.md").read_text() == module.page(), "run: python docs/settings.py"
+
+
+def test_every_setting_is_described():
+    for model in (Settings, FederationSettings):
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__name__}.{name} needs a description"
