@@ -85,17 +85,28 @@ class Devices:
             if request.holds_model is not None:
                 device.holds_model = request.holds_model
                 if not request.holds_model:
-                    _open_assignments(db, device_id, full=True)
+                    _change_open(db, device_id, full=True)
+                    _forgive_adapting(db, device_id)
             if request.conditions is not None:
                 device.present = request.conditions.available
             if request.revoked:
                 device.status, device.present = "revoked", False
-                _open_assignments(db, device_id, status="expired")
+                _change_open(db, device_id, status="expired")
 
 
-def _open_assignments(db: Session, device_id: str, **values: Any) -> None:
+def _change_open(db: Session, device_id: str, **values: Any) -> None:
+    """Change the device's open assignments."""
     db.execute(
         update(Assignment).where(Assignment.device_id == device_id, Assignment.status == "open").values(**values)
+    )
+
+
+def _forgive_adapting(db: Session, device_id: str) -> None:
+    """A device that handed its adapting back and was started again may try once more."""
+    db.execute(
+        update(Assignment)
+        .where(Assignment.device_id == device_id, Assignment.kind == "adapt", Assignment.status == "returned")
+        .values(status="expired")
     )
 
 

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from coordinator.api import devices, federations, problems, status
 from coordinator.api.access import OpenHouseWarning
+from coordinator.api.bodies import SmallBodies
 from coordinator.api.parts import House
 from coordinator.settings import Settings
 
@@ -41,6 +42,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
     )
+    app.add_middleware(SmallBodies)
     app.add_middleware(OpenHouseWarning, settings=settings)
     for part in (federations, devices, status):
         app.include_router(part.router)

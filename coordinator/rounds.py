@@ -109,6 +109,11 @@ class Rounds:
             if assignment is None:
                 assignment = _assign(federation, device, wire.Kind.adapt, federation.round, 0, self._clock())
                 db.add(assignment)
+            if assignment.status == "returned":
+                raise Finished(
+                    f"{federation.name} is {federation.status}, and this device could not adapt its model "
+                    f"({assignment.return_reason}); start the device again to try once more"
+                )
             assignment.status = "open"
             assignment.model_version = federation.model_version
             assignment.deadline_at = self._clock() + settings_of(federation).deadline_seconds

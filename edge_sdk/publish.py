@@ -101,7 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
     except ValidationError as error:
         for fault in error.errors(include_url=False):
-            print(f"edge_sdk.publish: --{'.'.join(map(str, fault['loc']))}: {fault['msg']}", file=sys.stderr)
+            option = "-".join(map(str, fault["loc"])).replace("_", "-")
+            print(f"edge_sdk.publish: --{option}: {fault['msg']}", file=sys.stderr)
         return 2
     except (SdkError, ProtocolError, UnknownTask, DataError, UnsupportedLayer) as error:
         print(f"edge_sdk.publish: {error}", file=sys.stderr)

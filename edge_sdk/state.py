@@ -158,10 +158,10 @@ class StateFolder:
         try:
             tensors, note = checkpoint.load(path.read_bytes())
             kept = json.loads(note)
-            progress = Progress.model_validate(kept["progress"])
-        except (ProtocolError, ValidationError, ValueError, KeyError) as error:
+            progress, digest = Progress.model_validate(kept["progress"]), kept["manifest"]
+        except (ProtocolError, ValidationError, ValueError, KeyError, TypeError) as error:
             raise StateError(f"{path} is damaged ({error}); move it away to start this device anew") from None
-        if kept["manifest"] != manifest.digest:
+        if digest != manifest.digest:
             raise StateError(f"{path} holds a model of another manifest; use another --state-dir for this federation")
         if not tensors:
             return None, progress
@@ -180,7 +180,7 @@ class StateFolder:
 
     def outbox(self, pending: Pending) -> bytes:
         """The update that ``pending`` names. Raises StateError when it is not there whole."""
-        body = (self.path / "outbox.bundle").read_bytes()
+        body = self.cached("outbox.bundle") or b""
         if hashlib.sha256(body).hexdigest() != pending.sha256:
             raise StateError(f"{self.path / 'outbox.bundle'} is not the update it should be; use another --state-dir")
         return body

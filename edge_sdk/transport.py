@@ -13,10 +13,10 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from edge_sdk.errors import Damaged, FederationOver, Refused, RoundOver, Unreachable
 from edge_sdk.protocol.manifest import Manifest
@@ -34,6 +34,8 @@ from edge_sdk.protocol.messages import (
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 30.0
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
+
+Message = TypeVar("Message", bound=BaseModel)
 
 
 @dataclass
@@ -72,11 +74,11 @@ class Transport:
 
     def federation(self, name: str) -> FederationInfo:
         """Where a federation stands."""
-        return FederationInfo.model_validate_json(self._call("GET", f"/v1/federations/{name}").content)
+        return _read(FederationInfo, self._call("GET", f"/v1/federations/{name}"))
 
     def manifest(self, name: str) -> Manifest:
         """The manifest of a federation's model."""
-        return Manifest.model_validate_json(self._call("GET", f"/v1/federations/{name}/manifest").content)
+        return _read(Manifest, self._call("GET", f"/v1/federations/{name}/manifest"))
 
     def skeleton(self, name: str) -> bytes:
         """The ONNX skeleton of a federation's model."""
@@ -85,12 +87,12 @@ class Transport:
     def create_federation(self, body: bytes, media_type: str) -> FederationInfo:
         """Create a federation."""
         answer = self._call("POST", "/v1/federations", content=body, headers={"Content-Type": media_type})
-        return FederationInfo.model_validate_json(answer.content)
+        return _read(FederationInfo, answer)
 
     def enrol(self, federation: str, request: Enrol) -> Enrolled:
         """Enrol this device."""
         answer = self._call("POST", f"/v1/federations/{federation}/devices", **_json(request))
-        return Enrolled.model_validate_json(answer.content)
+        return _read(Enrolled, answer)
 
     def assignment(
         self, federation: str, wait_seconds: float, cost: UploadCost | None
@@ -108,8 +110,8 @@ class Transport:
             timeout=httpx.Timeout(wait_seconds + 30.0, connect=10.0),
         )
         if answer.status_code == 204:
-            return None, float(answer.headers.get("Retry-After", "1"))
-        return Assignment.model_validate_json(answer.content), 0.0
+            return None, _pause(answer, 1.0)
+        return _read(Assignment, answer), 0.0
 
     def hand_back(self, assignment_id: str, reason: str) -> None:
         """Hand an assignment back."""
@@ -154,7 +156,7 @@ class Transport:
 
         def attempt() -> httpx.Response:
             nonlocal etag
-            headers = {"Range": f"bytes={len(body)}-", "If-Range": etag} if body else {}
+            headers = {"Range": f"bytes={len(body)}-", "If-Range": etag} if 0 < len(body) < size else {}
             with self._client.stream("GET", path, **self._with_token({"headers": headers})) as answer:
                 if answer.status_code == 200:
                     body.clear()
@@ -189,7 +191,7 @@ class Transport:
                         return answer
                     raise _refusal(answer)
                 reason = f"HTTP {answer.status_code}: {_detail(answer)}"
-                pause = float(answer.headers.get("Retry-After", "0"))
+                pause = _pause(answer, 0.0)
             except httpx.TransportError as error:
                 reason = str(error) or type(error).__name__
             seconds = max(pause, self._chance.uniform(0, longest))
@@ -206,6 +208,20 @@ class Transport:
 
 def _json(message: BaseModel) -> dict[str, Any]:
     return {"content": message.model_dump_json().encode(), "headers": {"Content-Type": "application/json"}}
+
+
+def _read(kind: type[Message], answer: httpx.Response) -> Message:
+    """The message that was answered; a stranger's page (a captive portal, a proxy) is refused."""
+    try:
+        return kind.model_validate_json(answer.content)
+    except ValidationError:
+        raise Refused(answer.status_code, _detail(answer)) from None
+
+
+def _pause(answer: httpx.Response, usual: float) -> float:
+    """The seconds that Retry-After asks for; its other form, a date, which proxies may send, is left aside."""
+    text = answer.headers.get("Retry-After", "")
+    return float(text) if text.isdecimal() and len(text) < 6 else usual
 
 
 def _refusal(answer: httpx.Response) -> Refused:

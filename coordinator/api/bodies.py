@@ -7,8 +7,38 @@ import re
 
 from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from coordinator.api.problems import problem
 from coordinator.errors import BadContent, LengthRequired, TooLarge
+
+LARGEST_REQUEST = 1024 * 1024
+"""Longest JSON of a request, in bytes."""
+
+
+class SmallBodies:
+    """Middleware that refuses long bodies where the framework reads them itself, before it asks who sends them.
+
+    Updates and new federations are read with ``read_body``, by callers that are known, up to limits of their own.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Look at the declared length; the server sees to it that it is kept."""
+        if scope["type"] != "http" or scope["path"].endswith(("/v1/federations", "/update")):
+            return await self._app(scope, receive, send)
+        headers = dict(scope["headers"])
+        if b"transfer-encoding" in headers:
+            answer = problem(
+                411, "LengthRequired", "declare the body's length: send Content-Length, not a chunked body"
+            )
+        elif int(headers.get(b"content-length", b"0")) > LARGEST_REQUEST:
+            answer = problem(413, "TooLarge", f"nothing valid here is longer than {LARGEST_REQUEST} bytes; send less")
+        else:
+            return await self._app(scope, receive, send)
+        return await answer(scope, receive, send)
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
@@ -37,20 +37,26 @@ def enrol(name: str, request: Enrol, house: TheHouse) -> Enrolled:
     return enrolled
 
 
+def _itself(device_id: str, bearer: Bearer, house: TheHouse) -> bool:
+    """Whether the device itself is calling; if not, it must be an admin. Raises NotAuthenticated."""
+    try:
+        if bearer is not None and house.devices.authenticate(bearer.credentials) == device_id:
+            return True
+    except NotAuthenticated:
+        pass
+    admin(bearer, house)
+    return False
+
+
 @router.patch("/devices/{device_id}", status_code=204)
-def change_device(device_id: str, change: ChangeDevice, house: TheHouse, bearer: Bearer) -> None:
+def change_device(
+    device_id: str, change: ChangeDevice, house: TheHouse, bearer: Bearer, itself: Annotated[bool, Depends(_itself)]
+) -> None:
     """A device changes its own budget and conditions; an admin changes any device, and revokes it."""
-    if change.revoked or not _is_device(device_id, bearer, house):
+    if change.revoked and itself:
         admin(bearer, house)
     house.devices.change(device_id, change)
     house.something_happened()
-
-
-def _is_device(device_id: str, bearer: Bearer, house: TheHouse) -> bool:
-    try:
-        return bearer is not None and house.devices.authenticate(bearer.credentials) == device_id
-    except NotAuthenticated:
-        return False
 
 
 @router.get(

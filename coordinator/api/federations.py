@@ -14,15 +14,13 @@ from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from coordinator.api.access import AdminOnly, ObserverOnly
-from coordinator.api.bodies import ranged, read_body
+from coordinator.api.bodies import LARGEST_REQUEST, ranged, read_body
 from coordinator.api.parts import TheHouse
 from coordinator.errors import WrongMediaType
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.messages import ChangeFederation, CreateFederation, FederationInfo, RoundRecord
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
-
-LARGEST_REQUEST = 1024 * 1024
 
 
 @router.post(

@@ -111,6 +111,8 @@ class TensorSpec(_Record):
             raise ValueError(f"{self.name}: {self.size} values; the largest tensor accepted has {MAX_TENSOR_VALUES}")
         if self.axes and len(self.axes) != len(self.shape):
             raise ValueError(f"{self.name}: {len(self.axes)} axes described, its shape has {len(self.shape)}")
+        if any(self.axes[2:]):
+            raise ValueError(f"{self.name}: only its first two axes can belong to neurons; leave the others without")
         if self.policy == "shared" and self.dtype != "float32":
             raise ValueError(
                 f"{self.name}: dtype {self.dtype} cannot be averaged; give it the policy personal or dropped"

@@ -209,9 +209,10 @@ class Block:
         Products and sums are float64, whatever the block's type. No index repeats, so nothing is lost.
         """
         runs = tensor.reshape(-1, self._run())
-        packed = block.reshape(-1, self._run()) if isinstance(block, np.ndarray) else np.float64(block)
+        packed = block.reshape(-1, self._run()) if isinstance(block, np.ndarray) else None
         for index, part in self._chunks():
-            addend = np.multiply(packed[part] if packed.ndim else packed, scale, dtype=np.float64)
+            one = block if packed is None else packed[part]
+            addend = np.multiply(one, scale, dtype=np.float64)
             if isinstance(index, slice):
                 runs[index] += addend
             else:
@@ -221,12 +222,15 @@ class Block:
 def neuron_view(manifest: Manifest, spec: TensorSpec) -> tuple[int, ...]:
     """Shape of a tensor whose first two axes count neurons (or inputs, or classes).
 
-    The columns that one channel owns behind a flatten are neighbours: they become an axis of their own, like the taps
-    of a kernel, so that channels are indexed and their columns copied as runs.
+    The entries that one channel owns behind a flatten are neighbours: where they are the last that belong to neurons
+    (columns of a weight, entries of a vector) they become an axis of their own, like the taps of a kernel, so that
+    channels are indexed and what they own is copied as runs.
     """
-    segments = spec.axes[1] if len(spec.axes) > 1 else ()
+    last = min(len(spec.axes), 2) - 1
+    segments = spec.axes[last] if spec.axes else ()
     if len(segments) == 1 and segments[0].repeat > 1:
-        return (spec.shape[0], manifest.group_sizes[segments[0].group], segments[0].repeat, *spec.shape[2:])
+        owned = (manifest.group_sizes[segments[0].group], segments[0].repeat)
+        return (*spec.shape[:last], *owned, *spec.shape[last + 1 :])
     return spec.shape
 
 
@@ -235,18 +239,12 @@ def block_of(manifest: Manifest, spec: TensorSpec, mask: NeuronMask | None) -> B
     view = neuron_view(manifest, spec)
     if mask is None or not any(spec.axes):
         return Block(view, None, None, view)
-    if any(spec.axes[2:]):
-        raise ManifestError(f"{spec.name}: only the first two axes of a tensor can belong to neurons")
-    sizes = manifest.group_sizes
-    rows = _axis_index(spec.axes[0], mask, sizes)
-    if len(view) == 1:
-        return Block(view, rows, None, (view[0] if rows is None else len(rows),))
-    segments = spec.axes[1]
+    axes = list(spec.axes[:2])
     if len(view) > len(spec.shape):
-        segments = (Segment(group=segments[0].group),)
-    columns = _axis_index(segments, mask, sizes)
-    shape = (view[0] if rows is None else len(rows), view[1] if columns is None else len(columns), *view[2:])
-    return Block(view, rows, columns, shape)
+        axes[-1] = (Segment(group=axes[-1][0].group),)  # the view indexes channels, not what they own
+    rows, columns = (*(_axis_index(axis, mask, manifest.group_sizes) for axis in axes), None)[:2]
+    active = [length if index is None else len(index) for length, index in zip(view, (rows, columns), strict=False)]
+    return Block(view, rows, columns, (*active, *view[2:]))
 
 
 def blocks(manifest: Manifest, mask: NeuronMask | None) -> Iterator[tuple[TensorSpec, Block]]:

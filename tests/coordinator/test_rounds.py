@@ -133,11 +133,10 @@ def house(open_house):
     return open_house()
 
 
-@pytest.fixture
-def answer(train):
+def answering(train):
     """Do what the device is asked to, if it is asked: the assignment that was answered, or None."""
 
-    def answer_one(device, *, stopped=False, examples=10, accuracy=0.5):
+    def answer(device, *, stopped=False, examples=10, accuracy=0.5):
         assignment = device.ask()
         if assignment is None:
             return None
@@ -150,25 +149,34 @@ def answer(train):
         assert device.send(assignment, body)
         return assignment
 
-    return answer_one
+    return answer
 
 
-@pytest.fixture
-def play(answer):
+def playing(answer):
     """Advance, and let the devices answer in the order given, until nobody is asked any more."""
 
-    def play_on(house, devices, **how):
+    def play(house, devices):
         moved = True
         while moved:
             house.rounds.advance()
             moved = False
             for device in devices:
                 try:
-                    moved = answer(device, **how) is not None or moved
+                    moved = answer(device) is not None or moved
                 except Finished:
                     continue
 
-    return play_on
+    return play
+
+
+@pytest.fixture
+def answer(train):
+    return answering(train)
+
+
+@pytest.fixture
+def play(answer):
+    return playing(answer)
 
 
 # --- from waiting to finished ------------------------------------------------------------------------------------
@@ -266,6 +274,26 @@ def test_a_device_that_never_answered_is_sent_the_whole_model_again(house, clock
     house.rounds.advance()
     assert bundle.decode(one.payload(one.ask()), DIGITS).mask is None
     assert bundle.decode(two.payload(two.ask()), DIGITS).mask is not None
+
+
+def test_a_device_that_lost_its_model_is_sent_it_again(house, answer):
+    house.create(rounds=3)
+    one, two = house.enrol("a", "b")
+    house.rounds.advance()
+    answer(one)
+    answer(two)
+    house.rounds.advance()
+    assignment = one.ask()
+    assert bundle.decode(one.payload(assignment), DIGITS).mask is not None
+    house.devices.change(one.id, ChangeDevice(holds_model=False))
+    again = one.ask()
+    assert again.assignment_id == assignment.assignment_id
+    assert bundle.decode(one.payload(again), DIGITS).mask is None
+    assert again.payload.sha256 != assignment.payload.sha256
+    answer(one)
+    answer(two)
+    house.rounds.advance()
+    assert house.record(2).updates == 2
 
 
 def test_a_new_budget_holds_from_the_next_round_on(house, answer):
@@ -755,12 +783,12 @@ def start(house):
     return house.enrol(*NAMES, **BUDGETS)
 
 
-@pytest.fixture
-def undisturbed(tmp_path, clock, play):
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, train):
     """The final model of a run that nothing disturbs."""
-    house = House(tmp_path / "undisturbed", clock)
+    house = House(tmp_path_factory.mktemp("undisturbed"), lambda: 1_700_000_000.0)
     try:
-        play(house, start(house))
+        playing(answering(train))(house, start(house))
         return house.model()
     finally:
         house.store.close()

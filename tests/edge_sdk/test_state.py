@@ -1,0 +1,169 @@
+"""A device's memory: whole or not at all, its own, and honest about damage."""
+
+from __future__ import annotations
+
+import stat
+
+import numpy as np
+import pytest
+
+from edge_sdk.errors import StateError
+from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol.manifest import Manifest, initial_values
+from edge_sdk.protocol.messages import Phase, UploadCost
+from edge_sdk.state import Pending, Progress, StateFolder, Totals
+
+
+@pytest.fixture
+def folder(tmp_path):
+    opened = StateFolder(tmp_path / "state")
+    yield opened
+    opened.close()
+
+
+def personal(manifest):
+    return initial_values(manifest, 5)
+
+
+def test_a_new_folder_knows_nothing(folder, small):
+    assert folder.load(small) == (None, Progress())
+    assert folder.cached("manifest.json") is None
+
+
+def test_model_and_progress_come_back_together(folder, small):
+    progress = Progress(
+        rounds=3,
+        last_round=7,
+        memory={"last_loss": 0.5},
+        training=Totals(seconds=1.5, bytes_up=3),
+        pending=Pending(assignment_id="a", media_type="m", sha256="0" * 64),
+        upload_cost=UploadCost(assignment_id="a", upload=Phase(seconds=1)),
+    )
+    folder.save(small, personal(small), progress)
+    tensors, loaded = folder.load(small)
+    assert loaded == progress
+    assert all(tensors[name].tobytes() == tensor.tobytes() for name, tensor in personal(small).items())
+    tensors["conv.weight"][...] = 0  # a copy that can be trained on
+
+
+def test_progress_without_a_model_is_kept_too(folder, small):
+    folder.save(small, None, Progress(rounds=1))
+    assert folder.load(small) == (None, Progress(rounds=1))
+
+
+def test_a_save_replaces_the_last_one_and_leaves_nothing_beside_it(folder, small):
+    for rounds in range(3):
+        folder.save(small, personal(small), Progress(rounds=rounds))
+    assert folder.load(small)[1].rounds == 2
+    assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "model.safetensors"]
+
+
+def test_a_save_that_was_killed_leaves_the_last_one_whole(folder, small):
+    """What a killed process leaves is a partial file under another name; the next save is not hindered by it."""
+    folder.save(small, personal(small), Progress(rounds=1))
+    (folder.path / "model.safetensors.partial").write_bytes(b"half")
+    assert folder.load(small)[1].rounds == 1
+    folder.save(small, personal(small), Progress(rounds=2))
+    assert folder.load(small)[1].rounds == 2
+
+
+def test_one_process_at_a_time(folder, tmp_path):
+    with pytest.raises(StateError, match=r"another process uses .*; stop it, or give this device a --name or --state-"):
+        StateFolder(tmp_path / "state")
+    folder.close()
+    StateFolder(tmp_path / "state").close()
+
+
+def test_an_identity_is_made_once_and_is_nobody_elses_business(folder):
+    first = folder.identity("f", "uid", "pi")
+    assert len(first.enrolment_key) >= 32
+    assert (first.device_id, first.token) == (None, None)
+    assert folder.identity("f", "uid", "pi") == first
+    folder.save_identity(first.model_copy(update={"device_id": "d", "token": "t"}))
+    assert folder.identity("f", "uid", "pi").token == "t"
+    mode = (folder.path / "identity.json").stat().st_mode
+    assert stat.S_IMODE(mode) == 0o600
+    assert stat.S_IMODE(folder.path.stat().st_mode) & 0o077 in (0, 0o055), "the umask's, at most"
+
+
+@pytest.mark.parametrize(
+    ("whose", "said"),
+    [
+        (("f", "uid", "other"), "belongs to pi in f, not to other in f; use another --state-dir"),
+        (("g", "uid", "pi"), "belongs to pi in f, not to pi in g"),
+        (("f", "new", "pi"), "of before the coordinator was set up anew; use another --state-dir"),
+    ],
+)
+def test_a_folder_belongs_to_one_device(folder, whose, said):
+    folder.identity("f", "uid", "pi")
+    with pytest.raises(StateError) as refused:
+        folder.identity(*whose)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"name": 1}', "\x00"])
+def test_a_damaged_identity_is_told_with_advice(folder, text):
+    folder.identity("f", "uid", "pi")
+    (folder.path / "identity.json").write_text(text)
+    with pytest.raises(StateError, match=r"identity\.json cannot be read .*; use another --state-dir"):
+        folder.identity("f", "uid", "pi")
+
+
+def test_a_model_of_another_manifest_is_refused(folder, small):
+    folder.save(small, personal(small), Progress())
+    other = Manifest.model_validate({**small.model_dump(), "task": "other"})
+    with pytest.raises(StateError, match="a model of another manifest; use another --state-dir"):
+        folder.load(other)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 8, 100, -1])
+def test_a_truncated_model_is_told_with_advice(folder, small, keep):
+    folder.save(small, personal(small), Progress())
+    path = folder.path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(StateError, match=r"model\.safetensors is damaged .*; move it away to start this device anew"):
+        folder.load(small)
+
+
+@pytest.mark.parametrize(
+    "note", ["", "[]", "1", "{}", '{"progress": {}}', '{"progress": {"rounds": "x"}, "manifest": ""}']
+)
+def test_a_note_that_is_none_is_damage(folder, small, note):
+    (folder.path / "model.safetensors").write_bytes(checkpoint.save({"w": np.zeros(1)}, note))
+    with pytest.raises(StateError, match="is damaged"):
+        folder.load(small)
+
+
+def test_the_outbox_gives_back_what_was_laid_out(folder):
+    pending = folder.put_outbox("a", "application/x", b"update")
+    assert (pending.assignment_id, pending.media_type) == ("a", "application/x")
+    assert folder.outbox(pending) == b"update"
+
+
+def test_an_outbox_of_another_update_is_not_sent(folder):
+    first = folder.put_outbox("a", "m", b"first")
+    folder.put_outbox("b", "m", b"second")
+    with pytest.raises(StateError, match=r"outbox\.bundle is not the update it should be; use another --state-dir"):
+        folder.outbox(first)
+    (folder.path / "outbox.bundle").unlink()
+    with pytest.raises(StateError, match="is not the update it should be"):
+        folder.outbox(first)
+
+
+def test_downloads_are_cached_beside_the_state(folder):
+    folder.cache("manifest.json", b"{}")
+    assert folder.cached("manifest.json") == b"{}"
+
+
+def test_totals_never_blend_measured_and_estimated_joules():
+    total = Totals()
+    for phase in (
+        Phase(seconds=1, bytes_up=1, joules=10, quality="measured"),
+        Phase(seconds=2, bytes_down=2, joules=20, quality="estimated"),
+        Phase(seconds=4, joules=40, quality="derived"),
+        Phase(seconds=8),
+    ):
+        total = total.plus(phase)
+    assert total == Totals(
+        seconds=15, bytes_down=2, bytes_up=1, joules_measured=50, joules_estimated=20, seconds_without_joules=8
+    )

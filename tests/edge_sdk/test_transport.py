@@ -1,0 +1,297 @@
+"""HTTP against a broken network, without a network: patience, resumption, counted bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+
+import httpx
+import pytest
+
+from edge_sdk.errors import Damaged, FederationOver, Refused, RoundOver, SdkError, Unreachable
+from edge_sdk.protocol.messages import ChangeDevice, Enrol, Payload, Phase, UploadCost
+from edge_sdk.transport import FIRST_WAIT, LONGEST_WAIT, Transport
+
+BODY = bytes(range(256)) * 40
+PAYLOAD = Payload(bytes=len(BODY), sha256=hashlib.sha256(BODY).hexdigest())
+ETAG = f'"{PAYLOAD.sha256}"'
+
+
+class Pieces(httpx.SyncByteStream):
+    """Gives bytes in pieces, as a socket does."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        yield from (self.data[start : start + 1000] for start in range(0, len(self.data), 1000))
+
+
+class Breaking(httpx.SyncByteStream):
+    """Gives some bytes, then breaks."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        yield self.data
+        raise httpx.ReadError("connection reset")
+
+
+class Network:
+    """Answers each call with the next of ``answers`` (a response, an exception, or a function of the request)."""
+
+    def __init__(self, *answers, **how):
+        self.answers = list(answers)
+        self.requests = []
+        self.slept = []
+        self.waits = []
+        client = httpx.Client(base_url="http://coordinator", transport=httpx.MockTransport(self.handle))
+        self.transport = Transport(
+            client,
+            sleep=self.slept.append,
+            chance=random.Random(0),
+            on_wait=lambda reason, seconds: self.waits.append((reason, seconds)),
+            **how,
+        )
+
+    def handle(self, request):
+        self.requests.append(request)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if callable(answer):
+            answer = answer(request)
+        if isinstance(answer, Exception):
+            raise answer
+        if not answer.is_stream_consumed:
+            return answer
+        return httpx.Response(answer.status_code, headers=answer.headers, stream=Pieces(answer.content))
+
+
+def problem(status, detail="do this", **headers):
+    return httpx.Response(status, json={"detail": detail, "title": "t"}, headers=headers)
+
+
+def fine(request=None):
+    return httpx.Response(204)
+
+
+CHANGE = ChangeDevice(budget=0.5)
+
+# --- patience ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        problem(503),
+        problem(500),
+        problem(502),
+        problem(429),
+        problem(408),
+        httpx.Response(504, text="<html>gateway</html>"),
+        httpx.ConnectError("refused"),
+        httpx.ReadTimeout("slow"),
+        httpx.RemoteProtocolError("cut"),
+    ],
+)
+def test_what_may_pass_is_tried_again(trouble):
+    network = Network(trouble, trouble, fine)
+    network.transport.change_device("1", CHANGE)
+    assert len(network.requests) == 3
+    assert len(network.slept) == 2
+    assert len({request.content for request in network.requests}) == 1, "the same call again"
+    assert [seconds for _, seconds in network.waits] == network.slept
+
+
+def test_waits_double_up_to_a_limit_and_are_drawn_at_random_below_it():
+    network = Network(*[problem(503)] * 40, fine)
+    network.transport.change_device("1", CHANGE)
+    limits = [min(FIRST_WAIT * 2**number, LONGEST_WAIT) for number in range(40)]
+    assert all(0 <= seconds <= limit for seconds, limit in zip(network.slept, limits, strict=True))
+    assert max(network.slept[10:]) > LONGEST_WAIT / 2
+    assert len(set(network.slept)) == 40
+    again = Network(*[problem(503)] * 40, fine)
+    again.transport.change_device("1", CHANGE)
+    assert again.slept == network.slept, "chance is injected"
+
+
+def test_patience_ends_with_advice():
+    network = Network(httpx.ConnectError("connection refused"), patience_seconds=20)
+    with pytest.raises(Unreachable) as given_up:
+        network.transport.change_device("1", CHANGE)
+    assert "http://coordinator does not answer (connection refused); check the address" in str(given_up.value)
+    assert 5 < sum(network.slept) <= 20
+
+
+def test_no_patience_asks_once():
+    network = Network(problem(503, "disk is full"), patience_seconds=0)
+    with pytest.raises(Unreachable, match=r"HTTP 503: disk is full"):
+        network.transport.change_device("1", CHANGE)
+    assert len(network.requests) == 1
+    assert network.slept == []
+
+
+def test_retry_after_is_respected():
+    network = Network(problem(503, **{"Retry-After": "17"}), problem(429, **{"Retry-After": "0"}), fine)
+    network.transport.change_device("1", CHANGE)
+    assert network.slept[0] == 17
+    assert network.slept[1] <= 2 * FIRST_WAIT
+
+
+@pytest.mark.parametrize("odd", ["Wed, 21 Oct 2026 07:28:00 GMT", "soon", "-5", "nan", "inf", "", "9" * 400])
+def test_a_retry_after_that_is_no_number_of_seconds_does_no_harm(odd):
+    network = Network(problem(503, **{"Retry-After": odd}), fine)
+    network.transport.change_device("1", CHANGE)
+    assert network.slept[0] <= FIRST_WAIT
+    network = Network(httpx.Response(204, headers={"Retry-After": odd}))
+    assert network.transport.assignment("f", 5, None) == (None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, Refused), (401, Refused), (403, Refused), (404, Refused), (409, RoundOver), (410, FederationOver),
+     (413, Refused), (415, Refused), (422, Refused)],
+)  # fmt: skip
+def test_an_answer_is_an_answer(status, kind):
+    network = Network(problem(status, "fc.weight: not finite; do not send"))
+    with pytest.raises(kind) as refused:
+        network.transport.update("a", b"bundle", "application/x")
+    assert type(refused.value) is kind
+    assert (refused.value.status, refused.value.detail) == (status, "fc.weight: not finite; do not send")
+    assert str(status) in str(refused.value)
+    assert len(network.requests) == 1
+    assert network.slept == []
+
+
+@pytest.mark.parametrize("page", ["<html>log in to the hotel's network</html>", "[]", '"detail"', '{"no": "detail"}'])
+def test_a_stranger_is_recognised(page):
+    for status in (200, 302, 404):
+        network = Network(httpx.Response(status, text=page))
+        with pytest.raises(Refused, match="is coordinator a Sparrow coordinator"):
+            network.transport.federation("default")
+    assert issubclass(Refused, SdkError)
+
+
+# --- calls -------------------------------------------------------------------------------------------------------
+
+
+def test_the_token_goes_along_once_there_is_one():
+    network = Network(fine)
+    network.transport.change_device("1", CHANGE)
+    network.transport.token = "secret"
+    network.transport.change_device("1", CHANGE)
+    first, second = network.requests
+    assert "authorization" not in first.headers
+    assert second.headers["authorization"] == "Bearer secret"
+    assert second.headers["content-type"] == "application/json"
+    assert json.loads(second.content)["budget"] == 0.5
+
+
+def test_enrolling_sends_the_request_and_reads_the_answer():
+    network = Network(httpx.Response(201, json={"device_id": "d", "token": "t", "news": 1}))
+    enrolled = network.transport.enrol("default", Enrol(name="pi", enrolment_key="k" * 32))
+    assert (enrolled.device_id, enrolled.token) == ("d", "t")
+    (request,) = network.requests
+    assert (request.method, request.url.path) == ("POST", "/v1/federations/default/devices")
+
+
+def test_asking_waits_and_tells_what_the_last_upload_cost():
+    network = Network(httpx.Response(204, headers={"Retry-After": "4"}))
+    cost = UploadCost(assignment_id="a", upload=Phase(seconds=1.5, bytes_up=10))
+    assert network.transport.assignment("default", 25, cost) == (None, 4.0)
+    (request,) = network.requests
+    assert request.url.params["wait"] == "25"
+    assert request.extensions["timeout"]["read"] > 25
+    assert UploadCost.model_validate_json(request.headers["sparrow-upload-cost"]) == cost
+
+
+def test_a_reason_that_is_too_long_is_cut():
+    network = Network(fine)
+    network.transport.hand_back("a", "r" * 900)
+    assert len(json.loads(network.requests[0].content)["reason"]) == 500
+
+
+# --- downloads ---------------------------------------------------------------------------------------------------
+
+
+def serve(request):
+    """A server of BODY that knows ranges."""
+    headers = {"ETag": ETAG}
+    asked = request.headers.get("range")
+    if asked is None or request.headers.get("if-range") != ETAG:
+        return httpx.Response(200, content=BODY, headers=headers)
+    first = int(asked.removeprefix("bytes=").removesuffix("-"))
+    if first >= len(BODY):
+        return httpx.Response(416, headers=headers)
+    return httpx.Response(206, content=BODY[first:], headers=headers)
+
+
+def broken(data, status=200, **headers):
+    return lambda request: httpx.Response(status, stream=Breaking(data), headers={"ETag": ETAG, **headers})
+
+
+def test_a_download_goes_on_where_it_broke():
+    network = Network(broken(BODY[:3000]), broken(BODY[3000:5000], status=206), problem(503), serve)
+    assert network.transport.payload("a", PAYLOAD) == BODY
+    asked = [(request.headers.get("range"), request.headers.get("if-range")) for request in network.requests]
+    assert asked == [(None, None), ("bytes=3000-", ETAG), ("bytes=5000-", ETAG), ("bytes=5000-", ETAG)]
+    assert network.transport.traffic.down == len(BODY), "no byte came twice"
+
+
+def test_a_changed_file_is_downloaded_from_its_beginning():
+    network = Network(broken(b"old" * 50, ETag='"old"'), serve)
+    assert network.transport.payload("a", PAYLOAD) == BODY
+    assert network.requests[1].headers["if-range"] == '"old"'
+    assert network.transport.traffic.down == len(BODY) + 150
+
+
+def test_a_break_after_the_last_byte_is_no_dead_end():
+    """A proxy may cut the connection after everything has come: there is nothing left to ask a range of."""
+    network = Network(broken(BODY), serve)
+    assert network.transport.payload("a", PAYLOAD) == BODY
+
+
+def test_a_damaged_download_is_repeated_from_its_beginning():
+    damaged = bytes([BODY[0] ^ 1]) + BODY[1:]
+    network = Network(httpx.Response(200, content=damaged, headers={"ETag": ETAG}), serve)
+    assert network.transport.payload("a", PAYLOAD) == BODY
+    assert "range" not in network.requests[1].headers
+    assert network.transport.traffic.down == 2 * len(BODY)
+
+
+@pytest.mark.parametrize("wrong", [BODY[:-1], BODY + b"x", b"", BODY[::-1]])
+def test_a_download_that_never_matches_is_reported_with_advice(wrong):
+    network = Network(lambda request: httpx.Response(200, content=wrong, headers={"ETag": ETAG}))
+    with pytest.raises(Damaged, match="three times and never matched its digest; look at proxies"):
+        network.transport.payload("a", PAYLOAD)
+    assert len(network.requests) == 3
+
+
+def test_a_server_cannot_fill_the_memory():
+    def endless():
+        while True:
+            yield b"x" * 4096
+
+    class Endless(httpx.SyncByteStream):
+        def __iter__(self):
+            return endless()
+
+    network = Network(lambda request: httpx.Response(200, stream=Endless()))
+    with pytest.raises(Damaged):
+        network.transport.payload("a", PAYLOAD)
+    assert network.transport.traffic.down < 3 * (len(BODY) + 4097)
+
+
+def test_a_refused_download_says_why():
+    network = Network(problem(409, "the assignment is expired; ask for the next one"))
+    with pytest.raises(RoundOver, match="ask for the next one"):
+        network.transport.payload("a", PAYLOAD)
+
+
+def test_traffic_counts_bodies_both_ways_repetitions_included():
+    network = Network(problem(503), httpx.ConnectError("x"), httpx.Response(201, json={"new": True}))
+    network.transport.update("a", b"u" * 1000, "application/x")
+    assert network.transport.traffic.up == 3000
+    answers = len(problem(503).content) + len(httpx.Response(201, json={"new": True}).content)
+    assert network.transport.traffic.down == answers

@@ -1,0 +1,47 @@
+"""What promises to be light is: no torch behind the coordinator, the protocol, prediction, export and devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+LIGHT = ["edge_sdk", "edge_sdk.protocol.bundle", "edge_sdk.protocol.messages", "edge_sdk.protocol.checkpoint"]
+LIGHT += ["edge_sdk.protocol.builtin", "edge_sdk.transport", "edge_sdk.state", "edge_sdk.predict", "devices"]
+LIGHT += ["export", "export.skeleton", "coordinator.main"]
+
+PROBE = """
+import importlib, json, sys
+found = {}
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+    found[name] = sorted({module.split(".")[0] for module in sys.modules} & set(json.loads(sys.argv[2])))
+print(json.dumps(found))
+"""
+
+
+def loaded(names, heavy, folder):
+    """name -> which of ``heavy`` is loaded once it and those before it are imported, in a process of their own."""
+    result = subprocess.run(
+        [sys.executable, "-c", PROBE, json.dumps(names), json.dumps(heavy)],
+        env={**os.environ, "COORDINATOR_DATA_DIR": str(folder / "data")},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_nothing_light_loads_torch(tmp_path):
+    found = loaded(LIGHT, ["torch", "sklearn", "torchvision"], tmp_path)
+    assert found == {name: [] for name in LIGHT}
+    assert list(tmp_path.iterdir()) == [], "importing the coordinator makes no data folder"
+
+
+def test_the_protocol_needs_neither_server_nor_onnx(tmp_path):
+    protocol = [name for name in LIGHT if name.startswith(("edge_sdk.protocol", "devices"))]
+    found = loaded(protocol, ["fastapi", "sqlalchemy", "onnx", "onnxruntime", "uvicorn"], tmp_path)
+    assert found == {name: [] for name in protocol}
