@@ -26,6 +26,7 @@ from devices import EnergyMeter
 from edge_sdk.errors import FederationOver, Refused, RoundOver, SdkError
 from edge_sdk.methods import DeviceState, Job, Trained, load_method
 from edge_sdk.protocol import bundle
+from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import merge_in_place
 from edge_sdk.protocol.messages import (
@@ -164,7 +165,7 @@ class Session:
         self._working_on = assignment
         try:
             self._work(assignment)
-        except TrainingDiverged as error:
+        except (TrainingDiverged, ProtocolError) as error:
             log.warning("round %s: %s", assignment.round, error)
             self._hand_back(assignment, str(error))
         except RoundOver as error:
@@ -231,7 +232,6 @@ class Session:
         number = job.assignment.round
         self._keep_and_send(
             job.assignment,
-            bundle.MEDIA_TYPE,
             body,
             trained.state,
             rounds=self.progress.rounds + 1,
@@ -262,7 +262,6 @@ class Session:
         )
         self._keep_and_send(
             job.assignment,
-            JSON_TYPE,
             receipt.model_dump_json(exclude_defaults=True).encode(),
             job.state,
             evaluation=self.progress.evaluation.plus(download).plus(measured.cost),
@@ -278,7 +277,6 @@ class Session:
         )
         self._keep_and_send(
             job.assignment,
-            JSON_TYPE,
             receipt.model_dump_json(exclude_defaults=True).encode(),
             state,
             adapted=True,
@@ -286,11 +284,9 @@ class Session:
             training=self.progress.training.plus(download).plus(measured.cost),
         )
 
-    def _keep_and_send(
-        self, assignment: Assignment, media_type: str, body: bytes, state: DeviceState, **changed: object
-    ) -> None:
+    def _keep_and_send(self, assignment: Assignment, body: bytes, state: DeviceState, **changed: object) -> None:
         """Keep the new state and the update together, then send it."""
-        pending = self._folder.put_outbox(assignment.assignment_id, media_type, body)
+        pending = self._folder.put_outbox(assignment.assignment_id, assignment.kind, body)
         self.personal = state.personal
         self._save(memory=dict(state.memory), pending=pending, **changed)
         self._send(pending, body)
@@ -298,19 +294,20 @@ class Session:
     def _send(self, pending: Pending, body: bytes | None = None) -> None:
         if body is None:
             body = self._folder.outbox(pending)
+        media_type = bundle.MEDIA_TYPE if pending.kind is Kind.train else JSON_TYPE
         with self._telemetry.phase("upload") as upload:
             try:
-                self._transport.update(pending.assignment_id, body, pending.media_type)
+                self._transport.update(pending.assignment_id, body, media_type)
             except RoundOver as error:
                 # Too late, or answered already: the local step stays, as the method card asks (3.2).
                 log.info("the update was not needed any more: %s", error.detail)
             except Refused:
                 self._save(pending=None)  # it would be refused again
                 raise
-        kind = "training" if pending.media_type == bundle.MEDIA_TYPE else "evaluation"
-        totals: Totals = getattr(self.progress, kind)
+        account = "evaluation" if pending.kind is Kind.evaluate else "training"
+        totals: Totals = getattr(self.progress, account)
         cost = UploadCost(assignment_id=pending.assignment_id, upload=upload.cost)
-        self._save(pending=None, upload_cost=cost, **{kind: totals.plus(upload.cost)})
+        self._save(pending=None, upload_cost=cost, **{account: totals.plus(upload.cost)})
 
     def _save(self, **changed: object) -> None:
         self.progress = self.progress.model_copy(update=changed)

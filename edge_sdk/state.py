@@ -29,7 +29,7 @@ from edge_sdk.errors import StateError
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.messages import Phase, UploadCost
+from edge_sdk.protocol.messages import Kind, Phase, UploadCost
 
 
 class Identity(BaseModel):
@@ -51,7 +51,7 @@ class Pending(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     assignment_id: str
-    media_type: str
+    kind: Kind
     sha256: str
 
 
@@ -173,10 +173,10 @@ class StateFolder:
         note = json.dumps({"manifest": manifest.digest, "progress": progress.model_dump(mode="json")})
         _write(self.path / "model.safetensors", checkpoint.save(personal or {}, note))
 
-    def put_outbox(self, assignment_id: str, media_type: str, body: bytes) -> Pending:
+    def put_outbox(self, assignment_id: str, kind: Kind, body: bytes) -> Pending:
         """Lay an update out for sending; it counts once ``save`` has kept a progress that names it."""
         _write(self.path / "outbox.bundle", body)
-        return Pending(assignment_id=assignment_id, media_type=media_type, sha256=hashlib.sha256(body).hexdigest())
+        return Pending(assignment_id=assignment_id, kind=kind, sha256=hashlib.sha256(body).hexdigest())
 
     def outbox(self, pending: Pending) -> bytes:
         """The update that ``pending`` names. Raises StateError when it is not there whole."""

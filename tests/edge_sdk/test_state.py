@@ -10,7 +10,7 @@ import pytest
 from edge_sdk.errors import StateError
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.manifest import Manifest, initial_values
-from edge_sdk.protocol.messages import Phase, UploadCost
+from edge_sdk.protocol.messages import Kind, Phase, UploadCost
 from edge_sdk.state import Pending, Progress, StateFolder, Totals
 
 
@@ -36,7 +36,7 @@ def test_model_and_progress_come_back_together(folder, small):
         last_round=7,
         memory={"last_loss": 0.5},
         training=Totals(seconds=1.5, bytes_up=3),
-        pending=Pending(assignment_id="a", media_type="m", sha256="0" * 64),
+        pending=Pending(assignment_id="a", kind=Kind.train, sha256="0" * 64),
         upload_cost=UploadCost(assignment_id="a", upload=Phase(seconds=1)),
     )
     folder.save(small, personal(small), progress)
@@ -135,14 +135,14 @@ def test_a_note_that_is_none_is_damage(folder, small, note):
 
 
 def test_the_outbox_gives_back_what_was_laid_out(folder):
-    pending = folder.put_outbox("a", "application/x", b"update")
-    assert (pending.assignment_id, pending.media_type) == ("a", "application/x")
+    pending = folder.put_outbox("a", Kind.train, b"update")
+    assert (pending.assignment_id, pending.kind) == ("a", Kind.train)
     assert folder.outbox(pending) == b"update"
 
 
 def test_an_outbox_of_another_update_is_not_sent(folder):
-    first = folder.put_outbox("a", "m", b"first")
-    folder.put_outbox("b", "m", b"second")
+    first = folder.put_outbox("a", Kind.train, b"first")
+    folder.put_outbox("b", Kind.evaluate, b"second")
     with pytest.raises(StateError, match=r"outbox\.bundle is not the update it should be; use another --state-dir"):
         folder.outbox(first)
     (folder.path / "outbox.bundle").unlink()
