@@ -295,7 +295,7 @@ def table(report: dict[str, Any]) -> str:
     """The report as one table, for a terminal."""
     head = (
         f"{'device':9} {'budget':>6} {'rounds':>6} {'stopped':>7} {'local':>7} {'global':>7} {'personal':>8} "
-        f"{'up':>8} {'down':>8} {'of whole':>8} {'joules':>15} {'ONNX':>8} {'latency':>8}"
+        f"{'up':>8} {'down':>8} {'of whole':>8} {'judging':>8} {'joules':>15} {'ONNX':>8} {'latency':>8}"
     )
     lines = [head, "-" * len(head)]
     for row in report["devices"]:
@@ -308,6 +308,7 @@ def table(report: dict[str, Any]) -> str:
             f"{row['device']:9} {row['budget']:6.1f} {row['rounds']:6d} {row['stopped_round'] or '-':>7} "
             f"{row['accuracy_local_only']:7.1%} {row['accuracy_global']:7.1%} {row['accuracy_personal']:8.1%} "
             f"{row['bytes_up'] / 1e3:5.0f} kB {row['bytes_down'] / 1e3:5.0f} kB {row['traffic_share']:8.0%} "
+            f"{row['evaluation_bytes'] / 1e3:5.0f} kB "
             f"{joules:>15} {row['onnx_bytes'] / 1e3:5.1f} kB {row['onnx_latency_ms']:5.3f} ms"
         )
     rows = report["devices"]
@@ -316,7 +317,10 @@ def table(report: dict[str, Any]) -> str:
         "-" * len(head),
         f"personal minus local-only: {100 * gain:+.1f} points on average; {report['rounds']} rounds in "
         f"{report['wall_seconds']:.0f} s; ended because: {report['reason']}",
-        "local: trained alone for as many steps. of whole: bytes both ways against the whole model each round.",
+        "local: trained alone for as many steps. up, down: bytes of training; of whole: against the whole model both "
+        "ways in each round.",
+        "judging: bytes of evaluation, apart: every second round each device downloads the whole global model, to "
+        "judge it.",
     ]
     if any(row["joules_estimated"] for row in rows):
         idle, busy = WATTS.split(":")

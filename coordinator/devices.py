@@ -14,9 +14,10 @@ from sqlalchemy.orm import Session
 
 from coordinator.errors import NameTaken, NotAuthenticated, NotFound
 from coordinator.federations import find
+from coordinator.records import iso
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device
-from edge_sdk.protocol.messages import ChangeDevice, Enrol, Enrolled
+from edge_sdk.protocol.messages import ChangeDevice, DeviceInfo, DeviceProfile, Enrol, Enrolled
 
 
 class Devices:
@@ -41,7 +42,8 @@ class Devices:
             if device is not None and not hmac.compare_digest(device.enrolment_key_sha256, key):
                 raise NameTaken(
                     f"a device called {request.name!r} is enrolled in {federation_name}; choose another --name, or, if "
-                    f"it is this device and its state was lost, have an admin revoke it first"
+                    f"it is this device and its state was lost, have an admin revoke it first (its id is in "
+                    f"GET /v1/federations/{federation_name}/devices)"
                 )
             if device is None:
                 device = Device(
@@ -74,6 +76,26 @@ class Devices:
         with self._store.reading() as db:
             return db.get_one(Device, device_id).federation_id
 
+    def list(self, federation_name: str) -> list[DeviceInfo]:
+        """Every device of a federation, by name. Raises NotFound."""
+        with self._store.reading() as db:
+            federation = find(db, federation_name)
+            devices = db.scalars(select(Device).where(Device.federation_id == federation.id).order_by(Device.name))
+            return [
+                DeviceInfo(
+                    device_id=device.id,
+                    name=device.name,
+                    status=device.status,
+                    stopped_round=device.stopped_round,
+                    present=device.present,
+                    budget=device.budget,
+                    profile=DeviceProfile.model_validate(device.profile),
+                    enrolled_at=iso(device.enrolled_at),
+                    seen_at=iso(device.seen_at),
+                )
+                for device in devices
+            ]
+
     def change(self, device_id: str, request: ChangeDevice) -> None:
         """A new budget (from the next round on), a coming or going, a revocation. Raises NotFound."""
         with self._store.writing() as db:
@@ -88,7 +110,7 @@ class Devices:
                     _change_open(db, device_id, full=True)
                     _forgive_adapting(db, device_id)
             if request.conditions is not None:
-                device.present = request.conditions.available
+                device.present, device.rest_until = request.conditions.available, 0.0
             if request.revoked:
                 device.status, device.present = "revoked", False
                 _change_open(db, device_id, status="expired")

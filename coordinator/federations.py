@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from coordinator.errors import BadContent, NameTaken, NoGlobalModel, NotFound, WrongState
 from coordinator.methods import load_method
 from coordinator.models import Models, settings_of
-from coordinator.rounds import extend_deadlines
+from coordinator.rounds import extend_deadlines, what_is_missing, why_over
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Device, Federation
 from edge_sdk.protocol import checkpoint
@@ -107,6 +107,12 @@ class Federations:
             federation.settings = {**federation.settings, **changed}
             if request.action is not None:
                 _ACTIONS[request.action](federation)
+            over = why_over(db, federation) if request.action == "reopen" else None
+            if over:
+                raise WrongState(
+                    f"{name} would end again at once ({over}): give more rounds in the same call, or wait until a "
+                    f"device that has not stopped enrols"
+                )
             if request.action == "resume":
                 extend_deadlines(db, federation, self._clock())
             return self.describe(db, federation)
@@ -141,6 +147,7 @@ class Federations:
             task=federation.task,
             status=FederationStatus(federation.status),
             reason=federation.reason,
+            waiting_for=what_is_missing(db, federation, self._clock()),
             round=federation.round,
             rounds=settings.rounds,
             devices=counts.get("active", 0) + counts.get("stopped", 0),

@@ -17,8 +17,9 @@ whatever order they arrive, and memory does not grow with the cohort.
 A round closes in two writes: first the new model's file, then one transaction that moves everything on. Killed between
 them, the coordinator finds the round still open, and does the same again.
 
-Devices that miss a deadline are not drawn again until they ask for work. A round whose cohort sent nothing is recorded
-with no updates and leaves the model as it was; the next opens when somebody is there.
+Devices that miss a deadline are not drawn again until they ask for work, those that hand back not for a minute. A round
+whose cohort sent nothing is recorded with no updates and leaves the model as it was; the next opens when somebody is
+there.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from pydantic import ValidationError
-from sqlalchemy import func, select, update
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from coordinator.aggregation import MaskedSums
@@ -44,12 +46,15 @@ from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation, Round
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol import messages as wire
-from edge_sdk.protocol.masks import count_values, same_mask
+from edge_sdk.protocol.masks import count_values, pack, same_mask
 
 log = logging.getLogger(__name__)
 
 JSON_TYPE = "application/json"
 LARGEST_RECEIPT = 64 * 1024
+REST_SECONDS = 60.0
+"""How long a device that handed its work back is not drawn: what kept it (heat, load, a diverging loss) takes time to
+pass, and a lone device would otherwise hand back a federation's rounds one after the other."""
 
 
 @dataclass
@@ -70,6 +75,7 @@ class Rounds:
         self._clock = clock
         self._advancing = threading.Lock()
         self._folding: dict[int, _Folding] = {}
+        self._stuck: dict[int, float] = {}
 
     # --- what devices ask ----------------------------------------------------------------------------------------
 
@@ -159,6 +165,7 @@ class Rounds:
             if assignment.status != "open":
                 raise RoundClosed(f"the assignment is {assignment.status} already; nothing to hand back")
             assignment.status, assignment.return_reason = "returned", reason
+            device.rest_until = self._clock() + REST_SECONDS
             _touch(db, federation, assignment.round)
             log.info("round %s: %s hands back %s: %s", assignment.round, device.name, assignment.kind, reason)
 
@@ -250,6 +257,18 @@ class Rounds:
             raise BadContent(
                 f"mask: it is not the one of round {assignment.round} for {device.name}; fetch the assignment again"
             )
+        limit = settings_of(federation).update_norm_limit
+        if limit is not None:
+            manifest, tensors = (
+                self._models.manifest(federation),
+                self._models.tensors(federation.id, assignment.model_version),
+            )
+            norm = float(np.linalg.norm(decoded.values - pack(manifest, tensors, mask)))
+            if norm > limit:
+                raise BadContent(
+                    f"values: they moved by {norm:.3g} from what was sent (2-norm), the federation allows {limit:g}; "
+                    f"hand the assignment back, or train with a lower learning rate or a clip"
+                )
         return report
 
     # --- progress ------------------------------------------------------------------------------------------------
@@ -268,9 +287,22 @@ class Rounds:
                 ids = db.scalars(select(Federation.id).where(Federation.status.in_(("waiting", "running", "stopped"))))
                 federations = list(ids)
             for federation_id in federations:
-                while self._step(federation_id):
-                    moved = True
+                try:
+                    while self._step(federation_id):
+                        moved = True
+                except Exception:
+                    # A lost file or an uninstalled method stops its federation, not the others.
+                    self._say_stuck(federation_id)
+                else:
+                    self._stuck.pop(federation_id, None)
         return moved
+
+    def _say_stuck(self, federation_id: int) -> None:
+        """Log why a federation cannot move on, at most once a minute."""
+        now = self._clock()
+        if now - self._stuck.get(federation_id, -math.inf) >= 60:
+            self._stuck[federation_id] = now
+            log.exception("federation %s cannot move on; the others do, and it is tried again", federation_id)
 
     def _step(self, federation_id: int) -> bool:
         with self._store.reading() as db:
@@ -303,10 +335,10 @@ class Rounds:
             settings = settings_of(federation)
             if federation.status != "running":
                 return False
-            over = _why_over(db, federation)
+            over = why_over(db, federation)
             if over:
                 return self._finish(db, federation, over)
-            active = {device.name: device for device in _devices(db, federation, ("active",)) if device.present}
+            active = {device.name: device for device in drawable(db, federation, now)}
             if not active:
                 return False
             number = federation.round + 1
@@ -324,15 +356,14 @@ class Rounds:
             return True
 
     def _finish(self, db: Session, federation: Federation, reason: str) -> bool:
-        pending = db.scalar(
-            select(func.count())
-            .select_from(Assignment)
-            .where(
-                Assignment.federation_id == federation.id, Assignment.kind == "evaluate", Assignment.status == "open"
-            )
-        )
-        if pending:
+        evaluations = db.scalars(
+            select(Assignment).where(Assignment.federation_id == federation.id, Assignment.kind == "evaluate")
+        ).all()
+        if any(assignment.status == "open" for assignment in evaluations):
             return False  # the last evaluation is still being answered
+        judged = any(assignment.round == federation.round for assignment in evaluations)
+        if federation.round and not judged and self._ask_for_evaluation(db, federation, self._clock()):
+            return True
         federation.status, federation.reason, federation.finished_at = "finished", reason, self._clock()
         log.info("%s: finished after %s rounds (%s)", federation.name, federation.round, reason)
         return True
@@ -408,7 +439,8 @@ class Rounds:
                 select(Round).where(Round.federation_id == federation.id, Round.number == number)
             ).one()
             current.status, current.closed_at, current.model_sha256, current.stale = "closed", now, digest, True
-            if federation.status == "running" and self._evaluation_due(db, federation):
+            interval = settings_of(federation).evaluation_interval
+            if federation.status == "running" and interval and number % interval == 0:
                 self._ask_for_evaluation(db, federation, now)
             in_use = {version} | set(
                 db.scalars(
@@ -424,16 +456,22 @@ class Rounds:
         for key in self._store.blobs.keys(_update_folder(federation.id)):
             self._store.blobs.delete(key)
 
-    def _evaluation_due(self, db: Session, federation: Federation) -> bool:
-        interval = settings_of(federation).evaluation_interval
-        due = bool(interval) and federation.round % interval == 0
-        return due or _why_over(db, federation) is not None
+    def _ask_for_evaluation(self, db: Session, federation: Federation, now: float) -> bool:
+        """Ask every device that is there, stopped or not, to judge its personal model and the new global one.
 
-    def _ask_for_evaluation(self, db: Session, federation: Federation, now: float) -> None:
-        """Ask every device that is there, stopped or not, to judge its personal model and the new global one."""
+        False when nobody is there.
+        """
         present = [device for device in _devices(db, federation, ("active", "stopped")) if device.present]
         for position, device in enumerate(sorted(present, key=lambda device: device.name)):
             db.add(_assign(federation, device, wire.Kind.evaluate, federation.round, position, now))
+        return bool(present)
+
+
+def what_is_missing(db: Session, federation: Federation, now: float) -> str | None:
+    """What keeps a running federation from opening its next round, in words, or None."""
+    if federation.status != "running" or _open_round(db, federation) or drawable(db, federation, now):
+        return None
+    return None if why_over(db, federation) else "a device that still trains and is there; the others may wait or leave"
 
 
 def extend_deadlines(db: Session, federation: Federation, now: float) -> None:
@@ -514,7 +552,13 @@ def _devices(db: Session, federation: Federation, statuses: Sequence[str]) -> li
     return list(db.scalars(select(Device).where(Device.federation_id == federation.id, Device.status.in_(statuses))))
 
 
-def _why_over(db: Session, federation: Federation) -> str | None:
+def drawable(db: Session, federation: Federation, now: float) -> list[Device]:
+    """The devices that a cohort can be drawn from: not stopped, there, and not resting."""
+    active = _devices(db, federation, ("active",))
+    return [device for device in active if device.present and device.rest_until <= now]
+
+
+def why_over(db: Session, federation: Federation) -> str | None:
     """The reason why no round follows, or None."""
     if federation.round >= settings_of(federation).rounds:
         return "max_rounds"

@@ -16,9 +16,6 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="COORDINATOR_", frozen=True, extra="ignore")
 
     data_dir: Path = Field(default=Path("sparrow-data"), description="Folder of the database, models and updates")
-    database_url: str | None = Field(
-        default=None, description="SQLAlchemy URL of the records; SQLite in the data folder where unset"
-    )
     admin_token: SecretStr | None = Field(default=None, description="Needed to create and change federations")
     observer_token: SecretStr | None = Field(default=None, description="Needed to look at federations and metrics")
     enrolment_token: SecretStr | None = Field(default=None, description="Needed to enrol a device")
@@ -35,8 +32,3 @@ class Settings(BaseSettings):
     max_model_bytes: int = Field(default=2 * 1024**3, gt=0, description="Largest model that can be published, bytes")
     tick_seconds: float = Field(default=0.5, gt=0, le=60, description="How often deadlines are looked at, s")
     log_level: str = Field(default="INFO", description="DEBUG, INFO, WARNING or ERROR")
-
-    @property
-    def records_url(self) -> str:
-        """SQLAlchemy URL of the records."""
-        return self.database_url or f"sqlite:///{self.data_dir.resolve()}/coordinator.sqlite3"

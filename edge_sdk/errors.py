@@ -5,6 +5,7 @@ SdkError
 ├── Refused            it answered no: its text says what to do
 │   ├── RoundOver      this assignment takes no update any more (409): ask for the next one
 │   └── FederationOver nothing is left to do (410)
+├── BadArgument        something the user gave cannot work, found before anything was done
 ├── Damaged            what was downloaded is not what was announced, repeatedly
 └── StateError         the state folder is in use, belongs to another device, or cannot be read
 """
@@ -35,6 +36,10 @@ class RoundOver(Refused):
 
 class FederationOver(Refused):
     """The federation is finished and has nothing left for this device."""
+
+
+class BadArgument(SdkError):
+    """Something the user gave cannot work."""
 
 
 class Damaged(SdkError):

@@ -9,9 +9,11 @@ import argparse
 import logging
 import os
 import random
+import re
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,17 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import torch
 from tqdm import tqdm
 
 from devices import EnergyMeter, PowerModel
-from edge_sdk.errors import SdkError
+from edge_sdk.errors import BadArgument, SdkError
 from edge_sdk.exporting import Export, NotTheSame, export_personal
 from edge_sdk.methods import UnknownMethod
 from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.messages import Assignment, FederationInfo
+from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, FederationInfo
 from edge_sdk.session import Outcome, Session
 from edge_sdk.state import StateFolder, Totals
 from edge_sdk.tasks import Task, UnknownTask, load_task
@@ -80,7 +83,10 @@ def join(
     estimated joules on a board without a sensor. Raises SdkError; Ctrl-C says goodbye to the coordinator first.
     """
     name = name or default_name()
-    folder = StateFolder(Path(state_dir) if state_dir else default_state_dir(federation, name))
+    check_name(name)
+    if export is not None:
+        check_writable(Path(export))
+    folder = StateFolder(Path(state_dir) if state_dir else default_state_dir(server, federation, name))
     own = client or httpx.Client(base_url=server, timeout=TIMEOUT)
     bar = _Bar(quiet)
     try:
@@ -120,7 +126,11 @@ def _run(session: Session, bar: _Bar, export: Callable[[], Export | None]) -> No
         bar.after(session)
         if session.progress.stopped_round is not None and not stopped:
             stopped = True
-            exported = export()
+            try:
+                exported = export()
+            except (OSError, ExportError, NotTheSame) as error:
+                exported = None
+                bar.say(f"the personal model could not be exported yet: {error}")
             where = f"; its personal model is {exported.path}" if exported else ""
             bar.say(
                 f"training stopped early in round {session.progress.stopped_round}{where}. Staying to answer "
@@ -173,10 +183,29 @@ def default_name() -> str:
     return name.strip("._-")[:64] or "device"
 
 
-def default_state_dir(federation: str, name: str) -> Path:
+def check_name(name: str) -> None:
+    """Raise BadArgument unless ``name`` can be a device's."""
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise BadArgument(
+            f"{name!r} cannot be a device's name: up to 64 letters, digits, dots, dashes and underscores, the first a "
+            f"letter or digit; choose another --name"
+        )
+
+
+def check_writable(path: Path) -> None:
+    """Raise BadArgument unless a file can be written at ``path``: better now than after the training."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise BadArgument(f"{path} cannot be written ({error.strerror}); give another --export") from None
+
+
+def default_state_dir(server: str, federation: str, name: str) -> Path:
     """Where a device's state lies unless told otherwise: under the user's state folder (XDG)."""
     home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(home) / "sparrow" / federation / name
+    return Path(home) / "sparrow" / re.sub(r"[^A-Za-z0-9.-]+", "_", urlsplit(server).netloc) / federation / name
 
 
 class _Bar:
@@ -291,7 +320,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("left the federation; the same command goes on where this device was", file=sys.stderr)
         return 130
-    except (SdkError, ProtocolError, ExportError, NotTheSame, UnknownMethod, UnknownTask, DataError) as error:
+    except (SdkError, ProtocolError, ExportError, NotTheSame, UnknownMethod, UnknownTask, DataError, OSError) as error:
         print(f"edge_sdk.join: {error}", file=sys.stderr)
         return 1
     with EnergyMeter(model=options.watts) as meter:

@@ -102,7 +102,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ValidationError as error:
         for fault in error.errors(include_url=False):
             option = "-".join(map(str, fault["loc"])).replace("_", "-")
-            print(f"edge_sdk.publish: --{option}: {fault['msg']}", file=sys.stderr)
+            where = f"--{option}: " if option else ""
+            print(f"edge_sdk.publish: {where}{fault['msg']}", file=sys.stderr)
         return 2
     except (SdkError, ProtocolError, UnknownTask, DataError, UnsupportedLayer) as error:
         print(f"edge_sdk.publish: {error}", file=sys.stderr)

@@ -99,6 +99,7 @@ class Session:
         self._report_progress = progress
         self._working_on: Assignment | None = None  # stays when a step is interrupted: leave() hands it back
         self._telemetry = Meter(meter or EnergyMeter(), transport.traffic)
+        transport.token = folder.token() or transport.token
         self.info = transport.federation(federation)
         self._identity = folder.identity(federation, self.info.uid, name)
         self.manifest = self._load_manifest()
@@ -171,6 +172,12 @@ class Session:
         except RoundOver as error:
             # The round closed while this device was downloading; there is other work, or will be.
             log.info("round %s: %s", assignment.round, error.detail)
+        except SdkError:
+            raise
+        except Exception as error:
+            # Out of memory, a loss that raises: this device cannot go on, but the round need not wait for it.
+            self._hand_back(assignment, f"{type(error).__name__}: {error}")
+            raise
         self._working_on = None  # not in a finally: when the user interrupts, ``leave`` must know what to hand back
         return Step(Outcome.worked, assignment)
 
@@ -301,8 +308,11 @@ class Session:
             except RoundOver as error:
                 # Too late, or answered already: the local step stays, as the method card asks (3.2).
                 log.info("the update was not needed any more: %s", error.detail)
-            except Refused:
-                self._save(pending=None)  # it would be refused again
+                if pending.kind is Kind.train:
+                    self._tell(ChangeDevice(holds_model=True))  # the coordinator cannot know: it has no update
+            except Refused as refusal:
+                if refusal.status not in (401, 403):
+                    self._save(pending=None)  # it would be refused again
                 raise
         account = "evaluation" if pending.kind is Kind.evaluate else "training"
         totals: Totals = getattr(self.progress, account)

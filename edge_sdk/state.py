@@ -104,8 +104,11 @@ class StateFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = (path / "lock").open("w")
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = (path / "lock").open("w")
+        except OSError as error:
+            raise StateError(f"{path} cannot be used ({error.strerror}); give another --state-dir") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -117,6 +120,11 @@ class StateFolder:
     def close(self) -> None:
         """Let another process have the folder."""
         self._lock.close()
+
+    def token(self) -> str | None:
+        """The device's token, where it was enrolled before."""
+        path = self.path / "identity.json"
+        return _read_identity(path).token if path.exists() else None
 
     def identity(self, federation: str, federation_uid: str, name: str) -> Identity:
         """Who this device is; made, with a fresh enrolment key, when the folder is new."""
@@ -130,10 +138,7 @@ class StateFolder:
             )
             self.save_identity(identity)
             return identity
-        try:
-            identity = Identity.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            raise StateError(f"{path} cannot be read ({error.error_count()} faults); use another --state-dir") from None
+        identity = _read_identity(path)
         if (identity.federation, identity.name) != (federation, name):
             raise StateError(
                 f"{self.path} belongs to {identity.name} in {identity.federation}, not to {name} in {federation}; use "
@@ -141,8 +146,8 @@ class StateFolder:
             )
         if identity.federation_uid != federation_uid:
             raise StateError(
-                f"{self.path} belongs to another federation called {federation}, of before the coordinator was set up "
-                f"anew; use another --state-dir, or move this one away to start afresh"
+                f"{self.path} belongs to another federation called {federation}: on another coordinator, or of before "
+                f"this one was set up anew; use another --state-dir, or move this one away to start afresh"
             )
         return identity
 
@@ -193,6 +198,13 @@ class StateFolder:
     def cache(self, name: str, data: bytes) -> None:
         """Keep a downloaded file beside the state."""
         _write(self.path / name, data)
+
+
+def _read_identity(path: Path) -> Identity:
+    try:
+        return Identity.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise StateError(f"{path} cannot be read ({error.error_count()} faults); use another --state-dir") from None
 
 
 def _write(path: Path, data: bytes, mode: int = 0o644) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from edge_sdk.protocol.messages import (
     UploadCost,
 )
 
+UPLOAD_PART = 64 * 1024
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 30.0
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
@@ -68,6 +69,7 @@ class Transport:
         self._sleep = sleep
         self._chance = chance or random.Random()
         self.token: str | None = None
+        self._known = False  # whether a coordinator has answered at this address
         self.traffic = Traffic()
 
     # --- calls ---------------------------------------------------------------------------------------------------
@@ -141,13 +143,24 @@ class Transport:
     # --- how -----------------------------------------------------------------------------------------------------
 
     def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        content = arguments.pop("content", b"")
+        if content:
+            arguments["headers"] = {**arguments["headers"], "Content-Length": str(len(content))}
+
         def attempt() -> httpx.Response:
-            self.traffic.up += len(arguments.get("content", b""))
-            answer = self._client.request(method, path, **self._with_token(arguments))
+            body = self._counted(content) if content else None
+            answer = self._client.request(method, path, content=body, **self._with_token(arguments))
             self.traffic.down += answer.num_bytes_downloaded
             return answer
 
         return self._patiently(attempt)
+
+    def _counted(self, content: bytes) -> Iterator[bytes]:
+        """``content`` in parts, counted as they are handed to the connection: what never left is no traffic."""
+        for start in range(0, len(content), UPLOAD_PART):
+            part = content[start : start + UPLOAD_PART]
+            self.traffic.up += len(part)
+            yield part
 
     def _download(self, path: str, size: int) -> bytes:
         """``size`` bytes; what arrived before a break is kept, and only the rest asked for."""
@@ -186,12 +199,19 @@ class Transport:
             pause = 0.0
             try:
                 answer = attempt()
-                if answer.status_code not in (408, 429) and answer.status_code < 500:
-                    if answer.is_success:
-                        return answer
+                if answer.is_success:
+                    self._known = True
+                    return answer
+                # Once a coordinator was here, a stranger's refusal (a captive portal, a proxy) will pass, too.
+                passing = answer.status_code in (408, 429) or answer.status_code >= 500
+                if not passing and (_is_problem(answer) or not self._known):
                     raise _refusal(answer)
                 reason = f"HTTP {answer.status_code}: {_detail(answer)}"
                 pause = _pause(answer, 0.0)
+            except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL) as error:
+                raise Unreachable(
+                    f"{self._client.base_url} is no address ({error}); give it as http://HOST:PORT or https://HOST"
+                ) from None
             except httpx.TransportError as error:
                 reason = str(error) or type(error).__name__
             seconds = max(pause, self._chance.uniform(0, longest))
@@ -227,6 +247,10 @@ def _pause(answer: httpx.Response, usual: float) -> float:
 def _refusal(answer: httpx.Response) -> Refused:
     kinds: dict[int, type[Refused]] = {409: RoundOver, 410: FederationOver}
     return kinds.get(answer.status_code, Refused)(answer.status_code, _detail(answer))
+
+
+def _is_problem(answer: httpx.Response) -> bool:
+    return str(answer.headers.get("Content-Type", "")).startswith("application/problem+json")
 
 
 def _detail(answer: httpx.Response) -> str:

@@ -45,6 +45,12 @@ def observer(bearer: Bearer, house: TheHouse) -> None:
     raise NotAuthenticated("an observer token is needed here: Authorization: Bearer <token>")
 
 
+def joiner(bearer: Bearer, house: TheHouse) -> None:
+    """Let observers pass, and those who may enrol a device: it must read what it is to join."""
+    if bearer is None or not _matches(bearer, house.settings.enrolment_token):
+        observer(bearer, house)
+
+
 def may_observe(bearer: HTTPAuthorizationCredentials | None, house: House) -> bool:
     """Whether a token was sent that may look: an observer's, an administrator's or a device's."""
     if bearer is None:
@@ -100,5 +106,6 @@ def _beyond_loopback(server: tuple[str, int | None] | None) -> bool:
 
 AdminOnly = Depends(admin)
 ObserverOnly = Depends(observer)
+JoinerOnly = Depends(joiner)
 EnrollerOnly = Depends(enroller)
 KnownDevice = Annotated[str, Depends(known_device)]

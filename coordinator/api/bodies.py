@@ -16,6 +16,10 @@ LARGEST_REQUEST = 1024 * 1024
 """Longest JSON of a request, in bytes."""
 
 
+READS_ITSELF = re.compile(r"POST /v1/federations|PUT /v1/assignments/[^/]+/update")
+"""Calls whose handlers read the body with ``read_body``, once they know who is calling."""
+
+
 class SmallBodies:
     """Middleware that refuses long bodies where the framework reads them itself, before it asks who sends them.
 
@@ -27,7 +31,7 @@ class SmallBodies:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Look at the declared length; the server sees to it that it is kept."""
-        if scope["type"] != "http" or scope["path"].endswith(("/v1/federations", "/update")):
+        if scope["type"] != "http" or READS_ITSELF.fullmatch(f"{scope['method']} {scope['path']}"):
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
         if b"transfer-encoding" in headers:
@@ -69,6 +73,7 @@ def ranged(request: Request, body: bytes, media_type: str) -> Response:
     first = int(asked[1])
     last = min(int(asked[2]) if asked[2] else len(body) - 1, len(body) - 1)
     if first >= len(body) or first > last:
-        return Response(status_code=416, headers={**headers, "Content-Range": f"bytes */{len(body)}"})
+        detail = f"the body has {len(body)} bytes; ask for a range that begins before its end"
+        return problem(416, "RangeNotSatisfiable", detail, {**headers, "Content-Range": f"bytes */{len(body)}"})
     headers["Content-Range"] = f"bytes {first}-{last}/{len(body)}"
     return Response(body[first : last + 1], status_code=206, media_type=media_type, headers=headers)

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
-from coordinator.api.access import Bearer, EnrollerOnly, KnownDevice, admin
+from coordinator.api.access import Bearer, EnrollerOnly, KnownDevice, ObserverOnly, admin
 from coordinator.api.bodies import ranged, read_body
 from coordinator.api.parts import TheHouse
 from coordinator.errors import NotAllowed, NotAuthenticated
@@ -18,6 +18,7 @@ from edge_sdk.protocol import bundle
 from edge_sdk.protocol.messages import (
     Assignment,
     ChangeDevice,
+    DeviceInfo,
     Enrol,
     Enrolled,
     HandBack,
@@ -35,6 +36,12 @@ def enrol(name: str, request: Enrol, house: TheHouse) -> Enrolled:
     enrolled = house.devices.enrol(name, request)
     house.something_happened()
     return enrolled
+
+
+@router.get("/federations/{name}/devices", dependencies=[ObserverOnly])
+def list_devices(name: str, house: TheHouse) -> list[DeviceInfo]:
+    """Every device of a federation: who it is, what it can afford, when it was last seen."""
+    return house.devices.list(name)
 
 
 def _itself(device_id: str, bearer: Bearer, house: TheHouse) -> bool:

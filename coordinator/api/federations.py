@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from coordinator.api.access import AdminOnly, ObserverOnly
+from coordinator.api.access import AdminOnly, JoinerOnly, ObserverOnly
 from coordinator.api.bodies import LARGEST_REQUEST, ranged, read_body
 from coordinator.api.parts import TheHouse
 from coordinator.errors import WrongMediaType
@@ -57,7 +57,7 @@ def list_federations(house: TheHouse) -> list[FederationInfo]:
     return house.federations.list()
 
 
-@router.get("/{name}", dependencies=[ObserverOnly])
+@router.get("/{name}", dependencies=[JoinerOnly])
 def get_federation(name: str, house: TheHouse) -> FederationInfo:
     """Where a federation stands."""
     return house.federations.get(name)
@@ -116,13 +116,13 @@ async def get_events(name: str, house: TheHouse) -> StreamingResponse:
     return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
-@router.get("/{name}/manifest", dependencies=[ObserverOnly])
+@router.get("/{name}/manifest", dependencies=[JoinerOnly])
 def get_manifest(name: str, house: TheHouse) -> Response:
     """The manifest of the federation's model."""
     return Response(house.federations.manifest(name).model_dump_json(), media_type="application/json")
 
 
-@router.get("/{name}/skeleton.onnx", dependencies=[ObserverOnly])
+@router.get("/{name}/skeleton.onnx", dependencies=[JoinerOnly])
 def get_skeleton(name: str, house: TheHouse, request: Request) -> Response:
     """The ONNX graph of the federation's model, without weights."""
     return ranged(request, house.federations.skeleton(name), "application/octet-stream")

@@ -23,6 +23,13 @@ from coordinator.storage.store import Store
 log = logging.getLogger(__name__)
 
 
+def steady_clock() -> Callable[[], float]:
+    """Seconds since the epoch that never jump: a machine without a battery-backed clock sets it after start, and every
+    open deadline would pass at once."""
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()
+
+
 class Bell:
     """Wakes those who wait for something to move: long polls and event streams.
 
@@ -45,9 +52,10 @@ class Bell:
 class House:
     """One coordinator: its store, its domain objects, and the task that moves rounds on."""
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, settings: Settings, clock: Callable[[], float] | None = None) -> None:
         self.settings = settings
-        self.store = Store(settings.data_dir, settings.records_url)
+        clock = clock or steady_clock()
+        self.store = Store(settings.data_dir)
         self.models = Models(self.store)
         self.federations = Federations(self.store, self.models, clock)
         self.devices = Devices(self.store, clock)

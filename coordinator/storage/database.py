@@ -7,17 +7,14 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Engine, create_engine, event
-from sqlalchemy.engine import make_url
+from sqlalchemy import Connection, Engine, create_engine, event
 
 
-def open_database(url: str) -> Engine:
-    """Connect to ``url`` and apply the migrations that are missing. SQLite is set up not to lose a commit."""
-    if make_url(url).get_backend_name() == "sqlite":
-        engine = create_engine(url, connect_args={"timeout": 30})
-        event.listen(engine, "connect", _prepare_sqlite)
-    else:
-        engine = create_engine(url, pool_pre_ping=True)
+def open_database(path: Path) -> Engine:
+    """Open the SQLite database at ``path``, set up not to lose a commit, and apply the migrations that are missing."""
+    engine = create_engine(f"sqlite:///{path.resolve()}", connect_args={"timeout": 30})
+    event.listen(engine, "connect", _prepare)
+    event.listen(engine, "begin", _begin)
     migrate(engine)
     return engine
 
@@ -32,7 +29,14 @@ def migrate(engine: Engine) -> None:
         command.upgrade(config, "head")
 
 
-def _prepare_sqlite(connection: Any, _: object) -> None:
+def _begin(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN")
+
+
+def _prepare(connection: Any, _: object) -> None:
+    # Python's driver would begin transactions itself, and not before CREATE TABLE: a migration that dies half way would
+    # leave half its tables. With its own beginnings off and ours on, a migration is there as a whole or not at all.
+    connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
     # FULL: in WAL mode the default, NORMAL, may lose the last commits in a power cut, and those were acknowledged.

@@ -25,7 +25,7 @@ class Store:
     between. A lock on the data folder keeps a second process out, which would fold the same updates again.
     """
 
-    def __init__(self, data_dir: Path, records_url: str) -> None:
+    def __init__(self, data_dir: Path) -> None:
         data_dir.mkdir(parents=True, exist_ok=True)
         self._lock_file = (data_dir / "lock").open("w")
         try:
@@ -37,7 +37,7 @@ class Store:
                 f"COORDINATOR_DATA_DIR to another folder"
             ) from None
         self.blobs = BlobStore(data_dir / "blobs")
-        self._engine = open_database(records_url)
+        self._engine = open_database(data_dir / "coordinator.sqlite3")
         self._sessions = sessionmaker(self._engine, expire_on_commit=False)
         self._turn = threading.Lock()
 

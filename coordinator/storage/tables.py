@@ -44,6 +44,7 @@ class Device(Base):
     """A device of one federation.
 
     ``present`` is False from a missed deadline or a leave-taking until the device asks again: it is not drawn.
+    After it handed an assignment back it is not drawn before ``rest_until``.
     ``holds_model`` says that an answer of the device proved that it has downloaded the whole model once.
     """
 
@@ -69,6 +70,7 @@ class Device(Base):
     status: Mapped[str] = mapped_column(String(16))  # active, stopped, revoked
     stopped_round: Mapped[int | None]
     present: Mapped[bool] = mapped_column(default=True)
+    rest_until: Mapped[float] = mapped_column(default=0.0)
     holds_model: Mapped[bool] = mapped_column(default=False)
     enrolled_at: Mapped[float]
     seen_at: Mapped[float]

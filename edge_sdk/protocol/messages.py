@@ -7,13 +7,14 @@ answers ignore unknown fields and requests refuse them: a misspelt setting must 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from edge_sdk.protocol.bundle import Precision
 
-FederationName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+FederationName = Annotated[str, Field(pattern=NAME_PATTERN)]
 DeviceName = FederationName
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -50,13 +51,24 @@ class FederationSettings(_Request):
     learning_rate_decay: Share = Field(default=1.0, description="Factor on the learning rate per round")
     momentum: float = Field(default=0.0, ge=0, lt=1, description="SGD momentum; starts at zero every round")
     weight_decay: float = Field(default=0.0, ge=0, le=10, description="Weight decay, on active parameters only")
-    batch_size: int = Field(default=16, ge=1, le=1_000_000, description="Samples per local step")
+    batch_size: int = Field(
+        default=16,
+        ge=1,
+        le=1_000_000,
+        description="Samples per local step of built-in tasks; DataLoaders of your own decide for themselves",
+    )
     local_epochs: int = Field(default=2, ge=1, le=10_000, description="Passes over the local data per round, E")
     local_steps: int | None = Field(
         default=None, ge=1, le=10_000_000, description="Local steps per round, instead of local_epochs"
     )
     clip: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="Largest 2-norm of a step's gradient; none where unset"
+    )
+    update_norm_limit: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Largest 2-norm of an update less what was sent to the device; a larger one is refused (422)",
     )
     early_stopping: bool = Field(default=True, description="Devices whose stop-rule loss rises leave training for good")
     patience: int = Field(default=1, ge=1, le=10_000, description="Consecutive increases that stop a device; 1 = paper")
@@ -79,8 +91,8 @@ class FederationSettings(_Request):
         return self
 
     def learning_rate_of(self, round_number: int) -> float:
-        """Learning rate of a round, counted from 1."""
-        return self.learning_rate * self.learning_rate_decay ** (round_number - 1)
+        """Learning rate of a round, counted from 1; adapting before the first round has that of the first."""
+        return self.learning_rate * self.learning_rate_decay ** max(0, round_number - 1)
 
 
 class CreateFederation(_Request):
@@ -123,6 +135,7 @@ class FederationInfo(_Answer):
     task: str
     status: FederationStatus
     reason: str | None = Field(default=None, description="Why it ended: all_stopped, max_rounds or operator")
+    waiting_for: str | None = Field(default=None, description="What keeps a running federation from its next round")
     round: int = Field(description="Rounds closed so far")
     rounds: int
     devices: int
@@ -188,6 +201,20 @@ class ChangeDevice(_Request):
     revoked: Literal[True] | None = None
 
 
+class DeviceInfo(_Answer):
+    """What an observer learns of a device."""
+
+    device_id: str
+    name: str
+    status: Literal["active", "stopped", "revoked"]
+    stopped_round: int | None
+    present: bool = Field(description="False after a missed deadline or a goodbye, until it asks for work again")
+    budget: float
+    profile: DeviceProfile
+    enrolled_at: str
+    seen_at: str = Field(description="Last sign of life, to about half a minute")
+
+
 # --- assignments -------------------------------------------------------------------------------------------------
 
 
@@ -239,7 +266,7 @@ class HandBack(_Request):
 
 
 class Phase(_Request):
-    """What one phase of a round cost. Bytes are those of HTTP bodies, repetitions included.
+    """What one phase of a round cost. Bytes are those of its HTTP bodies (payload or update), repetitions included.
 
     ``joules`` is None where ``quality`` is unavailable; ``source`` names the sensor or the estimate.
     """
@@ -364,4 +391,3 @@ class Problem(_Answer):
     title: str
     status: int
     detail: str
-    errors: list[dict[str, Any]] | None = None

@@ -79,8 +79,9 @@ def train_locally(
         loss_sum += value * len(targets)
         progress(step, total, loss_sum / seen)
     optimizer.zero_grad(set_to_none=True)  # gradients are as large as the model: free them until the next round
-    if not all(torch.isfinite(parameter).all() for parameter in parameters):
-        raise TrainingDiverged(f"a weight is not finite after {total} steps; {_advice(settings, learning_rate)}")
+    for name, tensor in model.state_dict().items():  # running statistics overflow before weights do
+        if not torch.isfinite(tensor).all():
+            raise TrainingDiverged(f"{name} is not finite after {total} steps; {_advice(settings, learning_rate)}")
     return LocalResult(num_examples, total, loss_sum / seen)
 
 

@@ -23,7 +23,7 @@ from coordinator.errors import (
 from coordinator.federations import Federations
 from coordinator.models import Models
 from coordinator.records import Records
-from coordinator.rounds import Rounds
+from coordinator.rounds import REST_SECONDS, Rounds
 from coordinator.storage.store import Store
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.builtin import load_builtin
@@ -54,7 +54,7 @@ class House:
 
     def __init__(self, folder, clock, store=Store):
         self.clock = clock
-        self.store = store(folder, f"sqlite:///{folder}/records.sqlite3")
+        self.store = store(folder)
         models = Models(self.store)
         self.federations = Federations(self.store, models, clock)
         self.devices = Devices(self.store, clock)
@@ -270,6 +270,7 @@ def test_a_device_that_never_answered_is_sent_the_whole_model_again(house, clock
     one, two = house.enrol("a", "b")
     house.rounds.advance()
     one.hand_back(one.ask())
+    clock.pass_seconds(REST_SECONDS)
     answer(two)
     house.rounds.advance()
     assert bundle.decode(one.payload(one.ask()), DIGITS).mask is None
@@ -393,7 +394,7 @@ def test_a_round_without_updates_is_recorded_and_changes_nothing(house, clock):
     assert house.record(2).cohort == ("b",)
 
 
-def test_handing_back_ends_the_waiting_for_this_device(house, answer):
+def test_handing_back_ends_the_waiting_for_this_device_and_rests_it(house, clock, answer):
     house.create()
     tired, busy = house.enrol("a", "b")
     house.rounds.advance()
@@ -405,9 +406,12 @@ def test_handing_back_ends_the_waiting_for_this_device(house, answer):
     house.rounds.advance()
     record = house.record(1)
     assert (record.updates, record.handed_back, record.expired) == (1, 1, 0)
-    assert house.record(2).cohort == ("a", "b")
+    assert house.record(2).cohort == ("b",)
     done = busy.ask()
+    clock.pass_seconds(REST_SECONDS)
     answer(busy)
+    house.rounds.advance()
+    assert house.record(3).cohort == ("a", "b")
     with pytest.raises(RoundClosed, match="done already; nothing to hand back"):
         busy.hand_back(done)
 
@@ -599,6 +603,59 @@ def test_what_the_status_forbids_is_said(house, before, action):
         house.change(action=step)
     with pytest.raises(WrongState, match=r"f is (waiting|paused|stopped); this can be done while it is"):
         house.change(action=action)
+
+
+def test_what_would_end_at_once_is_not_reopened(house, play):
+    house.create(rounds=1)
+    play(house, house.enrol("a", "b"))
+    with pytest.raises(WrongState, match=r"would end again at once \(max_rounds\): give more rounds"):
+        house.change(action="reopen")
+    assert house.info().status == FederationStatus.finished
+    assert house.change(action="reopen", rounds=2).status == FederationStatus.running
+
+
+def test_one_broken_federation_does_not_stop_the_others(house, answer, caplog):
+    house.create()
+    broken = house.enrol("a", "b")
+    house.rounds.advance()
+    for device in broken:
+        answer(device)
+    for key in house.store.blobs.keys("1/updates"):
+        house.store.blobs.delete(key)
+    house.create("g")
+    house.enrol("c", "d", federation="g")
+    house.rounds.advance()
+    assert house.info("g").status == FederationStatus.running
+    assert house.info("f").round == 0
+    house.rounds.advance()
+    assert caplog.text.count("cannot move on") == 1, "said once a minute, not at every tick"
+
+
+def test_a_lone_device_that_hands_back_does_not_use_up_the_rounds(house, clock):
+    house.create(min_devices=1, rounds=30)
+    (hot,) = house.enrol("a")
+    for _ in range(10):
+        house.rounds.advance()
+        if (assignment := hot.ask()) is not None:
+            hot.hand_back(assignment)
+    assert house.info().round == 1
+    assert "a device that still trains" in house.info().waiting_for
+    clock.pass_seconds(REST_SECONDS)
+    house.rounds.advance()
+    assert house.info().waiting_for is None
+
+
+def test_an_update_that_moved_too_far_is_refused_where_a_limit_is_set(house, train):
+    house.create(update_norm_limit=1.0)
+    one, _ = house.enrol("a", "b")
+    house.rounds.advance()
+    assignment = one.ask()
+    with pytest.raises(BadContent, match=r"they moved by .* from what was sent .* the federation allows 1"):
+        one.send(assignment, train(DIGITS, assignment))
+    mask = draw_neurons(DIGITS, NeuronDraw(**assignment.work.model_dump()))
+    still = pack(DIGITS, initial_values(DIGITS, CALM.get("seed", 0)), mask)
+    report = UpdateReport(num_examples=1, steps=1, train_loss=1.0).model_dump_json()
+    assert one.send(assignment, bundle.encode(DIGITS, still, mask, report=report))
 
 
 # --- devices that come, come again, and must go ------------------------------------------------------------------
@@ -859,7 +916,7 @@ class PowerCut(Store):
 
 
 @pytest.mark.parametrize("restart", [True, False])
-def test_killed_between_the_models_file_and_the_records(open_house, answer, play, undisturbed, restart):
+def test_killed_between_the_models_file_and_the_records(open_house, answer, play, undisturbed, restart, caplog):
     """The new model is on disk, the round still open: it is closed again, from the same updates, to the same bits."""
     house = open_house(PowerCut)
     devices = start(house)
@@ -867,8 +924,8 @@ def test_killed_between_the_models_file_and_the_records(open_house, answer, play
     for device in devices:
         answer(device)
     house.store.cut = True
-    with pytest.raises(OSError, match="power cut"):
-        house.rounds.advance()
+    house.rounds.advance()
+    assert "power cut" in caplog.text
     assert any("000000001" in key for key in house.store.blobs.keys("1/models")), "the file was written"
     assert (house.info().round, house.info().model_version) == (0, 0)
     house.store.cut = False

@@ -39,3 +39,36 @@ def test_totals_never_blend_measured_and_estimated_joules():
 def test_a_setting_that_is_none_names_the_option(capsys):
     assert publish.main(["--server", "http://127.0.0.1:9", "--name", "x", "--learning-rate", "-1"]) == 2
     assert "--learning-rate: Input should be greater than 0" in capsys.readouterr().err
+
+
+def test_a_name_that_no_device_can_have_is_refused_before_anything_is_made(tmp_path, capsys):
+    state = tmp_path / "state"
+    assert join.main(["--server", "http://127.0.0.1:9", "--name", "pi kitchen", "--state-dir", str(state)]) == 1
+    assert "choose another --name" in capsys.readouterr().err
+    assert not state.exists()
+
+
+def test_an_export_that_cannot_be_written_is_refused_before_the_training(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    target = tmp_path / "file" / "model.onnx"
+    assert join.main(["--server", "http://127.0.0.1:9", "--export", str(target), "--patience", "0"]) == 1
+    assert "give another --export" in capsys.readouterr().err
+
+
+def test_a_state_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    state = tmp_path / "file" / "state"
+    assert join.main(["--server", "http://127.0.0.1:9", "--state-dir", str(state), "--patience", "0"]) == 1
+    assert "give another --state-dir" in capsys.readouterr().err
+
+
+def test_two_coordinators_have_folders_of_their_own():
+    one, other = (join.default_state_dir(f"http://{host}:8000", "f", "pi") for host in ("a", "b"))
+    assert one != other
+    assert one.parts[-3:] == ("a_8000", "f", "pi")
+
+
+def test_settings_that_contradict_each_other_are_said_without_an_option(capsys):
+    command = ["--server", "http://127.0.0.1:9", "--name", "x", "--optimizer", "adam", "--momentum", "0.9"]
+    assert publish.main(command) == 2
+    assert "edge_sdk.publish: Value error, momentum belongs to the optimizer sgd" in capsys.readouterr().err

@@ -91,7 +91,7 @@ def test_an_identity_is_made_once_and_is_nobody_elses_business(folder):
     [
         (("f", "uid", "other"), "belongs to pi in f, not to other in f; use another --state-dir"),
         (("g", "uid", "pi"), "belongs to pi in f, not to pi in g"),
-        (("f", "new", "pi"), "of before the coordinator was set up anew; use another --state-dir"),
+        (("f", "new", "pi"), "of before this one was set up anew; use another --state-dir"),
     ],
 )
 def test_a_folder_belongs_to_one_device(folder, whose, said):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import socket
 
 import httpx
 import pytest
@@ -295,3 +296,41 @@ def test_traffic_counts_bodies_both_ways_repetitions_included():
     assert network.transport.traffic.up == 3000
     answers = len(problem(503).content) + len(httpx.Response(201, json={"new": True}).content)
     assert network.transport.traffic.down == answers
+
+
+def test_bytes_that_never_left_are_no_traffic():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        closed = probe.getsockname()[1]
+    with httpx.Client(base_url=f"http://127.0.0.1:{closed}") as client:
+        transport = Transport(client, patience_seconds=0)
+        with pytest.raises(Unreachable):
+            transport.update("a", BODY, "application/x")
+    assert transport.traffic.up == 0
+
+
+def test_an_update_declares_its_length():
+    network = Network(fine())
+    network.transport.update("a", BODY, "application/x")
+    assert network.requests[0].headers["Content-Length"] == str(len(BODY))
+    assert "Transfer-Encoding" not in network.requests[0].headers
+    assert network.transport.traffic.up == len(BODY)
+
+
+def test_a_stranger_who_comes_in_between_is_waited_out_but_not_at_first():
+    portal = httpx.Response(403, text="<html>please log in</html>")
+    with pytest.raises(Refused, match="is coordinator a Sparrow coordinator"):
+        Network(portal).transport.change_device("d", CHANGE)
+    network = Network(fine(), portal, portal, fine())
+    network.transport.change_device("d", CHANGE)
+    network.transport.change_device("d", CHANGE)
+    assert len(network.slept) == 2
+
+
+@pytest.mark.parametrize("server", ["127.0.0.1:8000", "ftp://here"])
+def test_what_is_no_address_is_said_at_once(server):
+    slept = []
+    transport = Transport(httpx.Client(base_url=server), sleep=slept.append)
+    with pytest.raises(SdkError, match="give it as http://HOST:PORT"):
+        transport.federation("f")
+    assert slept == []

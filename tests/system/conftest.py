@@ -58,7 +58,8 @@ def environment(**more: str) -> dict[str, str]:
 class Coordinator:
     """``uvicorn coordinator.main:app`` over one data folder and one port, however often it is killed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **settings: str) -> None:
+        self.settings = settings
         self.data = folder / "data"
         self.log = folder / "coordinator.log"
         with socket.socket() as free:
@@ -78,7 +79,7 @@ class Coordinator:
             self._process = process = subprocess.Popen(
                 [*command, "--port", str(self.port)],
                 cwd=self.log.parent,
-                env=environment(COORDINATOR_DATA_DIR=str(self.data), COORDINATOR_DEFAULT_TASK=""),
+                env=environment(COORDINATOR_DATA_DIR=str(self.data), COORDINATOR_DEFAULT_TASK="", **self.settings),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

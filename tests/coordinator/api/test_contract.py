@@ -689,8 +689,13 @@ def test_each_token_opens_its_own_doors(open_app):
     looks += ["/v1/federations/default/model", "/v1/federations/default/manifest"]
     for token in (bearer(OBSERVER), bearer(ADMIN), device):
         assert {client.get(path, headers=token).status_code for path in looks} == {200}
+    to_join = {"/v1/federations/default", "/v1/federations/default/manifest"}
     for path in looks:
-        assert_problem(client.get(path, headers=bearer(ENROLMENT)), 401)
+        answer = client.get(path, headers=bearer(ENROLMENT))
+        if path in to_join:  # a device must read what it is to join
+            assert answer.status_code == 200
+        else:
+            assert_problem(answer, 401)
     wanted = {"name": "night", "task": "digits"}
     for token in (bearer(OBSERVER), bearer(ENROLMENT), device, {}):
         assert_problem(client.post("/v1/federations", json=wanted, headers=token), 401, "an admin token is needed")
@@ -802,3 +807,30 @@ def test_events_tell_what_happens(client):
                 assert (news["round"], news["status"], news["cohort"]) == (1, "open", ["one", "two"])
                 break
             assert news["status"] in ("waiting", "running")
+
+
+def test_long_bodies_are_refused_unread_on_every_path_but_those_that_ask_who_sends(open_app):
+    client = open_app()
+    big = b"[" + b" " * (2 * 1024 * 1024)
+    for method, path in (
+        ("PATCH", "/v1/devices/update"),
+        ("DELETE", "/v1/assignments/update"),
+        ("PATCH", "/v1/federations/update"),
+    ):
+        answer = client.request(method, path, content=big, headers={"Content-Type": "application/json"})
+        assert_problem(answer, 413)
+
+
+def test_an_operator_finds_a_device_and_its_id(open_app):
+    client = open_app()
+    device_id, _ = enrol(client, "one")
+    (listed,) = client.get("/v1/federations/default/devices").json()
+    assert (listed["device_id"], listed["name"], listed["status"], listed["present"]) == (
+        device_id,
+        "one",
+        "active",
+        True,
+    )
+    assert "token" not in str(listed)
+    assert client.patch(f"/v1/devices/{device_id}", json={"revoked": True}).status_code == 204
+    assert client.get("/v1/federations/default/devices").json()[0]["status"] == "revoked"

@@ -42,6 +42,7 @@ def upgrade() -> None:
         sa.Column("status", sa.String(length=16), nullable=False),
         sa.Column("stopped_round", sa.Integer(), nullable=True),
         sa.Column("present", sa.Boolean(), nullable=False),
+        sa.Column("rest_until", sa.Double(), nullable=False),
         sa.Column("holds_model", sa.Boolean(), nullable=False),
         sa.Column("enrolled_at", sa.Double(), nullable=False),
         sa.Column("seen_at", sa.Double(), nullable=False),

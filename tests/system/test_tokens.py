@@ -1,0 +1,73 @@
+"""A federation behind tokens: who was given the right one can publish, join, leave and come again."""
+
+from __future__ import annotations
+
+import threading
+
+import httpx
+import pytest
+
+from edge_sdk.errors import Refused
+from edge_sdk.join import Result, join
+from edge_sdk.publish import publish
+from edge_sdk.tasks import load_task
+
+from .conftest import Coordinator
+
+TOKENS = {kind: f"{kind}-secret" for kind in ("admin", "observer", "enrolment")}
+NAMES = ("pi-1", "pi-2")
+
+
+@pytest.fixture
+def guarded(tmp_path):
+    coordinator = Coordinator(
+        tmp_path / "house", **{f"COORDINATOR_{kind.upper()}_TOKEN": token for kind, token in TOKENS.items()}
+    )
+    coordinator.start()
+    yield coordinator
+    coordinator.close()
+
+
+def take_part(coordinator: Coordinator, folder, name: str, token: str | None) -> Result:
+    index = NAMES.index(name)
+    return join(
+        coordinator.url,
+        lambda info: load_task("digits", f"index={index},of=2", device=name, seed=0, batch_size=16),
+        federation="night",
+        name=name,
+        state_dir=folder / name,
+        export=folder / f"{name}.onnx",
+        enrolment_token=token,
+        patience_seconds=20,
+        quiet=True,
+    )
+
+
+def test_with_their_tokens_devices_join_and_with_what_they_got_they_come_again(guarded, tmp_path):
+    settings = {"rounds": 1, "local_steps": 2, "min_devices": 2, "early_stopping": False}
+    with pytest.raises(Refused, match="an admin token is needed"):
+        publish(guarded.url, "night", "digits", **settings)
+    publish(guarded.url, "night", "digits", admin_token=TOKENS["admin"], **settings)
+    with pytest.raises(Refused, match="an observer token is needed"):
+        take_part(guarded, tmp_path, NAMES[0], None)
+
+    results: dict[str, Result] = {}
+
+    def run(name: str) -> None:
+        results[name] = take_part(guarded, tmp_path, name, TOKENS["enrolment"])
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in NAMES]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {result.rounds for result in results.values()} == {1}
+    assert all((tmp_path / f"{name}.onnx").exists() for name in NAMES)
+
+    again = take_part(guarded, tmp_path, NAMES[0], None)
+    assert again.rounds == 1, "its own token lets it in"
+
+    url = f"{guarded.url}/v1/federations/night"
+    assert httpx.get(url).status_code == 401
+    seen = httpx.get(f"{url}/rounds", headers={"Authorization": f"Bearer {TOKENS['observer']}"}).json()
+    assert seen[0]["updates"] == 2
