@@ -76,7 +76,8 @@ def page(reports: list[dict[str, Any]]) -> str:
     lines += [
         "",
         "By budget, means over the seeds; bytes are those of training, both ways, as a share of sending the whole "
-        "model both ways in every round that the device took part in (the first download is always whole):",
+        "model both ways in every round that the device took part in (the first download is always whole). Judging is "
+        "counted apart: every second round each device downloads the whole global model and evaluates it.",
         "",
         "| budget | rounds | local-only | global | personal | bytes of whole |",
         "|---|---|---|---|---|---|",
