@@ -7,6 +7,7 @@ state goes in and comes out, and the round engine stores it. A method from outsi
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Protocol
 
@@ -28,6 +29,7 @@ class CoordinatorMethod(Protocol):
         """The next global values from the last ones and the round's sums."""
 
 
+@cache  # methods keep no state, and looking through the installed packages takes milliseconds
 def load_method(name: str) -> CoordinatorMethod:
     """The server half registered as ``name``. Raises BadContent, which names what is installed."""
     found = {entry.name: entry for entry in entry_points(group="sparrow.coordinator_methods")}

@@ -15,7 +15,11 @@ def open_database(path: Path) -> Engine:
     engine = create_engine(f"sqlite:///{path.resolve()}", connect_args={"timeout": 30})
     event.listen(engine, "connect", _prepare)
     event.listen(engine, "begin", _begin)
-    migrate(engine)
+    try:
+        migrate(engine)
+    except BaseException:
+        engine.dispose()
+        raise
     return engine
 
 

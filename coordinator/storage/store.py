@@ -36,8 +36,12 @@ class Store:
                 f"another coordinator works in {data_dir}; stop it, run uvicorn with one worker, or set "
                 f"COORDINATOR_DATA_DIR to another folder"
             ) from None
-        self.blobs = BlobStore(data_dir / "blobs")
-        self._engine = open_database(data_dir / "coordinator.sqlite3")
+        try:
+            self.blobs = BlobStore(data_dir / "blobs")
+            self._engine = open_database(data_dir / "coordinator.sqlite3")
+        except BaseException:
+            self._lock_file.close()
+            raise
         self._sessions = sessionmaker(self._engine, expire_on_commit=False)
         self._turn = threading.Lock()
 

@@ -131,7 +131,7 @@ def decode(body: bytes | memoryview, manifest: Manifest) -> Bundle:
         raise BundleError(f"the bundle holds {count} values, its mask covers {wanted}; pack it again")
     precision = _PRECISIONS[dtype]
     values = _from_bytes(data["values"], precision)
-    if not np.isfinite(values).all():
+    if not _all_finite(values):
         raise BundleError(
             f"{_first_not_finite(manifest, mask, values)}: a value is not finite; do not send this update"
         )
@@ -156,26 +156,32 @@ def _digest(header: dict[str, Any], values: bytes | memoryview, mask: bytes | me
     return hasher.hexdigest()
 
 
-def _to_bytes(values: Array, precision: Precision) -> bytes:
-    if not np.isfinite(values).all():
+def _all_finite(values: NDArray[np.floating[Any]]) -> bool:
+    """Without an array of flags: NaN and infinity both come through the smallest or the largest value."""
+    return values.size == 0 or bool(np.isfinite(values.min()) and np.isfinite(values.max()))
+
+
+def _to_bytes(values: Array, precision: Precision) -> memoryview:
+    """Little-endian bytes in the wire's precision; of float32 a view, no copy."""
+    if not _all_finite(cast(NDArray[np.floating[Any]], values)):
         raise BundleError("a value is not finite: training diverged; lower the learning rate or set a clip")
     single = np.ascontiguousarray(values, dtype="<f4")
     if precision == "fp32":
-        return single.tobytes()
+        return single.view(np.uint8).data
     if precision == "fp16":
         with np.errstate(over="ignore"):
             half = single.astype("<f2")
-        if not np.isfinite(half).all():
+        if not _all_finite(half):
             largest = float(np.abs(single).max())
             raise BundleError(f"the value {largest:g} does not fit fp16 (largest 65504); use precision bf16 or fp32")
-        return half.tobytes()
+        return half.view(np.uint8).data
     bits = single.view("<u4")
     # Round to nearest, ties to even: add half of the dropped part, less one where the kept part is even.
     rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    brain = rounded.astype("<u2")
+    brain: NDArray[np.uint16] = rounded.astype("<u2")
     if ((brain & 0x7F80) == 0x7F80).any():
         raise BundleError("a value rounds to infinity in bf16; use precision fp32")
-    return bytes(brain.tobytes())
+    return brain.view(np.uint8).data
 
 
 def _from_bytes(data: memoryview, precision: Precision) -> NDArray[np.float32]:

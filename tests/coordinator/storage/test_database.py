@@ -1,6 +1,7 @@
 """Tables appear as a whole or not at all, whenever the process dies."""
 
 import sqlite3
+from contextlib import closing
 
 import pytest
 from sqlalchemy import create_engine, event, text
@@ -9,7 +10,7 @@ from coordinator.storage import database
 
 
 def tables(path):
-    with sqlite3.connect(path) as connection:
+    with closing(sqlite3.connect(path)) as connection:
         return {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
 
 
