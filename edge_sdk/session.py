@@ -172,13 +172,7 @@ class Session:
         except RoundOver as error:
             # The round closed while this device was downloading; there is other work, or will be.
             log.info("round %s: %s", assignment.round, error.detail)
-        except SdkError:
-            raise
-        except Exception as error:
-            # Out of memory, a loss that raises: this device cannot go on, but the round need not wait for it.
-            self._hand_back(assignment, f"{type(error).__name__}: {error}")
-            raise
-        self._working_on = None  # not in a finally: when the user interrupts, ``leave`` must know what to hand back
+        self._working_on = None  # not in a finally: after an interrupt or error ``leave`` must know what to hand back
         return Step(Outcome.worked, assignment)
 
     def leave(self, reason: str) -> None:

@@ -1,0 +1,153 @@
+"""Tasks of one's own beyond the README's: other settings, and what goes wrong in a user's code."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import httpx
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from edge_sdk.join import Result, join
+from edge_sdk.publish import publish
+from edge_sdk.tasks import Task
+
+from .conftest import Coordinator, wait_until
+
+
+def network(*head: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), *head)
+
+
+def batches(targets: torch.Tensor, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """One batch, the fewest there can be."""
+    return [(torch.randn(len(targets), 6, generator=torch.Generator().manual_seed(seed)), targets)]
+
+
+def regression(seed: int, loss=None) -> Task:
+    data = batches(torch.linspace(-1, 1, 20)[:, None], seed)
+    return Task("slope", network(nn.Linear(16, 1)), loss or nn.MSELoss(), data, data, classification=False)
+
+
+def take_part(coordinator: Coordinator, folder, tasks: dict[str, Task], **how) -> dict[str, Result | BaseException]:
+    """Every device in a thread of its own; what it returned, or raised."""
+    ended: dict[str, Result | BaseException] = {}
+
+    def run(name: str, task: Task) -> None:
+        try:
+            ended[name] = join(
+                coordinator.url,
+                task,
+                federation="own",
+                name=name,
+                state_dir=folder / name,
+                export=folder / f"{name}.onnx",
+                patience_seconds=20,
+                quiet=True,
+                **how,
+            )
+        except BaseException as error:
+            ended[name] = error
+
+    threads = [threading.Thread(target=run, args=item) for item in tasks.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert set(ended) == set(tasks), "a device never came back"
+    return ended
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_regression_with_personal_statistics_adam_and_short_values(coordinator, tmp_path, precision):
+    publish(
+        coordinator.url,
+        "own",
+        regression(0),
+        running_statistics="personal",
+        rounds=2,
+        optimizer="adam",
+        learning_rate=0.01,
+        clip=1.0,
+        precision=precision,
+    )
+    ended = take_part(coordinator, tmp_path, {"a": regression(1), "b": regression(2)}, budget=0.5)
+    for name, result in ended.items():
+        assert isinstance(result, Result), result
+        assert result.rounds == 2
+        assert result.accuracy_before is result.accuracy_after is None
+        session = onnxruntime.InferenceSession(tmp_path / f"{name}.onnx")
+        assert session.run(None, {"input": np.zeros((3, 6), np.float32)})[0].shape == (3, 1)
+    info = coordinator.info("own")
+    assert (info["status"], info["global_model_usable"]) == ("finished", False)
+    answer = httpx.get(f"{coordinator.url}/v1/federations/own/model.onnx")
+    assert answer.status_code == 404
+    assert "running_mean is kept on the devices" in answer.json()["detail"]
+    last = coordinator.rounds("own")[-1]
+    assert last["accuracy_personal"] is None
+    assert last["loss_personal"] > 0
+
+
+class Failing(nn.MSELoss):
+    """A user's loss with a mistake in it."""
+
+    def forward(self, outputs, targets):
+        raise RuntimeError("no such column")
+
+
+class Exploding(nn.MSELoss):
+    def forward(self, outputs, targets):
+        return super().forward(outputs, targets) * torch.tensor(torch.inf)
+
+
+def test_a_loss_that_raises_ends_its_device_but_not_the_round(coordinator, tmp_path):
+    publish(coordinator.url, "own", regression(0), rounds=1, early_stopping=False)
+    ended = take_part(coordinator, tmp_path, {"good": regression(1), "bad": regression(2, Failing())})
+    assert isinstance(ended["bad"], RuntimeError)
+    assert isinstance(ended["good"], Result)
+    (record,) = coordinator.rounds("own")
+    assert (record["updates"], record["handed_back"], record["expired"]) == (1, 1, 0)
+
+
+def test_training_that_diverges_is_handed_back_and_the_device_stays(coordinator, tmp_path):
+    publish(coordinator.url, "own", regression(0), rounds=2, early_stopping=False, evaluation_interval=0)
+    ended = take_part(coordinator, tmp_path, {"good": regression(1), "wild": regression(2, Exploding())})
+    assert isinstance(ended["good"], Result)
+    assert ended["good"].rounds == 2
+    wild = ended["wild"]
+    assert isinstance(wild, Result), wild
+    assert (wild.rounds, wild.export) == (0, None)
+    first, second = coordinator.rounds("own")
+    assert (first["updates"], first["handed_back"]) == (1, 1)
+    assert second["cohort"] == ["good"], "it rests after handing back"
+
+
+def test_a_late_update_is_not_needed_but_the_personal_model_stays(coordinator, tmp_path):
+    class Slow(nn.MSELoss):
+        def forward(self, outputs, targets):
+            if not torch.is_inference_mode_enabled():
+                wait_until(lambda: coordinator.rounds("own")[0]["status"] == "closed", "round 1 to close")
+            return super().forward(outputs, targets)
+
+    publish(
+        coordinator.url,
+        "own",
+        regression(0),
+        rounds=1,
+        local_steps=1,
+        early_stopping=False,
+        quorum=0.5,
+    )
+    begin = time.monotonic()
+    ended = take_part(coordinator, tmp_path, {"fast": regression(1), "slow": regression(2, Slow())})
+    assert time.monotonic() - begin < 30, "nobody waited for a deadline"
+    slow = ended["slow"]
+    assert isinstance(slow, Result), slow
+    assert slow.rounds == 1, "the local step stays, and is not replaced by an adapted global model"
+    (record,) = coordinator.rounds("own")
+    assert (record["updates"], record["expired"]) == (1, 1)
