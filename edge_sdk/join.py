@@ -80,8 +80,8 @@ def join(
     call with the same folder goes on where the first was. budget: share of a full training step this device can afford,
     in (0, 1]. export: where to write the personal model as ONNX. enrolment_token: where the coordinator asks for one.
     patience_seconds: how long to wait for a coordinator that does not answer; None: for ever. watts: power model for
-    estimated joules on a board without a sensor. Raises SdkError; when something else ends it, Ctrl-C or a failing loss,
-    it says goodbye to the coordinator first.
+    estimated joules on a board without a sensor. Raises SdkError; when something else ends it, Ctrl-C or a failing
+    loss, it says goodbye to the coordinator first.
     """
     name = name or default_name()
     check_name(name)
