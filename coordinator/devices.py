@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import secrets
 import uuid
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from coordinator.records import iso
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device
 from edge_sdk.protocol.messages import ChangeDevice, DeviceInfo, DeviceProfile, Enrol, Enrolled
+
+log = logging.getLogger(__name__)
 
 
 class Devices:
@@ -111,6 +114,8 @@ class Devices:
                     _forgive_adapting(db, device_id)
             if request.conditions is not None:
                 device.present, device.rest_until = request.conditions.available, 0.0
+                if not device.present:
+                    log.info("%s leaves: %s", device.name, request.conditions.reason or "no reason given")
             if request.revoked:
                 device.status, device.present = "revoked", False
                 _change_open(db, device_id, status="expired")

@@ -45,12 +45,16 @@ LONG_POLL_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Result:
-    """What a device did in a federation. Accuracies are on its held-out data, None where there are none."""
+    """What a device did in a federation. Accuracies are on its held-out data, None where there are none.
+
+    ``adapted``: it came after the end, and its personal model is the global one, fine-tuned on its data.
+    """
 
     name: str
     rounds: int
     steps: int
     stopped_round: int | None
+    adapted: bool
     accuracy_before: float | None
     accuracy_after: float | None
     training: Totals
@@ -176,6 +180,7 @@ def _result(session: Session, name: str, exported: Export | None) -> Result:
         rounds=progress.rounds,
         steps=progress.steps,
         stopped_round=progress.stopped_round,
+        adapted=progress.adapted,
         accuracy_before=progress.accuracy_before,
         accuracy_after=after,
         training=progress.training,
@@ -261,7 +266,8 @@ def report(result: Result, energy: str) -> str:
     """What a device did, for a person."""
     lines = [
         f"{result.name}: {result.rounds} rounds, {result.steps} local steps"
-        + (f", stopped early in round {result.stopped_round}" if result.stopped_round else ""),
+        + (f", stopped early in round {result.stopped_round}" if result.stopped_round else "")
+        + (", adapted the finished global model" if result.adapted else ""),
         f"  accuracy, held-out data    {_percent(result.accuracy_before)} before, "
         f"{_percent(result.accuracy_after)} after",
         f"  training                   {_cost(result.training)}",

@@ -28,7 +28,7 @@ def test_a_coordinator_that_never_answers_ends_in_advice(tmp_path, capsys):
 
 
 def test_totals_never_blend_measured_and_estimated_joules():
-    result = join.Result("pi", 3, 30, 2, 0.1, None, Totals(seconds=4, joules_estimated=5), Totals(), None)
+    result = join.Result("pi", 3, 30, 2, False, 0.1, None, Totals(seconds=4, joules_estimated=5), Totals(), None)
     text = join.report(result, "none")
     assert "5.0 J estimated" in text
     assert "measured" not in text

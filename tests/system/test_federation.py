@@ -149,6 +149,7 @@ def test_a_device_that_comes_after_the_end_adapts_and_exports(run):
     session = onnxruntime.InferenceSession(str(run.devices.onnx("late")), providers=["CPUExecutionProvider"])
     assert session.get_inputs()[0].shape[1:] == [1, 8, 8]
     assert run.coordinator.info(NAME)["model_sha256"] == before, "adapting sends nothing of the model up"
+    assert "adapted the finished global model" in late.output
     assert [record["updates"] for record in run.records] == [2, 2, 2]
 
 
