@@ -259,11 +259,9 @@ class Rounds:
             )
         limit = settings_of(federation).update_norm_limit
         if limit is not None:
-            manifest, tensors = (
-                self._models.manifest(federation),
-                self._models.tensors(federation.id, assignment.model_version),
-            )
-            norm = float(np.linalg.norm(decoded.values - pack(manifest, tensors, mask)))
+            tensors = self._models.tensors(federation.id, assignment.model_version)
+            sent = pack(self._models.manifest(federation), tensors, mask)
+            norm = float(np.linalg.norm(decoded.values.astype(np.float64) - sent))
             if norm > limit:
                 raise BadContent(
                     f"values: they moved by {norm:.3g} from what was sent (2-norm), the federation allows {limit:g}; "

@@ -168,7 +168,7 @@ class Session:
             self._work(assignment)
         except (TrainingDiverged, ProtocolError) as error:
             log.warning("round %s: %s", assignment.round, error)
-            self._hand_back(assignment, str(error))
+            self._hand_back(assignment.assignment_id, str(error))
         except RoundOver as error:
             # The round closed while this device was downloading; there is other work, or will be.
             log.info("round %s: %s", assignment.round, error.detail)
@@ -180,14 +180,14 @@ class Session:
         self._transport.patience_seconds = PATIENCE_WHEN_LEAVING
         try:
             if self._working_on is not None:
-                self._hand_back(self._working_on, reason)
+                self._hand_back(self._working_on.assignment_id, reason)
             self._tell(ChangeDevice(conditions=Conditions(available=False, reason=reason)))
         except SdkError as error:
             log.warning("could not say goodbye: %s", error)
 
-    def _hand_back(self, assignment: Assignment, reason: str) -> None:
+    def _hand_back(self, assignment_id: str, reason: str) -> None:
         with contextlib.suppress(RoundOver):  # then nobody waits for it any more
-            self._transport.hand_back(assignment.assignment_id, reason)
+            self._transport.hand_back(assignment_id, reason)
 
     def _work(self, assignment: Assignment) -> None:
         with self._telemetry.phase("download") as download:
@@ -212,7 +212,9 @@ class Session:
             case Kind.adapt:
                 self._adapt(job, download.cost)
             case other:
-                self._hand_back(assignment, f"{self.info.method} on this device has no work of kind {other.value}")
+                self._hand_back(
+                    assignment.assignment_id, f"{self.info.method} on this device has no work of kind {other.value}"
+                )
 
     def _train(self, job: Job, download: Phase) -> None:
         before = self.progress.accuracy_before
@@ -302,16 +304,25 @@ class Session:
             except RoundOver as error:
                 # Too late, or answered already: the local step stays, as the method card asks (3.2).
                 log.info("the update was not needed any more: %s", error.detail)
-                if pending.kind is Kind.train:
-                    self._tell(ChangeDevice(holds_model=True))  # the coordinator cannot know: it has no update
+                self._say_what_stays(pending)
             except Refused as refusal:
-                if refusal.status not in (401, 403):
-                    self._save(pending=None)  # it would be refused again
-                raise
+                if refusal.status in (401, 403):
+                    raise
+                # It would be refused again. The local step stays, and the round need not wait for this device.
+                log.warning("the update was refused: %s", refusal.detail)
+                self._save(pending=None)
+                self._hand_back(pending.assignment_id, refusal.detail)
+                self._say_what_stays(pending)
+                return
         account = "evaluation" if pending.kind is Kind.evaluate else "training"
         totals: Totals = getattr(self.progress, account)
         cost = UploadCost(assignment_id=pending.assignment_id, upload=upload.cost)
         self._save(pending=None, upload_cost=cost, **{account: totals.plus(upload.cost)})
+
+    def _say_what_stays(self, pending: Pending) -> None:
+        """Without an update the coordinator cannot know that this device holds a model, and would send it all again."""
+        if pending.kind is Kind.train:
+            self._tell(ChangeDevice(holds_model=True))
 
     def _save(self, **changed: object) -> None:
         self.progress = self.progress.model_copy(update=changed)

@@ -127,6 +127,17 @@ def test_training_that_diverges_is_handed_back_and_the_device_stays(coordinator,
     assert second["cohort"] == ["good"], "it rests after handing back"
 
 
+def test_an_update_that_is_refused_is_handed_back_and_the_personal_model_stays(coordinator, tmp_path):
+    publish(coordinator.url, "own", regression(0), rounds=1, early_stopping=False, update_norm_limit=1e-6)
+    ended = take_part(coordinator, tmp_path, {"a": regression(1), "b": regression(2)})
+    for result in ended.values():
+        assert isinstance(result, Result), result
+        assert (result.rounds, result.adapted) == (1, False)
+    (record,) = coordinator.rounds("own")
+    assert (record["updates"], record["handed_back"]) == (0, 2)
+    assert coordinator.info("own")["model_version"] == 0
+
+
 def test_a_late_update_is_not_needed_but_the_personal_model_stays(coordinator, tmp_path):
     class Slow(nn.MSELoss):
         def forward(self, outputs, targets):
