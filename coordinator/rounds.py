@@ -289,7 +289,9 @@ class Rounds:
                     while self._step(federation_id):
                         moved = True
                 except Exception:
-                    # A lost file or an uninstalled method stops its federation, not the others.
+                    # A lost file or an uninstalled method stops its federation, not the others. Its sums may hold half
+                    # an update: they are made again from what is stored.
+                    self._folding.pop(federation_id, None)
                     self._say_stuck(federation_id)
                 else:
                     self._stuck.pop(federation_id, None)
@@ -341,25 +343,21 @@ class Rounds:
                 return False
             number = federation.round + 1
             cohort = choose(active, settings.cohort, job=job_of(federation), round_number=number)
-            deadline = now + settings.deadline_seconds
-            db.add(
-                Round(
-                    federation_id=federation.id, number=number, status="open", opened_at=now, deadline_at=deadline,
-                    stale=True,
-                )
-            )  # fmt: skip
+            current = Round(federation_id=federation.id, number=number, status="open", stale=True)
+            current.opened_at, current.deadline_at = now, now + settings.deadline_seconds
+            db.add(current)
             for position, name in enumerate(cohort):
                 db.add(_assign(federation, active[name], wire.Kind.train, number, position, now))
             log.info("%s: round %s opens for %s devices", federation.name, number, len(cohort))
             return True
 
     def _finish(self, db: Session, federation: Federation, reason: str) -> bool:
-        evaluations = db.scalars(
-            select(Assignment).where(Assignment.federation_id == federation.id, Assignment.kind == "evaluate")
-        ).all()
-        if any(assignment.status == "open" for assignment in evaluations):
+        evaluations = select(Assignment.id).where(
+            Assignment.federation_id == federation.id, Assignment.kind == "evaluate"
+        )
+        if db.scalar(evaluations.where(Assignment.status == "open").limit(1)):
             return False  # the last evaluation is still being answered
-        judged = any(assignment.round == federation.round for assignment in evaluations)
+        judged = db.scalar(evaluations.where(Assignment.round == federation.round).limit(1))
         if federation.round and not judged and self._ask_for_evaluation(db, federation, self._clock()):
             return True
         federation.status, federation.reason, federation.finished_at = "finished", reason, self._clock()

@@ -29,7 +29,7 @@ from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import initial_values
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, pack
+from edge_sdk.protocol.masks import Block, NeuronDraw, NeuronMask, count_values, draw_neurons, pack
 from edge_sdk.protocol.messages import (
     ChangeDevice,
     ChangeFederation,
@@ -849,6 +849,27 @@ def undisturbed(tmp_path_factory, train):
         return house.model()
     finally:
         house.store.close()
+
+
+def test_sums_that_broke_half_way_are_made_again(house, play, undisturbed, monkeypatch, caplog):
+    """A fold that fails in the middle, out of memory say, must not count its first tensors twice.
+
+    In the last round: what an earlier one got wrong, devices that answer from a seed would overwrite.
+    """
+    devices = start(house)
+    whole = Block.add
+
+    def add(self, tensor, block, scale=1.0):
+        whole(self, tensor, block, scale)
+        if house.info().round == 2 and "no room" not in caplog.text:
+            raise MemoryError("no room")
+
+    monkeypatch.setattr(Block, "add", add)
+    play(house, devices)
+    assert "no room" in caplog.text
+    play(house, devices)
+    assert house.model() == undisturbed
+    assert [record.updates for record in house.records.rounds("f")] == [3, 3, 3]
 
 
 @pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0), (0, 2, 1)])
