@@ -75,6 +75,7 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         handed_back=sum(assignment.status == "returned" for assignment, _ in training),
         expired=sum(assignment.status == "expired" for assignment, _ in training),
         num_examples=examples,
+        training_flops=sum(report.training_flops for report in reports),
         train_loss=sum(report.train_loss * report.num_examples for report in reports) / examples if examples else None,
         accuracy_personal=_mean(each.accuracy for each in personal),
         accuracy_global=_mean(each.accuracy for each in shared),

@@ -11,22 +11,47 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Protocol
 
+from pydantic import BaseModel, ConfigDict
+
 from coordinator.aggregation import MaskedSums
 from coordinator.errors import BadContent
 from edge_sdk.protocol.manifest import Tensors
+from edge_sdk.protocol.messages import FederationSettings, Kind
+
+
+class NoSettings(BaseModel):
+    """For methods that need none beyond those of every federation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class CoordinatorMethod(Protocol):
-    """What every method's server half can do."""
+    """What every method's server half can do. Subclass it: what is given here is the usual case."""
 
-    usable_global_model: bool
+    settings_type: type[BaseModel] = NoSettings
+    """What ``FederationSettings.method_settings`` may hold, checked and completed when a federation is created."""
+
+    round_kind: Kind = Kind.train
+    """What a cohort is asked to do: ``train``, or ``personalise`` where nothing of the model goes up."""
+
+    usable_global_model: bool = True
     """Whether the global model means something without a device's personal part."""
+
+    personal_models: bool = False
+    """Whether devices keep a personal model from round to round. Where not, they are sent the whole global model each
+    time, and asked to ``adapt`` the last one when the federation has ended."""
+
+    def smallest_budget(self, settings: FederationSettings) -> float:
+        """The budget below which a device is not drawn; 0 draws everybody."""
+        return 0.0
 
     def active_ratio(self, budget: float) -> float | None:
         """The share of each hidden layer's neurons that a device of this budget trains; None trains everything."""
+        return None
 
     def close(self, previous: Tensors, sums: MaskedSums) -> Tensors:
         """The next global values from the last ones and the round's sums."""
+        return sums.mean(previous)
 
 
 @cache  # methods keep no state, and looking through the installed packages takes milliseconds

@@ -11,19 +11,14 @@ devices apart, so that the later one overwrites; here there is one mean weighted
 
 from __future__ import annotations
 
-from coordinator.aggregation import MaskedSums
-from edge_sdk.protocol.manifest import Tensors
+from coordinator.methods import CoordinatorMethod
 
 
-class FedSPU:
-    """Server half of FedSPU."""
+class FedSPU(CoordinatorMethod):
+    """Server half of FedSPU: a masked weighted mean; a weight that nobody held keeps its value."""
 
-    usable_global_model = True
+    personal_models = True
 
     def active_ratio(self, budget: float) -> float | None:
         """A device's budget is its active ratio p_k."""
         return budget
-
-    def close(self, previous: Tensors, sums: MaskedSums) -> Tensors:
-        """Masked weighted mean; a weight that nobody held keeps its value."""
-        return sums.mean(previous)

@@ -83,6 +83,16 @@ class FederationSettings(_Request):
     )
     precision: Precision = Field(default="fp32", description="Number format of values on the wire")
     seed: int = Field(default=0, ge=0, lt=2**63, description="Decides initial weights, cohorts, masks and batches")
+    finetune_epochs: int = Field(
+        default=0,
+        ge=0,
+        le=10_000,
+        description="Local epochs that turn the finished global model into a personal one, judged beside it at every "
+        "evaluation; for methods that end with one global model",
+    )
+    method_settings: dict[str, bool | int | float | str] = Field(
+        default_factory=dict, max_length=100, description="What only this method knows; see docs/methods.md"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> FederationSettings:
@@ -256,6 +266,15 @@ class Assignment(_Answer):
     work: Work | None = None
 
 
+class OpenAssignment(_Answer):
+    """``GET /v1/federations/{name}/assignments``: work that a device has been given and has not answered yet."""
+
+    assignment_id: str
+    device: str = Field(description="The device's name")
+    kind: Kind
+    round: int
+
+
 class HandBack(_Request):
     """``DELETE /v1/assignments/{id}``: why the device cannot do it."""
 
@@ -305,6 +324,7 @@ class UpdateReport(_Request):
     num_examples: int = Field(ge=1, le=2**40)
     status: Literal["active", "stopped"] = "active"
     steps: Count
+    training_flops: Count = Field(default=0, description="What local training computed, from shapes and masks")
     train_loss: Score
     validation_loss: Score | None = None
     stop_loss: Score | None = None
@@ -322,11 +342,15 @@ class Evaluation(_Request):
 class Receipt(_Request):
     """The update of every kind but train: nothing of the model goes up.
 
-    ``personal`` and ``global_model`` are what an evaluation found; ``adapt`` reports the personal model it ended with.
+    ``personal`` and ``global_model`` are what an evaluation found on test data; ``adapt`` reports the personal model it
+    ended with. ``validation`` is the personal model, or where there is none the global one, on validation data: what
+    settings are tuned on.
     """
 
     personal: Evaluation | None = None
     global_model: Evaluation | None = None
+    validation: Evaluation | None = None
+    state_bytes: Count = Field(default=0, description="What the device keeps between rounds, bytes")
     telemetry: Telemetry = Telemetry()
 
 
@@ -364,6 +388,7 @@ class RoundRecord(_Answer):
     handed_back: int
     expired: int
     num_examples: int
+    training_flops: int
     train_loss: float | None
     accuracy_personal: float | None
     accuracy_global: float | None
@@ -382,6 +407,15 @@ class RoundRecord(_Answer):
     closed_at: str | None
     seconds: float | None
     model_sha256: str | None
+
+
+class DeviceReport(_Answer):
+    """``GET /v1/federations/{name}/rounds/{number}/reports``: what one device answered to one assignment of a round."""
+
+    device: str
+    kind: Kind
+    report: UpdateReport | Receipt
+    upload: Phase
 
 
 class Problem(_Answer):
