@@ -1,7 +1,7 @@
 """A task is a learning problem on one device: a model, a loss and the device's own data.
 
 Built-in tasks and those of other packages register a loader under the entry point ``sparrow.tasks``; a user with a
-model of their own makes a ``Task`` directly.
+model of their own makes a ``Task`` directly. A task with several networks is named with the one meant: ``mnist:leaf``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from inspect import signature
 from typing import Protocol
 
 import torch
@@ -50,23 +51,35 @@ class Task:
 
 
 class TaskLoader(Protocol):
-    """Makes a task from what the user said of the data."""
+    """Makes a task from what the user said of the data.
+
+    A loader with several networks takes ``model`` too, the text behind the colon in the task's name, left out where
+    there is none. It raises UnknownTask for a model that it does not know, and calls its task as the name says.
+    """
 
     def __call__(self, data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
         """``data`` is the text after ``--data``; ``device`` the device's name; ``seed`` the federation's."""
 
 
 class UnknownTask(LookupError):
-    """The federation's task is not built in, and no package registers it."""
+    """The federation's task is not built in, and no package registers it; or it has no such model."""
 
 
 def load_task(name: str, data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
-    """The task registered as ``name`` over this device's data. Raises UnknownTask, which names what is installed."""
+    """The task registered as ``name``, or as ``name:model``, over this device's data.
+
+    Raises UnknownTask, which names what is installed.
+    """
     found = {entry.name: entry for entry in entry_points(group="sparrow.tasks")}
-    if name not in found:
+    task, colon, model = name.partition(":")
+    if task not in found:
         raise UnknownTask(
             f"the federation's task is {name!r}, built in are {', '.join(sorted(found))}; join it from Python with a "
             f"Task of your own (README, 'Your own model')"
         )
-    loader: TaskLoader = found[name].load()
-    return loader(data, device=device, seed=seed, batch_size=batch_size)
+    loader: Callable[..., Task] = found[task].load()
+    if not colon:
+        return loader(data, device=device, seed=seed, batch_size=batch_size)
+    if "model" not in signature(loader).parameters:
+        raise UnknownTask(f"the federation's task is {name!r}, but {task} has one model only; call it {task}")
+    return loader(data, device=device, seed=seed, batch_size=batch_size, model=model)

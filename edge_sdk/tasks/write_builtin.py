@@ -15,13 +15,22 @@ import torch
 from torch import nn
 
 from edge_sdk.protocol import builtin
-from edge_sdk.protocol.builtin import BuiltinTask
+from edge_sdk.protocol.builtin import BuiltinTask, file_stem
 from edge_sdk.skeleton import make_skeleton
 from edge_sdk.tasks.digits import DigitsNet
+from edge_sdk.tasks.models import MODELS as CHOICES
+from edge_sdk.tasks.models import full_name
 from edge_sdk.tracing import describe
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {"digits": (DigitsNet, (1, 8, 8))}
-"""Task -> its model and the shape of one sample."""
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "digits": (DigitsNet, (1, 8, 8)),
+    **{
+        full_name(task, model): (choice.build, choice.shape)
+        for task, choices in CHOICES.items()
+        for model, choice in choices.items()
+    },
+}
+"""Task, with its model where that is not the default -> its network and the shape of one sample."""
 
 
 def make_builtin(name: str) -> BuiltinTask:
@@ -42,7 +51,7 @@ def write_builtin(folder: Path) -> list[Path]:
             ("json", task.manifest.model_dump_json(indent=1).encode() + b"\n"),
             ("onnx", task.skeleton),
         ):
-            path = folder / f"{name}.{suffix}"
+            path = folder / f"{file_stem(name)}.{suffix}"
             path.write_bytes(content)
             written.append(path)
     return written

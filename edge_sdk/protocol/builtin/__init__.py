@@ -1,7 +1,8 @@
 """The tasks every coordinator knows without being told: their manifests and ONNX skeletons, as data.
 
 ``<task>.json`` and ``<task>.onnx`` beside this file are written by ``python -m edge_sdk.tasks.write_builtin``; initial
-weights follow from the manifest's recipes, so that a coordinator needs no torch to begin.
+weights follow from the manifest's recipes, so that a coordinator needs no torch to begin. A task with a model beside its
+default one, ``mnist:leaf``, is kept as ``mnist-leaf``, since not every file system takes a colon.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ class BuiltinTask:
 def builtin_tasks() -> tuple[str, ...]:
     """The names of all built-in tasks, sorted."""
     files = (entry.name for entry in resources.files(__name__).iterdir())
-    return tuple(sorted(name.removesuffix(".json") for name in files if name.endswith(".json")))
+    stems = (name.removesuffix(".json") for name in files if name.endswith(".json"))
+    return tuple(sorted(stem.replace("-", ":") for stem in stems))
+
+
+def file_stem(name: str) -> str:
+    """What the files of the task ``name`` are called, without their ending."""
+    return name.replace(":", "-")
 
 
 def load_builtin(name: str) -> BuiltinTask:
@@ -36,5 +43,5 @@ def load_builtin(name: str) -> BuiltinTask:
             "Publish a model of your own with python -m edge_sdk.publish"
         )
     folder = resources.files(__name__)
-    manifest = Manifest.model_validate_json((folder / f"{name}.json").read_text(encoding="utf-8"))
-    return BuiltinTask(name, manifest, (folder / f"{name}.onnx").read_bytes())
+    manifest = Manifest.model_validate_json((folder / f"{file_stem(name)}.json").read_text(encoding="utf-8"))
+    return BuiltinTask(name, manifest, (folder / f"{file_stem(name)}.onnx").read_bytes())
