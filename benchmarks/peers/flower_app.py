@@ -1,0 +1,83 @@
+"""The Flower app: a ClientApp of the message API and a ServerApp around Flower's own FedAvg.
+
+It is a module of its own so that Ray's actors import it by name: each loads the data and builds the network once.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+from benchmarks.peers import work
+from benchmarks.peers.report import Clock
+
+
+@functools.cache
+def _once(data: str, seed: int) -> tuple[work.Net, work.Samples, list[torch.Tensor]]:
+    torch.set_num_threads(1)
+    samples = work.load(Path(data))
+    return work.Net(), samples, work.deal(len(samples), seed)
+
+
+def train(message: Message, context: Context) -> Message:
+    """One device's part of a round."""
+    config = message.content["config"]
+    device, seed = int(context.node_config["partition-id"]), int(config["seed"])
+    model, samples, shares = _once(str(config["data"]), seed)
+    model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    work.train(model, samples, shares[device], hash((seed, int(config["server-round"]), device)))
+    reply = {
+        "arrays": ArrayRecord(model.state_dict()),
+        "metrics": MetricRecord({"num-examples": len(shares[device]), "at": time.time()}),
+    }
+    return Message(content=RecordDict(reply), reply_to=message)
+
+
+def apps(data: Path, rounds: int, seed: int, clock: Clock) -> tuple[ServerApp, ClientApp, Callable[[], dict[str, Any]]]:
+    """The two apps, and what gives the last global model when they are done."""
+    models: list[ArrayRecord] = []
+
+    def count(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
+        """FedAvg calls this once a round, after it has averaged the models."""
+        if len(replies) != work.COHORT:
+            raise RuntimeError(f"{len(replies)} of {work.COHORT} devices answered")
+        clock.device_trained(min(float(reply["metrics"]["at"]) for reply in replies))
+        clock.round_ended()
+        return MetricRecord()
+
+    def serve(grid: Grid, context: Context) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        strategy = FedAvg(
+            fraction_train=work.COHORT / work.DEVICES,
+            fraction_evaluate=0.0,
+            min_train_nodes=work.COHORT,
+            min_available_nodes=work.DEVICES,
+            train_metrics_aggr_fn=count,
+        )
+        result = strategy.start(
+            grid=grid,
+            initial_arrays=ArrayRecord(work.Net().state_dict()),
+            num_rounds=rounds,
+            train_config=ConfigRecord({"data": str(data), "seed": seed}),
+        )
+        models.append(result.arrays)
+
+    server, client = ServerApp(), ClientApp()
+    server.main()(serve)
+    client.train()(train)
+
+    def last() -> dict[str, Any]:
+        state: dict[str, Any] = models[0].to_torch_state_dict()
+        return state
+
+    return server, client, last

@@ -1,0 +1,181 @@
+"""Peak memory of a command with all its processes, watched from outside.
+
+PSS counts a page shared by n processes as 1/n in each, so that its sum over the tree is the memory that the tree takes;
+the sum of RSS counts shared pages n times, the sum of USS leaves them out. All three come from the kernel's
+``/proc/PID/smaps_rollup`` (Linux only).
+
+A tree is a process with its descendants, those that left the tree too: a process once seen stays in it, and every
+process that inherited the marker in its environment belongs to it, whoever its parent is by now (daemons of Ray).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+PROC = Path("/proc")
+MARKER = "SPARROW_PROCESS_TREE"
+INTERVAL = 0.25
+_FIELDS = {"Pss:": "pss", "Rss:": "rss", "Private_Clean:": "uss", "Private_Dirty:": "uss"}
+
+
+@dataclass
+class Peak:
+    """The largest sums over a tree that were seen, in bytes, each at its own moment."""
+
+    pss: int = 0
+    rss: int = 0
+    uss: int = 0
+    processes: int = 0
+    samples: int = 0
+
+    def add(self, sums: Mapping[str, int], processes: int) -> None:
+        """Take in one sample."""
+        self.pss = max(self.pss, sums["pss"])
+        self.rss = max(self.rss, sums["rss"])
+        self.uss = max(self.uss, sums["uss"])
+        self.processes = max(self.processes, processes)
+        self.samples += 1
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """The three peaks."""
+        return {"pss": self.pss, "rss": self.rss, "uss": self.uss}
+
+
+class TreeMemory:
+    """Samples the tree of process ``pid`` in a thread of its own, from ``with`` to its end; ``peak`` has the result.
+
+    ``marker`` finds the processes that have ``SPARROW_PROCESS_TREE=marker`` in their environment as well.
+    """
+
+    def __init__(self, pid: int, *, marker: str | None = None, interval: float = INTERVAL) -> None:
+        self.peak = Peak()
+        self._marker = None if marker is None else f"{MARKER}={marker}".encode()
+        self._interval = interval
+        self._members: dict[int, int] = {}  # pid -> start in clock ticks: pids are used again
+        self._strangers: dict[int, int] = {}
+        with contextlib.suppress(OSError):
+            self._members[pid] = _parent_and_start(pid)[1]
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="tree-memory")
+
+    def __enter__(self) -> TreeMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            self.sample()
+            if self._end.wait(self._interval):
+                return
+
+    def sample(self) -> None:
+        """Look once."""
+        sums = {"pss": 0, "rss": 0, "uss": 0}
+        tree = self.processes()
+        for pid in tree:
+            with contextlib.suppress(OSError):  # it ended, or its memory is not ours to read
+                for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
+                    name, *rest = line.split()
+                    if name in _FIELDS:
+                        sums[_FIELDS[name]] += 1024 * int(rest[0])
+        self.peak.add(sums, len(tree))
+
+    def processes(self) -> list[int]:
+        """The tree's processes of this moment."""
+        parents: dict[int, int] = {}
+        starts: dict[int, int] = {}
+        for entry in PROC.iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    pid = int(entry.name)
+                    parents[pid], starts[pid] = _parent_and_start(pid)
+        known = {pid for pid, start in starts.items() if self._members.get(pid) == start}
+        grown = True
+        while grown:
+            more = {pid for pid, parent in parents.items() if parent in known} - known
+            known |= more
+            grown = bool(more)
+        for pid, start in starts.items():
+            if self._marker is not None and pid not in known and self._strangers.get(pid) != start:
+                if self._marked(pid):
+                    known.add(pid)  # its children have the marker, or come with the next look
+                else:
+                    self._strangers[pid] = start
+        self._members = {pid: starts[pid] for pid in known}
+        return list(self._members)
+
+    def _marked(self, pid: int) -> bool:
+        with contextlib.suppress(OSError):
+            return self._marker in (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+        return False
+
+
+def _parent_and_start(pid: int) -> tuple[int, int]:
+    fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return int(fields[1]), int(fields[19])
+
+
+def process_age() -> float:
+    """Seconds since this process was created, to a hundredth."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - _parent_and_start(os.getpid())[1] / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A command that ended: what it printed, how long it took from its start to its end, its peak memory."""
+
+    stdout: str
+    seconds: float
+    peak: Peak = field(default_factory=Peak)
+
+
+def measure(
+    command: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    *,
+    cwd: Path | None = None,
+    interval: float | None = INTERVAL,
+    timeout: float | None = None,
+) -> Measured:
+    """Run ``command`` and watch its tree every ``interval`` seconds; None does not watch, for undisturbed times.
+
+    Raises SystemExit with the end of its standard error where it fails, subprocess.TimeoutExpired past ``timeout``.
+    What it leaves running is killed in any case.
+    """
+    marker = uuid.uuid4().hex
+    environment = {**(os.environ if env is None else env), MARKER: marker}
+    # Files and not pipes: a daemon that outlives the command would keep a pipe open.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        begin = time.monotonic()
+        process = subprocess.Popen(command, stdout=out, stderr=errors, env=environment, cwd=cwd)
+        memory = TreeMemory(process.pid, marker=marker, interval=interval or INTERVAL)
+        try:
+            with memory if interval else contextlib.nullcontext():
+                process.wait(timeout)
+            seconds = time.monotonic() - begin
+        finally:
+            for pid in memory.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0)
+        errors.seek(0)
+        if process.returncode != 0:
+            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{errors.read()[-5000:]}")
+        return Measured(out.read(), seconds, memory.peak)

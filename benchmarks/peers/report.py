@@ -1,0 +1,84 @@
+"""The command line of a peer and its one line of JSON.
+
+A peer runs in a process of its own; the command that a user gives only watches it, so that looking at its memory costs
+it nothing but a share of the cores: ``--no-memory`` does not look, for undisturbed times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.install import ROOT
+from benchmarks.peers.memory import measure, process_age
+
+
+@dataclass
+class Clock:
+    """When things happened, in ``time.time()``."""
+
+    born: float = field(default_factory=lambda: time.time() - process_age())
+    first_device: float = 0.0
+    rounds: list[float] = field(default_factory=list)
+    """The ends of rounds: each when its new global model was there."""
+    stopped: float = 0.0
+    """When everything the peer had started was gone."""
+
+    def device_trained(self, at: float) -> None:
+        """A device was done at ``at``, in whatever process."""
+        self.first_device = min(self.first_device or at, at)
+
+    def round_ended(self) -> None:
+        """The new global model is there."""
+        self.rounds.append(time.time())
+
+
+def outcome(peer: str, version: str, clock: Clock, cohort: int, accuracy: float) -> dict[str, Any]:
+    """One run. ``device_rounds_per_second`` leaves the first round out, which starts things up."""
+    rounds = len(clock.rounds)
+    later = clock.rounds[-1] - clock.rounds[0]
+    return {
+        "peer": peer,
+        "version": version,
+        "rounds": rounds,
+        "device_rounds": rounds * cohort,
+        "seconds_total": round(clock.stopped - clock.born, 3),
+        "seconds_to_first_device": round(clock.first_device - clock.born, 3),
+        "seconds_to_first_round": round(clock.rounds[0] - clock.born, 3),
+        "seconds_of_rounds": round(later, 3),
+        "device_rounds_per_second": round((rounds - 1) * cohort / later, 2) if rounds > 1 else None,
+        "accuracy": round(accuracy, 4),
+    }
+
+
+def parser(peer: str) -> argparse.ArgumentParser:
+    """What all peers understand."""
+    result = argparse.ArgumentParser(prog=f"python -m benchmarks.peers.{peer}")
+    result.add_argument("--data", type=Path, required=True, help="mnist.npz: x_train, y_train, x_test, y_test")
+    result.add_argument("--rounds", type=int, default=30)
+    result.add_argument("--processes", type=int, default=2, help="each trains one device at a time, on one thread")
+    result.add_argument("--seed", type=int, default=0)
+    result.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
+    result.add_argument("--timeout", type=float, default=900, help="seconds")
+    result.add_argument("--unwatched", action="store_true", help=argparse.SUPPRESS)
+    return result
+
+
+def watch(module: str, options: argparse.Namespace, *, python: Path | None = None) -> int:
+    """Run the peer in a process of its own under ``python``, then print its line with what was seen from outside."""
+    command = [
+        *(str(python or sys.executable), "-m", module, "--unwatched", "--data", str(options.data.resolve())),
+        *("--rounds", str(options.rounds), "--processes", str(options.processes), "--seed", str(options.seed)),
+    ]
+    interval = 0.25 if options.memory else None
+    measured = measure(command, cwd=ROOT, interval=interval, timeout=options.timeout)
+    line = json.loads(measured.stdout.splitlines()[-1])
+    line["seconds_whole_command"] = round(measured.seconds, 3)
+    line["peak_memory_bytes"] = measured.peak.bytes if options.memory else None
+    print(json.dumps(line))
+    return 0
