@@ -13,10 +13,23 @@ from datetime import datetime, timezone
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from coordinator.errors import NotFound
 from coordinator.federations import find
+from coordinator.rounds import COHORT_KINDS
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Round
-from edge_sdk.protocol.messages import Phase, PhaseSum, Receipt, RoundRecord, UpdateReport
+from edge_sdk.protocol.messages import (
+    DeviceReport,
+    FederationStatus,
+    Kind,
+    OpenAssignment,
+    OpenWork,
+    Phase,
+    PhaseSum,
+    Receipt,
+    RoundRecord,
+    UpdateReport,
+)
 
 
 class Records:
@@ -40,6 +53,53 @@ class Records:
             rounds = db.scalars(select(Round).where(Round.federation_id == federation_id).order_by(Round.number))
             return [_look(db, item) if item.stale else RoundRecord.model_validate(item.summary) for item in rounds]
 
+    def reports(self, federation_name: str, number: int) -> list[DeviceReport]:
+        """What each device answered in round ``number``, training first, by name. Raises NotFound."""
+        with self._store.reading() as db:
+            federation = find(db, federation_name)
+            if not 1 <= number <= federation.round + 1:
+                raise NotFound(f"{federation_name} has had {federation.round} rounds; there is no round {number}")
+            rows = db.execute(
+                select(Assignment, Device.name)
+                .join(Device, Device.id == Assignment.device_id)
+                .where(
+                    Assignment.federation_id == federation.id,
+                    Assignment.round == number,
+                    Assignment.status == "done",
+                )
+                .order_by(Assignment.kind.desc(), Device.name)
+            ).all()
+        return [
+            DeviceReport(
+                device=name, kind=Kind(assignment.kind), report=report_of(assignment), upload=_upload(assignment)
+            )
+            for assignment, name in rows
+        ]
+
+    def open_work(self, federation_name: str) -> OpenWork:
+        """Who is being waited for, oldest work first. Raises NotFound."""
+        with self._store.reading() as db:
+            federation = find(db, federation_name)
+            rows = db.execute(
+                select(Assignment.id, Device.name, Assignment.kind, Assignment.round)
+                .join(Device, Device.id == Assignment.device_id)
+                .where(Assignment.federation_id == federation.id, Assignment.status == "open")
+                .order_by(Assignment.round, Assignment.kind, Assignment.position)
+            ).all()
+        return OpenWork(
+            status=FederationStatus(federation.status),
+            round=federation.round,
+            assignments=tuple(
+                OpenAssignment(assignment_id=row[0], device=row[1], kind=Kind(row[2]), round=row[3]) for row in rows
+            ),
+        )
+
+
+def report_of(assignment: Assignment) -> UpdateReport | Receipt:
+    """The report of an assignment that is done."""
+    kind = UpdateReport if assignment.kind in ("train", "personalise") else Receipt
+    return kind.model_validate(assignment.report)
+
 
 def _look(db: Session, item: Round) -> RoundRecord:
     rows = db.execute(
@@ -53,7 +113,7 @@ def _look(db: Session, item: Round) -> RoundRecord:
 
 def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecord:
     """The record of one round from its assignments (with their devices' names)."""
-    training = [(assignment, name) for assignment, name in rows if assignment.kind == "train"]
+    training = [(assignment, name) for assignment, name in rows if assignment.kind in COHORT_KINDS]
     done = [(assignment, name) for assignment, name in training if assignment.status == "done"]
     reports = [UpdateReport.model_validate(assignment.report) for assignment, _ in done]
     uploads = [_upload(assignment) for assignment, _ in done]

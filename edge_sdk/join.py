@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import torch
@@ -34,9 +33,10 @@ from edge_sdk.methods import UnknownMethod
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, FederationInfo
 from edge_sdk.session import Outcome, Session
-from edge_sdk.state import StateFolder, Totals
+from edge_sdk.state import StateFolder, Totals, default_root
 from edge_sdk.tasks import Task, UnknownTask, load_task
 from edge_sdk.tasks.loading import DataError
+from edge_sdk.telemetry import Telemetry
 from edge_sdk.transport import TIMEOUT, Transport
 from export.errors import ExportError
 
@@ -91,7 +91,7 @@ def join(
     check_name(name)
     if export is not None:
         check_writable(Path(export))
-    folder = StateFolder(Path(state_dir) if state_dir else default_state_dir(server, federation, name))
+    folder = StateFolder(Path(state_dir) if state_dir else default_root(server, federation) / name)
     own = client or httpx.Client(base_url=server, timeout=TIMEOUT)
     bar = _Bar(quiet)
     try:
@@ -105,7 +105,7 @@ def join(
                 name=name,
                 make_task=task if callable(task) else lambda info: task,
                 budget=budget,
-                meter=meter,
+                telemetry=lambda traffic: Telemetry(meter, traffic),
                 progress=bar.training,
             )
             bar.start(session)
@@ -212,12 +212,6 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise BadArgument(f"{path} cannot be written ({error.strerror}); give another --export") from None
-
-
-def default_state_dir(server: str, federation: str, name: str) -> Path:
-    """Where a device's state lies unless told otherwise: under the user's state folder (XDG)."""
-    home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(home) / "sparrow" / re.sub(r"[^A-Za-z0-9.-]+", "_", urlsplit(server).netloc) / federation / name
 
 
 class _Bar:

@@ -2,15 +2,16 @@
 
     state/
       identity.json       federation, name, enrolment key, device id, token; readable by its owner alone
-      model.safetensors   the personal model by name, and beside it, as JSON, ``Progress``
+      model.safetensors   the personal model by name, and beside it, as JSON, ``Progress`` as of when it was saved
+      progress.json       the ``Progress`` since then, where it went on and the model stayed
       outbox.bundle       the update being sent, until it is acknowledged
       manifest.json  skeleton.onnx
       lock
 
 Every file is written under another name, flushed and renamed, so it is always whole. The personal model and the
-progress that belongs to it share one file, because a new model with an old counter would train a round twice. The
-outbox is written before them and counts only once they name it: killed in between, the device trains the round again,
-from the same model, to the same update.
+progress that belongs to it share one file, because a new model with an old counter would train a round twice; later
+progress has a file of its own, which names the save that it belongs to. The outbox is written before them and counts
+only once they name it: killed in between, the device trains the round again, from the same model, to the same update.
 """
 
 from __future__ import annotations
@@ -19,17 +20,23 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from edge_sdk import difference
 from edge_sdk.errors import StateError
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import Kind, Phase, UploadCost
+
+_IS_DIFFERENCE = "sparrow.difference"
 
 
 class Identity(BaseModel):
@@ -99,23 +106,53 @@ class Progress(BaseModel):
     upload_cost: UploadCost | None = None
 
 
-class StateFolder:
-    """One device's state folder, held by one process at a time. Raises StateError when it cannot be used."""
+class FolderLock:
+    """Holds a folder, made where it is missing, for this process; a context manager. Raises StateError."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = (path / "lock").open("w")
+            self._file = (path / "lock").open("w")
         except OSError as error:
             raise StateError(f"{path} cannot be used ({error.strerror}); give another --state-dir") from None
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock.close()
+            self._file.close()
             raise StateError(
                 f"another process uses {path}; stop it, or give this device a --name or --state-dir of its own"
             ) from None
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        self._file.close()
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def default_root(server: str, federation: str) -> Path:
+    """Where the state of devices lies unless told otherwise: under the user's state folder (XDG)."""
+    home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(home) / "sparrow" / re.sub(r"[^A-Za-z0-9.-]+", "_", urlsplit(server).netloc) / federation
+
+
+class StateFolder:
+    """One device's state folder, held by one process at a time. Raises StateError when it cannot be used.
+
+    durable: flush every file to the disk, so that it survives a power cut and not only a killed process. reference: a
+    model that stays the same as long as the folder is used; the personal one is stored as its difference from it.
+    """
+
+    def __init__(self, path: Path, *, durable: bool = True, reference: Tensors | None = None) -> None:
+        self.path = path
+        self._durable = durable
+        self._reference = reference
+        self._saves = 0
+        self._lock = FolderLock(path)
 
     def close(self) -> None:
         """Let another process have the folder."""
@@ -153,34 +190,55 @@ class StateFolder:
 
     def save_identity(self, identity: Identity) -> None:
         """Keep who this device is."""
-        _write(self.path / "identity.json", identity.model_dump_json(indent=1).encode(), mode=0o600)
+        self._write("identity.json", identity.model_dump_json(indent=1).encode(), mode=0o600)
 
     def load(self, manifest: Manifest) -> tuple[Tensors | None, Progress]:
         """The personal model, None before the first download, and the progress that belongs to it."""
         path = self.path / "model.safetensors"
-        if not path.exists():
-            return None, Progress()
+        tensors: Tensors = {}
+        progress, digest = Progress(), manifest.digest
         try:
-            tensors, note = checkpoint.load(path.read_bytes())
-            kept = json.loads(note)
-            progress, digest = Progress.model_validate(kept["progress"]), kept["manifest"]
+            if path.exists():
+                tensors, note = checkpoint.load(path.read_bytes())
+                kept = json.loads(note)
+                progress, digest = Progress.model_validate(kept["progress"]), kept["manifest"]
+                self._saves = int(kept["save"])
+            later = self.path / "progress.json"
+            if later.exists():
+                kept = json.loads(later.read_bytes())
+                if kept["save"] == self._saves:
+                    path, progress = later, Progress.model_validate(kept["progress"])
         except (ProtocolError, ValidationError, ValueError, KeyError, TypeError) as error:
             raise StateError(f"{path} is damaged ({error}); move it away to start this device anew") from None
         if digest != manifest.digest:
             raise StateError(f"{path} holds a model of another manifest; use another --state-dir for this federation")
         if not tensors:
             return None, progress
+        if tensors.pop(_IS_DIFFERENCE, None) is not None:
+            if self._reference is None:
+                raise StateError(f"{path} is a simulated device's: only the fleet that wrote it can open it")
+            tensors = difference.add(tensors, self._reference)
         manifest.check_tensors(tensors, what=f"the tensors of {path}")
         return tensors, progress
 
     def save(self, manifest: Manifest, personal: Tensors | None, progress: Progress) -> None:
         """Keep personal model and progress, durably, in one step."""
-        note = json.dumps({"manifest": manifest.digest, "progress": progress.model_dump(mode="json")})
-        _write(self.path / "model.safetensors", checkpoint.save(personal or {}, note))
+        self._saves += 1
+        stored = personal or {}
+        if personal is not None and self._reference is not None:
+            # Marked, because a model that is the reference's has no difference, and is a model all the same.
+            stored = {**difference.subtract(personal, self._reference), _IS_DIFFERENCE: np.zeros(1, dtype=np.uint8)}
+        kept = {"manifest": manifest.digest, "save": self._saves, "progress": progress.model_dump(mode="json")}
+        self._write("model.safetensors", checkpoint.save(stored, json.dumps(kept)))
+
+    def save_progress(self, progress: Progress) -> None:
+        """Keep later progress, durably, beside the model that was saved last."""
+        kept = {"save": self._saves, "progress": progress.model_dump(mode="json")}
+        self._write("progress.json", json.dumps(kept).encode())
 
     def put_outbox(self, assignment_id: str, kind: Kind, body: bytes) -> Pending:
         """Lay an update out for sending; it counts once ``save`` has kept a progress that names it."""
-        _write(self.path / "outbox.bundle", body)
+        self._write("outbox.bundle", body)
         return Pending(assignment_id=assignment_id, kind=kind, sha256=hashlib.sha256(body).hexdigest())
 
     def outbox(self, pending: Pending) -> bytes:
@@ -197,7 +255,10 @@ class StateFolder:
 
     def cache(self, name: str, data: bytes) -> None:
         """Keep a downloaded file beside the state."""
-        _write(self.path / name, data)
+        self._write(name, data)
+
+    def _write(self, name: str, data: bytes, mode: int = 0o644) -> None:
+        write_atomically(self.path / name, data, mode=mode, durable=self._durable)
 
 
 def _read_identity(path: Path) -> Identity:
@@ -207,15 +268,19 @@ def _read_identity(path: Path) -> Identity:
         raise StateError(f"{path} cannot be read ({error.error_count()} faults); use another --state-dir") from None
 
 
-def _write(path: Path, data: bytes, mode: int = 0o644) -> None:
+def write_atomically(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = True) -> None:
+    """Write a file so that it is there whole or as it was before; ``durable``: flushed to the disk as well."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     partial.replace(path)
+    if not durable:
+        return
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

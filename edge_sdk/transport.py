@@ -19,7 +19,8 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from edge_sdk.errors import Damaged, FederationOver, Refused, RoundOver, Unreachable
-from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import (
     Assignment,
     ChangeDevice,
@@ -27,6 +28,7 @@ from edge_sdk.protocol.messages import (
     Enrolled,
     FederationInfo,
     HandBack,
+    OpenWork,
     Payload,
     UploadCost,
 )
@@ -115,6 +117,24 @@ class Transport:
             return None, _pause(answer, 1.0)
         return _read(Assignment, answer), 0.0
 
+    def open_work(self, federation: str, wait_seconds: float, etag: str) -> tuple[OpenWork | None, str]:
+        """Who is being waited for, and the answer's ETag; None where that stays as at ``etag`` for ``wait_seconds``."""
+        answer = self._call(
+            "GET",
+            f"/v1/federations/{federation}/assignments",
+            params={"wait": wait_seconds},
+            headers={"If-None-Match": etag} if etag else {},
+            timeout=httpx.Timeout(wait_seconds + 30.0, connect=10.0),
+        )
+        if answer.status_code == 304:
+            return None, etag
+        return _read(OpenWork, answer), answer.headers.get("ETag", "")
+
+    def model(self, federation: str) -> Tensors:
+        """The global model by name. Raises Refused (404) where the method has none that can be used alone."""
+        tensors, _ = checkpoint.load(self._call("GET", f"/v1/federations/{federation}/model").content)
+        return tensors
+
     def hand_back(self, assignment_id: str, reason: str) -> None:
         """Hand an assignment back."""
         self._call("DELETE", f"/v1/assignments/{assignment_id}", **_json(HandBack(reason=reason[:500])))
@@ -199,7 +219,7 @@ class Transport:
             pause = 0.0
             try:
                 answer = attempt()
-                if answer.is_success:
+                if answer.is_success or answer.status_code == 304:
                     self._known = True
                     return answer
                 # Once a coordinator was here, a stranger's refusal (a captive portal, a proxy) will pass, too.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import csv
+import hashlib
 import io
 import json
 from collections.abc import AsyncIterator
-from typing import Literal
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
@@ -18,7 +20,14 @@ from coordinator.api.bodies import LARGEST_REQUEST, ranged, read_body
 from coordinator.api.parts import TheHouse
 from coordinator.errors import WrongMediaType
 from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.messages import ChangeFederation, CreateFederation, FederationInfo, RoundRecord
+from edge_sdk.protocol.messages import (
+    ChangeFederation,
+    CreateFederation,
+    DeviceReport,
+    FederationInfo,
+    OpenWork,
+    RoundRecord,
+)
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
 
@@ -77,6 +86,35 @@ def get_rounds(name: str, house: TheHouse, format: Literal["json", "csv"] = "jso
     """A record per round, as JSON or CSV."""
     records = house.records.rounds(name)
     return records if format == "json" else Response(_csv(records), media_type="text/csv")
+
+
+@router.get("/{name}/rounds/{number}/reports", dependencies=[ObserverOnly])
+def get_reports(name: str, number: int, house: TheHouse) -> list[DeviceReport]:
+    """What each device reported in a round: training, and the evaluation that followed it."""
+    return house.records.reports(name, number)
+
+
+@router.get("/{name}/assignments", dependencies=[ObserverOnly], response_model=OpenWork)
+async def get_open_work(
+    name: str,
+    house: TheHouse,
+    request: Request,
+    wait: Annotated[float, Query(ge=0, le=600, description="Longest wait for a change, s")] = 0.0,
+) -> Response:
+    """Who is being waited for. With ``If-None-Match`` and ``wait`` it answers when that has changed (long poll)."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + min(wait, house.settings.max_wait_seconds)
+    while True:
+        ring = house.bell.next_ring()
+        body = (await run_in_threadpool(house.records.open_work, name)).model_dump_json().encode()
+        headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"'}
+        if request.headers.get("if-none-match") != headers["ETag"]:
+            return Response(body, media_type="application/json", headers=headers)
+        remaining = until - loop.time()
+        if remaining <= 0 or house.closing:
+            return Response(status_code=304, headers=headers)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(ring.wait(), remaining)
 
 
 def _csv(records: list[RoundRecord]) -> str:

@@ -190,6 +190,7 @@ class Enrolled(_Answer):
 
     device_id: str
     token: str
+    notice: str | None = Field(default=None, description="What the device's user should know, where there is something")
 
 
 class Conditions(_Request):
@@ -267,12 +268,20 @@ class Assignment(_Answer):
 
 
 class OpenAssignment(_Answer):
-    """``GET /v1/federations/{name}/assignments``: work that a device has been given and has not answered yet."""
+    """Work that a device has been given and has not answered yet."""
 
     assignment_id: str
     device: str = Field(description="The device's name")
     kind: Kind
     round: int
+
+
+class OpenWork(_Answer):
+    """``GET /v1/federations/{name}/assignments``: who is being waited for, oldest work first."""
+
+    status: FederationStatus
+    round: int = Field(description="Rounds closed so far")
+    assignments: tuple[OpenAssignment, ...]
 
 
 class HandBack(_Request):

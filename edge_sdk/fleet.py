@@ -1,0 +1,458 @@
+"""``python -m edge_sdk.fleet --server URL --devices 100``: many simulated devices, each a real session of its own.
+
+A few processes, one thread each, host all devices. The coordinator is asked who is being waited for; those devices are
+handed to whichever process is free, which opens the device's session from its state folder, lets it do its one thing
+and closes it. A device that is not asked for anything costs nothing but its files. Over HTTP, or, with ``--app``, in one
+process with the coordinator and without sockets: the same sessions, the same calls, the same final model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from tqdm import tqdm
+
+from edge_sdk import inprocess
+from edge_sdk.errors import BadArgument, Refused, SdkError, StateError
+from edge_sdk.host import Host, Plan, Stepped
+from edge_sdk.methods import UnknownMethod
+from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.manifest import Tensors
+from edge_sdk.protocol.messages import FederationInfo, FederationStatus, Kind, OpenWork
+from edge_sdk.publish import publish
+from edge_sdk.session import Known
+from edge_sdk.state import FolderLock, default_root
+from edge_sdk.tasks import UnknownTask
+from edge_sdk.tasks.loading import DataError
+from edge_sdk.transport import TIMEOUT, Transport
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 10.0
+"""How long the coordinator is asked to wait for news; a process that failed is noticed no later."""
+
+OVER = (FederationStatus.finished, FederationStatus.stopped)
+MEMORY = Path("/dev/shm")
+
+
+@dataclass
+class Result:
+    """What a fleet did in this run. ``seconds_to_first``: from its start to the first device trained."""
+
+    devices: int
+    device_rounds: int = 0
+    evaluations: int = 0
+    adapted: int = 0
+    seconds: float = 0.0
+    seconds_to_first: float | None = None
+    status: FederationStatus = FederationStatus.waiting
+
+    def add(self, stepped: Stepped, now: float) -> None:
+        """Count one step."""
+        if stepped.kind in (Kind.train, Kind.personalise):
+            self.device_rounds += 1
+            self.seconds_to_first = now if self.seconds_to_first is None else self.seconds_to_first
+        elif stepped.kind is Kind.evaluate:
+            self.evaluations += 1
+        elif stepped.kind is Kind.adapt:
+            self.adapted += 1
+
+
+def run_fleet(
+    server: str | None,
+    plan: Plan,
+    *,
+    app: Any = None,
+    processes: int | None = None,
+    state_dir: Path | None = None,
+    in_memory: bool = False,
+    indices: Iterable[int] | None = None,
+    enrolment_token: str | None = None,
+    patience_seconds: float | None = None,
+    quiet: bool = False,
+    on_step: Callable[[Stepped], None] = lambda stepped: None,
+) -> Result:
+    """Run the devices of ``plan`` until their federation has ended, and return what was done.
+
+    server: the coordinator's address; or app: its ASGI application, run in this process, which then hosts all devices.
+    processes: how many host devices, one per core by default. state_dir: where the devices keep their state; a second
+    call with the same folder goes on. in_memory: keep it in memory instead, and forget it. indices: the devices of this
+    fleet, where others simulate the rest. on_step: told of each step. Raises SdkError, DataError and what else a device
+    raises; KeyboardInterrupt once every device has finished the step it was in.
+    """
+    torch.set_num_threads(1)
+    if (server is None) == (app is None):
+        raise BadArgument("give the coordinator's address, or its application")
+    if app is not None and processes not in (None, 1):
+        raise BadArgument(f"{processes} processes, but an application in process is served by one: set 1")
+    number = 1 if app is not None else processes or os.cpu_count() or 1
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(_connect(server, app))
+        root = stack.enter_context(_root(state_dir, in_memory, server or inprocess.ADDRESS, plan.federation))
+        transport = Transport(client, patience_seconds=patience_seconds)
+        transport.token = enrolment_token
+        known = Known(transport.federation(plan.federation), transport.manifest(plan.federation))
+        reference = _reference(root, transport, plan.federation)
+
+        def make_host() -> Host:
+            return Host(
+                plan,
+                client if number == 1 else httpx.Client(base_url=str(server), timeout=TIMEOUT),
+                root,
+                known,
+                reference=reference,
+                enrolment_token=enrolment_token,
+                patience_seconds=patience_seconds,
+            )
+
+        executor: Executor = stack.enter_context(_InProcess(make_host) if number == 1 else _pool(number, make_host))
+        mine = frozenset(range(plan.total) if indices is None else indices)
+        run = _Run(plan, mine, executor, transport, known.info, quiet, on_step)
+        return run.until_over()
+
+
+def _connect(server: str | None, app: Any) -> contextlib.AbstractContextManager[httpx.Client]:
+    return httpx.Client(base_url=str(server), timeout=TIMEOUT) if app is None else inprocess.running(app)
+
+
+@contextlib.contextmanager
+def _root(state_dir: Path | None, in_memory: bool, server: str, federation: str) -> Iterator[Path]:
+    """The folder of all devices' state, held by one fleet at a time."""
+    if in_memory:
+        memory = Path(tempfile.mkdtemp(prefix="sparrow-fleet-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None))
+        try:
+            yield memory
+        finally:
+            shutil.rmtree(memory, ignore_errors=True)
+        return
+    root = state_dir or default_root(server, federation) / "fleet"
+    with FolderLock(root):
+        yield root
+
+
+def _reference(root: Path, transport: Transport, federation: str) -> Tensors | None:
+    """The model that personal ones are stored as differences from: the global one as the fleet first met it."""
+    path = root / "reference.safetensors"
+    if not path.exists():
+        try:
+            model = transport.model(federation)
+        except Refused as refusal:
+            if refusal.status != 404:
+                raise
+            model = {}  # no global model that could be looked at: personal models are stored whole
+        path.write_bytes(checkpoint.save(model))
+    tensors, _ = checkpoint.load(path.read_bytes())
+    return tensors or None
+
+
+# --- who does the work -----------------------------------------------------------------------------------------------
+
+_host: Host | None = None
+"""The host of a worker process."""
+
+
+def _become_worker(make_host: Callable[[], Host]) -> None:
+    # Ctrl-C reaches every process of a terminal; here it is the parent's business, which lets steps end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    global _host
+    _host = make_host()
+
+
+def _call(what: str, index: int) -> Any:
+    assert _host is not None, "the pool's initializer has made it"
+    return getattr(_host, what)(index)
+
+
+def _pool(processes: int, make_host: Callable[[], Host]) -> ProcessPoolExecutor:
+    """Worker processes, forked from this one: torch and the data that it has loaded are shared, not loaded again."""
+    # The first task of the fleet's data set, made here, loads it once.
+    make_host()
+    pool = ProcessPoolExecutor(
+        processes, multiprocessing.get_context("fork"), initializer=_become_worker, initargs=(make_host,)
+    )
+    pool.submit(os.getpid).result()  # forks them all: now, before this process has a progress bar and its threads
+    return pool
+
+
+class _InProcess(Executor):
+    """Does the work where it is asked for, at once."""
+
+    def __init__(self, make_host: Callable[[], Host]) -> None:
+        global _host
+        _host = make_host()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """The finished future of ``fn``; KeyboardInterrupt passes."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Run:
+    """One fleet at work."""
+
+    plan: Plan
+    mine: frozenset[int]
+    executor: Executor
+    transport: Transport
+    info: FederationInfo
+    quiet: bool
+    on_step: Callable[[Stepped], None]
+    result: Result = field(init=False)
+    _given: dict[str, Future[Any]] = field(default_factory=dict)
+    _failed: list[BaseException] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.result = Result(devices=len(self.mine))
+        self._begin = time.monotonic()
+        self._indices = {self.plan.name(index): index for index in self.mine}
+
+    def until_over(self) -> Result:
+        """Enrol, work until the federation is over, adapt what came late."""
+        training = [index for index in sorted(self.mine) if index < self.plan.devices]
+        settings = self.info.settings
+        with self._bar(len(training), "enrolling", "device") as self.bar:
+            if self.info.status not in OVER:
+                self._all("start", training)
+        with self._bar(settings.rounds * min(settings.cohort, self.plan.devices), "", "device-round") as self.bar:
+            self._work()
+        with self._bar(len(self.mine), "finishing", "device") as self.bar:
+            self._all("finish", sorted(self.mine))
+        self.result.seconds = time.monotonic() - self._begin
+        return self.result
+
+    def _work(self) -> None:
+        etag, listed = "", OpenWork(status=self.info.status, round=0, assignments=())
+        try:
+            while True:
+                work, etag = self.transport.open_work(self.plan.federation, LOOK_SECONDS, etag)
+                self._raise_failure()
+                if work is not None:
+                    listed = work
+                self.result.status = listed.status
+                self.bar.set_description(f"round {listed.round + 1}" if listed.assignments else listed.status.value)
+                if listed.status in OVER and not listed.assignments:
+                    return
+                if work is None and not self._running():
+                    # Nothing has moved and nobody is at work: whoever missed a deadline is thought away. Say otherwise.
+                    self._given.clear()
+                    self._all("start", [index for index in sorted(self.mine) if index < self.plan.devices])
+                self._hand_out(listed)
+        except KeyboardInterrupt:
+            self._cancel()
+            raise
+
+    def _hand_out(self, work: OpenWork) -> None:
+        for assignment in work.assignments:
+            index = self._indices.get(assignment.device)
+            if index is None or assignment.assignment_id in self._given:
+                continue
+            future = self.executor.submit(_call, "step", index)
+            self._given[assignment.assignment_id] = future
+            future.add_done_callback(self._done)
+        open_now = {assignment.assignment_id for assignment in work.assignments}
+        self._given = {key: future for key, future in self._given.items() if key in open_now or not future.done()}
+
+    def _all(self, what: str, indices: list[int]) -> None:
+        """One call for each of ``indices``, to the end."""
+        try:
+            futures = [self.executor.submit(_call, what, index) for index in indices]
+            for future in futures:
+                self._count(future.result())
+        except KeyboardInterrupt:
+            self._cancel()
+            raise
+
+    def _done(self, future: Future[Any]) -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None:
+            self._failed.append(error)
+        else:
+            self._count(future.result())
+
+    def _count(self, stepped: Stepped | None) -> None:
+        if stepped is not None:
+            self.result.add(stepped, time.monotonic() - self._begin)
+            self.on_step(stepped)
+        if stepped is None or stepped.kind in (Kind.train, Kind.personalise, Kind.adapt):
+            self.bar.update()
+
+    def _running(self) -> bool:
+        return any(not future.done() for future in self._given.values())
+
+    def _raise_failure(self) -> None:
+        if self._failed:
+            self._cancel()
+            error = self._failed[0]
+            if isinstance(error, BrokenProcessPool):
+                raise SdkError("a process of the fleet died (out of memory?); the same command goes on") from error
+            raise error
+
+    def _cancel(self) -> None:
+        """Let every process end the step it is in, and begin no other."""
+        self.executor.shutdown(wait=True, cancel_futures=True)
+
+    def _bar(self, total: int, description: str, unit: str) -> tqdm[Any]:
+        return tqdm(
+            total=total, desc=description, unit=f" {unit}", disable=self.quiet, dynamic_ncols=True, file=sys.stderr
+        )
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        plan = Plan(
+            federation=options.federation,
+            devices=options.devices,
+            new=options.new,
+            data=_data(options.data, options.partition),
+            budgets=options.budgets,
+        )
+        app = _load_app(options.app) if options.app else None
+        if options.task:
+            _create(options, app)
+        result = run_fleet(
+            options.server,
+            plan,
+            app=app,
+            processes=options.processes,
+            state_dir=options.state_dir,
+            in_memory=options.memory,
+            enrolment_token=os.environ.get("SPARROW_ENROLMENT_TOKEN"),
+            patience_seconds=options.patience,
+            quiet=options.quiet,
+        )
+    except KeyboardInterrupt:
+        print("edge_sdk.fleet: interrupted; the same command goes on where the devices were", file=sys.stderr)
+        return 130
+    except (SdkError, ProtocolError, UnknownMethod, UnknownTask, DataError, StateError, ValueError, OSError) as error:
+        print(f"edge_sdk.fleet: {error}", file=sys.stderr)
+        return 1
+    rate = result.device_rounds / result.seconds if result.seconds else 0.0
+    print(
+        f"{result.devices} devices, {result.device_rounds} device-rounds and {result.evaluations} evaluations in "
+        f"{result.seconds:.1f} s ({rate:.1f} device-rounds/s); the federation is {result.status.value}"
+    )
+    return 0
+
+
+def _create(options: argparse.Namespace, app: Any) -> None:
+    """Create the federation, unless there is one of this name already."""
+    settings = {"min_devices": options.devices, **dict(options.set)}
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(
+            inprocess.running(app) if app else httpx.Client(base_url=options.server, timeout=TIMEOUT)
+        )
+        info = publish(
+            options.server or inprocess.ADDRESS,
+            options.federation,
+            options.task,
+            exist_ok=True,
+            admin_token=os.environ.get("SPARROW_ADMIN_TOKEN"),
+            client=client,
+            **settings,
+        )
+    if info.task != options.task:
+        raise BadArgument(
+            f"--task {options.task}: {options.federation} is there already, for the task {info.task}; choose another "
+            f"--federation, or leave --task out"
+        )
+
+
+def _load_app(text: str) -> Any:
+    """The ASGI application at ``module:attribute``."""
+    module, _, attribute = text.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute or "app")
+    except (ImportError, AttributeError) as error:
+        raise BadArgument(f"--app {text}: {error}; give it as coordinator.main:app") from None
+
+
+def _data(data: str | None, partition: str | None) -> str | None:
+    return data if partition is None else f"{data or ''},partition={partition}".lstrip(",")
+
+
+def _budgets(text: str) -> tuple[float, ...]:
+    with contextlib.suppress(ValueError):
+        budgets = tuple(float(part) for part in text.split(","))
+        if all(0 < budget <= 1 for budget in budgets):
+            return budgets
+    raise argparse.ArgumentTypeError(f"{text!r}: give numbers above 0 and up to 1, such as 0.2,0.4,0.6,0.8,1")
+
+
+def _setting(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a setting as rounds=30; docs/settings.md lists them")
+    return key.replace("-", "_"), value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m edge_sdk.fleet",
+        description="Many simulated devices, each a real session of its own.",
+        epilog="SPARROW_ENROLMENT_TOKEN and SPARROW_ADMIN_TOKEN hold tokens where the coordinator asks for them.",
+    )
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--server", help="the coordinator's address, http://HOST:PORT")
+    where.add_argument("--app", help="or its ASGI application, run in this process: coordinator.main:app")
+    parser.add_argument("--federation", default="default", help="which federation to join (default: %(default)s)")
+    parser.add_argument("--devices", type=int, required=True, help="how many devices train")
+    parser.add_argument("--new", type=int, default=0, help="how many more only adapt the finished model")
+    parser.add_argument("--task", help="create the federation for this task, unless there is one of this name")
+    parser.add_argument(
+        "--set", type=_setting, action="append", default=[], metavar="KEY=VALUE", help="its settings, with --task"
+    )
+    parser.add_argument("--data", help="the devices' data; {index}, {of} and {name} are filled in (docs/fleet.md)")
+    parser.add_argument("--partition", help="how it is dealt to them: dirichlet,alpha=0.3 and others (docs/tasks.md)")
+    parser.add_argument("--budgets", type=_budgets, default=(1.0,), help="0.2,0.6,1: a third of the devices has each")
+    parser.add_argument("--processes", type=int, help="processes that host them (default: one per core)")
+    keep = parser.add_mutually_exclusive_group()
+    keep.add_argument("--state-dir", type=Path, help="where the devices keep their state, to go on later")
+    keep.add_argument("--memory", action="store_true", help="keep it in memory and forget it in the end")
+    parser.add_argument("--patience", type=float, help="give up when the coordinator is silent this long, s")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--verbose", action="store_true", help="say more")
+    return parser
+
+
+if __name__ == "__main__":
+    # As a module it would be __main__ here and edge_sdk.fleet in the worker processes.
+    from edge_sdk import fleet
+
+    sys.exit(fleet.main())
