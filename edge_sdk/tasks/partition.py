@@ -1,5 +1,10 @@
 """Dealing one data set to many devices, and one device's part to training, validation and test.
 
+A partition is a function of labels [samples] (classes of any type), people [samples] or None (who made each sample),
+``of`` (the number of devices) and a seed; it returns each device's indices, sorted, and deals no sample twice. Its
+further keyword arguments are options with numbers as values, and have defaults. Those registered under the entry point
+``sparrow.partitions`` can be chosen by name.
+
 Every device computes its own part alone, so all must deal alike, whatever their numpy. Hence ``RandomState``: numpy
 promises that its streams never change, which it does not for the distributions of ``Generator``.
 """
@@ -18,7 +23,7 @@ from edge_sdk.tasks.loading import DataError
 Index = NDArray[np.intp]
 
 REDRAWS = 10_000
-"""Draws of the proportions before a partition is called impossible; all of them together take about a second."""
+"""Draws of the proportions before a partition is called impossible: seconds for 100 devices of ten classes."""
 
 
 @dataclass(frozen=True)
@@ -30,24 +35,21 @@ class Split:
     test: Index
 
 
-def dirichlet(labels: Array, devices: int, alpha: float, seed: int, minimum: int = 10) -> list[Index]:
-    """Deal samples to ``devices`` with label skew: per class, q ~ Dir(alpha·1_N) says which share each device gets.
+def dirichlet(
+    labels: Array, people: Array | None, *, of: int, seed: int, alpha: float = 0.3, minimum: int = 10
+) -> list[Index]:
+    """Label skew: per class, q ~ Dir(alpha·1_N) says which share of its samples each of the N = ``of`` devices gets.
 
-    labels: [samples], classes of any type. Small ``alpha`` gives devices few classes each, a large one equal mixtures.
-    Proportions are redrawn until every device has ``minimum`` samples (FedSPU, arXiv:2403.11464, section 5, names the
-    distribution; the rest is our choice, since the authors published only ready-made files). Returns each device's
-    indices, sorted; every sample is dealt once. Raises DataError when that cannot be had.
+    Small ``alpha`` gives devices few classes each, a large one equal mixtures. Proportions are redrawn until every
+    device has ``minimum`` samples (FedSPU, arXiv:2403.11464, section 5, names the distribution; the rest is our choice,
+    since the authors published only ready-made files). Every sample is dealt. Raises DataError when that cannot be had.
     """
-    if devices < 1 or minimum < 0:
-        raise DataError(f"{devices} devices of at least {minimum} samples each; give at least 1 device and 0 samples")
-    if not (alpha > 0 and math.isfinite(alpha)):
-        raise DataError(f"alpha is {alpha}; it must be a number above 0, such as 0.3")
-    if devices * minimum > len(labels):
-        raise DataError(f"{len(labels)} samples cannot give {devices} devices {minimum} each; use fewer devices")
+    _check(labels, of, minimum)
+    _check_alpha(alpha)
     random = _random(seed)
     by_class = [random.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
     for _ in range(REDRAWS):
-        proportions = random.dirichlet(np.full(devices, alpha), size=len(by_class))
+        proportions = random.dirichlet(np.full(of, alpha), size=len(by_class))
         if not np.isfinite(proportions).all():
             continue  # a tiny alpha can make every share of a class underflow to zero, and their quotient NaN
         sizes = np.array([[len(samples)] for samples in by_class])
@@ -57,8 +59,8 @@ def dirichlet(labels: Array, devices: int, alpha: float, seed: int, minimum: int
             dealt = [np.split(samples, cut) for samples, cut in zip(by_class, cuts, strict=True)]
             return [np.sort(np.concatenate(parts)) for parts in zip(*dealt, strict=True)]
     raise DataError(
-        f"{REDRAWS} draws with alpha={alpha:g} never gave each of {devices} devices {minimum} of {len(labels)} "
-        f"samples; use a larger alpha or fewer devices"
+        f"{REDRAWS} draws with alpha={alpha:g} never gave each of {of} devices {minimum} of {len(labels)} "
+        f"samples; use a larger alpha or fewer devices, or set minimum= lower (3 is the least that can be split)"
     )
 
 
@@ -80,7 +82,36 @@ def split(count: int, seed: int, held_out: float = 0.3, validation: float = 0.15
     return Split(np.sort(order[kept:local]), np.sort(order[:kept]), np.sort(order[local:]))
 
 
-def _random(seed: int) -> np.random.RandomState:
+def shifted(own: Index, union: Index, *, seed: int, device: int, degree: float) -> Index:
+    """A test set that moved away from the device's own: ``floor(degree * n + 0.5)`` of its n samples are replaced.
+
+    ``own``: the device's test samples; ``union``: those of all devices, each once. What replaces them is drawn from the
+    union without replacement, and may be the device's own again. The samples kept for a larger degree are a subset of
+    those kept for a smaller one. The draw follows from (seed, device, degree). After DM-PFL's meta-distribution.
+    Returns as many indices as ``own`` has, the kept ones first. Raises DataError for a degree outside [0, 1].
+    """
+    if not 0 <= degree <= 1:
+        raise DataError(f"the shift is {degree}; it is a share between 0 and 1")
+    replaced = math.floor(degree * len(own) + 0.5)
+    order = _random(seed, device).permutation(own)  # without the degree: that is what nests the kept sets
+    drawn = _random(seed, device, round(degree * 10**6)).permutation(union)[:replaced]
+    return np.concatenate([np.sort(order[: len(own) - replaced]), drawn])
+
+
+def _check(labels: Array, of: int, minimum: int) -> None:
+    """Refuse a partition that no draw could make."""
+    if of < 1 or minimum < 0:
+        raise DataError(f"{of} devices of at least {minimum} samples each; give at least 1 device and 0 samples")
+    if of * minimum > len(labels):
+        raise DataError(f"{len(labels)} samples cannot give {of} devices {minimum} each; use fewer devices")
+
+
+def _check_alpha(alpha: float) -> None:
+    if not (alpha > 0 and math.isfinite(alpha)):
+        raise DataError(f"alpha is {alpha}; it must be a number above 0, such as 0.3")
+
+
+def _random(seed: int, *more: int) -> np.random.RandomState:
     if not 0 <= seed < 2**63:
         raise DataError(f"the seed is {seed}; it must lie in 0..2^63-1")
-    return np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32])
+    return np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, *more])

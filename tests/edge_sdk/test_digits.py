@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from edge_sdk.tasks.digits import DigitsNet, load, parse_part
+from edge_sdk.tasks.digits import DigitsNet, load
 from edge_sdk.tasks.loading import ArrayBatches, Arrays, DataError
 
 
@@ -35,32 +35,20 @@ def test_a_device_loads_the_same_part_again_and_the_same_initial_weights():
         assert torch.equal(a, b), name
 
 
-def test_without_index_the_name_decides():
-    part = parse_part(None, device="pi-kitchen", seed=9)
-    assert (part.of, part.alpha, part.seed) == (10, 0.3, 9)
-    assert part == parse_part("", device="pi-kitchen", seed=9)
-    assert len({parse_part(None, device=f"pi-{number}", seed=9).index for number in range(200)}) == 10
-
-
-def test_every_entry_is_read():
-    part = parse_part(" index=2, of=5 ,alpha=0.5,seed=3", device="pi", seed=9)
-    assert (part.index, part.of, part.alpha, part.seed) == (2, 5, 0.5, 3)
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("indx=2,of=5", "'indx=2' is not understood; digits takes index, of, alpha and seed"),
+        ("indx=2,of=5", "'indx=2' is not understood; digits takes index, of, seed"),
         ("2", "'2' is not understood"),
         ("index=two", "index=two; index must be a whole number"),
         ("index=1.5", "index must be a whole number"),
         ("alpha=much", "alpha must be a number"),
         ("index=5,of=5", "counted from 0 to 4"),
-        ("index=-1,of=5", "counted from 0 to 4"),
+        ("index=-1,of=5", "index=-1; parts are counted from 0"),
         ("of=0", "at least 1 device"),
         ("of=5,of=6", "of is given twice"),
         ("alpha=0", "alpha is 0"),
-        ("alpha=nan", "alpha is nan"),
+        ("alpha=nan", "alpha must be a number"),
         ("seed=-1", "seed is -1"),
     ],
 )

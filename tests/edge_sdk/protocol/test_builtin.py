@@ -62,12 +62,16 @@ def test_digits_sizes_by_hand():
 
 def test_the_tool_writes_both_files(tmp_path, monkeypatch):
     monkeypatch.setattr("edge_sdk.tasks.write_builtin.make_builtin", load_builtin)
-    assert [path.name for path in write_builtin(tmp_path)] == ["digits.json", "digits.onnx"]
+    written = [path.name for path in write_builtin(tmp_path)]
+    assert {"digits.json", "digits.onnx", "mnist-leaf.json", "mnist-leaf.onnx"} <= set(written)
+    assert len(written) == 2 * len(MODELS)
     assert (tmp_path / "digits.onnx").read_bytes() == load_builtin("digits").skeleton
 
 
 def test_an_unknown_task_lists_the_known():
-    with pytest.raises(ManifestError, match=r"no built-in task 'cifar'; there are digits.*edge_sdk\.publish"):
-        load_builtin("cifar")
+    with pytest.raises(
+        ManifestError, match=r"no built-in task 'imagenet'; there are cifar10, .*digits.*edge_sdk\.publish"
+    ):
+        load_builtin("imagenet")
     with pytest.raises(ManifestError):
         load_builtin("../digits")

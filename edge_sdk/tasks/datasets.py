@@ -1,0 +1,48 @@
+"""A data set that many devices share: read once per process, whatever format it comes in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from edge_sdk.protocol.manifest import Array
+from edge_sdk.tasks.formats import Wanted, read
+from edge_sdk.tasks.loading import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """All samples: first the ``published`` ones of the published training part, then those of the test part, if any.
+
+    inputs [N, ...]: bytes or floats as stored, in memory or mapped from disk. targets [N]: int64, classes from 0.
+    people [N] or None: who made each sample. classes: how many there are. Two sets are equal only if they are the same
+    object, so that what was computed of one can be kept by it.
+    """
+
+    inputs: Array
+    targets: Array
+    people: Array | None
+    classes: int
+    published: int
+
+
+def read_dataset(path: str | None, wanted: Wanted) -> Dataset:
+    """The set at ``path``, a file or a folder; a process reads it once, until the path's time stamp changes.
+
+    Raises DataError, which names what was looked for and where the public set is described.
+    """
+    if not path:
+        raise DataError(f"the task {wanted.task} needs to know where its data are: add --data PATH; {wanted.advice}")
+    place = Path(path).expanduser().resolve()
+    try:
+        stamp = place.stat().st_mtime_ns
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; {wanted.advice}") from None
+    return _read(place, stamp, wanted)
+
+
+@lru_cache(maxsize=8)
+def _read(place: Path, stamp: int, wanted: Wanted) -> Dataset:
+    parts = read(place, wanted)
+    return Dataset(parts.inputs, parts.targets, parts.people, wanted.classes, parts.published)

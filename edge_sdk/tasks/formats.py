@@ -1,0 +1,359 @@
+"""The file formats in which a task's samples may come; what is met in a folder decides which is read.
+
+    npz          x_train, y_train and perhaps x_test, y_test; or x, y; perhaps person or subject beside them. Images as
+                 files end to end: jpeg_train, offset_train (image i is jpeg[offset[i]:offset[i+1]]), y_train; _test
+    IDX          train-images-idx3-ubyte, train-labels-idx1-ubyte, perhaps t10k-..., each perhaps with .gz
+    binary       data_batch_1.bin .. 5 and test_batch.bin: a byte of class and 3 x 1024 of an image each (CIFAR-10)
+    table        train.csv or .parquet, perhaps test.csv or .parquet; or one such file: a column label or y, perhaps
+                 person or subject, all other columns the values of a sample in order
+    images       [train/ and test/]CLASS/*.png or .jpg
+
+Bytes stay bytes; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from edge_sdk.protocol.manifest import Array
+from edge_sdk.tasks.decoding import IMAGES, decode_files, decode_jpegs
+from edge_sdk.tasks.loading import DataError
+
+PEOPLE = ("person", "subject")
+"""What the entry or column is called that says who made a sample."""
+
+LABELS = ("label", "y")
+"""What the column with the classes is called."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the samples of a task look like, whatever they come in.
+
+    shape: of one sample. pixels: kept as bytes, otherwise as float16. archives: names of npz files looked for in a
+    folder. described: the public set, for those who do not have it.
+    """
+
+    task: str
+    shape: tuple[int, ...]
+    classes: int
+    pixels: bool
+    archives: tuple[str, ...]
+    described: str
+
+    @property
+    def advice(self) -> str:
+        """What may be given, and where the public set is described."""
+        return (
+            f"give a folder or file with {' or '.join(self.archives)}, IDX files, train.csv, train.parquet or folders "
+            f"of images by class (docs/tasks.md); the public set is {self.described}"
+        )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A set as read: inputs [N, *shape], targets [N] int64, people [N] or None.
+
+    The first ``published`` samples are its training part.
+    """
+
+    inputs: Array
+    targets: Array
+    people: Array | None
+    published: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One file's samples before they are checked; ``source`` is how a message calls them."""
+
+    source: str
+    inputs: Array
+    labels: Array
+    people: Array | None = None
+
+
+def read(place: Path, wanted: Wanted) -> Parts:
+    """The set at ``place``, an existing file or folder. Raises DataError."""
+    for reader in (_npz, _idx, _binary, _table, _images):
+        parts = reader(place, wanted)
+        if parts is not None:
+            return parts
+    if place.is_dir():
+        met = sorted(entry.name for entry in place.iterdir())
+        listed = ", ".join(met[:6]) + (", ..." if len(met) > 6 else "")
+        raise DataError(
+            f"{place}: the folder holds {listed or 'nothing'}, no samples of {wanted.task}; {wanted.advice}"
+        )
+    raise DataError(f"{place}: a file of an unknown format; {wanted.advice}")
+
+
+# --- npz ---------------------------------------------------------------------------------------------------------
+
+
+def _npz(place: Path, wanted: Wanted) -> Parts | None:
+    path = place if place.suffix == ".npz" else _first(place, wanted.archives)
+    if path is None:
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            names = set(archive.files)
+            if "jpeg_train" in names:
+                return _jpegs(path, archive, wanted)
+            if "x" in names:
+                return _join([_archived(path, archive, "")], wanted)
+            uses = ["_train", *(["_test"] if "x_test" in names else [])]
+            return _join([_archived(path, archive, use) for use in uses], wanted)
+    except KeyError as error:
+        raise DataError(
+            f"{path}: holds {', '.join(sorted(names)) or 'nothing'}, but {error.args[0]}; add it, or {wanted.advice}"
+        ) from None
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read as an npz file ({error}); write it with numpy.savez") from None
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path}: holds pickled objects or is no npz file; write plain arrays of numbers") from None
+
+
+def _archived(path: Path, archive: Mapping[str, Array], use: str) -> _Part:
+    people = next((archive[name + use] for name in PEOPLE if name + use in archive), None)
+    return _Part(f"{path} (x{use})", _entry(archive, f"x{use}"), _entry(archive, f"y{use}"), people)
+
+
+def _entry(archive: Mapping[str, Array], name: str) -> Array:
+    if name not in archive:
+        raise KeyError(f"no {name}")
+    return archive[name]
+
+
+def _jpegs(path: Path, archive: Mapping[str, Array], wanted: Wanted) -> Parts:
+    uses = ["_train", *(["_test"] if "jpeg_test" in archive else [])]
+    offsets = [_entry(archive, f"offset{use}") for use in uses]
+    labels = [_entry(archive, f"y{use}") for use in uses]
+    inputs = decode_jpegs(
+        path, lambda: [_entry(archive, f"jpeg{use}") for use in uses], offsets, wanted.shape, name=wanted.task
+    )
+    return _checked(str(path), inputs, np.concatenate(labels), None, len(labels[0]), wanted)
+
+
+# --- IDX and CIFAR-10's binary version ---------------------------------------------------------------------------
+
+
+def _idx(place: Path, wanted: Wanted) -> Parts | None:
+    folder = place if place.is_dir() else place.parent
+    if not place.is_dir() and "-idx" not in place.name.replace(".idx", "-idx"):
+        return None
+    found = [
+        tuple(_first(folder, _idx_names(use, content)) for content in ("images-idx3", "labels-idx1"))
+        for use in ("train", "t10k")
+    ]
+    parts = []
+    for use, (images, labels) in zip(("train", "t10k"), found, strict=True):
+        if images is None and labels is None and (use == "t10k" or place.is_dir()):
+            if use == "train":
+                return None
+            continue
+        if images is None or labels is None:
+            lost = _idx_names(use, "images-idx3" if images is None else "labels-idx1")
+            raise DataError(f"{folder}: there is no {' or '.join(lost[:2])} beside {(images or labels or place).name}")
+        parts.append(_Part(str(images), _read_idx(images), _read_idx(labels)))
+    return _join(parts, wanted)
+
+
+def _idx_names(use: str, content: str) -> list[str]:
+    names = (f"{use}-{content}-ubyte", f"{use}-{content.replace('-', '.')}-ubyte")
+    return [name + ending for name in names for ending in ("", ".gz")]
+
+
+def _read_idx(path: Path) -> Array:
+    """Two zero bytes, 8 for unsigned bytes, the number of axes, each one's length as big-endian uint32, the values."""
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read ({error}); fetch it anew") from None
+    if len(content) < 4 or content[:3] != b"\0\0\x08":
+        raise DataError(f"{path}: begins with {content[:4].hex()}, which is no IDX file of unsigned bytes")
+    start = 4 + 4 * content[3]
+    if len(content) < start:
+        raise DataError(f"{path}: ends within its header; fetch it anew")
+    shape = struct.unpack(f">{content[3]}I", content[4:start])
+    values = np.frombuffer(content, np.uint8, offset=start)
+    if values.size != int(np.prod(shape, dtype=object)):
+        raise DataError(f"{path}: holds {values.size} values, its header says {shape}; fetch it anew")
+    return values.reshape(shape)
+
+
+def _binary(place: Path, wanted: Wanted) -> Parts | None:
+    if len(wanted.shape) != 3 or not (place / "data_batch_1.bin").is_file():
+        return None
+    size = 1 + int(np.prod(wanted.shape))
+    parts = []
+    for name in (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"):
+        path = place / name
+        if not path.is_file():
+            raise DataError(f"{place}: there is no {name} beside data_batch_1.bin; {wanted.advice}")
+        values = np.fromfile(path, np.uint8)
+        if values.size % size:
+            raise DataError(
+                f"{path}: {values.size} bytes are no multiple of {size}, a class and an image; fetch it anew"
+            )
+        rows = values.reshape(-1, size)
+        parts.append(_Part(str(path), rows[:, 1:].reshape(-1, *wanted.shape), rows[:, 0]))
+    return _join(parts, wanted, training=5)
+
+
+# --- tables ------------------------------------------------------------------------------------------------------
+
+_TABLES = (".csv", ".parquet")
+
+
+def _table(place: Path, wanted: Wanted) -> Parts | None:
+    if place.is_dir():
+        train = _first(place, [f"train{ending}" for ending in _TABLES])
+        if train is None:
+            return None
+        paths = [train, _first(place, [f"test{ending}" for ending in _TABLES])]
+    elif place.suffix in _TABLES:
+        paths = [place]
+    else:
+        return None
+    return _join([_read_table(path) for path in paths if path is not None], wanted)
+
+
+def _read_table(path: Path) -> _Part:
+    try:
+        import pandas  # type: ignore[import-untyped]
+    except ImportError:
+        raise DataError(f"{path}: reading tables needs pandas: pip install 'sparrow-fl[data]'") from None
+    try:
+        table = pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_parquet(path)
+    except (OSError, ValueError, ImportError) as error:  # pandas' and pyarrow's own errors are ValueErrors
+        raise DataError(f"{path}: cannot be read as a table ({error})") from None
+    label, person = (next((name for name in names if name in table.columns), None) for names in (LABELS, PEOPLE))
+    if label is None:
+        raise DataError(
+            f"{path}: has the columns {', '.join(map(str, table.columns[:4]))}, ..., but none called "
+            f"{' or '.join(LABELS)}; name the column with the classes so"
+        )
+    values = table.drop(columns=[name for name in (label, person) if name is not None])
+    return _Part(
+        str(path), values.to_numpy(), table[label].to_numpy(), None if person is None else table[person].to_numpy()
+    )
+
+
+# --- folders of images -------------------------------------------------------------------------------------------
+
+
+def _images(place: Path, wanted: Wanted) -> Parts | None:
+    if not place.is_dir() or not wanted.pixels:
+        return None
+    folders = [place / "train", place / "test"] if (place / "train").is_dir() else [place]
+    found = [_by_class(folder) for folder in folders if folder.is_dir()]
+    if not found[0]:
+        return None
+    names = sorted({path.parent.name for files in found for path in files})
+    labels = np.array([path.parent.name for files in found for path in files])
+    inputs = decode_files(place, [path for files in found for path in files], wanted.shape, name=wanted.task)
+    if len(names) != wanted.classes and not all(name.isdecimal() for name in names):
+        raise DataError(
+            f"{place}: has {len(names)} folders of images, {wanted.task} has {wanted.classes} classes; add the others "
+            f"or name the folders by number, 0 to {wanted.classes - 1}"
+        )
+    return _checked(str(place), inputs, labels, None, len(found[0]), wanted)
+
+
+def _by_class(folder: Path) -> list[Path]:
+    classes = sorted(entry for entry in folder.iterdir() if entry.is_dir())
+    return [path for entry in classes for path in sorted(entry.iterdir()) if path.suffix.lower() in IMAGES]
+
+
+# --- what all have in common -------------------------------------------------------------------------------------
+
+
+def _first(folder: Path, names: Iterable[str]) -> Path | None:
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _join(parts: Sequence[_Part], wanted: Wanted, training: int = 1) -> Parts:
+    """The parts one after another; the first ``training`` are those to train on."""
+    for part in parts:
+        if len(part.inputs) != len(part.labels):
+            raise DataError(f"{part.source}: {len(part.inputs)} samples have {len(part.labels)} labels; give one each")
+    with_people = [part.people for part in parts if part.people is not None]
+    if with_people and (len(with_people) < len(parts) or any(len(p.inputs) != len(p.people) for p in parts)):  # type: ignore[arg-type]
+        raise DataError(f"{parts[0].source}: some samples have a person and others none; give one each, or none at all")
+    return _checked(
+        parts[0].source,
+        _together([_values(part.inputs, part.source, wanted) for part in parts]),
+        _together([part.labels for part in parts]),
+        _together(with_people) if with_people else None,
+        sum(len(part.inputs) for part in parts[:training]),
+        wanted,
+    )
+
+
+def _together(arrays: Sequence[Array]) -> Array:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _values(array: Array, source: str, wanted: Wanted) -> Array:
+    """Samples in the task's shape and type: [N,H,W] gets its channel, [N,H,W,C] and rows of values are rearranged."""
+    if array.dtype.kind not in "fiub":
+        raise DataError(f"{source}: holds values of {array.dtype}; give numbers")
+    shape, size = wanted.shape, int(np.prod(wanted.shape))
+    if array.shape[1:] == (*shape[1:], shape[0]) and len(shape) == 3:
+        array = np.moveaxis(array, 3, 1)
+    elif (array.shape[1:] == shape[1:] and shape[0] == 1) or array.shape[1:] == (size,):
+        array = array.reshape(-1, *shape)
+    if array.shape[1:] != shape:
+        raise DataError(
+            f"{source}: samples have shape {array.shape[1:]}, {wanted.task} wants {shape} or {size} values in order"
+        )
+    if not wanted.pixels:
+        values = array.astype(np.float16)
+        if not np.isfinite(values).all():
+            raise DataError(f"{source}: a value is not finite, or too large for float16; remove such samples")
+        return values
+    if array.dtype != np.uint8 and not np.array_equal(array, np.clip(np.floor(array), 0, 255)):
+        raise DataError(
+            f"{source}: images must be whole grey levels from 0 to 255; multiply shares of brightness by 255"
+        )
+    return np.ascontiguousarray(array, dtype=np.uint8)
+
+
+def _checked(source: str, inputs: Array, labels: Array, people: Array | None, published: int, wanted: Wanted) -> Parts:
+    """Classes numbered, people numbered, and nothing missing."""
+    if len(inputs) != len(labels) or len(labels) == 0:
+        raise DataError(f"{source}: {len(inputs)} samples have {len(labels)} labels; give one each, and at least one")
+    targets = _numbered(source, labels, wanted)
+    if targets.min() < 0 or targets.max() >= wanted.classes:
+        raise DataError(
+            f"{source}: labels go from {targets.min()} to {targets.max()}; {wanted.task} has {wanted.classes} classes, "
+            f"numbered from 0"
+        )
+    codes = None if people is None else np.unique(people, return_inverse=True)[1]
+    return Parts(inputs, targets, codes, published)
+
+
+def _numbered(source: str, labels: Array, wanted: Wanted) -> Array:
+    """Classes as int64: numbers as they are, names by their order."""
+    if labels.dtype.kind in "iub":
+        return labels.astype(np.int64)
+    texts = np.array([str(label) for label in labels])
+    names = np.unique(texts)
+    if all(name.isdecimal() for name in names):
+        return texts.astype(np.int64)
+    if len(names) != wanted.classes:
+        raise DataError(
+            f"{source}: has {len(names)} names of classes, {wanted.task} has {wanted.classes}; number them from 0"
+        )
+    return np.searchsorted(names, texts).astype(np.int64)

@@ -1,0 +1,92 @@
+"""Public data sets that a federation's devices share out among themselves: MNIST, CIFAR-10, and human activities.
+
+``data`` is like ``PATH,partition=dirichlet,alpha=0.1,index=3,of=100`` (see ``sharing``); PATH is a file or folder in a
+format of ``formats``. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from edge_sdk.tasks import Task, UnknownTask
+from edge_sdk.tasks.datasets import read_dataset
+from edge_sdk.tasks.formats import Wanted
+from edge_sdk.tasks.loading import Chosen, Scale, build_seeded, classification
+from edge_sdk.tasks.models import MODELS, full_name
+from edge_sdk.tasks.sharing import read_sharing, share
+
+MNIST = Wanted(
+    "mnist",
+    (1, 28, 28),
+    classes=10,
+    pixels=True,
+    archives=("mnist.npz",),
+    described="MNIST (LeCun, Cortes and Burges, yann.lecun.com/exdb/mnist)",
+)
+CIFAR10 = Wanted(
+    "cifar10",
+    (3, 32, 32),
+    classes=10,
+    pixels=True,
+    archives=("cifar10.npz",),
+    described="CIFAR-10 (Krizhevsky 2009, www.cs.toronto.edu/~kriz/cifar.html)",
+)
+HAR = Wanted(
+    "har",
+    (6, 64),
+    classes=5,
+    pixels=False,
+    archives=("har_watch_phone.npz", "har.npz"),
+    described="that of Matey-Sanz, Casteleyn and Granell (phones and watches, Data in Brief 2023), in windows of 64 "
+    "samples at 50 Hz, half overlapping",
+)
+
+
+def load_mnist(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "small") -> Task:
+    """Handwritten digits, 28 x 28 grey levels. Raises DataError, and UnknownTask for a ``model`` that is not there."""
+    return _load(MNIST, model, data, device=device, seed=seed, batch_size=batch_size)
+
+
+def load_cifar10(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "fedspu") -> Task:
+    """Photographs of ten kinds of things, 32 x 32 in colour. Raises as ``load_mnist``."""
+    return _load(CIFAR10, model, data, device=device, seed=seed, batch_size=batch_size)
+
+
+def load_har(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "small") -> Task:
+    """What a person does, from 1.28 s of acceleration and rotation; dealt by person unless said otherwise."""
+    return _load(HAR, model, data, device=device, seed=seed, batch_size=batch_size, partition="person")
+
+
+def _load(
+    wanted: Wanted,
+    model: str,
+    data: str | None,
+    *,
+    device: str,
+    seed: int,
+    batch_size: int,
+    partition: str = "dirichlet",
+) -> Task:
+    choices = MODELS[wanted.task]
+    if model not in choices:
+        raise UnknownTask(
+            f"the task {wanted.task} has no model {model!r}; there are "
+            f"{', '.join(full_name(wanted.task, name) for name in choices)}"
+        )
+    choice = choices[model]
+    sharing = read_sharing(data, task=wanted.task, seed=seed, partition=partition)
+    dataset = read_dataset(sharing.path, wanted)
+    parts = share(dataset, sharing, device=device)
+    inputs, targets = torch.from_numpy(dataset.inputs), torch.from_numpy(dataset.targets)
+    scale = Scale(choice.mean, choice.deviation)
+    train, validation, test = (
+        Chosen(inputs, targets, torch.from_numpy(index), scale) for index in (parts.train, parts.validation, parts.test)
+    )
+    return classification(
+        full_name(wanted.task, model),
+        build_seeded(choice.build, seed),
+        train,
+        validation,
+        test,
+        batch_size=batch_size,
+    )

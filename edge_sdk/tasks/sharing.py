@@ -1,0 +1,219 @@
+"""Which part of a data set a device holds: the text behind ``--data`` of the tasks whose devices share one set.
+
+    PATH,partition=dirichlet,alpha=0.1,index=3,of=100,seed=0
+
+Every device deals the whole set by itself, always alike, and keeps part ``index`` of ``of``. ``of`` counts all devices
+of the experiment: those that join when training is over hold parts too, which nobody trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import entry_points
+from typing import Literal, Protocol, cast, get_type_hints
+
+import numpy as np
+
+from edge_sdk.protocol.manifest import Array
+from edge_sdk.tasks.datasets import Dataset
+from edge_sdk.tasks.loading import DataError
+from edge_sdk.tasks.partition import Index, Split, shifted, split
+
+DEVICES = 10
+"""How many devices share a set where nobody says it."""
+
+
+class Partition(Protocol):
+    """Deals a data set; registered by name under the entry point ``sparrow.partitions`` (see ``partition``)."""
+
+    def __call__(self, labels: Array, people: Array | None, *, of: int, seed: int, **options: float) -> list[Index]:
+        """Each device's indices, sorted, no sample twice; the same on every machine. Raises DataError."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What a device was told of its data.
+
+    path: file or folder, None for a set that needs none. index: the part, None where the device's name decides. of:
+    the number of parts, None for the usual one. options: of the partition, by name. held_out: the test share of each
+    device's part; validation: that of the rest. part: whether the published test part is dealt too (``all``) or left
+    alone (``train``). shift: the share of the device's test samples that is replaced from everybody's, 0 for none.
+    """
+
+    path: str | None
+    seed: int
+    index: int | None = None
+    of: int | None = None
+    partition: str = "dirichlet"
+    options: tuple[tuple[str, float], ...] = ()
+    held_out: float = 0.3
+    validation: float = 0.15
+    part: Literal["train", "all"] = "train"
+    shift: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.of is not None and self.of < 1:
+            raise DataError(f"--data: of={self.of}; the samples are dealt to at least 1 device")
+        if self.index is not None and self.index < 0:
+            raise DataError(f"--data: index={self.index}; parts are counted from 0")
+        if self.part not in ("train", "all"):
+            raise DataError(f"--data: part={self.part}; choose train or all")
+        if not 0 <= self.shift <= 1:
+            raise DataError(f"--data: shift={self.shift:g}; it is a share between 0 and 1")
+
+    def place(self, device: str, of: int) -> int:
+        """The part, of ``of``, of the device so named: the one given, or else the one its name ends in or hashes to.
+
+        ``pi-7`` holds part 7; without such a number, or with one too large, two devices may hold the same part.
+        """
+        if self.index is not None:
+            if self.index >= of:
+                raise DataError(
+                    f"--data: index={self.index} of {of} parts; parts are counted from 0 to {of - 1}, "
+                    f"choose one of them or set of="
+                )
+            return self.index
+        numbered = re.search(r"-([0-9]{1,9})$", device)
+        if numbered and int(numbered[1]) < of:
+            return int(numbered[1])
+        return int.from_bytes(hashlib.sha256(device.encode()).digest()[:8], "big") % of
+
+
+def read_sharing(
+    data: str | None, *, task: str, seed: int, needs_path: bool = True, partition: str = "dirichlet"
+) -> Sharing:
+    """Read ``[PATH,]key=value,...``. ``seed`` and ``partition`` are those where the text gives none.
+
+    A PATH cannot hold a comma. Raises DataError, which says what was met, what is wanted and what to do.
+    """
+    entries = [entry.strip() for entry in (data or "").split(",") if entry.strip()]
+    path = None
+    if needs_path and entries and not _KEY.match(entries[0]):
+        path = entries.pop(0)
+    texts: dict[str, str] = {}
+    for entry in entries:
+        key, equals, text = (word.strip() for word in entry.partition("="))
+        if not equals:
+            raise DataError(f"--data: {entry!r} is not understood; {task} takes {_grammar(needs_path)}")
+        if key in texts:
+            raise DataError(f"--data: {key} is given twice; give it once")
+        texts[key] = text
+    name = texts.pop("partition", partition)
+    option_types = _option_types(find_partition(name))
+    fields: dict[str, object] = {}
+    options: list[tuple[str, float]] = []
+    for key, text in texts.items():
+        if key in _FIELDS:
+            fields[key] = _number(key, text, _FIELDS[key])
+        elif key in option_types:
+            options.append((key, _number(key, text, option_types[key])))
+        elif key == "part":
+            fields[key] = text
+        else:
+            raise DataError(
+                f"--data: {key + '=' + text!r} is not understood; {task} takes {_grammar(needs_path)}, and "
+                f"partition={name} takes {', '.join(option_types) or 'no options'}"
+            )
+    return Sharing(**{"path": path, "seed": seed, **fields, "partition": name, "options": tuple(sorted(options))})  # type: ignore[arg-type]
+
+
+_KEY = re.compile(r"\s*[A-Za-z_]+\s*=")
+
+_FIELDS: Mapping[str, type] = {
+    "index": int,
+    "of": int,
+    "seed": int,
+    "held_out": float,
+    "validation": float,
+    "shift": float,
+}
+
+
+def _grammar(needs_path: bool) -> str:
+    return f"{'PATH, ' if needs_path else ''}{', '.join(_FIELDS)}, part and partition, as in index=2,of=5,alpha=0.3"
+
+
+def _number(key: str, text: str, kind: type) -> float:
+    try:
+        value = cast(float, kind(text))
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        wanted = "a whole number" if kind is int else "a number"
+        raise DataError(f"--data: {key}={text}; {key} must be {wanted}, as in index=2,of=5,alpha=0.3")
+    return value
+
+
+def find_partition(name: str) -> Partition:
+    """The partition registered as ``name``. Raises DataError, which names those installed."""
+    found = {entry.name: entry for entry in entry_points(group="sparrow.partitions")}
+    if name not in found:
+        raise DataError(f"--data: there is no partition {name!r}; there are {', '.join(sorted(found))}")
+    return cast(Partition, found[name].load())
+
+
+def _option_types(deal: Callable[..., object]) -> dict[str, type]:
+    """The partition's options and whether each is a whole number; an option without annotation is any number."""
+    hints = get_type_hints(deal)
+    return {
+        name: int if hints.get(name) is int else float
+        for name, parameter in inspect.signature(deal).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in ("of", "seed")
+    }
+
+
+def share(dataset: Dataset, sharing: Sharing, *, device: str) -> Split:
+    """This device's samples of ``dataset`` by use, as indices into it. Raises DataError.
+
+    The whole set is dealt once per process and kept, so that thousands of simulated devices deal once.
+    """
+    of = sharing.of
+    if of is None:
+        by_person = sharing.partition == "person" and dataset.people is not None
+        of = len(np.unique(dataset.people)) if by_person else DEVICES  # type: ignore[arg-type]
+    index = sharing.place(device, of)
+    dealt = _deal(dataset, sharing.part, sharing.partition, of, sharing.seed, sharing.options)
+    shares = (sharing.seed, sharing.held_out, sharing.validation)
+    own = _split(dealt[index], *shares)
+    if sharing.shift == 0:
+        return own
+    union = _test_union(dataset, sharing.part, sharing.partition, of, sharing.seed, sharing.options, *shares[1:])
+    return Split(
+        own.train, own.validation, shifted(own.test, union, seed=sharing.seed, device=index, degree=sharing.shift)
+    )
+
+
+@lru_cache(maxsize=8)
+def _deal(
+    dataset: Dataset, part: str, partition: str, of: int, seed: int, options: tuple[tuple[str, float], ...]
+) -> list[Index]:
+    count = dataset.published if part == "train" else len(dataset.targets)
+    people = None if dataset.people is None else dataset.people[:count]
+    return find_partition(partition)(dataset.targets[:count], people, of=of, seed=seed, **dict(options))
+
+
+@lru_cache(maxsize=8)
+def _test_union(
+    dataset: Dataset,
+    part: str,
+    partition: str,
+    of: int,
+    seed: int,
+    options: tuple[tuple[str, float], ...],
+    held_out: float,
+    validation: float,
+) -> Index:
+    """The test samples of all devices, each once."""
+    dealt = _deal(dataset, part, partition, of, seed, options)
+    return np.sort(np.concatenate([_split(samples, seed, held_out, validation).test for samples in dealt]))
+
+
+def _split(samples: Index, seed: int, held_out: float, validation: float) -> Split:
+    parts = split(len(samples), seed, held_out, validation)
+    return Split(samples[parts.train], samples[parts.validation], samples[parts.test])
