@@ -15,9 +15,11 @@ from sqlalchemy.orm import Session
 
 from coordinator.errors import NameTaken, NotAuthenticated, NotFound
 from coordinator.federations import find
+from coordinator.methods import load_method
 from coordinator.records import iso
+from coordinator.rounds import reaches, smallest_budget
 from coordinator.storage.store import Store
-from coordinator.storage.tables import Assignment, Device
+from coordinator.storage.tables import Assignment, Device, Federation
 from edge_sdk.protocol.messages import ChangeDevice, DeviceInfo, DeviceProfile, Enrol, Enrolled
 
 log = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ class Devices:
             device.profile = request.profile.model_dump(mode="json")
             device.budget = request.budget
             device.seen_at = now
-            return Enrolled(device_id=device.id, token=token)
+            return Enrolled(device_id=device.id, token=token, notice=_notice(federation, device))
 
     def authenticate(self, token: str) -> str:
         """The id of the device that holds this token. Raises NotAuthenticated."""
@@ -108,7 +110,11 @@ class Devices:
             if request.budget is not None:
                 device.budget = request.budget
             if request.holds_model is not None:
-                device.holds_model = request.holds_model
+                federation = db.get_one(Federation, device.federation_id)
+                # Where devices keep no personal models, only an adapted one counts, and of that the records know.
+                device.holds_model = request.holds_model and (
+                    device.holds_model or load_method(federation.method).personal_models
+                )
                 if not request.holds_model:
                     _change_open(db, device_id, full=True)
                     _forgive_adapting(db, device_id)
@@ -119,6 +125,17 @@ class Devices:
             if request.revoked:
                 device.status, device.present = "revoked", False
                 _change_open(db, device_id, status="expired")
+
+
+def _notice(federation: Federation, device: Device) -> str | None:
+    """What the user of a newly enrolled device should know, or None."""
+    smallest = smallest_budget(federation)
+    if reaches(device.budget, smallest):
+        return None
+    return (
+        f"your budget of {device.budget:g} is below the {smallest:g} that {federation.method} needs: this device takes "
+        f"part in no round, and adapts the model when the federation has ended; with a larger --budget it trains"
+    )
 
 
 def _change_open(db: Session, device_id: str, **values: Any) -> None:

@@ -6,13 +6,14 @@ import hashlib
 import uuid
 from collections.abc import Callable
 
+from pydantic import ValidationError
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator.errors import BadContent, NameTaken, NoGlobalModel, NotFound, WrongState
 from coordinator.methods import load_method
 from coordinator.models import Models, settings_of
-from coordinator.rounds import extend_deadlines, what_is_missing, why_over
+from coordinator.rounds import explain, extend_deadlines, forget_adapted, what_is_missing, why_over
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Device, Federation
 from edge_sdk.protocol import checkpoint
@@ -64,11 +65,11 @@ class Federations:
     def _create(
         self, request: CreateFederation, manifest: Manifest, skeleton: bytes, published: Tensors
     ) -> FederationInfo:
-        load_method(request.settings.method)
+        settings = completed(request.settings)
         if hashlib.sha256(skeleton).hexdigest() != manifest.skeleton_sha256:
             raise BadContent("skeleton_sha256 of the manifest is not that of the skeleton sent; publish both together")
         check_skeleton(skeleton, manifest)
-        tensors = initial_values(manifest, request.settings.seed, published)
+        tensors = initial_values(manifest, settings.seed, published)
         with self._store.writing() as db:
             if db.scalar(select(Federation).where(Federation.name == request.name)):
                 raise NameTaken(f"a federation called {request.name!r} exists; choose another name")
@@ -76,8 +77,8 @@ class Federations:
                 uid=uuid.uuid4().hex,
                 name=request.name,
                 task=manifest.task,
-                method=request.settings.method,
-                settings=request.settings.model_dump(mode="json"),
+                method=settings.method,
+                settings=settings.model_dump(mode="json"),
                 manifest=manifest.model_dump_json(),
                 status=FederationStatus.waiting.value,
                 model_sha256="",
@@ -113,6 +114,8 @@ class Federations:
                     f"{name} would end again at once ({over}): give more rounds in the same call, or wait until a "
                     f"device that has not stopped enrols"
                 )
+            if request.action == "reopen":
+                forget_adapted(db, federation)
             if request.action == "resume":
                 extend_deadlines(db, federation, self._clock())
             return self.describe(db, federation)
@@ -195,6 +198,20 @@ class Federations:
         reason = why_unusable(federation, self._models.manifest(federation))
         if reason:
             raise NoGlobalModel(reason)
+
+
+def completed(settings: FederationSettings) -> FederationSettings:
+    """The settings with every one of the method's own, so that devices need not know their defaults.
+
+    Raises BadContent for a method that is not installed, and for settings that are not the method's.
+    """
+    settings_type = load_method(settings.method).settings_type
+    try:
+        own = settings_type.model_validate(settings.method_settings)
+    except ValidationError as error:
+        known = ", ".join(settings_type.model_fields) or "no settings of its own"
+        raise BadContent(f"method_settings.{explain(error)}; {settings.method} takes {known}") from None
+    return settings.model_copy(update={"method_settings": own.model_dump(mode="json")})
 
 
 def find(db: Session, name: str) -> Federation:

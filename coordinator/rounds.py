@@ -52,6 +52,9 @@ log = logging.getLogger(__name__)
 
 JSON_TYPE = "application/json"
 LARGEST_RECEIPT = 64 * 1024
+COHORT_KINDS = (wire.Kind.train.value, wire.Kind.personalise.value)
+"""What a round's cohort can be asked to do; a federation's method decides which of them."""
+
 REST_SECONDS = 60.0
 """How long a device that handed its work back is not drawn: what kept it (heat, load, a diverging loss) takes time to
 pass, and a lone device would otherwise hand back a federation's rounds one after the other."""
@@ -110,7 +113,11 @@ class Rounds:
             device = db.get_one(Device, device_id)
             federation = db.get_one(Federation, device.federation_id)
             assignment = db.scalar(
-                select(Assignment).where(Assignment.device_id == device_id, Assignment.kind == "adapt")
+                select(Assignment).where(
+                    Assignment.device_id == device_id,
+                    Assignment.kind == "adapt",
+                    Assignment.round == federation.round,
+                )
             )
             if assignment is None:
                 assignment = _assign(federation, device, wire.Kind.adapt, federation.round, 0, self._clock())
@@ -144,6 +151,8 @@ class Rounds:
         )
 
     def _has_payload(self, federation: Federation, assignment: Assignment) -> bool:
+        if assignment.kind == wire.Kind.personalise:
+            return assignment.full
         return assignment.kind != wire.Kind.evaluate or load_method(federation.method).usable_global_model
 
     def payload(self, assignment_id: str, device_id: str) -> bytes:
@@ -219,7 +228,7 @@ class Rounds:
             assignment.update_sha256 = digest
             assignment.update_bytes = len(body)
             assignment.report = report.model_dump(mode="json")
-            device.holds_model = device.holds_model or assignment.kind != wire.Kind.evaluate
+            device.holds_model = device.holds_model or _leaves_model(federation, assignment)
             if isinstance(report, wire.UpdateReport) and report.status == "stopped":
                 device.status, device.stopped_round = "stopped", assignment.round
             _touch(db, federation, assignment.round)
@@ -243,6 +252,8 @@ class Rounds:
         self, federation: Federation, device: Device, assignment: Assignment, body: bytes
     ) -> wire.UpdateReport | wire.Receipt:
         try:
+            if assignment.kind == wire.Kind.personalise:
+                return wire.UpdateReport.model_validate_json(body)
             if assignment.kind != wire.Kind.train:
                 return wire.Receipt.model_validate_json(body)
             decoded = bundle.decode(body, self._models.manifest(federation))
@@ -346,8 +357,9 @@ class Rounds:
             current = Round(federation_id=federation.id, number=number, status="open", stale=True)
             current.opened_at, current.deadline_at = now, now + settings.deadline_seconds
             db.add(current)
+            kind = load_method(federation.method).round_kind
             for position, name in enumerate(cohort):
-                db.add(_assign(federation, active[name], wire.Kind.train, number, position, now))
+                db.add(_assign(federation, active[name], kind, number, position, now))
             log.info("%s: round %s opens for %s devices", federation.name, number, len(cohort))
             return True
 
@@ -412,7 +424,7 @@ class Rounds:
             folding = self._folding[federation.id] = _Folding(number, MaskedSums(self._models.manifest(federation)))
         while folding.position < len(cohort) and cohort[folding.position].status != "open":
             assignment = cohort[folding.position]
-            if assignment.status == "done":
+            if assignment.status == "done" and assignment.kind == wire.Kind.train:
                 body = self._store.blobs.get(_update_key(assignment, assignment.update_sha256 or ""))
                 decoded = bundle.decode(body, self._models.manifest(federation))
                 report = wire.UpdateReport.model_validate_json(decoded.report)
@@ -446,7 +458,7 @@ class Rounds:
                 )
             )
         del self._folding[federation.id]
-        log.info("%s: round %s closes with %s updates", federation.name, number, folding.sums.updates)
+        log.info("%s: round %s closes, %s updates in its model", federation.name, number, folding.sums.updates)
         # Only now, with the new model in the records, may what it was made from go.
         self._models.forget(federation.id, in_use)
         for key in self._store.blobs.keys(_update_folder(federation.id)):
@@ -467,7 +479,14 @@ def what_is_missing(db: Session, federation: Federation, now: float) -> str | No
     """What keeps a running federation from opening its next round, in words, or None."""
     if federation.status != "running" or _open_round(db, federation) or drawable(db, federation, now):
         return None
-    return None if why_over(db, federation) else "a device that still trains and is there; the others may wait or leave"
+    if why_over(db, federation):
+        return None
+    if _active(db, federation, now):
+        return (
+            f"a device with a budget of at least {smallest_budget(federation):g}, which {federation.method} needs; "
+            f"those that are there have less"
+        )
+    return "a device that still trains and is there; the others may wait or leave"
 
 
 def extend_deadlines(db: Session, federation: Federation, now: float) -> None:
@@ -504,7 +523,7 @@ def _assign(
         position=position,
         status="open",
         model_version=federation.model_version,
-        full=kind != wire.Kind.train or not device.holds_model,
+        full=kind not in COHORT_KINDS or not device.holds_model,
         ratio=None if kind == wire.Kind.evaluate else method.active_ratio(device.budget),
         created_at=now,
         deadline_at=now + settings_of(federation).deadline_seconds,
@@ -538,7 +557,11 @@ def _cohort(db: Session, federation: Federation, number: int) -> list[Assignment
     return list(
         db.scalars(
             select(Assignment)
-            .where(Assignment.federation_id == federation.id, Assignment.round == number, Assignment.kind == "train")
+            .where(
+                Assignment.federation_id == federation.id,
+                Assignment.round == number,
+                Assignment.kind.in_(COHORT_KINDS),
+            )
             .order_by(Assignment.position)
         )
     )
@@ -549,9 +572,41 @@ def _devices(db: Session, federation: Federation, statuses: Sequence[str]) -> li
 
 
 def drawable(db: Session, federation: Federation, now: float) -> list[Device]:
-    """The devices that a cohort can be drawn from: not stopped, there, and not resting."""
+    """The devices that a cohort can be drawn from: not stopped, there, not resting, and with a budget that reaches."""
+    smallest = smallest_budget(federation)
+    return [device for device in _active(db, federation, now) if reaches(device.budget, smallest)]
+
+
+def _active(db: Session, federation: Federation, now: float) -> list[Device]:
+    """The devices that could train now, whatever their budget."""
     active = _devices(db, federation, ("active",))
     return [device for device in active if device.present and device.rest_until <= now]
+
+
+def smallest_budget(federation: Federation) -> float:
+    """The budget below which a device is not drawn."""
+    return load_method(federation.method).smallest_budget(settings_of(federation))
+
+
+def reaches(budget: float, smallest: float) -> bool:
+    """Whether a device of this budget is drawn."""
+    return budget >= smallest - 1e-9  # less an accident of binary floats: 1 - 0.7 exceeds 0.3
+
+
+def _leaves_model(federation: Federation, assignment: Assignment) -> bool:
+    """Whether a device that answered this assignment holds a personal model from then on."""
+    if assignment.kind == wire.Kind.train:
+        return load_method(federation.method).personal_models
+    return assignment.kind != wire.Kind.evaluate
+
+
+def forget_adapted(db: Session, federation: Federation) -> None:
+    """Before a federation goes on: what devices without personal models adapted will not be its last global model."""
+    if load_method(federation.method).personal_models:
+        return
+    db.execute(update(Device).where(Device.federation_id == federation.id).values(holds_model=False))
+    adapting = update(Assignment).where(Assignment.federation_id == federation.id, Assignment.kind == "adapt")
+    db.execute(adapting.where(Assignment.status.in_(("open", "returned"))).values(status="expired"))
 
 
 def why_over(db: Session, federation: Federation) -> str | None:
@@ -559,7 +614,10 @@ def why_over(db: Session, federation: Federation) -> str | None:
     if federation.round >= settings_of(federation).rounds:
         return "max_rounds"
     enrolled = _devices(db, federation, ("active", "stopped"))
-    if enrolled and all(device.status == "stopped" for device in enrolled):
+    # One that was never drawn, because its budget does not reach, keeps nobody waiting who has stopped.
+    smallest = smallest_budget(federation)
+    trained = [device for device in enrolled if device.status == "stopped" or reaches(device.budget, smallest)]
+    if trained and all(device.status == "stopped" for device in trained):
         return "all_stopped"
     return None
 

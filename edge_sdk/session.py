@@ -24,7 +24,7 @@ from torch import nn
 
 from devices import EnergyMeter
 from edge_sdk.errors import FederationOver, Refused, RoundOver, SdkError
-from edge_sdk.methods import DeviceState, Job, Trained, load_method
+from edge_sdk.methods import DeviceState, Job, Trained, Update, load_method
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest, Tensors
@@ -48,7 +48,7 @@ from edge_sdk.state import Pending, StateFolder, Totals
 from edge_sdk.tasks import Task
 from edge_sdk.telemetry import Telemetry as Meter
 from edge_sdk.training.local import TrainingDiverged, evaluate, get_tensors, set_tensors
-from edge_sdk.transport import Transport
+from edge_sdk.transport import Traffic, Transport
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +73,22 @@ class Step:
     pause_seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Known:
+    """What a device must learn of its federation before it can enrol; a fleet learns it once for all its devices."""
+
+    info: FederationInfo
+    manifest: Manifest
+
+
 class Session:
     """One device in one federation.
 
-    make_task: gives the task once the federation's settings are known. progress: called with (assignment, steps done,
-    steps in all, loss) while the device trains. Raises what ``errors`` lists; the state folder stays usable.
+    make_task: gives the task once the federation's settings are known. telemetry: made from the transport's counters.
+    profile: what the device says of itself, this machine by default. progress: called with (assignment, steps done,
+    steps in all, loss) while the device trains. known: what else would be asked for; the task is then trusted to fit.
+    announce: whether a device that is enrolled says that it is there. Raises what ``errors`` lists; the state folder
+    stays usable.
     """
 
     def __init__(
@@ -89,25 +100,35 @@ class Session:
         name: str,
         make_task: Callable[[FederationInfo], Task],
         budget: float = 1.0,
-        meter: EnergyMeter | None = None,
+        telemetry: Callable[[Traffic], Meter] = lambda traffic: Meter(EnergyMeter(), traffic),
+        profile: DeviceProfile | None = None,
         progress: Callable[[Assignment, int, int, float], None] = lambda assignment, done, total, loss: None,
+        known: Known | None = None,
+        announce: bool = True,
     ) -> None:
         self._transport = transport
         self._folder = folder
         self._federation = federation
         self._budget = budget
+        self._profile = profile
         self._report_progress = progress
         self._working_on: Assignment | None = None  # stays when a step is interrupted: leave() hands it back
-        self._telemetry = Meter(meter or EnergyMeter(), transport.traffic)
+        self._telemetry = telemetry(transport.traffic)
         transport.token = folder.token() or transport.token
-        self.info = transport.federation(federation)
+        self.info = known.info if known else transport.federation(federation)
         self._identity = folder.identity(federation, self.info.uid, name)
-        self.manifest = self._load_manifest()
+        self.manifest = known.manifest if known else self._load_manifest()
         self.task = make_task(self.info)
-        check_model(self.task.model, self.manifest)
+        if known is None:
+            check_model(self.task.model, self.manifest)
         self._method = load_method(self.info.method)
         self.personal, self.progress = folder.load(self.manifest)
-        self._enrol()
+        if self._identity.token is None:
+            self._enrol()
+        elif announce:
+            self._tell(
+                ChangeDevice(budget=self._budget, conditions=Conditions(), holds_model=self.personal is not None)
+            )
 
     # --- identity ------------------------------------------------------------------------------------------------
 
@@ -128,22 +149,18 @@ class Session:
         return skeleton
 
     def _enrol(self) -> None:
-        if self._identity.token is None:
-            request = Enrol(
-                name=self._identity.name,
-                enrolment_key=self._identity.enrolment_key,
-                budget=self._budget,
-                profile=own_profile(self._telemetry.describe()),
-            )
-            enrolled = self._transport.enrol(self._federation, request)
-            self._identity = self._identity.model_copy(
-                update={"device_id": enrolled.device_id, "token": enrolled.token}
-            )
-            self._folder.save_identity(self._identity)
-            self._transport.token = enrolled.token
-            return
-        self._transport.token = self._identity.token
-        self._tell(ChangeDevice(budget=self._budget, conditions=Conditions(), holds_model=self.personal is not None))
+        request = Enrol(
+            name=self._identity.name,
+            enrolment_key=self._identity.enrolment_key,
+            budget=self._budget,
+            profile=self._profile or own_profile(self._telemetry.describe()),
+        )
+        enrolled = self._transport.enrol(self._federation, request)
+        self._identity = self._identity.model_copy(update={"device_id": enrolled.device_id, "token": enrolled.token})
+        self._folder.save_identity(self._identity)
+        if enrolled.notice:
+            log.warning(enrolled.notice)
+        self._transport.token = enrolled.token
 
     def _tell(self, change: ChangeDevice) -> None:
         if self._identity.device_id is not None:
@@ -203,10 +220,14 @@ class Session:
             state=DeviceState(self.personal, self.progress.memory),
             received=received,
             progress=lambda done, total, loss: self._report_progress(assignment, done, total, loss),
+            federation=self.info.name,
+            device=self._identity.name,
         )
         match assignment.kind:
             case Kind.train:
                 self._train(job, download.cost)
+            case Kind.personalise:
+                self._personalise(job, download.cost)
             case Kind.evaluate:
                 self._evaluate(job, download.cost)
             case Kind.adapt:
@@ -217,21 +238,23 @@ class Session:
                 )
 
     def _train(self, job: Job, download: Phase) -> None:
-        before = self.progress.accuracy_before
-        if before is None:
-            before = self._accuracy_of_first(job)
+        before = self._accuracy_of_first(job)
         with self._telemetry.phase("train") as train:
             trained = self._method.train(job)
-        report = UpdateReport(
-            num_examples=trained.num_examples,
-            status="stopped" if trained.stopped else "active",
-            steps=trained.steps,
-            train_loss=trained.train_loss,
-            validation_loss=trained.validation_loss,
-            stop_loss=trained.stop_loss,
-            telemetry=Telemetry(download=download, train=train.cost),
-        )
-        body = self._pack(job, trained, report)
+        assert trained.update is not None, "a round of kind train ends with values to send"
+        body = self._pack(job, trained.update, _report(trained, download, train.cost))
+        self._keep_round(job, trained, body, before, download, train.cost)
+
+    def _personalise(self, job: Job, download: Phase) -> None:
+        before = self._accuracy_of_first(job)
+        with self._telemetry.phase("train") as train:
+            trained = self._method.personalise(job)
+        body = _report(trained, download, train.cost).encode()
+        self._keep_round(job, trained, body, before, download, train.cost)
+
+    def _keep_round(
+        self, job: Job, trained: Trained, body: bytes, before: float | None, download: Phase, train: Phase
+    ) -> None:
         number = job.assignment.round
         self._keep_and_send(
             job.assignment,
@@ -242,17 +265,17 @@ class Session:
             steps=self.progress.steps + trained.steps,
             stopped_round=number if trained.stopped else None,
             accuracy_before=before,
-            training=self.progress.training.plus(download).plus(train.cost),
+            training=self.progress.training.plus(download).plus(train),
         )
 
-    def _pack(self, job: Job, trained: Trained, report: UpdateReport) -> bytes:
+    def _pack(self, job: Job, update: Update, report: str) -> bytes:
         return bundle.encode(
             self.manifest,
-            trained.values,
-            trained.mask,
-            draw=trained.draw,
+            update.values,
+            update.mask,
+            draw=update.draw,
             precision=job.assignment.settings.precision,
-            report=report.model_dump_json(exclude_defaults=True),
+            report=report,
         )
 
     def _evaluate(self, job: Job, download: Phase) -> None:
@@ -261,6 +284,8 @@ class Session:
         receipt = Receipt(
             personal=evaluated.personal,
             global_model=evaluated.global_model,
+            validation=evaluated.validation,
+            state_bytes=_bytes_of(job.state),
             telemetry=Telemetry(download=download, train=measured.cost),
         )
         self._keep_and_send(
@@ -276,7 +301,9 @@ class Session:
             state = self._method.adapt(job)
         assert state.personal is not None, "adapting ends with a personal model"
         receipt = Receipt(
-            personal=self.evaluate(state.personal), telemetry=Telemetry(download=download, train=measured.cost)
+            personal=self.evaluate(state.personal),
+            state_bytes=_bytes_of(state),
+            telemetry=Telemetry(download=download, train=measured.cost),
         )
         self._keep_and_send(
             job.assignment,
@@ -290,8 +317,13 @@ class Session:
     def _keep_and_send(self, assignment: Assignment, body: bytes, state: DeviceState, **changed: object) -> None:
         """Keep the new state and the update together, then send it."""
         pending = self._folder.put_outbox(assignment.assignment_id, assignment.kind, body)
-        self.personal = state.personal
-        self._save(memory=dict(state.memory), pending=pending, **changed)
+        changed |= {"memory": dict(state.memory), "pending": pending}
+        if state.personal is self.personal:
+            self._save_progress(**changed)
+        else:
+            self.personal = state.personal
+            self.progress = self.progress.model_copy(update=changed)
+            self._folder.save(self.manifest, self.personal, self.progress)
         self._send(pending, body)
 
     def _send(self, pending: Pending, body: bytes | None = None) -> None:
@@ -310,28 +342,30 @@ class Session:
                     raise
                 # It would be refused again. The local step stays, and the round need not wait for this device.
                 log.warning("the update was refused: %s", refusal.detail)
-                self._save(pending=None)
+                self._save_progress(pending=None)
                 self._hand_back(pending.assignment_id, refusal.detail)
                 self._say_what_stays(pending)
                 return
         account = "evaluation" if pending.kind is Kind.evaluate else "training"
         totals: Totals = getattr(self.progress, account)
         cost = UploadCost(assignment_id=pending.assignment_id, upload=upload.cost)
-        self._save(pending=None, upload_cost=cost, **{account: totals.plus(upload.cost)})
+        self._save_progress(pending=None, upload_cost=cost, **{account: totals.plus(upload.cost)})
 
     def _say_what_stays(self, pending: Pending) -> None:
         """Without an update the coordinator cannot know that this device holds a model, and would send it all again."""
-        if pending.kind is Kind.train:
+        if pending.kind in (Kind.train, Kind.personalise) and self.personal is not None:
             self._tell(ChangeDevice(holds_model=True))
 
-    def _save(self, **changed: object) -> None:
+    def _save_progress(self, **changed: object) -> None:
         self.progress = self.progress.model_copy(update=changed)
-        self._folder.save(self.manifest, self.personal, self.progress)
+        self._folder.save_progress(self.progress)
 
     # --- looking at models ---------------------------------------------------------------------------------------
 
     def _accuracy_of_first(self, job: Job) -> float | None:
         """Accuracy of the model as first received, before any local training; None where it has come in part."""
+        if self.progress.rounds or self.progress.accuracy_before is not None:
+            return self.progress.accuracy_before
         if job.received is None or job.received.mask is not None:
             return None
         tensors = get_tensors(job.model, self.manifest)
@@ -342,6 +376,26 @@ class Session:
         """Loss and accuracy of a model on this device's held-out data."""
         set_tensors(self.task.model, tensors)
         return evaluate(self.task.model, self.task, self.task.held_out)
+
+
+def _report(trained: Trained, download: Phase, train: Phase) -> str:
+    """The report of a round's training, as JSON."""
+    report = UpdateReport(
+        num_examples=trained.num_examples,
+        status="stopped" if trained.stopped else "active",
+        steps=trained.steps,
+        training_flops=trained.flops,
+        train_loss=trained.train_loss,
+        validation_loss=trained.validation_loss,
+        stop_loss=trained.stop_loss,
+        telemetry=Telemetry(download=download, train=train),
+    )
+    return report.model_dump_json(exclude_defaults=True)
+
+
+def _bytes_of(state: DeviceState) -> int:
+    """What the device keeps of models between rounds, bytes."""
+    return sum(tensor.nbytes for tensor in (state.personal or {}).values())
 
 
 def check_model(model: nn.Module, manifest: Manifest) -> None:

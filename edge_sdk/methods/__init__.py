@@ -2,6 +2,7 @@
 
 A method is state in, state out: ``train`` gets a ``Job`` and returns what to keep and what to send. Session, transport
 and telemetry are not its business. A method from outside registers under the entry point ``sparrow.device_methods``.
+What several methods do alike is in ``edge_sdk.training``, and ``conclude`` here.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from typing import Any, Protocol
 from torch import nn
 
 from edge_sdk.protocol.bundle import Bundle
+from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask
 from edge_sdk.protocol.messages import Assignment, Evaluation
 from edge_sdk.tasks import Task
+from edge_sdk.training.early_stopping import judge_round
+from edge_sdk.training.local import LocalResult, derive_seed
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Job:
     """One assignment with all that a method needs to carry it out.
 
     ``model`` is the task's module, whose weights the method overwrites; ``received`` the decoded payload; ``progress``
-    is called with (steps done, steps in all, running loss).
+    is called with (steps done, steps in all, running loss). ``federation`` and ``device`` are their names.
     """
 
     assignment: Assignment
@@ -47,21 +52,40 @@ class Job:
     state: DeviceState
     received: Bundle | None
     progress: Callable[[int, int, float], None] = lambda done, total, loss: None
+    federation: str = ""
+    device: str = ""
+
+    def seed(self, purpose: str) -> int:
+        """A seed for torch that follows from federation, its seed, device, round and ``purpose`` alone.
+
+        The first two are written as the draws of masks write their job, ``masks.NeuronDraw``.
+        """
+        assignment = self.assignment
+        return derive_seed(f"{self.federation}:{assignment.settings.seed}", self.device, assignment.round, purpose)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a ``train`` round sends: values float32 [count_values(manifest, mask)], and the mask's seed form if any."""
+
+    values: Array
+    mask: NeuronMask | None = None
+    draw: NeuronDraw | None = None
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Outcome of local training: the state to keep, and the values to send under ``mask``.
+    """Outcome of local training: the state to keep, what to report, and what to send.
 
-    values: float32 [count_values(manifest, mask)]. stopped: early stopping ends this device's training with this round.
+    update: None for ``personalise``, where nothing of the model goes up. flops: what was computed, counted as in
+    ``protocol.flops``. stopped: early stopping ends this device's training with this round.
     """
 
     state: DeviceState
-    values: Array
-    mask: NeuronMask | None
-    draw: NeuronDraw | None
+    update: Update | None
     num_examples: int
     steps: int
+    flops: int
     train_loss: float
     validation_loss: float | None
     stop_loss: float | None
@@ -70,23 +94,66 @@ class Trained:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Outcome of an evaluation on the device's held-out data; None for a model that there is not."""
+    """Outcome of an evaluation on the device's held-out data; None for a model that there is not.
+
+    validation: the personal model, or where there is none the global one, on validation data; the others on test data.
+    """
 
     personal: Evaluation | None
     global_model: Evaluation | None
+    validation: Evaluation | None = None
+
+
+class UnknownWork(ProtocolError):
+    """The coordinator asks for work that the method does not have on this device; it is handed back."""
 
 
 class DeviceMethod(Protocol):
-    """What every method's device half can do."""
+    """What a method's device half can do. Subclass it: work that a method leaves out is handed back.
+
+    Each raises BundleError for a payload that does not fit, TrainingDiverged when the work failed.
+    """
 
     def train(self, job: Job) -> Trained:
         """Merge the payload, train under the assignment's mask, and say what to keep and to send."""
+        raise _unknown(self, job)
+
+    def personalise(self, job: Job) -> Trained:
+        """Train what stays on the device, and say what to keep; ``update`` is None."""
+        raise _unknown(self, job)
 
     def evaluate(self, job: Job) -> Evaluated:
         """Judge the personal model and, where the payload brings one, the global model on held-out data."""
+        raise _unknown(self, job)
 
     def adapt(self, job: Job) -> DeviceState:
         """Make a personal model from the finished federation's global one."""
+        raise _unknown(self, job)
+
+
+def _unknown(method: DeviceMethod, job: Job) -> UnknownWork:
+    kind = job.assignment.kind.value
+    return UnknownWork(f"{type(method).__name__} on this device has no work of kind {kind}; update this SDK")
+
+
+def conclude(job: Job, result: LocalResult, *, personal: Tensors | None, update: Update | None) -> Trained:
+    """The outcome of a round whose training has left ``job.model`` as it is: judged by the rule of early stopping.
+
+    personal: what the device keeps until the next round. The FLOPs are those of dense training on the samples seen.
+    """
+    settings = job.assignment.settings
+    judged = judge_round(job.model, job.task, settings, job.state.memory, result.train_loss)
+    return Trained(
+        state=DeviceState(personal, judged.memory),
+        update=update,
+        num_examples=result.num_examples,
+        steps=result.steps,
+        flops=training_flops(job.manifest, result.samples),
+        train_loss=result.train_loss,
+        validation_loss=judged.validation_loss,
+        stop_loss=judged.stop_loss,
+        stopped=judged.stopped,
+    )
 
 
 class UnknownMethod(LookupError):

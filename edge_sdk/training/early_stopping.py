@@ -3,12 +3,22 @@
 After each round a device took part in, L_t = λ·L_train + (1-λ)·L_val estimates the mean loss over all its data; a rise
 against its own last participation stops it. Where paper and released code differ: strictly greater, as the paper's
 formula has it, while the code also stops on a tie. ``patience`` (1 is the paper) and ``min_improvement`` are ours.
+
+The rule asks nothing of a method but its losses, so every method here can use it; what a stop means is the method's.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.tasks import Task
+from edge_sdk.training.local import evaluate
 
 
 @dataclass(frozen=True)
@@ -35,3 +45,30 @@ def judge(state: StopState, loss: float, patience: int, min_improvement: float) 
     rose = state.last_loss is not None and loss > state.last_loss - min_improvement
     increases = state.increases + 1 if rose else 0
     return StopState(loss, increases), increases >= patience
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the rule found after a round; None and the memory as it was where the federation does not stop early."""
+
+    memory: Mapping[str, Any]
+    validation_loss: float | None = None
+    stop_loss: float | None = None
+    stopped: bool = False
+
+
+def judge_round(
+    model: nn.Module, task: Task, settings: FederationSettings, memory: Mapping[str, Any], train_loss: float
+) -> Judged:
+    """Measure ``model``, as a round has left it, on validation data, and apply the rule where ``settings`` ask for it.
+
+    memory: the device's notes from before the round, in which the rule keeps its own two; the others stay. Raises what
+    ``evaluate`` does.
+    """
+    if not settings.early_stopping:
+        return Judged(memory)
+    validation_loss = evaluate(model, task, task.validation).loss
+    loss = stop_loss(train_loss, validation_loss, settings.stop_weight)
+    before = StopState(memory.get("last_loss"), memory.get("increases", 0))
+    after, stopped = judge(before, loss, settings.patience, settings.min_improvement)
+    return Judged({**memory, **asdict(after)}, validation_loss, loss, stopped)

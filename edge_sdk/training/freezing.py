@@ -31,11 +31,15 @@ class _Frozen:
 class Freezing:
     """One round's frozen entries of a model's parameters, and the values to keep them at.
 
-    Made after the round's weights are loaded. ``mask`` None freezes nothing; parameters that are active as a whole
-    cost nothing. Raises ManifestError, naming the parameter, when the model is not the manifest's.
+    Made after the round's weights are loaded. Frozen is what ``mask`` does not name (None freezes nothing) and, with
+    ``keep_zeros``, every weight of two or more axes that is exactly zero: the pattern of an element-sparse model, which
+    leaves biases and norms alone. Parameters that are active as a whole cost nothing. Raises ManifestError, naming the
+    parameter, when the model is not the manifest's.
     """
 
-    def __init__(self, model: nn.Module, manifest: Manifest, mask: NeuronMask | None) -> None:
+    def __init__(
+        self, model: nn.Module, manifest: Manifest, mask: NeuronMask | None, *, keep_zeros: bool = False
+    ) -> None:
         specs = {spec.name: spec for spec in manifest.tensors}
         self._partly: list[_Frozen] = []
         for name, parameter in model.named_parameters():
@@ -45,11 +49,14 @@ class Freezing:
                     f"publish and train the same model"
                 )
             block = block_of(manifest, specs[name], mask)
-            if block.rows is None and block.columns is None:
+            zeros = keep_zeros and parameter.dim() > 1 and not bool(parameter.all())
+            if block.rows is None and block.columns is None and not zeros:
                 continue
             frozen = np.ones(specs[name].shape, dtype=bool)
             block.put(frozen, np.zeros(block.shape, dtype=bool))
             where = torch.from_numpy(frozen).to(parameter.device)
+            if zeros:
+                where |= parameter.detach() == 0
             self._partly.append(_Frozen(parameter, where, parameter.detach().clone()))
 
     def zero_gradients(self) -> None:

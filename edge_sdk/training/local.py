@@ -19,6 +19,7 @@ from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import Evaluation, FederationSettings
 from edge_sdk.tasks import Batches, Task
 from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.proximal import Pull
 
 
 class TrainingDiverged(ArithmeticError):
@@ -29,11 +30,13 @@ class TrainingDiverged(ArithmeticError):
 class LocalResult:
     """What local training did.
 
-    num_examples: samples of the training share, n_k, however many of them were seen. train_loss: mean of the batch
-    losses, each taken before its step and weighted by its samples (FedSPU's method card, 4.6).
+    num_examples: samples of the training share, n_k, however many of them were seen. samples: those seen, counted as
+    often as they were. train_loss: mean of the batch losses, each taken before its step and weighted by its samples
+    (FedSPU's method card, 4.6).
     """
 
     num_examples: int
+    samples: int
     steps: int
     train_loss: float
 
@@ -46,12 +49,14 @@ def train_locally(
     learning_rate: float,
     freezing: Freezing,
     seed: int,
+    pull: Pull | None = None,
     progress: Callable[[int, int, float], None] = lambda done, total, loss: None,
 ) -> LocalResult:
     """Train ``model`` in place on the task's training data for ``local_steps``, or else ``local_epochs``.
 
-    Steps wrap round the data. The optimiser starts afresh; ``seed`` decides shuffling and dropout. Raises
-    TrainingDiverged for a loss or weight that is not finite, ValueError where there is nothing to train on.
+    Steps wrap round the data. The optimiser starts afresh; ``seed`` decides shuffling and dropout; ``pull`` adds a
+    proximal term, which the losses reported leave out. Raises TrainingDiverged for a loss or weight that is not finite,
+    ValueError where there is nothing to train on.
     """
     if len(task.train) == 0:
         raise ValueError("the task's training data has no batches; give it at least one sample")
@@ -70,6 +75,8 @@ def train_locally(
         if not math.isfinite(value):
             raise TrainingDiverged(f"the loss is {value} at step {step} of {total}; {_advice(settings, learning_rate)}")
         loss.backward()  # type: ignore[no-untyped-call]
+        if pull is not None:
+            pull.add_to_gradients()
         freezing.zero_gradients()
         if settings.clip is not None:
             nn.utils.clip_grad_norm_(parameters, settings.clip)
@@ -82,7 +89,7 @@ def train_locally(
     for name, tensor in model.state_dict().items():  # running statistics overflow before weights do
         if not torch.isfinite(tensor).all():
             raise TrainingDiverged(f"{name} is not finite after {total} steps; {_advice(settings, learning_rate)}")
-    return LocalResult(num_examples, total, loss_sum / seen)
+    return LocalResult(num_examples, seen, total, loss_sum / seen)
 
 
 def evaluate(model: nn.Module, task: Task, batches: Batches) -> Evaluation:
@@ -113,6 +120,12 @@ def evaluate(model: nn.Module, task: Task, batches: Batches) -> Evaluation:
         raise TrainingDiverged("the loss on held-out data is not finite; lower the learning rate or set a clip")
     accuracy = correct / seen if task.classification else None
     return Evaluation(num_examples=seen, loss=loss_sum / seen, accuracy=accuracy)
+
+
+def evaluate_held_out(model: nn.Module, task: Task) -> tuple[Evaluation, Evaluation]:
+    """``evaluate`` on test data and on validation data, once where they are the same. Raises what it does."""
+    validation = evaluate(model, task, task.validation)
+    return validation if task.test is None else evaluate(model, task, task.test), validation
 
 
 def count_examples(batches: Batches) -> int:

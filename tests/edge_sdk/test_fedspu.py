@@ -94,9 +94,9 @@ def test_v6_one_step_by_hand(mask):
     personal = trained.state.personal
     np.testing.assert_allclose(personal["W1.weight"], [[1, 0], [0.95, 1.9]], rtol=1e-6)
     np.testing.assert_allclose(personal["W2.weight"], [[1, 0]], atol=1e-6)
-    np.testing.assert_allclose(trained.values, [0.95, 1.9, 0.0], atol=1e-6)
-    assert trained.mask.active["h"].tolist() == [1]
-    assert trained.draw == NeuronDraw("job", round_that_draws(1), "pi", 0.5)
+    np.testing.assert_allclose(trained.update.values, [0.95, 1.9, 0.0], atol=1e-6)
+    assert trained.update.mask.active["h"].tolist() == [1]
+    assert trained.update.draw == NeuronDraw("job", round_that_draws(1), "pi", 0.5)
     assert trained.train_loss == pytest.approx(0.5)  # ½(3.5 - 2.5)², before the step
     assert (trained.num_examples, trained.steps, trained.stopped) == (1, 1, False)
     assert (trained.validation_loss, trained.stop_loss) == (None, None)
@@ -161,13 +161,15 @@ def digits_job(manifest, ratio=0.4, *, kind="train", state=None, received=None, 
         work=work,
     )
     whole = payload(manifest, get_tensors(model, manifest))
-    return Job(assignment, manifest, task, model, state or DeviceState(), received or whole)
+    return Job(
+        assignment, manifest, task, model, state or DeviceState(), received or whole, federation="f", device="pi"
+    )
 
 
 def test_equal_seeds_give_equal_bytes(digits_manifest):
     def update():
         trained = FedSPU().train(digits_job(digits_manifest))
-        return encode(digits_manifest, trained.values, trained.mask, draw=trained.draw)
+        return encode(digits_manifest, trained.update.values, trained.update.mask, draw=trained.update.draw)
 
     torch.manual_seed(1)
     first = update()
@@ -181,7 +183,7 @@ def test_at_ratio_1_a_round_is_plain_training(digits_manifest, ratio):
     trained = FedSPU().train(job)
     plain = build_seeded(DigitsNet, 0)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.5)
-    torch.manual_seed(derive_seed(*(("job", "pi") if ratio else (0,)), 1, "train"))
+    torch.manual_seed(derive_seed("f:0", "pi", 1, "train"))
     for _ in range(2):
         for inputs, targets in job.task.train:
             optimizer.zero_grad()
@@ -189,7 +191,7 @@ def test_at_ratio_1_a_round_is_plain_training(digits_manifest, ratio):
             optimizer.step()
     for name, tensor in get_tensors(plain, digits_manifest).items():
         np.testing.assert_array_equal(trained.state.personal[name], tensor, err_msg=name)
-    np.testing.assert_array_equal(trained.values, pack(digits_manifest, trained.state.personal, None))
+    np.testing.assert_array_equal(trained.update.values, pack(digits_manifest, trained.state.personal, None))
 
 
 def test_a_round_changes_the_active_part_only_and_sends_exactly_it(digits_manifest):
@@ -205,8 +207,8 @@ def test_a_round_changes_the_active_part_only_and_sends_exactly_it(digits_manife
             block = block_of(digits_manifest, spec, mask)
             block.put(active, np.ones(block.shape, dtype=bool))
             np.testing.assert_array_equal(second.state.personal[spec.name][~active], personal[spec.name][~active])
-    assert second.values.size == received.values.size
-    merge_in_place(digits_manifest, personal, second.values, mask)
+    assert second.update.values.size == received.values.size
+    merge_in_place(digits_manifest, personal, second.update.values, mask)
     for spec in digits_manifest.shared:
         if spec.trainable:
             np.testing.assert_array_equal(personal[spec.name], second.state.personal[spec.name])
@@ -217,14 +219,15 @@ def test_a_mask_with_every_neuron_counts_as_whole(digits_manifest):
     mask = draw_neurons(digits_manifest, NeuronDraw("job", 1, "pi", 1.0))
     received = dataclasses.replace(job.received, mask=mask)
     trained = FedSPU().train(dataclasses.replace(job, received=received))
-    np.testing.assert_array_equal(trained.values, FedSPU().train(digits_job(digits_manifest, 1.0)).values)
+    alone = FedSPU().train(digits_job(digits_manifest, 1.0))
+    np.testing.assert_array_equal(trained.update.values, alone.update.values)
 
 
 def test_tensors_that_never_travel_stay_on_the_device():
     manifest = describe(DigitsNet(), torch.zeros(1, 1, 8, 8), task="digits", running_statistics="personal")
     trained = FedSPU().train(digits_job(manifest))
     assert "bn1.running_mean" in trained.state.personal
-    assert trained.values.size < manifest.shared_values
+    assert trained.update.values.size < manifest.shared_values
     again = FedSPU().train(digits_job(manifest, state=trained.state, number=2, local_steps=1))
     moved = again.state.personal["bn1.running_mean"]
     np.testing.assert_allclose(moved, trained.state.personal["bn1.running_mean"], atol=0.1)
@@ -240,7 +243,7 @@ def test_early_stopping_remembers_its_last_participation(digits_manifest):
     lower = DeviceState(first.state.personal, {"last_loss": first.stop_loss / 2, "increases": 0})
     second = FedSPU().train(digits_job(digits_manifest, 1.0, state=lower, **settings))
     assert second.stopped
-    assert second.values.size == digits_manifest.shared_values
+    assert second.update.values.size == digits_manifest.shared_values
     patient = FedSPU().train(digits_job(digits_manifest, 1.0, state=lower, patience=2, **settings))
     assert not patient.stopped
     assert patient.state.memory["increases"] == 1
@@ -249,7 +252,7 @@ def test_early_stopping_remembers_its_last_participation(digits_manifest):
 def test_personal_and_global_model_are_judged_apart(digits_manifest):
     job = digits_job(digits_manifest, kind="evaluate")
     assert FedSPU().evaluate(dataclasses.replace(job, received=None)) == dataclasses.replace(
-        FedSPU().evaluate(job), global_model=None
+        FedSPU().evaluate(job), global_model=None, validation=None
     )
     trained = FedSPU().train(digits_job(digits_manifest, 1.0, local_steps=60, learning_rate=0.1))
     found = FedSPU().evaluate(dataclasses.replace(job, state=trained.state))

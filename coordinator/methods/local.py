@@ -1,0 +1,22 @@
+"""Local training alone, server half: rounds without exchange, the baseline that federated learning has to beat.
+
+Every device starts from the federation's initial weights and trains by itself; nothing of a model goes up, and the
+global model stays what it was. Reports and evaluations are collected as for any other method.
+"""
+
+from __future__ import annotations
+
+from coordinator.methods import CoordinatorMethod
+from edge_sdk.protocol.messages import FederationSettings, Kind
+
+
+class Local(CoordinatorMethod):
+    """Server half of local training: it only calls the rounds."""
+
+    round_kind = Kind.personalise
+    usable_global_model = False
+    personal_models = True
+
+    def smallest_budget(self, settings: FederationSettings) -> float:
+        """The whole model."""
+        return 1.0

@@ -1,0 +1,81 @@
+"""FedAvg, the device half: train the whole global model for some epochs, send it back, keep nothing.
+
+McMahan, Moore, Ramage, Hampson, Agüera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentralized
+Data", AISTATS 2017, arXiv:1602.05629. Of its Algorithm 1, ClientUpdate(k, w):
+
+    w_k ← w^t;   w_k ← w_k - η ∇F_k(w_k; b) for each batch b of E epochs;   send w_k and n_k
+
+With ``finetune_epochs`` this is FedAvg-FT (pFedGate's method card, section 5): for each evaluation the device trains a
+*copy* of the global model on its own data, judges it beside the global one, and throws it away; when the federation has
+ended, ``adapt`` makes the one that it keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, conclude
+from edge_sdk.protocol.masks import pack
+from edge_sdk.training.finetuning import fine_tune
+from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.local import evaluate, evaluate_held_out, get_tensors, set_tensors, train_locally
+from edge_sdk.training.merging import whole_model
+from edge_sdk.training.proximal import Pull
+
+
+class FedAvg(DeviceMethod):
+    """Local training of the whole model; no personal model between rounds, so early stopping means that the device
+    contributes no more, and gets the last global model like everybody else."""
+
+    def train(self, job: Job) -> Trained:
+        """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
+        settings = job.assignment.settings
+        set_tensors(job.model, whole_model(job.manifest, job.received))
+        result = train_locally(
+            job.model,
+            job.task,
+            settings,
+            learning_rate=settings.learning_rate_of(job.assignment.round),
+            freezing=Freezing(job.model, job.manifest, None),
+            pull=self.pull(job),
+            seed=job.seed("train"),
+            progress=job.progress,
+        )
+        trained = pack(job.manifest, get_tensors(job.model, job.manifest), None)
+        return conclude(job, result, personal=None, update=Update(trained))
+
+    def pull(self, job: Job) -> Pull | None:
+        """What holds the round's training back, made when the weights are loaded: nothing."""
+        return None
+
+    def evaluate(self, job: Job) -> Evaluated:
+        """The global model on held-out data and, with ``finetune_epochs``, a fine-tuned copy of it beside it."""
+        set_tensors(job.model, whole_model(job.manifest, job.received))
+        if not job.assignment.settings.finetune_epochs:
+            return Evaluated(None, *evaluate_held_out(job.model, job.task))
+        global_model = evaluate(job.model, job.task, job.task.held_out)
+        _fine_tune(job)
+        personal, validation = evaluate_held_out(job.model, job.task)
+        return Evaluated(personal, global_model, validation)
+
+    def adapt(self, job: Job) -> DeviceState:
+        """The finished global model, fine-tuned for ``finetune_epochs``, or as it is where there are none."""
+        set_tensors(job.model, whole_model(job.manifest, job.received))
+        if job.assignment.settings.finetune_epochs:
+            _fine_tune(job)
+        return replace(job.state, personal=get_tensors(job.model, job.manifest))
+
+
+def _fine_tune(job: Job) -> None:
+    """Train the loaded global model for ``finetune_epochs``; the same copy whenever it is asked for in this round."""
+    settings = job.assignment.settings
+    fine_tune(
+        job.model,
+        job.manifest,
+        job.task,
+        settings,
+        epochs=settings.finetune_epochs,
+        learning_rate=settings.learning_rate_of(job.assignment.round),
+        seed=job.seed("finetune"),
+        progress=job.progress,
+    )

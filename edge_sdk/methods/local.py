@@ -1,0 +1,63 @@
+"""Local training alone, the device half: the same data, epochs and stop rule as in a federation, and no exchange.
+
+The baseline "Local" of the methods' papers (pFedGate's card, section 5; DM-PFL's, section 5): every device starts from
+the common initial weights and goes on from its own model in each round that it is called for. Nothing that another
+device does moves it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, conclude
+from edge_sdk.training.finetuning import fine_tune
+from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.local import evaluate_held_out, get_tensors, set_tensors, train_locally
+from edge_sdk.training.merging import whole_model
+
+
+class Local(DeviceMethod):
+    """A personal model and nothing else; early stopping ends its training, and it is kept as it then is."""
+
+    def personalise(self, job: Job) -> Trained:
+        """One round on the personal model. Raises BundleError where there is none yet and no whole payload either,
+        TrainingDiverged when the round failed."""
+        settings = job.assignment.settings
+        if job.state.personal is None:
+            set_tensors(job.model, whole_model(job.manifest, job.received))
+        else:
+            set_tensors(job.model, job.state.personal)
+        result = train_locally(
+            job.model,
+            job.task,
+            settings,
+            learning_rate=settings.learning_rate_of(job.assignment.round),
+            freezing=Freezing(job.model, job.manifest, None),
+            seed=job.seed("train"),
+            progress=job.progress,
+        )
+        return conclude(job, result, personal=get_tensors(job.model, job.manifest), update=None)
+
+    def evaluate(self, job: Job) -> Evaluated:
+        """The personal model, where there is one."""
+        if job.state.personal is None:
+            return Evaluated(None, None)
+        set_tensors(job.model, job.state.personal)
+        personal, validation = evaluate_held_out(job.model, job.task)
+        return Evaluated(personal, None, validation)
+
+    def adapt(self, job: Job) -> DeviceState:
+        """A device that came too late trains the initial weights for ``finetune_epochs``, or else as in one round."""
+        settings = job.assignment.settings
+        set_tensors(job.model, whole_model(job.manifest, job.received))
+        fine_tune(
+            job.model,
+            job.manifest,
+            job.task,
+            settings,
+            epochs=settings.finetune_epochs or None,
+            learning_rate=settings.learning_rate_of(job.assignment.round),
+            seed=job.seed("adapt"),
+            progress=job.progress,
+        )
+        return replace(job.state, personal=get_tensors(job.model, job.manifest))

@@ -1,0 +1,48 @@
+"""What a model computes, counted from its manifest: floating-point operations, two per multiplication with a weight.
+
+A layer with W weights that answers at P positions (output pixels of a convolution, 1 for a linear layer of one vector)
+costs, per sample,
+
+    2·P·W   forward,   2·P·W   for the gradient of its weights,   2·P·W   for that of its input,
+
+so a step costs three times the forward pass less one part of the first layer, whose input needs no gradient. Counted
+are linear layers and convolutions, depthwise ones too. What has no matrix of weights (biases, norms, activations,
+pooling, look-ups of an embedding, the optimiser) is left out, as papers on sparse training and
+``torch.utils.flop_counter`` do: it is O(activations) or O(parameters), and these are O(activations x neurons).
+"""
+
+from __future__ import annotations
+
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.masks import NeuronMask, block_of
+
+_MULTIPLYING = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
+"""Kinds of layers that multiply every input with a weight."""
+
+
+def forward_flops(manifest: Manifest, mask: NeuronMask | None = None) -> int:
+    """FLOPs of one sample's forward pass; under ``mask``, of the network that its active neurons alone would form."""
+    return sum(_layer_flops(manifest, mask))
+
+
+def training_flops(manifest: Manifest, samples: int, *, weight_gradients: NeuronMask | None = None) -> int:
+    """FLOPs of training on ``samples`` samples, each pass over one counted: forward, and both gradients.
+
+    weight_gradients: the neurons between which the gradients of weights are computed, where the rest is skipped; None
+    where all are. Forward pass and input gradients are those of the whole network: the error passes through frozen
+    neurons (FedSPU's method card, 4.4). Masking a gradient after computing it saves nothing, and counts for nothing.
+    """
+    forward = _layer_flops(manifest, None)
+    per_sample = sum(forward) + sum(forward[1:]) + forward_flops(manifest, weight_gradients)
+    return samples * per_sample
+
+
+def _layer_flops(manifest: Manifest, mask: NeuronMask | None) -> list[int]:
+    """Forward FLOPs per sample of each layer that counts, in forward order."""
+    specs = {spec.name: spec for spec in manifest.tensors}
+    flops = []
+    for layer in manifest.layers:
+        if layer.kind in _MULTIPLYING:
+            weights = [specs[name] for name in layer.tensors if len(specs[name].shape) > 1]
+            flops.append(2 * layer.positions * sum(block_of(manifest, spec, mask).size for spec in weights))
+    return flops

@@ -1,0 +1,493 @@
+"""Whole federations of each method in one process: real devices train the digits, the wire is left out."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from contextlib import ExitStack, closing, contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from coordinator import errors as coordinator_errors
+from coordinator.devices import Devices
+from coordinator.errors import BadContent, WrongMediaType, WrongState
+from coordinator.federations import Federations
+from coordinator.models import Models
+from coordinator.records import Records
+from coordinator.rounds import Rounds
+from coordinator.storage.store import Store
+from edge_sdk.errors import FederationOver, Refused, RoundOver
+from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.manifest import initial_values
+from edge_sdk.protocol.messages import (
+    ChangeDevice,
+    ChangeFederation,
+    CreateFederation,
+    Enrol,
+    FederationSettings,
+    Kind,
+    UpdateReport,
+)
+from edge_sdk.session import Outcome, Session
+from edge_sdk.state import StateFolder
+from edge_sdk.tasks.digits import load
+from edge_sdk.transport import Traffic
+
+DIGITS = load_builtin("digits").manifest
+ANSWERS = {
+    coordinator_errors.Finished: lambda text: FederationOver(410, text),
+    coordinator_errors.RoundClosed: lambda text: RoundOver(409, text),
+    coordinator_errors.DifferentUpdate: lambda text: RoundOver(409, text),
+    BadContent: lambda text: Refused(422, text),
+}
+
+
+@contextmanager
+def answered():
+    """What the coordinator raises, as a device gets it."""
+    try:
+        yield
+    except tuple(ANSWERS) as error:
+        raise ANSWERS[type(error)](str(error)) from None
+
+
+class Wire:
+    """A device's transport, without a wire between it and the coordinator's domain."""
+
+    def __init__(self, house):
+        self.house = house
+        self.traffic = Traffic()
+        self.token = self.patience_seconds = None
+        self.media_types = []
+        self.broken = False
+
+    @property
+    def device(self):
+        return self.house.devices.authenticate(self.token)
+
+    def federation(self, name):
+        return self.house.federations.get(name)
+
+    def manifest(self, name):
+        return self.house.federations.manifest(name)
+
+    def enrol(self, federation, request):
+        return self.house.devices.enrol(federation, request)
+
+    def change_device(self, device_id, change):
+        self.house.devices.change(device_id, change)
+
+    def assignment(self, federation, wait_seconds, cost):
+        if cost:
+            self.house.rounds.note_upload_cost(self.device, cost)
+        with answered():
+            return self.house.rounds.next_assignment(self.device), 1.0
+
+    def payload(self, assignment_id, payload):
+        body = self.house.rounds.payload(assignment_id, self.device)
+        assert hashlib.sha256(body).hexdigest() == payload.sha256
+        self.traffic.down += len(body)
+        return body
+
+    def update(self, assignment_id, body, media_type):
+        if self.broken:
+            raise ConnectionError("pulled the plug")
+        self.media_types.append(media_type)
+        with answered():
+            longest = self.house.rounds.check_envelope(assignment_id, self.device, media_type)
+            assert len(body) <= longest
+            self.house.rounds.accept_update(assignment_id, self.device, body)
+        self.traffic.up += len(body)
+
+    def hand_back(self, assignment_id, reason):
+        self.house.rounds.hand_back(assignment_id, self.device, reason)
+
+
+class House:
+    """A coordinator's domain, and devices that live in folders beside it."""
+
+    def __init__(self, folder, clock):
+        self.folder = folder
+        self.folders = []
+        self.store = Store(folder / "data")
+        models = Models(self.store)
+        self.federations = Federations(self.store, models, clock)
+        self.devices = Devices(self.store, clock)
+        self.rounds = Rounds(self.store, models, clock)
+        self.records = Records(self.store)
+
+    def close(self):
+        for folder in self.folders:
+            folder.close()
+        self.store.close()
+
+    def create(self, method, **settings):
+        usual = {
+            "rounds": 3,
+            "learning_rate": 0.1,
+            "evaluation_interval": 0,
+            "early_stopping": False,
+            "local_epochs": 1,
+        }
+        settings = FederationSettings(method=method, **{**usual, **settings})
+        return self.federations.create(CreateFederation(name="f", task="digits", settings=settings))
+
+    def open(self, name, budget=1.0, of=8):
+        """The device of this name: its session, new or taken up again from its folder."""
+        index = "abcdefgh".index(name)
+        self.folders.append(StateFolder(self.folder / name))
+        return Session(
+            Wire(self),
+            self.folders[-1],
+            federation="f",
+            name=name,
+            budget=budget,
+            make_task=lambda info: load(f"index={index},of={of},alpha=1", device=name, seed=0, batch_size=16),
+        )
+
+    def play(self, *sessions):
+        """Let everybody work until nobody has anything to do; answers what was worked on, by device."""
+        worked = {session: [] for session in sessions}
+        moved = True
+        while moved:
+            moved = self.rounds.advance()
+            for session in sessions:
+                step = session.step()
+                if step.outcome is Outcome.worked:
+                    worked[session].append(step.assignment)
+                    moved = True
+        return [worked[session] for session in sessions]
+
+    def info(self):
+        return self.federations.get("f")
+
+    def reopen(self, rounds):
+        self.federations.change("f", ChangeFederation(action="reopen", rounds=rounds))
+
+    def device(self, name):
+        return next(device for device in self.devices.list("f") if device.name == name)
+
+    def receipts(self, kind="evaluate"):
+        with self.store.reading() as db:
+            from coordinator.storage.tables import Assignment
+
+            found = db.query(Assignment).filter(Assignment.kind == kind, Assignment.status == "done")
+            return [SimpleNamespace(**assignment.report) for assignment in found]
+
+
+@pytest.fixture
+def new_house(tmp_path, clock):
+    """Opens houses, each over a folder of its own."""
+    with ExitStack() as stack:
+        count = itertools.count()
+        yield lambda: stack.enter_context(closing(House(tmp_path / str(next(count)), clock)))
+
+
+@pytest.fixture
+def house(new_house):
+    return new_house()
+
+
+def same(one, other):
+    return all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def kinds(assignments):
+    return [assignment.kind.value for assignment in assignments]
+
+
+# --- FedAvg and FedProx ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedprox"])
+def test_everybody_ends_with_the_last_global_model(house, method):
+    house.create(method)
+    sessions = [house.open(name) for name in "ab"]
+    worked = house.play(*sessions)
+    assert [kinds(each) for each in worked] == [["train"] * 3 + ["evaluate", "adapt"]] * 2
+    info = house.info()
+    assert (info.status, info.round, info.model_version) == ("finished", 3, 3)
+    final, _ = checkpoint.load(house.federations.model("f"))
+    for session in sessions:
+        assert same(final, session.personal)
+        assert session.progress.adapted
+    record = house.records.rounds("f")[-1]
+    assert (record.accuracy_personal, record.updates) == (None, 2)
+    assert record.accuracy_global > 0.1
+    assert record.training_flops > 0
+
+
+def test_every_download_is_the_whole_model(house):
+    house.create("fedavg")
+    (worked,) = house.play(house.open("a"), house.open("b"))[:1]
+    assert len({assignment.payload.bytes for assignment in worked}) == 1
+    assert all(assignment.work is None for assignment in worked)
+
+
+def test_fine_tuned_copies_are_judged_and_the_last_is_kept(house):
+    house.create("fedavg", finetune_epochs=3)
+    sessions = [house.open(name) for name in "ab"]
+    house.play(*sessions)
+    record = house.records.rounds("f")[-1]
+    assert record.loss_personal < record.loss_global
+    assert all(receipt.validation["num_examples"] for receipt in house.receipts())
+    assert [receipt.state_bytes for receipt in house.receipts()] == [0, 0]
+    adapted = house.receipts("adapt")
+    assert [receipt.state_bytes for receipt in adapted] == [4 * DIGITS.shared_values] * 2
+    judged = sorted(receipt.personal["loss"] for receipt in house.receipts())
+    assert judged == sorted(receipt.personal["loss"] for receipt in adapted), "the same copy as was judged"
+
+
+def test_fedavg_is_fedspu_of_devices_that_train_everything(house, new_house):
+    house.create("fedavg", early_stopping=True, patience=9)
+    house.play(house.open("a"), house.open("b"))
+    other = new_house()
+    other.create("fedspu", early_stopping=True, patience=9)
+    other.play(other.open("a"), other.open("b"))
+    assert other.info().model_sha256 == house.info().model_sha256
+
+
+def test_fedprox_without_weight_is_fedavg_and_with_it_stays_nearer(house, new_house):
+    start = initial_values(DIGITS, 0)
+    models = {}
+    for label, method, own in (
+        ("fedavg", "fedavg", {}),
+        ("0", "fedprox", {"proximal_weight": 0}),
+        ("default", "fedprox", {}),
+        ("1", "fedprox", {"proximal_weight": 1.0}),
+    ):
+        other = new_house()
+        other.create(method, method_settings=own, rounds=1, local_epochs=5)
+        other.play(other.open("a"), other.open("b"))
+        models[label], _ = checkpoint.load(other.federations.model("f"))
+    moved = {
+        label: sum(np.square(model[spec.name] - start[spec.name]).sum() for spec in DIGITS.shared if spec.trainable)
+        for label, model in models.items()
+    }
+    assert same(models["fedavg"], models["0"])
+    assert moved["1"] < moved["default"] < moved["0"]
+
+
+def test_a_device_that_stops_gets_the_last_model_too(house):
+    house.create("fedavg", rounds=4, early_stopping=True, min_improvement=1e6, patience=1)
+    sessions = [house.open(name) for name in "ab"]
+    worked = house.play(*sessions)
+    assert (house.info().reason, house.info().round) == ("all_stopped", 2)
+    assert [kinds(each) for each in worked] == [["train", "train", "evaluate", "adapt"]] * 2
+    assert sessions[0].personal is not None
+
+
+# --- who is drawn ------------------------------------------------------------------------------------------------
+
+
+def test_a_small_budget_is_told_waits_and_adapts(house, caplog):
+    house.create("fedavg")
+    small, large = house.open("a", budget=0.4), house.open("b")
+    assert "your budget of 0.4 is below the 1 that fedavg needs" in caplog.text
+    assert caplog.text.count("budget") == 2, "the other device is told nothing"
+    worked = house.play(small, large)
+    assert [kinds(each) for each in worked] == [["evaluate", "adapt"], ["train"] * 3 + ["evaluate", "adapt"]]
+
+
+def test_a_federation_of_small_budgets_says_what_it_waits_for(house):
+    house.create("fedavg", rounds=2)
+    sessions = [house.open(name, budget=0.5) for name in "ab"]
+    house.play(*sessions)
+    assert house.info().status == "running"
+    assert house.info().waiting_for == (
+        "a device with a budget of at least 1, which fedavg needs; those that are there have less"
+    )
+    house.open("c")
+    assert house.info().waiting_for is None
+
+
+def test_small_budgets_do_not_keep_a_federation_open_whose_others_have_stopped(house):
+    house.create("fedavg", rounds=9, early_stopping=True, min_improvement=1e6, patience=1)
+    house.play(house.open("a", budget=0.5), house.open("b"))
+    assert (house.info().status, house.info().reason, house.info().round) == ("finished", "all_stopped", 2)
+
+
+# --- settings ----------------------------------------------------------------------------------------------------
+
+
+def test_a_methods_own_settings_are_completed_and_reach_the_devices(house):
+    assert house.create("fedprox").settings.method_settings == {"proximal_weight": 0.01}
+    session = house.open("a")
+    assert session.info.settings.method_settings == {"proximal_weight": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("method", "own", "said"),
+    [
+        ("fedprox", {"mu": 1.0}, r"method_settings\.mu: Extra inputs .* fedprox takes proximal_weight"),
+        ("fedprox", {"proximal_weight": -1}, r"method_settings\.proximal_weight: .* greater than or equal to 0"),
+        ("fedavg", {"proximal_weight": 1}, "fedavg takes no settings of its own"),
+    ],
+)
+def test_settings_that_are_not_the_methods_are_refused(house, method, own, said):
+    with pytest.raises(BadContent, match=said):
+        house.create(method, method_settings=own)
+
+
+# --- reopening ---------------------------------------------------------------------------------------------------
+
+
+def test_reopened_devices_adapt_the_later_model(house):
+    house.create("fedavg", rounds=1)
+    sessions = [house.open(name) for name in "ab"]
+    house.play(*sessions)
+    house.reopen(3)
+    worked = house.play(*sessions)
+    assert [kinds(each) for each in worked] == [["train", "train", "evaluate", "adapt"]] * 2
+    final, _ = checkpoint.load(house.federations.model("f"))
+    assert all(same(final, session.personal) for session in sessions)
+
+
+def test_an_adapted_device_that_starts_again_adapts_the_later_model(house):
+    """What it holds is the model of before, whatever it says of it."""
+    house.create("fedavg", rounds=1)
+    idle, busy = house.open("a"), house.open("b")
+    house.play(idle, busy)
+    house.reopen(2)
+    house.devices.change(house.device("a").device_id, ChangeDevice(holds_model=True))
+    house.play(busy, idle)
+    final, _ = checkpoint.load(house.federations.model("f"))
+    assert same(final, idle.personal)
+
+
+def test_adapting_that_was_open_when_the_federation_went_on_is_forgotten(house):
+    house.create("fedavg", rounds=1)
+    session = house.open("a")
+    house.open("b").step()
+    house.rounds.advance()
+    session.step()
+    house.federations.change("f", ChangeFederation(action="stop"))
+    assert house.rounds.next_assignment(house.device("b").device_id).kind in (Kind.train, Kind.adapt)
+    house.rounds.advance()
+    assert house.rounds.next_assignment(house.device("b").device_id).kind is Kind.adapt
+    house.reopen(2)
+    house.rounds.advance()
+    assert house.rounds.next_assignment(house.device("b").device_id).kind is Kind.train
+
+
+def test_a_reopening_that_is_refused_forgets_nothing(house):
+    house.create("fedavg", rounds=1)
+    sessions = [house.open(name) for name in "ab"]
+    house.play(*sessions)
+    with pytest.raises(WrongState):
+        house.reopen(1)
+    assert [kinds(each) for each in house.play(*sessions)] == [[], []]
+
+
+def test_devices_with_personal_models_keep_them_over_a_reopening(house):
+    house.create("fedspu", rounds=1)
+    sessions = [house.open(name, budget=0.5) for name in "ab"]
+    house.play(*sessions)
+    house.reopen(2)
+    worked = house.play(*sessions)
+    assert [kinds(each) for each in worked] == [["train", "evaluate"]] * 2
+    assert worked[0][0].payload.bytes < worked[0][1].payload.bytes
+
+
+# --- local training ----------------------------------------------------------------------------------------------
+
+
+def test_local_training_runs_through_and_leaves_the_global_model(house):
+    before = house.create("local", evaluation_interval=2).model_sha256
+    sessions = [house.open(name) for name in "ab"]
+    worked = house.play(*sessions)
+    assert [kinds(each) for each in worked] == [["personalise"] * 2 + ["evaluate", "personalise", "evaluate"]] * 2
+    info = house.info()
+    assert (info.status, info.round, info.model_version, info.model_sha256) == ("finished", 3, 0, before)
+    assert not info.global_model_usable
+    records = house.records.rounds("f")
+    assert [record.updates for record in records] == [2, 2, 2]
+    assert [record.cohort for record in records] == [("a", "b")] * 3
+    assert records[0].bytes_down > 0
+    assert [record.bytes_down for record in records[1:]] == [0, 0]
+    assert all(0 < record.bytes_up < 2 * 2000 for record in records)
+    assert records[2].train_loss < records[0].train_loss
+    assert records[2].training_flops > 0
+    assert (records[2].accuracy_global, records[1].evaluated_devices) == (None, 2)
+    assert sessions[0].progress.rounds == 3
+    assert [receipt.state_bytes for receipt in house.receipts()] == [4 * DIGITS.shared_values] * 4
+    assert set(sessions[0]._transport.media_types) == {"application/json"}
+    assert sessions[0].progress.training.bytes_up > 0
+    assert house.store.blobs.keys("1/updates") == []
+
+
+def test_local_models_are_not_moved_by_others(house, new_house):
+    house.create("local", min_devices=1)
+    alone = house.open("a")
+    house.play(alone)
+    other = new_house()
+    other.create("local", min_devices=1)
+    together = other.open("a")
+    other.play(together, other.open("b"), other.open("c"))
+    assert same(alone.personal, together.personal)
+    assert not same(alone.personal, initial_values(DIGITS, 0))
+
+
+def test_local_training_stops_early_and_ends_when_all_have(house):
+    house.create("local", rounds=9, early_stopping=True, min_improvement=1e6, patience=2)
+    sessions = [house.open(name) for name in "ab"]
+    house.play(*sessions)
+    assert (house.info().reason, house.info().round) == ("all_stopped", 3)
+    assert [session.progress.stopped_round for session in sessions] == [3, 3]
+
+
+def test_a_device_that_comes_after_the_end_trains_the_initial_weights(house):
+    house.create("local", rounds=1)
+    house.play(house.open("a"), house.open("b"))
+    late = house.open("c")
+    assert [kinds(each) for each in house.play(late)] == [["adapt"]]
+    assert not same(initial_values(DIGITS, 0), late.personal)
+
+
+@pytest.mark.parametrize("method", ["local", "fedavg", "fedspu"])
+def test_a_round_survives_a_kill_between_saving_and_sending(house, new_house, method):
+    house.create(method, rounds=2)
+    undisturbed = [house.open(name) for name in "ab"]
+    house.play(*undisturbed)
+
+    other = new_house()
+    other.create(method, rounds=2)
+    first, second = other.open("a"), other.open("b")
+    other.rounds.advance()
+    first._transport.broken = True
+    with pytest.raises(ConnectionError):
+        first.step()
+    first._folder.close()
+    again = other.open("a")
+    assert again.progress.pending.kind.value == ("personalise" if method == "local" else "train")
+    assert again.progress.rounds == 1
+    other.play(again, second)
+    assert same(undisturbed[0].personal, again.personal)
+    assert again.progress.rounds == 2
+    assert other.info().model_sha256 == house.info().model_sha256
+    assert [record.updates for record in other.records.rounds("f")] == [2, 2]
+
+
+def test_what_personalising_answers_is_a_report_as_json(house):
+    house.create("local", rounds=1)
+    session = house.open("a")
+    house.open("b")
+    house.rounds.advance()
+    device = house.device("a").device_id
+    assignment = house.rounds.next_assignment(device)
+    with pytest.raises(WrongMediaType, match="of kind personalise is sent as application/json"):
+        house.rounds.check_envelope(assignment.assignment_id, device, "application/octet-stream")
+    with pytest.raises(BadContent, match="num_examples"):
+        house.rounds.accept_update(assignment.assignment_id, device, b"{}")
+    report = UpdateReport(num_examples=3, steps=1, train_loss=0.5)
+    assert house.rounds.accept_update(assignment.assignment_id, device, report.model_dump_json().encode())
+    assert session.step().outcome is Outcome.idle
+
+
+def test_enrolling_without_a_notice(house):
+    house.create("fedspu")
+    enrolled = house.devices.enrol("f", Enrol(name="x", enrolment_key="k" * 32, budget=0.1))
+    assert enrolled.notice is None
