@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ import httpx
 from tqdm import tqdm
 
 from benchmarks import plots
+from benchmarks.server import coordinator, stop
 from edge_sdk.predict import Predictor
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.manifest import Manifest, Tensors, initial_values
@@ -131,35 +131,6 @@ def name(index: int) -> str:
 
 
 @contextlib.contextmanager
-def coordinator(folder: Path) -> Iterator[str]:
-    """A coordinator process on a free port; yields its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {"COORDINATOR_DATA_DIR": str(folder / "coordinator"), "COORDINATOR_DEFAULT_TASK": ""}
-    command = [sys.executable, "-m", "uvicorn", "coordinator.main:app", "--port", str(port), "--log-level", "warning"]
-    with (folder / "coordinator.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        try:
-            server = f"http://127.0.0.1:{port}"
-            _wait_until_healthy(server, process, folder / "coordinator.log")
-            yield server
-        finally:
-            _stop(process)
-
-
-def _wait_until_healthy(server: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    for _ in range(600):
-        if process.poll() is not None:
-            raise SystemExit(f"the coordinator did not start:\n{log.read_text()}")
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{server}/healthz").status_code == 200:
-                return
-        time.sleep(0.1)
-    raise SystemExit(f"the coordinator did not answer within a minute:\n{log.read_text()}")
-
-
-@contextlib.contextmanager
 def devices(folder: Path, server: str, seed: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Five device processes, each with its own folder."""
     processes = []
@@ -178,16 +149,7 @@ def devices(folder: Path, server: str, seed: int) -> Iterator[list[subprocess.Po
         yield processes
     finally:
         for process in processes:
-            _stop(process)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+            stop(process)
 
 
 def watch(

@@ -1,0 +1,203 @@
+"""An experiment as a short TOML file (``benchmarks/experiments/*.toml``): what is run, on what, how often.
+
+    title = "FedSPU on CIFAR-10"
+    task = "cifar10"
+    partition = "dirichlet"         its options are axes, or stand behind commas
+    devices = 100
+    rounds = 150
+    evaluate_every = 25
+    seeds = [0, 1, 2]
+
+    [settings]                      of every method: fields of FederationSettings
+    cohort = 10
+
+    [axes]                          options of the partition; every combination is run
+    alpha = [0.1, 0.5, 1.0]
+
+    [[methods]]
+    label = "FedSPU"
+    method = "fedspu"
+    budgets = [0.2, 0.4, 0.6, 0.8, 1.0]
+
+    [tune]                          the same trials for every method, judged on validation data
+    grid = { learning_rate = [0.01, 0.03, 0.1] }
+    rounds = 40
+
+A *trial* is one federation: a method on one point of the axes with one seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from edge_sdk.protocol.messages import FederationSettings
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FOLDER = Path(__file__).parent / "experiments"
+
+Value = bool | int | float | str
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class MethodRun(_Part):
+    """One method of an experiment: one line of its tables."""
+
+    label: str = Field(min_length=1, max_length=64)
+    method: str
+    settings: dict[str, Any] = {}
+    budgets: tuple[float, ...] = (1.0,)
+    tuned_as: str | None = Field(default=None, description="Takes the tuned settings of this label: the same training")
+
+
+class Tuning(_Part):
+    """Trials that choose settings: every combination of ``grid``, for every method alike."""
+
+    grid: dict[str, tuple[Value, ...]] = Field(min_length=1)
+    rounds: int = Field(ge=1)
+    seeds: tuple[int, ...] = (1000,)
+    axes: dict[str, Value] = {}
+
+
+class Experiment(_Part):
+    """What an experiment's file says."""
+
+    title: str
+    about: str = ""
+    task: str
+    partition: str = "dirichlet"
+    devices: int = Field(ge=1)
+    new: int = Field(default=0, ge=0)
+    rounds: int = Field(ge=1)
+    evaluate_every: int = Field(ge=0)
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
+    boards: tuple[str, ...] = ()
+    settings: dict[str, Any] = {}
+    axes: dict[str, tuple[Value, ...]] = {}
+    methods: tuple[MethodRun, ...] = Field(min_length=1)
+    tune: Tuning | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Experiment:
+        labels = [run.label for run in self.methods]
+        if len(set(labels)) < len(labels):
+            raise ValueError(f"two methods have the same label; there are {', '.join(labels)}")
+        tuned = [run.label for run in self.methods if run.tuned_as is None]
+        for run in self.methods:
+            if run.tuned_as is not None and run.tuned_as not in tuned:
+                raise ValueError(f"{run.label}: tuned_as is {run.tuned_as!r}; tuned by themselves: {', '.join(tuned)}")
+        return self
+
+
+class Trial(_Part):
+    """One federation of an experiment, complete: what it is called follows from what it is."""
+
+    experiment: str
+    label: str
+    method: str
+    task: str
+    partition: str
+    axes: dict[str, Value]
+    seed: int
+    devices: int
+    new: int
+    boards: tuple[str, ...]
+    budgets: tuple[float, ...]
+    settings: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Unique within its experiment."""
+        axes = [f"{key}={value}" for key, value in self.axes.items()]
+        return "/".join([self.label, *axes, f"seed={self.seed}"])
+
+    @property
+    def data(self) -> str:
+        """How the data are dealt, as ``--data`` of the tasks has it; the path goes before it."""
+        axes = [f"{key}={value}" for key, value in self.axes.items()]
+        return ",".join([f"partition={self.partition}", *axes, f"seed={self.seed}"])
+
+
+def load_experiment(name: str) -> Experiment:
+    """The experiment ``name`` of ``benchmarks/experiments``, or of the file at that path. Raises SystemExit."""
+    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    try:
+        return Experiment.model_validate(tomllib.loads(path.read_text()))
+    except FileNotFoundError:
+        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.toml")))
+        raise SystemExit(f"there is no experiment {name!r}; there are {known}, or give a .toml file") from None
+    except (tomllib.TOMLDecodeError, ValidationError) as error:
+        raise SystemExit(f"{path}: {error}") from None
+
+
+def trials(
+    experiment: Experiment, name: str, tuned: dict[str, dict[str, Value]], scale: float = 1.0
+) -> Iterator[Trial]:
+    """Every trial, seed by seed, so that a run that is cut short has whole comparisons.
+
+    tuned: label -> settings chosen for it. scale: factor on the number of rounds, for a quick look.
+    """
+    rounds = max(1, round(experiment.rounds * scale))
+    every = max(1, round(experiment.evaluate_every * scale)) if experiment.evaluate_every else 0
+    for seed, axes in itertools.product(experiment.seeds, _combinations(experiment.axes)):
+        for run in experiment.methods:
+            chosen = tuned.get(run.tuned_as or run.label, {})
+            settings = {**experiment.settings, **chosen, **run.settings}
+            yield _trial(
+                experiment, name, run, axes, seed, {"rounds": rounds, "evaluation_interval": every, **settings}
+            )
+
+
+def tuning_trials(
+    experiment: Experiment, name: str, scale: float = 1.0
+) -> Iterator[tuple[str, dict[str, Value], Trial]]:
+    """(label, settings on trial, trial) for every method that is tuned by itself, and every point of the grid."""
+    if experiment.tune is None:
+        raise SystemExit(f"{name} has no [tune]; add the grid that is to be tried")
+    rounds = max(1, round(experiment.tune.rounds * scale))
+    for run in experiment.methods:
+        if run.tuned_as is not None:
+            continue
+        for point in _combinations(experiment.tune.grid):
+            for seed in experiment.tune.seeds:
+                settings = {**experiment.settings, **run.settings, **point, "rounds": rounds, "evaluation_interval": 0}
+                trial = _trial(experiment, name, run, {**experiment.tune.axes}, seed, settings)
+                yield run.label, point, trial
+
+
+def _trial(
+    experiment: Experiment, name: str, run: MethodRun, axes: dict[str, Value], seed: int, settings: dict[str, Any]
+) -> Trial:
+    complete = {"min_devices": experiment.devices, "early_stopping": False, "deadline_seconds": 86400.0, **settings}
+    complete |= {"method": run.method, "seed": seed}
+    FederationSettings.model_validate(complete)
+    return Trial(
+        experiment=name,
+        label=run.label,
+        method=run.method,
+        task=experiment.task,
+        partition=experiment.partition,
+        axes=axes,
+        seed=seed,
+        devices=experiment.devices,
+        new=experiment.new,
+        boards=experiment.boards,
+        budgets=run.budgets,
+        settings=complete,
+    )
+
+
+def _combinations(axes: dict[str, tuple[Value, ...]]) -> list[dict[str, Value]]:
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]

@@ -1,0 +1,118 @@
+"""The figures of a trial, for every method alike, from what its coordinator recorded.
+
+A device's accuracy is that of its personal model, or, where the method has none, of the global model, on the device's
+own test data. Bytes are bodies of payloads and updates as the devices counted them on the wire, evaluation apart. FLOPs
+are counted from shapes and masks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from edge_sdk.protocol.messages import DeviceReport, Evaluation, Kind, Receipt, RoundRecord
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Accuracy over devices. ``weighted``: by their test samples. ``std``: population standard deviation.
+    ``bottom_decile``: the floor(N/10)-th worst, counted from 1 (pFedGate's card, 6.4)."""
+
+    devices: int
+    mean: float
+    weighted: float
+    std: float
+    bottom_decile: float
+
+
+def accuracy_of(evaluations: Sequence[Evaluation]) -> Accuracy | None:
+    """Accuracy over the devices that were judged; None where none was."""
+    return accuracy_over([(each.accuracy, each.num_examples) for each in evaluations])
+
+
+def accuracy_over(devices: Sequence[tuple[float | None, int]]) -> Accuracy | None:
+    """Accuracy over devices, each given as (accuracy, test samples); None where none was judged."""
+    shares = np.array([accuracy for accuracy, _ in devices if accuracy is not None])
+    weights = np.array([samples for accuracy, samples in devices if accuracy is not None])
+    if len(shares) == 0:
+        return None
+    worst = np.sort(shares)[max(1, math.floor(len(shares) / 10)) - 1]
+    return Accuracy(
+        devices=len(shares),
+        mean=float(shares.mean()),
+        weighted=float(np.average(shares, weights=weights)),
+        std=float(shares.std()),
+        bottom_decile=float(worst),
+    )
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a trial stood after a round that was followed by an evaluation. Costs are sums over rounds so far and over
+    devices; ``seconds``, ``joules_measured`` and ``joules_estimated`` are those of training, transfer included, and
+    ``seconds_without_joules`` those of the seconds whose energy nobody knows."""
+
+    round: int
+    accuracy: Accuracy | None
+    accuracy_global: Accuracy | None
+    accuracy_validation: Accuracy | None
+    train_loss: float | None
+    stopped: int
+    bytes_up: int
+    bytes_down: int
+    evaluation_bytes_up: int
+    evaluation_bytes_down: int
+    training_flops: int
+    seconds: float
+    joules_measured: float
+    joules_estimated: float
+    seconds_without_joules: float
+    wall_seconds: float
+
+
+def judged(reports: Sequence[DeviceReport]) -> list[tuple[str, Receipt]]:
+    """The devices' evaluations of a round."""
+    return [
+        (each.device, each.report)
+        for each in reports
+        if each.kind is Kind.evaluate and isinstance(each.report, Receipt)
+    ]
+
+
+def own(receipt: Receipt) -> Evaluation | None:
+    """The evaluation that counts for a device: its personal model's, or the global one's where there is none."""
+    return receipt.personal or receipt.global_model
+
+
+def point_after(records: Sequence[RoundRecord], reports: Sequence[DeviceReport]) -> Point:
+    """The point after the last of ``records``, whose evaluation is in ``reports``."""
+    receipts = [receipt for _, receipt in judged(reports)]
+    phases = [phase for record in records for phase in (record.download, record.train, record.upload)]
+    return Point(
+        round=records[-1].round,
+        accuracy=accuracy_of([each for each in map(own, receipts) if each]),
+        accuracy_global=accuracy_of([receipt.global_model for receipt in receipts if receipt.global_model]),
+        accuracy_validation=accuracy_of([receipt.validation for receipt in receipts if receipt.validation]),
+        train_loss=records[-1].train_loss,
+        stopped=sum(len(record.stopped) for record in records),
+        bytes_up=sum(record.bytes_up for record in records),
+        bytes_down=sum(record.bytes_down for record in records),
+        evaluation_bytes_up=sum(record.evaluation_bytes_up for record in records),
+        evaluation_bytes_down=sum(record.evaluation_bytes_down for record in records),
+        training_flops=sum(record.training_flops for record in records),
+        seconds=sum(phase.seconds for phase in phases),
+        joules_measured=sum(phase.joules_measured for phase in phases),
+        joules_estimated=sum(phase.joules_estimated for phase in phases),
+        seconds_without_joules=sum(phase.seconds_without_joules for phase in phases),
+        wall_seconds=sum(record.seconds or 0.0 for record in records),
+    )
+
+
+def rounds_to(points: Sequence[Point], share: float) -> int | None:
+    """The first judged round whose mean accuracy reaches ``share`` of the trial's best; None where none was judged."""
+    known = [(point.round, point.accuracy.mean) for point in points if point.accuracy]
+    best = max((mean for _, mean in known), default=None)
+    return next((number for number, mean in known if best is not None and mean >= share * best), None)

@@ -1,0 +1,127 @@
+"""Results as JSON lines: for each trial a ``trial`` row, a ``point`` row per judged round and a ``result`` row.
+
+The rows of a trial are written together when it has ended, so a file holds whole trials only, and one that was
+interrupted and resumed has the rows of one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.experiment import Trial
+from benchmarks.metrics import Accuracy, Point
+
+
+@dataclass(frozen=True)
+class DeviceResult:
+    """How a trial ended for one device. ``accuracy`` as in ``metrics``; ``state_bytes`` is what it keeps."""
+
+    device: str
+    budget: float
+    new: bool
+    test_examples: int
+    accuracy: float | None
+    accuracy_global: float | None
+    rounds: int
+    stopped_round: int | None
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """What a trial came to; ``wall_seconds`` from its first call to its last."""
+
+    rounds: int
+    reason: str | None
+    parameters: int
+    inference_flops: int
+    model_sha256: str
+    devices: tuple[DeviceResult, ...]
+    wall_seconds: float
+    machine: str
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The rows of one trial. The last point is the end: a federation is judged when it ends, if never before."""
+
+    trial: Trial
+    points: tuple[Point, ...]
+    result: TrialResult
+
+
+def append(path: Path, recorded: Recorded) -> None:
+    """Add a trial's rows to the file at ``path``, in one write. What a write that was cut short left is cut off."""
+    name = recorded.trial.name
+    rows = [
+        # Not shortened: a trial is found again by its settings and the values of its axes.
+        {"row": "trial", "trial": name, **recorded.trial.model_dump(mode="json")},
+        *(_short({"row": "point", "trial": name, **asdict(point)}) for point in recorded.points),
+        _short({"row": "result", "trial": name, **asdict(recorded.result)}),
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def read(path: Path) -> list[Recorded]:
+    """The whole trials in a file, in its order. Raises SystemExit where it cannot be read.
+
+    A last line without its end is of a write that was cut short, as is a trial without its result: both are left out.
+    """
+    if not path.exists():
+        return []
+    trials: dict[str, Trial] = {}
+    points: dict[str, list[Point]] = {}
+    recorded = []
+    for number, line in enumerate(path.read_text().split("\n")[:-1], start=1):
+        try:
+            row: dict[str, Any] = json.loads(line)
+            kind, name = row.pop("row"), row.pop("trial")
+            if kind == "trial":
+                trials[name], points[name] = Trial.model_validate(row), []
+            elif kind == "point":
+                points[name].append(_point(row))
+            else:
+                devices = tuple(DeviceResult(**each) for each in row.pop("devices"))
+                recorded.append(Recorded(trials[name], tuple(points[name]), TrialResult(**row, devices=devices)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SystemExit(f"{path}, line {number}: not a row of a trial ({error}); move the file away") from None
+    return recorded
+
+
+def _point(row: dict[str, Any]) -> Point:
+    for key in ("accuracy", "accuracy_global", "accuracy_validation"):
+        row[key] = Accuracy(**row[key]) if row[key] is not None else None
+    return Point(**row)
+
+
+def _short(value: Any) -> Any:
+    """Floats to six significant digits: rows are committed, and no figure of theirs is known better."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _short(item) for key, item in value.items()}
+    return [_short(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def without_timing(recorded: Sequence[Recorded]) -> list[dict[str, Any]]:
+    """The rows less what differs from run to run: seconds, joules, the machine."""
+    energy = {"joules_measured", "joules_estimated", "seconds_without_joules"}
+    timing = {"seconds", "wall_seconds", "machine"} | energy
+    return [
+        {
+            "trial": each.trial.model_dump(mode="json"),
+            "points": [
+                {key: item for key, item in asdict(point).items() if key not in timing} for point in each.points
+            ],
+            "result": {key: item for key, item in asdict(each.result).items() if key not in timing},
+        }
+        for each in recorded
+    ]

@@ -1,0 +1,201 @@
+"""Runs trials: a coordinator process, a fleet, and the rows of what came out.
+
+Each trial has a folder of its own with the coordinator's records and the devices' state. A trial that was interrupted
+goes on from there; its rows are written when it has ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tqdm import tqdm
+
+from benchmarks import rows
+from benchmarks.experiment import Experiment, Trial, Value, trials, tuning_trials
+from benchmarks.metrics import judged, own, point_after
+from benchmarks.rows import DeviceResult, Recorded, TrialResult
+from benchmarks.server import coordinator
+from edge_sdk.fleet import run_fleet
+from edge_sdk.host import Plan
+from edge_sdk.protocol.flops import forward_flops
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.messages import DeviceInfo, DeviceReport, FederationInfo, Kind, RoundRecord, UpdateReport
+from edge_sdk.publish import publish
+
+FEDERATION = "trial"
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where an experiment finds its data and keeps its work; ``processes`` host the devices."""
+
+    data: str
+    folder: Path
+    processes: int | None = None
+
+
+def run(
+    experiment: Experiment, name: str, where: Where, *, scale: float, resume: bool, only: Sequence[str] = ()
+) -> list[Recorded]:
+    """Every trial of an experiment whose label is in ``only`` (all, where that is empty); returns their rows.
+
+    resume: keep the trials that are there, and go on with the one that was interrupted. Without it all is run anew.
+    """
+    file = where.folder / "results.jsonl"
+    if not resume:
+        shutil.rmtree(where.folder / "trials", ignore_errors=True)
+        file.unlink(missing_ok=True)
+    done = {each.trial.name: each for each in rows.read(file)}
+    wanted = [
+        trial
+        for trial in trials(experiment, name, read_tuned(where.folder, name), scale)
+        if not only or trial.label in only
+    ]
+    with tqdm(wanted, desc=name, unit="trial", dynamic_ncols=True) as bar:
+        for trial in bar:
+            bar.set_postfix_str(trial.name)
+            if trial.name in done and done[trial.name].trial == trial:
+                continue
+            done[trial.name] = run_trial(trial, where)
+            rows.append(file, done[trial.name])
+    return [done[trial.name] for trial in wanted]
+
+
+def tune(experiment: Experiment, name: str, where: Where, *, scale: float, resume: bool) -> dict[str, dict[str, Value]]:
+    """Try every point of the grid for every method; keep, per label, the one with the best validation accuracy.
+
+    The mean over devices and seeds of the accuracy on validation data at the end of a trial decides; ties go to the
+    point that stands first in the grid. Writes ``tuning.jsonl`` (every trial) and ``tuned.json`` (what was chosen).
+    """
+    file = where.folder / "tuning.jsonl"
+    if not resume:
+        shutil.rmtree(where.folder / "trials", ignore_errors=True)
+        file.unlink(missing_ok=True)
+    done = {json.dumps([each.trial.name, each.trial.settings]): each for each in rows.read(file)}
+    scores: dict[str, dict[str, list[float]]] = {}
+    with tqdm(list(tuning_trials(experiment, name, scale)), desc=f"tuning {name}", unit="trial") as bar:
+        for label, point, trial in bar:
+            bar.set_postfix_str(f"{label} {point}")
+            key = json.dumps([trial.name, trial.settings])
+            if key not in done:
+                done[key] = run_trial(trial, where)
+                rows.append(file, done[key])
+            last = done[key].points[-1]
+            score = last.accuracy_validation.mean if last.accuracy_validation else 0.0
+            scores.setdefault(label, {}).setdefault(json.dumps(point), []).append(score)
+    means = {label: {point: sum(s) / len(s) for point, s in points.items()} for label, points in scores.items()}
+    tuned: dict[str, dict[str, Value]] = {
+        label: json.loads(max(points, key=points.__getitem__)) for label, points in means.items()
+    }
+    record = {"tuned": tuned, "validation_accuracy": means}
+    (where.folder / "tuned.json").write_text(json.dumps(record, indent=1) + "\n")
+    return tuned
+
+
+def read_tuned(folder: Path, name: str) -> dict[str, dict[str, Value]]:
+    """What tuning chose: in this folder, or else as committed with the experiment's results; nothing where neither is."""
+    for path in (folder / "tuned.json", Path("docs/results") / f"{name}.tuned.json"):
+        if path.exists():
+            tuned: dict[str, dict[str, Value]] = json.loads(path.read_text())["tuned"]
+            return tuned
+    return {}
+
+
+def run_trial(trial: Trial, where: Where) -> Recorded:
+    """One trial, from nothing or from where it was interrupted, to its rows."""
+    digest = hashlib.sha256(trial.model_dump_json().encode()).hexdigest()[:16]
+    folder = where.folder / "trials" / digest
+    begin = time.monotonic()
+    with coordinator(folder) as server:
+        publish(server, FEDERATION, trial.task, exist_ok=True, **trial.settings)
+        plan = Plan(
+            FEDERATION,
+            devices=trial.devices,
+            new=trial.new,
+            data=f"{where.data},{trial.data}",
+            budgets=trial.budgets,
+        )
+        run_fleet(server, plan, processes=where.processes, state_dir=folder / "devices")
+        recorded = collect(server, trial, time.monotonic() - begin)
+    shutil.rmtree(folder)
+    return recorded
+
+
+def collect(server: str, trial: Trial, wall_seconds: float) -> Recorded:
+    """The rows of a trial that has ended, from its coordinator's records."""
+    with httpx.Client(base_url=f"{server}/v1/federations/{FEDERATION}", timeout=60) as client:
+
+        def get(path: str) -> Any:
+            return client.get(path).raise_for_status().json()
+
+        info = FederationInfo.model_validate(get(""))
+        manifest = Manifest.model_validate(get("/manifest"))
+        devices = [DeviceInfo.model_validate(each) for each in get("/devices")]
+        records = [RoundRecord.model_validate(each) for each in get("/rounds")]
+        reports = {
+            record.round: [DeviceReport.model_validate(each) for each in get(f"/rounds/{record.round}/reports")]
+            for record in records
+        }
+    points = [
+        point_after(records[: index + 1], reports[record.round])
+        for index, record in enumerate(records)
+        if record.evaluated_devices
+    ]
+    return Recorded(
+        trial=trial,
+        points=tuple(points),
+        result=TrialResult(
+            rounds=info.round,
+            reason=info.reason,
+            parameters=info.parameters,
+            inference_flops=forward_flops(manifest),
+            model_sha256=info.model_sha256,
+            devices=_devices(trial, devices, reports),
+            wall_seconds=wall_seconds,
+            machine=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        ),
+    )
+
+
+def _devices(
+    trial: Trial, devices: Sequence[DeviceInfo], reports: dict[int, list[DeviceReport]]
+) -> tuple[DeviceResult, ...]:
+    """How each device ended: by its last evaluation, or, for a new one, by what it reported when it had adapted."""
+    judgements = {}
+    rounds: dict[str, int] = {}
+    for number in sorted(reports):
+        for device, receipt in judged(reports[number]):
+            judgements[device] = receipt
+        for each in reports[number]:
+            rounds[each.device] = rounds.get(each.device, 0) + isinstance(each.report, UpdateReport)
+            if each.kind is Kind.adapt and each.device not in judgements:
+                assert not isinstance(each.report, UpdateReport)
+                judgements[each.device] = each.report
+    results = []
+    for device in sorted(devices, key=lambda each: int(each.name.rsplit("-", 1)[1])):
+        receipt = judgements.get(device.name)
+        judgement = own(receipt) if receipt else None
+        shared = receipt.global_model if receipt else None
+        results.append(
+            DeviceResult(
+                device=device.name,
+                budget=device.budget,
+                new=int(device.name.rsplit("-", 1)[1]) >= trial.devices,
+                test_examples=judgement.num_examples if judgement else 0,
+                accuracy=judgement.accuracy if judgement else None,
+                accuracy_global=shared.accuracy if shared else None,
+                rounds=rounds.get(device.name, 0),
+                stopped_round=device.stopped_round,
+                state_bytes=receipt.state_bytes if receipt else 0,
+            )
+        )
+    return tuple(results)
