@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import entry_points
 from inspect import signature
 from typing import Protocol
@@ -70,16 +71,23 @@ def load_task(name: str, data: str | None, *, device: str, seed: int, batch_size
 
     Raises UnknownTask, which names what is installed.
     """
-    found = {entry.name: entry for entry in entry_points(group="sparrow.tasks")}
     task, colon, model = name.partition(":")
-    if task not in found:
-        raise UnknownTask(
-            f"the federation's task is {name!r}, built in are {', '.join(sorted(found))}; join it from Python with a "
-            f"Task of your own (README, 'Your own model')"
-        )
-    loader: Callable[..., Task] = found[task].load()
+    loader = _find_loader(task)
     if not colon:
         return loader(data, device=device, seed=seed, batch_size=batch_size)
     if "model" not in signature(loader).parameters:
         raise UnknownTask(f"the federation's task is {name!r}, but {task} has one model only; call it {task}")
     return loader(data, device=device, seed=seed, batch_size=batch_size, model=model)
+
+
+@cache
+def _find_loader(task: str) -> Callable[..., Task]:
+    """Kept, because a fleet loads a task a thousand times and looking through all installed packages is slow."""
+    found = {entry.name: entry for entry in entry_points(group="sparrow.tasks")}
+    if task not in found:
+        raise UnknownTask(
+            f"the federation's task is {task!r}, built in are {', '.join(sorted(found))}; join it from Python with a "
+            f"Task of your own (README, 'Your own model')"
+        )
+    loader: TaskLoader = found[task].load()
+    return loader

@@ -28,7 +28,7 @@ REDRAWS = 10_000
 
 @dataclass(frozen=True)
 class Split:
-    """A device's samples by use: indices into its part, sorted, no two sets overlapping."""
+    """A device's samples by use: indices, sorted, no two sets overlapping (but see ``shifted``)."""
 
     train: Index
     validation: Index
@@ -58,10 +58,142 @@ def dirichlet(
         if counts.sum(axis=0).min() >= minimum:
             dealt = [np.split(samples, cut) for samples, cut in zip(by_class, cuts, strict=True)]
             return [np.sort(np.concatenate(parts)) for parts in zip(*dealt, strict=True)]
-    raise DataError(
-        f"{REDRAWS} draws with alpha={alpha:g} never gave each of {of} devices {minimum} of {len(labels)} "
-        f"samples; use a larger alpha or fewer devices, or set minimum= lower (3 is the least that can be split)"
-    )
+    raise _too_few(REDRAWS, f"alpha={alpha:g}", of, minimum, labels, "a larger alpha")
+
+
+def grouped(
+    labels: Array,
+    people: Array | None,
+    *,
+    of: int,
+    seed: int,
+    groups: int = 5,
+    alpha: float = 0.3,
+    minimum: int = 10,
+) -> list[Index]:
+    """Label skew between ``groups`` of devices that are alike inside: ``dirichlet`` over groups, then equal mixtures.
+
+    Device i is of group i mod ``groups``, so that devices which come later have relatives among those that trained. A
+    group's devices have equally many samples of each class, give or take one. Every sample is dealt.
+    """
+    _check(labels, of, minimum)
+    if not 1 <= groups <= of:
+        raise DataError(f"{of} devices cannot form {groups} groups; give at least 1 group and a device for each")
+    largest = -(-of // groups)
+    dealt: list[Index] = [np.empty(0, np.intp)] * of
+    random = _random(seed, 1)
+    for group, samples in enumerate(
+        dirichlet(labels, people, of=groups, seed=seed, alpha=alpha, minimum=minimum * largest)
+    ):
+        mixed = random.permutation(samples)
+        by_label = mixed[np.argsort(labels[mixed], kind="stable")]
+        members = range(group, of, groups)
+        for number, device in enumerate(members):
+            dealt[device] = np.sort(by_label[number :: len(members)])
+    return dealt
+
+
+def shards(labels: Array, people: Array | None, *, of: int, seed: int, shards: int = 2) -> list[Index]:
+    """Pathological label skew: samples sorted by label, cut into ``of * shards`` equal pieces, ``shards`` for each.
+
+    McMahan et al. (arXiv:1602.05629, section 3); most devices hold two classes. Pieces differ by a sample where the
+    numbers do not divide. Every sample is dealt.
+    """
+    if shards < 1:
+        raise DataError(f"shards is {shards}; a device needs at least 1")
+    _check(labels, of, shards)
+    pieces = np.array_split(np.argsort(labels, kind="stable"), of * shards)
+    hands = _random(seed).permutation(of * shards).reshape(of, shards)
+    return [np.sort(np.concatenate([pieces[number] for number in hand])) for hand in hands]
+
+
+def classes(
+    labels: Array, people: Array | None, *, of: int, seed: int, classes: int = 2, minimum: int = 10
+) -> list[Index]:
+    """Pathological label skew with quantity skew: a tenth of the devices, drawn at random, hold half of the samples.
+
+    DM-PFL's second partition, completed: sizes are proportional to u ~ U[0.5, 1.5] inside each half; large devices
+    first, each draws ``classes`` classes with the samples left as weights, and takes equally many of each. Where a
+    class runs out, the others make up for it; where all do, the device gets less, and what is left over is dealt to
+    nobody. Redrawn until every device has ``minimum`` samples.
+    """
+    _check(labels, of, minimum)
+    if classes < 1:
+        raise DataError(f"classes is {classes}; a device needs at least 1")
+    random = _random(seed)
+    attempts = 100  # a draw of this kind costs a loop over the devices
+    for _ in range(attempts):
+        dealt = _deal_classes(labels, of, classes, random)
+        if min(map(len, dealt)) >= minimum:
+            return dealt
+    raise _too_few(attempts, f"classes={classes}", of, minimum, labels, "more classes each")
+
+
+def _deal_classes(labels: Array, of: int, classes: int, random: np.random.RandomState) -> list[Index]:
+    left = [random.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
+    order = random.permutation(of)
+    large = max(1, of // 10)
+    wishes = random.uniform(0.5, 1.5, of)
+    halves = [half for half in np.split(wishes, [large]) if len(half)]  # a single device has all
+    for half in halves:
+        half /= half.sum() * len(halves)
+    sizes = np.floor(wishes * len(labels)).astype(np.intp)
+    # Largest first, so that those who want most of a class find it.
+    by_size = np.argsort(-sizes, kind="stable")
+    dealt: list[Index] = [np.empty(0, np.intp)] * of
+    for device, size in zip(order[by_size], sizes[by_size], strict=True):
+        weights = np.array([len(samples) for samples in left], dtype=np.float64)
+        held = min(classes, int((weights > 0).sum()))
+        if held == 0:
+            continue
+        chosen = random.choice(len(left), size=held, replace=False, p=weights / weights.sum())
+        taken: list[Index] = []
+        # The scarcest first: what it lacks is spread over those that follow.
+        for rank, number in enumerate(sorted(chosen, key=lambda number: (len(left[number]), number))):
+            wanted = (size - sum(map(len, taken))) // (held - rank)
+            taken.append(left[number][:wanted])
+            left[number] = left[number][wanted:]
+        dealt[device] = np.sort(np.concatenate(taken))
+    return dealt
+
+
+def quantity(
+    labels: Array, people: Array | None, *, of: int, seed: int, sigma: float = 0.3, minimum: int = 10
+) -> list[Index]:
+    """Quantity skew alone: sizes proportional to a log-normal with deviation ``sigma`` of the logarithm, labels mixed.
+
+    As in FedDyn's experiments (Acar et al., arXiv:2111.04263). Redrawn until every device has ``minimum`` samples.
+    Every sample is dealt.
+    """
+    _check(labels, of, minimum)
+    if not (sigma >= 0 and math.isfinite(sigma)):
+        raise DataError(f"sigma is {sigma}; it must be a number of at least 0, such as 0.3")
+    random = _random(seed)
+    mixed = random.permutation(len(labels))
+    for _ in range(REDRAWS):
+        weights = random.lognormal(0.0, sigma, of)
+        cuts = (np.cumsum(weights)[:-1] / weights.sum() * len(labels)).astype(np.intp)
+        if np.diff(cuts, prepend=0, append=len(labels)).min() >= minimum:
+            return [np.sort(part) for part in np.split(mixed, cuts)]
+    raise _too_few(REDRAWS, f"sigma={sigma:g}", of, minimum, labels, "a smaller sigma")
+
+
+def person(labels: Array, people: Array | None, *, of: int, seed: int) -> list[Index]:
+    """Every device is one person: device i holds what the i-th one made, in the order of their names or numbers."""
+    if people is None:
+        raise DataError("partition=person: this set does not say who made its samples; choose another partition")
+    found = np.unique(people)
+    if of != len(found):
+        raise DataError(
+            f"partition=person: {of} devices for {len(found)} people; leave of= out, or set of={len(found)}"
+        )
+    return [np.flatnonzero(people == one) for one in found]
+
+
+def iid(labels: Array, people: Array | None, *, of: int, seed: int) -> list[Index]:
+    """No skew: samples shuffled and dealt in equal numbers, give or take one."""
+    _check(labels, of, 1)
+    return [np.sort(part) for part in np.array_split(_random(seed).permutation(len(labels)), of)]
 
 
 def split(count: int, seed: int, held_out: float = 0.3, validation: float = 0.15) -> Split:
@@ -104,6 +236,13 @@ def _check(labels: Array, of: int, minimum: int) -> None:
         raise DataError(f"{of} devices of at least {minimum} samples each; give at least 1 device and 0 samples")
     if of * minimum > len(labels):
         raise DataError(f"{len(labels)} samples cannot give {of} devices {minimum} each; use fewer devices")
+
+
+def _too_few(attempts: int, drawn: str, of: int, minimum: int, labels: Array, instead: str) -> DataError:
+    return DataError(
+        f"{attempts} draws with {drawn} never gave each of {of} devices {minimum} of {len(labels)} samples; "
+        f"use {instead} or fewer devices, or set minimum= lower (3 is the least that can be split)"
+    )
 
 
 def _check_alpha(alpha: float) -> None:

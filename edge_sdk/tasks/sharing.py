@@ -150,8 +150,12 @@ def _number(key: str, text: str, kind: type) -> float:
     return value
 
 
+@lru_cache
 def find_partition(name: str) -> Partition:
-    """The partition registered as ``name``. Raises DataError, which names those installed."""
+    """The partition registered as ``name``. Raises DataError, which names those installed.
+
+    Kept, because looking through all installed packages takes longer than loading a device's share.
+    """
     found = {entry.name: entry for entry in entry_points(group="sparrow.partitions")}
     if name not in found:
         raise DataError(f"--data: there is no partition {name!r}; there are {', '.join(sorted(found))}")
@@ -195,7 +199,14 @@ def _deal(
 ) -> list[Index]:
     count = dataset.published if part == "train" else len(dataset.targets)
     people = None if dataset.people is None else dataset.people[:count]
-    return find_partition(partition)(dataset.targets[:count], people, of=of, seed=seed, **dict(options))
+    dealt = find_partition(partition)(dataset.targets[:count], people, of=of, seed=seed, **dict(options))
+    together = np.sort(np.concatenate(dealt))
+    if len(dealt) != of or (together[1:] == together[:-1]).any() or together[0] < 0 or together[-1] >= count:
+        raise DataError(
+            f"partition={partition} made {len(dealt)} parts for {of} devices, or dealt a sample twice or one of none; "
+            f"correct the function"
+        )
+    return dealt
 
 
 @lru_cache(maxsize=8)

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from edge_sdk.tasks.datasets import Dataset
+from edge_sdk.tasks.loading import DataError
+from edge_sdk.tasks.sharing import Sharing, find_partition, read_sharing, share
+
+
+def dataset(count=600, published=None, people=None):
+    targets = np.arange(count) % 10
+    return Dataset(np.zeros((count, 2), np.uint8), targets, people, 10, count if published is None else published)
+
+
+def read(data, **options):
+    return read_sharing(data, **{"task": "mnist", "seed": 9, **options})
+
+
+def everything(parts):
+    return np.concatenate([parts.train, parts.validation, parts.test])
+
+
+def test_the_defaults():
+    assert read(None) == read("") == Sharing(path=None, seed=9)
+    assert read(None, partition="person").partition == "person"
+
+
+def test_every_entry_is_read():
+    text = (
+        " /my data/x=1 , partition=shards,shards=3,index=2, of=5 ,seed=3,held_out=0.25,validation=0.1,part=all,shift=.4"
+    )
+    assert read(text) == Sharing("/my data/x=1", 3, 2, 5, "shards", (("shards", 3),), 0.25, 0.1, "all", 0.4)
+    assert read("alpha=0.5,minimum=3,of=7") == Sharing(None, 9, of=7, options=(("alpha", 0.5), ("minimum", 3)))
+    assert read("data").path == "data"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("here,there", "'there' is not understood; mnist takes PATH, index, of"),
+        ("of=5,here", "'here' is not understood"),
+        ("here,indx=2", "'indx=2' is not understood; .* partition=dirichlet takes alpha, minimum"),
+        ("partition=person,alpha=1", "partition=person takes no options"),
+        ("partition=banana", "no partition 'banana'; there are classes, dirichlet, grouped, iid, person, quantity, sh"),
+        ("partition=shards,shards=1.5", "shards must be a whole number"),
+        ("alpha=inf", "alpha must be a number"),
+        ("of=5,of=6", "of is given twice"),
+        ("of=0", "of=0; the samples are dealt to at least 1"),
+        ("part=test", "part=test; choose train or all"),
+        ("shift=2", "shift=2; it is a share between 0 and 1"),
+    ],
+)
+def test_misspelt_data_is_explained(data, message):
+    with pytest.raises(DataError, match=message):
+        read(data)
+
+
+def test_the_place_follows_from_index_number_or_name():
+    assert read("index=3").place("pi-7", 10) == 3
+    assert read("").place("pi-7", 10) == 7
+    assert read("").place("device-017", 100) == 17
+    hashed = read("").place("pi-7", 7)
+    assert hashed == read("").place("pi-7", 7)
+    assert {read("").place(f"pi{number}", 10) for number in range(200)} == set(range(10))
+    with pytest.raises(DataError, match="index=7 of 7 parts; parts are counted from 0 to 6"):
+        read("index=7").place("pi", 7)
+
+
+def test_each_device_computes_its_own_part_and_together_they_hold_all():
+    data = dataset()
+    parts = [everything(share(data, read(f"index={index},of=6"), device="any")) for index in range(6)]
+    assert sorted(np.concatenate(parts)) == list(range(600))
+    alone = share(dataset(), read("index=4,of=6"), device="other")
+    assert np.array_equal(everything(alone), parts[4])
+
+
+def test_a_part_has_training_validation_and_test_of_its_own():
+    parts = share(dataset(), read("of=6,held_out=0.25,validation=0.2"), device="pi-1")
+    mine = everything(parts)
+    assert len(np.unique(mine)) == len(mine)
+    count = len(mine)
+    assert len(parts.test) == count - int(0.75 * count)
+    assert len(parts.validation) == int(0.2 * int(0.75 * count))
+
+
+def test_the_published_test_part_is_dealt_only_if_asked_for():
+    data = dataset(600, published=500)
+    assert max(everything(share(data, read(f"index={index},of=3"), device="x")).max() for index in range(3)) == 499
+    pooled = [everything(share(data, read(f"index={index},of=3,part=all"), device="x")) for index in range(3)]
+    assert sorted(np.concatenate(pooled)) == list(range(600))
+
+
+def test_people_are_devices_and_of_may_be_left_out():
+    data = dataset(people=np.repeat([4, 2, 9], 200))
+    parts = share(data, read("partition=person"), device="phone-1")
+    assert set(everything(parts)) == set(range(200))
+    with pytest.raises(DataError, match="5 devices for 3 people"):
+        share(data, read("partition=person,of=5"), device="phone-1")
+    with pytest.raises(DataError, match="does not say who"):
+        share(dataset(), read("partition=person"), device="phone-1")
+
+
+def test_a_shift_mixes_everybodys_test_samples_in_and_no_training_sample():
+    data = dataset()
+    tests = [share(data, read(f"index={index},of=6"), device="x").test for index in range(6)]
+    own = share(data, read("index=2,of=6"), device="x")
+    mixed = share(data, read("index=2,of=6,shift=1"), device="x")
+    assert np.array_equal(mixed.train, own.train)
+    assert len(mixed.test) == len(own.test)
+    assert not np.isin(mixed.test, own.test).all()
+    assert np.isin(mixed.test, np.concatenate(tests)).all()
+
+
+def test_all_devices_of_a_process_deal_once(monkeypatch):
+    dealt = []
+
+    def deal(labels, people, *, of, seed):
+        dealt.append(of)
+        return np.array_split(np.arange(len(labels)), of)
+
+    monkeypatch.setattr("edge_sdk.tasks.sharing.find_partition", lambda name: deal)
+    data = dataset()
+    for index in range(50):
+        share(data, Sharing(None, 0, index, 50, shift=0.5), device="x")
+    assert dealt == [50]
+
+
+@pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[0, 1, 2], [2, 3, 4]], [[0, 1, 2], [-1, 3, 4]], [[0, 1], [600]]])
+def test_a_partition_that_deals_wrongly_is_refused(monkeypatch, parts):
+    dealt = [np.array(part) for part in parts]
+    monkeypatch.setattr("edge_sdk.tasks.sharing.find_partition", lambda name: lambda *_, **__: dealt)
+    with pytest.raises(DataError, match=r"partition=mine made . parts for 2 devices, or"):
+        share(dataset(), Sharing(None, 0, 0, 2, partition="mine"), device="x")
+
+
+def test_a_package_brings_its_own_partition(tmp_path, monkeypatch):
+    (tmp_path / "sparrow_halves.py").write_text(
+        "import numpy as np\n"
+        "def halves(labels, people, *, of, seed, turn: int = 0, share: float = 0.5):\n"
+        "    parts = np.array_split(np.arange(len(labels)), of)\n"
+        "    return parts[turn:] + parts[:turn]\n"
+    )
+    info = tmp_path / "sparrow_halves-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sparrow-halves\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sparrow.partitions]\nhalves = sparrow_halves:halves\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        sharing = read("partition=halves,turn=1,of=2,index=0,share=0.25")
+        assert sharing.options == (("share", 0.25), ("turn", 1))
+        assert set(everything(share(dataset(), sharing, device="x"))) == set(range(300, 600))
+        assert find_partition("halves").__name__ == "halves"
+        with pytest.raises(DataError, match="turn must be a whole number"):
+            read("partition=halves,turn=half")
+    finally:
+        sys.modules.pop("sparrow_halves", None)

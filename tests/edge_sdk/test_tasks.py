@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
+from edge_sdk.tasks import UnknownTask, load_task
+from edge_sdk.tasks.loading import ArrayBatches, Arrays, Chosen, DataError, Scale
+from edge_sdk.tasks.models import MODELS, full_name
+
+EVERY = [(task, model) for task, choices in MODELS.items() for model in choices]
+
+
+@pytest.mark.parametrize(("task", "model"), EVERY)
+def test_parameters_are_those_of_the_papers(task, model):
+    choice = MODELS[task][model]
+    network = choice.build().eval()
+    assert sum(parameter.numel() for parameter in network.parameters()) == choice.parameters
+    inputs = torch.rand(2, *choice.shape)
+    assert network(inputs).shape == (2, 5 if task == "har" else 10)
+    assert len(choice.mean) == len(choice.deviation) == choice.shape[0]
+
+
+def test_the_counts_by_name():
+    counts = {full_name(task, model): MODELS[task][model].parameters for task, model in EVERY}
+    assert counts == {
+        "mnist": 21_840,
+        "mnist:fedsgc": 261_840,
+        "mnist:leaf": 2_171_786,
+        "cifar10": 134_902,
+        "cifar10:fedsgc": 232_970,
+        "cifar10:dmpfl": 797_962,
+        "cifar10:pfedgate": 256_830,
+        "har": 57_125,
+    }
+    assert set(counts) <= set(builtin_tasks())
+    for name, count in counts.items():
+        assert load_builtin(name).manifest.task == name
+        assert load_builtin(name).manifest.trainable_values == count
+
+
+def test_batch_norm_statistics_travel_and_the_stated_biases_are_missing():
+    manifest = load_builtin("cifar10").manifest
+    assert manifest.shared_values - manifest.trainable_values == 44
+    names = {spec.name for spec in manifest.tensors}
+    assert {"conv1.bias", "conv2.bias", "out.bias"} <= names
+    assert not {"fc1.bias", "fc2.bias"} & names
+
+
+@pytest.mark.parametrize(("task", "model"), EVERY)
+def test_pooling_before_relu_is_the_same_function(task, model):
+    network = MODELS[task][model].build().eval()
+    inputs = torch.randn(2, *MODELS[task][model].shape)
+    modules = list(network)
+    pools = [place for place, module in enumerate(modules) if type(module).__name__.startswith("MaxPool")]
+    for place in pools:
+        modules[place : place + 2] = reversed(modules[place : place + 2])
+    with torch.no_grad():
+        assert torch.equal(network(inputs), torch.nn.Sequential(*modules)(inputs))
+
+
+def mnist_file(folder):
+    rng = np.random.default_rng(0)
+    path = folder / "mnist.npz"
+    x = rng.integers(0, 256, (200, 28, 28), dtype=np.uint8)
+    np.savez(path, x_train=x, y_train=np.arange(200) % 10)
+    return path
+
+
+def load(name, data):
+    return load_task(name, data, device="device-1", seed=0, batch_size=8)
+
+
+def test_a_name_may_carry_a_model(tmp_path):
+    path = f"{mnist_file(tmp_path)},of=2"
+    for name, called, parameters in (
+        ("mnist", "mnist", 21_840),
+        ("mnist:small", "mnist", 21_840),
+        ("mnist:fedsgc", "mnist:fedsgc", 261_840),
+    ):
+        task = load(name, path)
+        assert task.name == called
+        assert sum(parameter.numel() for parameter in task.model.parameters()) == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("imagenet", "'imagenet', built in are cifar10, digits, har, mnist, npz"),
+        ("imagenet:small", "'imagenet', built in are"),
+        ("mnist:big", "no model 'big'; there are mnist, mnist:fedsgc, mnist:leaf"),
+        ("mnist:", "no model ''"),
+        ("digits:small", "'digits:small', but digits has one model only; call it digits"),
+    ],
+)
+def test_unknown_tasks_and_models_are_explained(name, message):
+    with pytest.raises(UnknownTask, match=message):
+        load(name, None)
+
+
+def chosen(index, count=50):
+    base = torch.arange(count * 6, dtype=torch.int64).to(torch.uint8).reshape(count, 2, 3)
+    return Chosen(base, torch.arange(count), torch.tensor(index), Scale((10.0, 20.0), (2.0, 5.0)))
+
+
+def test_a_share_is_scaled_per_batch_and_channel():
+    samples = chosen([7, 3, 3])
+    inputs, targets = samples.take(slice(0, 2))
+    assert targets.tolist() == [7, 3]
+    stored = samples.inputs[torch.tensor([7, 3])].double()
+    wanted = (stored - torch.tensor([10.0, 20.0])[:, None]) / torch.tensor([2.0, 5.0])[:, None]
+    torch.testing.assert_close(inputs, wanted.float())
+    assert inputs.dtype == torch.float32
+    assert samples.inputs.dtype == torch.uint8
+
+
+def test_scaling_leaves_floats_in_the_base_as_they_are():
+    base = torch.ones(4, 1, 2)
+    Chosen(base, torch.arange(4), torch.arange(4), Scale((1.0,), (1.0,))).take(slice(0, 4))
+    assert torch.equal(base, torch.ones(4, 1, 2))
+
+
+def test_batches_of_a_share_meet_every_sample_once():
+    made = ArrayBatches(chosen(list(range(5, 38))), 8, shuffle=True)
+    torch.manual_seed(1)
+    seen = [targets for _, targets in made]
+    assert [len(targets) for targets in seen] == [8, 8, 8, 9]
+    assert sorted(torch.cat(seen).tolist()) == list(range(5, 38))
+    torch.manual_seed(1)
+    whole = Arrays(torch.zeros(33, 1), torch.arange(5, 38))
+    alike = [targets.tolist() for _, targets in ArrayBatches(whole, 8, shuffle=True)]
+    assert [targets.tolist() for targets in seen] == alike
+
+
+def test_a_share_of_nothing_is_refused():
+    with pytest.raises(DataError, match="no samples"):
+        chosen([])
+
+
+def test_a_thousand_devices_hold_indices_only(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (6000, 28, 28), dtype=np.uint8)
+    np.savez(tmp_path / "mnist.npz", x_train=x, y_train=np.arange(6000) % 10)
+    tasks = [
+        load_task("mnist", f"{tmp_path},partition=iid,of=1000,index={index}", device="x", seed=0, batch_size=8)
+        for index in range(1000)
+    ]
+    shares = [part.arrays for task in tasks for part in (task.train, task.validation, task.test)]
+    assert {share.inputs.data_ptr() for share in shares} == {shares[0].inputs.data_ptr()}
+    assert {share.targets.data_ptr() for share in shares} == {shares[0].targets.data_ptr()}
+    assert sum(share.index.nbytes for share in shares) == 6000 * 8
+    assert shares[0].inputs.nbytes == x.nbytes
