@@ -1,19 +1,160 @@
-"""Pictures of results."""
+"""Pictures of results: small PNGs, one panel per point of the axes, and every label in its own colour everywhere."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib
+import numpy as np
+from PIL import Image
 
 matplotlib.use("Agg")
 
 from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+DPI = 90
+Shape = TypeVar("Shape")
+Panels = Mapping[str, Mapping[str, Shape]]
+"""Title of the panel -> label -> what is drawn for it."""
+Colours = Mapping[str, tuple[float, float, float]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line with a band: ``y`` between ``low`` and ``high`` at each ``x``."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+def colours(labels: Sequence[str]) -> Colours:
+    """A colour for each label, by its place among them."""
+    palette = matplotlib.color_sequences["tab10" if len(labels) <= 10 else "tab20"]
+    return {label: matplotlib.colors.to_rgb(palette[i % len(palette)]) for i, label in enumerate(labels)}
+
+
+def curves(panels: Panels[Curve], colour: Colours, path: Path, *, x: str, y: str) -> None:
+    """Lines with bands."""
+    figure, row = _row(panels)
+    for axes, (title, by_label) in zip(row, panels.items(), strict=True):
+        for label, curve in by_label.items():
+            axes.plot(curve.x, curve.y, "o-", ms=2.5, lw=1.2, color=colour[label], label=label)
+            axes.fill_between(curve.x, curve.low, curve.high, color=colour[label], alpha=0.15, lw=0)
+        axes.set(title=title, xlabel=x)
+    row[0].set_ylabel(y)
+    _finish(figure, [label for label in colour if any(label in each for each in panels.values())], colour, path)
+
+
+def sorted_differences(panels: Panels[Sequence[float]], colour: Colours, path: Path, *, y: str) -> None:
+    """Each label's differences from the smallest to the largest, over the share of devices, with a line at zero."""
+    figure, row = _row(panels)
+    for axes, (title, by_label) in zip(row, panels.items(), strict=True):
+        axes.axhline(0, color="black", lw=0.8)
+        for label, values in by_label.items():
+            share = 100 * (np.arange(len(values)) + 0.5) / len(values)
+            axes.plot(share, sorted(values), ".-", ms=3, lw=1.2, color=colour[label], label=label)
+        axes.set(title=title, xlabel="devices, sorted, %", xlim=(0, 100))
+    row[0].set_ylabel(y)
+    _finish(figure, [label for label in colour if any(label in each for each in panels.values())], colour, path)
+
+
+def bars(quantities: Mapping[str, Panels[Sequence[float]]], colour: Colours, path: Path) -> None:
+    """A row of panels per quantity, named with its unit. A bar's parts stand on each other, the upper ones paler."""
+    titles = list(next(iter(quantities.values())))
+    figure, grid = pyplot.subplots(
+        len(quantities),
+        len(titles),
+        figsize=(1.2 + 2.8 * len(titles), 0.6 + 1.7 * len(quantities)),
+        dpi=DPI,
+        squeeze=False,
+        sharey="row",
+        sharex="col",
+    )
+    for row, (quantity, panels) in zip(grid, quantities.items(), strict=True):
+        for axes, title in zip(row, titles, strict=True):
+            for label, parts in panels[title].items():
+                bottom = 0.0
+                for depth, value in enumerate(parts):
+                    axes.bar(label, value, bottom=bottom, color=colour[label], alpha=0.5**depth)
+                    bottom += value
+            axes.grid(alpha=0.3, axis="y")
+            axes.set_axisbelow(True)
+            axes.tick_params(axis="x", rotation=30, labelsize=8)
+            for tick in axes.get_xticklabels():
+                tick.set_horizontalalignment("right")
+        row[0].set_ylabel(quantity)
+    for axes, title in zip(grid[0], titles, strict=True):
+        axes.set_title(title)
+    _save(figure, path)
+
+
+def histograms(panels: Panels[Sequence[float]], colour: Colours, path: Path, *, x: str) -> None:
+    """Per device values in per cent, in bins of 5: a column per panel, a row per label, a dashed line at the mean."""
+    labels = [label for label in colour if any(label in by_label for by_label in panels.values())]
+    figure, grid = pyplot.subplots(
+        len(labels),
+        len(panels),
+        figsize=(1.2 + 2.8 * len(panels), 0.8 + 1.05 * len(labels)),
+        dpi=DPI,
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+    )
+    for row, label in zip(grid, labels, strict=True):
+        for axes, by_label in zip(row, panels.values(), strict=True):
+            values = by_label.get(label, ())
+            if len(values):
+                share = np.full(len(values), 100 / len(values))
+                axes.hist(values, bins=np.arange(0, 105, 5).tolist(), weights=share, color=colour[label], alpha=0.8)
+                axes.axvline(float(np.mean(values)), color="black", ls="--", lw=0.9)
+            axes.grid(alpha=0.3)
+            axes.set_axisbelow(True)
+        row[0].set_ylabel("devices, %", size=8)
+        row[0].text(0.02, 0.94, label, transform=row[0].transAxes, va="top", size=9, color=colour[label], weight="bold")
+    for axes, title in zip(grid[0], panels, strict=True):
+        axes.set_title(title)
+    for axes in grid[-1]:
+        axes.set_xlabel(x)
+    _save(figure, path)
+
+
+def _row(panels: Panels[Any]) -> tuple[Figure, list[Axes]]:
+    figure, grid = pyplot.subplots(
+        1, len(panels), figsize=(1.4 + 3.2 * len(panels), 3.6), dpi=DPI, squeeze=False, sharey=True
+    )
+    for axes in grid[0]:
+        axes.grid(alpha=0.3)
+    return figure, list(grid[0])
+
+
+def _finish(figure: Figure, labels: Sequence[str], colour: Colours, path: Path) -> None:
+    """One legend below all panels, so that it hides nothing."""
+    handles = [Line2D([], [], color=colour[label], lw=2, label=label) for label in labels]
+    columns = max(1, min(len(labels), round(figure.get_figwidth() / 1.6)))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """As a PNG with a palette: a third of the size, for pictures that are committed."""
+    figure.set_layout_engine("constrained")
+    figure.savefig(path)
+    pyplot.close(figure)
+    with Image.open(path) as picture:
+        small = picture.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    small.save(path, optimize=True)
 
 
 def accuracy_by_round(report: dict[str, Any], path: Path) -> None:
-    """Mean accuracy of personal and global models by round, with the rounds in which devices stopped."""
+    """The demo: mean accuracy of personal and global models by round, with the rounds in which devices stopped."""
     points = report["accuracy_by_round"]
     rounds = [point["round"] for point in points]
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)

@@ -1,0 +1,322 @@
+"""The report's figures against sums done by hand, on trials made by hand."""
+
+import math
+import re
+
+import pytest
+
+from benchmarks.experiment import Experiment, trials
+from benchmarks.metrics import Accuracy, Point
+from benchmarks.report import curve, draw, groups, paired, report_text, savings, write_report
+from benchmarks.rows import DeviceResult, Recorded, TrialResult
+
+COMMAND = "python -m benchmarks report tiny"
+FEDSPU = {"label": "FedSPU", "method": "fedspu", "budgets": [0.5, 1.0]}
+FEDSPU_ES = {**FEDSPU, "label": "FedSPU+ES", "tuned_as": "FedSPU", "settings": {"early_stopping": True, "patience": 2}}
+FEDAVG = {"label": "FedAvg", "method": "fedavg"}
+
+
+def experiment(**changes):
+    return Experiment.model_validate(
+        {
+            "title": "Tiny",
+            "about": "Figures that can be checked by hand.",
+            "task": "digits",
+            "devices": 2,
+            "rounds": 20,
+            "evaluate_every": 10,
+            "seeds": [0, 1],
+            "settings": {"cohort": 2},
+            "axes": {"alpha": [0.1, 1.0]},
+            "methods": [FEDSPU, FEDSPU_ES, FEDAVG],
+            "tune": {"grid": {"learning_rate": [0.1, 0.2]}, "rounds": 5},
+            **changes,
+        }
+    )
+
+
+def accuracy(mean):
+    return Accuracy(devices=2, mean=mean, weighted=mean, std=0.0, bottom_decile=mean)
+
+
+def point(number, mean, scale=1.0, **changes):
+    return Point(
+        **{
+            "round": number,
+            "accuracy": accuracy(mean),
+            "accuracy_global": None,
+            "accuracy_validation": None,
+            "train_loss": 0.5,
+            "stopped": 0,
+            "bytes_up": int(1_000_000 * number * scale),
+            "bytes_down": int(2_000_000 * number * scale),
+            "evaluation_bytes_up": 30_000,
+            "evaluation_bytes_down": 4_000_000,
+            "training_flops": int(5_000_000_000 * number * scale),
+            "seconds": 3.0 * number,
+            "joules_measured": 0.0,
+            "joules_estimated": 7.0 * number * scale,
+            "seconds_without_joules": 0.25 * number,
+            "wall_seconds": 1.5 * number,
+            **changes,
+        }
+    )
+
+
+def device(index, accuracy, *, examples=10, rounds=20, stopped=None, new=False, shared=None):
+    return DeviceResult(f"device-{index}", 0.5, new, examples, accuracy, shared, rounds, stopped, 2000 * (index + 1))
+
+
+def record(trial, devices, points=None, **changes):
+    """A trial as recorded: with two devices of 10 and 30 test samples, unless they are given whole."""
+    devices = tuple(
+        each if isinstance(each, DeviceResult) else device(index, each, examples=(10, 30)[index])
+        for index, each in enumerate(devices)
+    )
+    result = {"rounds": 20, "reason": "max_rounds", "parameters": 1234, "inference_flops": 2_500_000}
+    result |= {"model_sha256": "0" * 64, "wall_seconds": 30.0, "machine": "2 cores, Linux", **changes}
+    return Recorded(trial, points or (point(10, 0.5), point(20, 0.8)), TrialResult(**result, devices=devices))
+
+
+def run(plan, results):
+    """Every trial of the experiment; results: (label, seed) -> accuracies of its devices, at every alpha."""
+    return [
+        record(trial, results[trial.label, trial.seed])
+        for trial in trials(plan, "tiny", {"FedSPU": {"learning_rate": 0.2}, "FedAvg": {"learning_rate": 0.1}})
+        if (trial.label, trial.seed) in results
+    ]
+
+
+RESULTS = {
+    ("FedSPU", 0): (0.9, 0.7),
+    ("FedSPU", 1): (0.8, 0.8),
+    ("FedSPU+ES", 0): (0.9, 0.6),
+    ("FedSPU+ES", 1): (0.8, 0.8),
+    ("FedAvg", 0): (0.6, 0.8),
+    ("FedAvg", 1): (0.5, 0.8),
+}
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return experiment()
+
+
+@pytest.fixture(scope="module")
+def recorded(plan):
+    return run(plan, RESULTS)
+
+
+def cells(page, row, section):
+    """The cells of the first row that begins so after that heading, without bold."""
+    text = page[page.index(f"## {section}") :]
+    line = re.search(rf"^\| {re.escape(row)} \|(.*)\|$", text, re.MULTILINE)
+    return [cell.strip().replace("**", "") for cell in line.group(1).split("|")]
+
+
+def test_accuracy_is_mean_and_spread_over_seeds(plan, recorded):
+    page = report_text(plan, recorded, command=COMMAND)
+    # One column for each alpha: FedAvg's seeds have means 0.7 and 0.65; their sample standard deviation is 0.0354.
+    assert cells(page, "FedAvg", "Accuracy after") == ["67.5 ± 3.5", "67.5 ± 3.5"]
+    # Weighted: (0.6*10 + 0.8*30)/40 = 0.75 and 0.725; over devices: 0.1 and 0.15; worst device: 0.6 and 0.5.
+    at_alpha = page[page.index("### alpha = 0.1") :]
+    assert cells("## x\n" + at_alpha, "FedAvg", "x") == ["67.5 ± 3.5", "73.8", "12.5", "55.0", "–", "2 of 2"]
+
+
+def test_costs_are_those_of_the_last_point_in_units(plan, recorded):
+    page = report_text(plan, recorded, command=COMMAND)
+    # Best is 0.8 at round 20; 80 % of it is 0.64, which 0.5 at round 10 has not.
+    assert cells(page, "FedSPU", "Rounds, traffic") == ["20", "20", "20", "20", "40", "0.03", "4", "100", "2.5", "3"]
+    assert cells(page, "FedSPU", "Time and energy") == ["60", "–", "140", "5", "30"]
+
+
+def test_the_page_says_how_it_came_about(plan, recorded):
+    page = report_text(plan, recorded, command=COMMAND)
+    assert page.startswith("# Tiny\n\nFigures that can be checked by hand.\n")
+    for fact in (
+        "- Task: digits, 1,234 parameters",
+        "- Partition: dirichlet; alpha in 0.1, 1.0",
+        "- Devices: 2\n",
+        "- Rounds: at most 20, judged every 10 rounds and at the end",
+        "- Settings of all: cohort = 2",
+        "- Tuned: learning_rate in 0.1, 0.2; 5 rounds, seeds 1000, on validation data",
+        "- Machine: 2 cores, Linux",
+        f"- Command: `{COMMAND}`",
+    ):
+        assert fact in page
+    assert (
+        "| FedSPU+ES | fedspu | 0.5, 1.0 | early_stopping = True, patience = 2 | learning_rate = 0.2, as FedSPU |"
+        in page
+    )
+    assert "| FedAvg | fedavg | 1.0 | – | learning_rate = 0.1 |" in page
+    assert "Incomplete" not in page
+    assert "trials ran with" not in page
+
+
+def test_paired_difference_with_students_interval(plan, recorded):
+    [group, _] = groups(plan, recorded)
+    pair = paired(group.trials["FedSPU"], group.trials["FedAvg"])
+    # Seed 0: +30, -10; seed 1: +30, 0. Means 10 and 15; t(0.975, 1) = 12.706, standard error 2.5.
+    assert pair.mean == pytest.approx(12.5)
+    assert pair.interval == pytest.approx((12.5 - 12.7062 * 2.5, 12.5 + 12.7062 * 2.5), abs=1e-3)
+    assert (pair.seeds, pair.pairs) == (2, 4)
+    assert (pair.better, pair.equal, pair.worse) == (0.5, 0.25, 0.25)
+    # Two devices: a quarter of resamples has device 0 twice (+30), a quarter device 1 twice (-5).
+    assert pair.bootstrap == pytest.approx((-5.0, 30.0))
+    row = cells(report_text(plan, recorded, command=COMMAND), "FedAvg", "FedSPU against")
+    assert row == ["+12.5 (-19.3 to +44.3)", "-5.0 to +30.0", "50 / 25 / 25", "4 in 2 seeds"]
+
+
+def test_one_seed_has_the_bootstrap_over_devices():
+    plan = experiment(seeds=[0], axes={}, devices=40, methods=[FEDSPU, FEDAVG], tune=None)
+    [first, other] = trials(plan, "tiny", {})
+    accuracies = [0.5 + 0.01 * index for index in range(40)]
+    done = [
+        record(first, [device(index, each) for index, each in enumerate(accuracies)]),
+        record(other, [device(index, 0.5) for index in range(40)]),
+    ]
+    [group] = groups(plan, done)
+    pair = paired(group.trials["FedSPU"], group.trials["FedAvg"])
+    assert pair.mean == pytest.approx(19.5)
+    assert pair.interval == pair.bootstrap
+    # The mean of 40 has a standard error of sqrt((40**2 - 1) / 12 / 40) = 1.825 points.
+    half = 1.96 * math.sqrt((40**2 - 1) / 12 / 40)
+    assert pair.interval == pytest.approx((19.5 - half, 19.5 + half), abs=0.15)
+    assert paired(group.trials["FedSPU"], group.trials["FedAvg"]) == pair  # chance is seeded
+    page = report_text(plan, done, command=COMMAND)
+    assert "with one seed nothing else can be known" in page
+    assert "±" not in page
+    assert cells(page, "FedSPU", "Accuracy after")[0] == "69.5"
+
+
+def test_pairs_with_different_data_are_refused(plan):
+    [first, *_] = trials(plan, "tiny", {})
+    with pytest.raises(SystemExit, match="device-0 has 10 test samples here and 11"):
+        paired([record(first, [device(0, 0.5)])], [record(first, [device(0, 0.5, examples=11)])])
+
+
+def test_a_device_that_was_not_judged_is_left_out(plan):
+    [first, *_] = trials(plan, "tiny", {})
+    unjudged = device(0, None, examples=0)
+    pair = paired([record(first, [unjudged, 0.8])], [record(first, (0.5, 0.5))])
+    assert (pair.mean, pair.pairs) == (pytest.approx(30.0), 1)
+    assert paired([record(first, [unjudged])], [record(first, (0.5, 0.5))]) is None
+
+
+def test_early_stopping_saves(plan):
+    done = []
+    for trial in trials(plan, "tiny", {}):
+        accuracies = RESULTS[trial.label, trial.seed]
+        if trial.label == "FedSPU+ES":  # half of everything, and of device-rounds 12 + 18 of 40
+            devices = (
+                device(0, accuracies[0], rounds=12, stopped=12),
+                device(1, accuracies[1], examples=30, rounds=18),
+            )
+            done.append(record(trial, devices, (point(20, 0.8, 0.5),), rounds=18 + trial.seed, reason="all_stopped"))
+        else:
+            done.append(record(trial, accuracies))
+    [group, _] = groups(plan, done)
+    [saving] = savings(group)
+    assert (saving.label, saving.without) == ("FedSPU+ES", "FedSPU")
+    assert saving.device_rounds == pytest.approx(0.25)
+    assert saving.traffic == saving.training_flops == saving.joules_estimated == pytest.approx(0.5)
+    assert saving.joules_measured is None
+    assert saving.difference.mean == pytest.approx(-2.5)
+    page = report_text(plan, done, command=COMMAND)
+    row = cells(page, "FedSPU+ES", "What early stopping saves")
+    assert row[:6] == ["FedSPU", "25.0", "50.0", "50.0", "–", "50.0"]
+    assert cells(page, "FedSPU+ES", "Who stopped early") == ["1 of 2", "18.5", "all_stopped", "30"]
+    assert "| FedAvg |" not in page[page.index("## Who stopped early") : page.index("## Rounds, traffic")]
+
+
+def test_a_label_with_other_settings_beside_early_stopping_is_no_saving():
+    other = {**FEDSPU_ES, "settings": {"early_stopping": True, "local_epochs": 7}}
+    plan = experiment(methods=[FEDSPU, other, FEDAVG])
+    assert savings(groups(plan, run(plan, RESULTS))[0]) == []
+
+
+def test_missing_trials_are_said_above_the_tables(plan, recorded):
+    some = [each for each in recorded if each.trial.seed == 0 and each.trial.label != "FedAvg"]
+    page = report_text(plan, some, command=COMMAND)
+    said = page.index("**Incomplete: 4 of 12 trials.**")
+    assert said < page.index("## Accuracy after")
+    at_alpha = "## x\n" + page[page.index("### alpha = 0.1") :]
+    assert cells(at_alpha, "FedSPU", "x")[-1] == "1 of 2"
+    assert set(cells(at_alpha, "FedAvg", "x")) == {"–"}
+    assert set(cells(page, "FedAvg", "FedSPU against")) == {"–"}
+    assert cells(page, "FedSPU+ES", "FedSPU against")[-1] == "2 in 1 seed"
+
+
+def test_nothing_recorded_is_said(plan, tmp_path):
+    with pytest.raises(SystemExit, match="no trial of 'Tiny' is recorded yet"):
+        write_report(plan, [], tmp_path / "results", command=COMMAND)
+    assert not (tmp_path / "results").exists()
+
+
+def test_trials_that_were_run_otherwise_are_said(plan):
+    short = [record(trial, RESULTS[trial.label, trial.seed]) for trial in trials(plan, "tiny", {}, scale=0.1)]
+    page = report_text(plan, short, command=COMMAND)
+    assert "**12 of 12 trials ran with rounds = 2, the file says 20.**" in page
+    gone = experiment(methods=[FEDSPU, FEDAVG])
+    page = report_text(gone, short, command=COMMAND)
+    assert "**Left out: 4 recorded trials that are not of this experiment (any more).**" in page
+    assert "FedSPU+ES" not in page
+
+
+def test_the_last_rows_of_a_trial_that_was_run_again_count(plan, recorded):
+    again = record(recorded[0].trial, (1.0, 1.0))
+    assert groups(plan, [*recorded, again])[0].trials["FedSPU"][0] is again
+
+
+def test_new_devices_stand_apart():
+    plan = experiment(seeds=[0], axes={}, methods=[FEDSPU], new=1, tune=None)
+    [trial] = trials(plan, "tiny", {})
+    devices = (device(0, 0.9, shared=0.4), device(1, 0.7, shared=0.6), device(2, 0.25, new=True))
+    page = report_text(plan, [record(trial, devices)], command=COMMAND)
+    assert cells(page, "FedSPU", "Accuracy after") == ["80.0", "80.0", "10.0", "70.0", "50.0", "25.0", "1 of 1"]
+    assert "- Devices: 2, and 1 new ones" in page
+    assert "against the others" not in page
+
+
+def test_a_curve_stays_where_a_trial_ended(plan):
+    [trial, *_] = trials(plan, "tiny", {})
+    early = record(trial, (0.5, 0.5), (point(10, 0.4), point(15, 0.6)))
+    late = record(trial, (0.5, 0.5), (point(5, 0.1), point(10, 0.2), point(20, 0.4)))
+    drawn = curve([early, late], lambda each: each.round)
+    assert drawn.x == [10, 12.5, 17.5]
+    assert drawn.y == pytest.approx([30, 40, 50])
+    assert drawn.low == pytest.approx([20, 20, 40])
+    assert drawn.high == pytest.approx([40, 60, 60])
+    assert curve([], lambda each: each.round) is None
+
+
+def is_png(path):
+    return path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and 2000 < path.stat().st_size < 80_000
+
+
+def test_the_page_and_its_pictures_are_written(plan, recorded, tmp_path):
+    page, *pictures = write_report(plan, recorded, tmp_path / "results", command=COMMAND)
+    assert page == tmp_path / "results" / "tiny.md"
+    kinds = ("rounds", "upload", "devices", "differences", "costs")
+    assert [picture.name for picture in pictures] == [f"tiny-{kind}.png" for kind in kinds]
+    assert all(is_png(picture) for picture in pictures)
+    assert all(f"]({picture.name})" in page.read_text() for picture in pictures)
+    assert sorted(file.name for file in page.parent.iterdir()) == sorted(file.name for file in (page, *pictures))
+
+
+def test_where_nothing_was_judged_only_costs_are_drawn(tmp_path):
+    plan = experiment(seeds=[0], axes={}, methods=[FEDSPU, FEDAVG], tune=None)
+    done = [record(trial, (None, None), (point(20, 0, accuracy=None),)) for trial in trials(plan, "tiny", {})]
+    assert [path.name for _, path in draw(groups(plan, done), tmp_path, "tiny")] == ["tiny-costs.png"]
+    page = report_text(plan, done, command=COMMAND)
+    assert cells(page, "FedSPU", "Accuracy after") == ["–", "–", "–", "–", "–", "1 of 1"]
+    assert cells(page, "FedSPU", "Rounds, traffic")[:3] == ["20", "–", "–"]
+
+
+def test_a_partly_run_experiment_can_be_drawn(plan, recorded, tmp_path):
+    some = [each for each in recorded if each.trial.axes["alpha"] == 0.1 and each.trial.label != "FedSPU"]
+    pictures = draw(groups(plan, some), tmp_path, "tiny")
+    assert [path.name for _, path in pictures] == [
+        f"tiny-{kind}.png" for kind in ("rounds", "upload", "devices", "costs")
+    ]
+    assert all(is_png(path) for _, path in pictures)

@@ -1,0 +1,111 @@
+"""Results go to a file and come back, whole trials only."""
+
+import dataclasses
+
+import pytest
+
+from benchmarks.experiment import Experiment, trials
+from benchmarks.metrics import Accuracy, Point
+from benchmarks.rows import DeviceResult, Recorded, TrialResult, append, read, without_timing
+
+
+def recorded(seed=0, seconds=12.5):
+    plan = Experiment.model_validate(
+        {
+            "title": "Tiny",
+            "task": "digits",
+            "devices": 2,
+            "rounds": 4,
+            "evaluate_every": 2,
+            "seeds": [seed],
+            "axes": {"alpha": [0.12345678]},
+            "boards": ["a"],
+            "methods": [{"label": "FedSPU", "method": "fedspu", "budgets": [0.2, 1.0], "settings": {"clip": 1.0}}],
+        }
+    )
+    [trial] = trials(plan, "tiny", {})
+    accuracy = Accuracy(devices=2, mean=0.5, weighted=0.25, std=0.125, bottom_decile=0.375)
+    points = tuple(
+        Point(number, accuracy, None, accuracy, 0.5, 1, 10, 20, 3, 4, 5 * 10**12, seconds, 0.0, 7.0, 0.5, 9.0)
+        for number in (2, 4)
+    )
+    devices = (
+        DeviceResult("device-0", 0.2, False, 10, 0.5, None, 4, 2, 1000),
+        DeviceResult("device-1", 1.0, True, 10, None, 0.25, 0, None, 0),
+    )
+    return Recorded(trial, points, TrialResult(4, "max_rounds", 99, 10**10, "f" * 64, devices, seconds, "a machine"))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "runs" / "results.jsonl"
+
+
+def test_what_was_written_is_read_back(path):
+    assert read(path) == []
+    append(path, recorded(0))
+    append(path, recorded(1))
+    assert read(path) == [recorded(0), recorded(1)]
+    assert len(path.read_text().splitlines()) == 2 * (1 + 2 + 1)
+
+
+def test_figures_have_six_digits_and_the_trial_all(path):
+    append(path, recorded(seconds=1.23456789))
+    [found] = read(path)
+    assert found.points[0].seconds == found.result.wall_seconds == 1.23457
+    assert found.points[0].training_flops == 5 * 10**12
+    assert found.trial == recorded().trial
+    assert found.trial.axes == {"alpha": 0.12345678}
+
+
+@pytest.mark.parametrize("cut", [1, 3])
+def test_a_trial_without_its_result_is_left_out_and_can_be_run_again(path, cut):
+    append(path, recorded(0))
+    append(path, recorded(1))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[: 4 + cut]))
+    assert read(path) == [recorded(0)]
+    append(path, recorded(1))
+    assert read(path) == [recorded(0), recorded(1)]
+
+
+def test_a_write_that_was_cut_within_a_line_is_left_out_and_cut_off(path):
+    append(path, recorded(0))
+    append(path, recorded(1))
+    path.write_text(path.read_text()[:-40])
+    assert read(path) == [recorded(0)]
+    append(path, recorded(1))
+    assert read(path) == [recorded(0), recorded(1)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{not json",
+        "3",
+        "[]",
+        '{"row": "point"}',
+        '{"row": "point", "trial": "unknown"}',
+        '{"row": "trial", "trial": "x", "label": "no more"}',
+        '{"row": "surprise", "trial": "x"}',
+        '{"row": "result", "trial": "x", "devices": [{}]}',
+        "",
+    ],
+)
+def test_a_damaged_line_is_named(path, line):
+    append(path, recorded())
+    with path.open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(
+        SystemExit, match=r"(?s)results\.jsonl, line 5: not a row of a trial \(.*\); move the file away"
+    ):
+        read(path)
+
+
+def test_without_timing_two_runs_are_alike():
+    fast, slow = recorded(seconds=1.0), recorded(seconds=100.0)
+    slow = dataclasses.replace(slow, result=dataclasses.replace(slow.result, machine="another"))
+    assert fast != slow
+    assert without_timing([fast]) == without_timing([slow])
+    other = dataclasses.replace(slow, result=dataclasses.replace(slow.result, parameters=100))
+    assert without_timing([fast]) != without_timing([other])
