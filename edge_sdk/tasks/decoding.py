@@ -99,11 +99,11 @@ def _decode(content: bytes, source: str, shape: tuple[int, ...]) -> Array:
         raise DataError(f"{source}: reading images needs Pillow: pip install 'sparrow-fl[data]'") from None
     try:
         with Image.open(io.BytesIO(content), formats=("PNG", "JPEG")) as image:
-            pixels = np.asarray(image.convert("L" if shape[0] == 1 else "RGB"))
+            width, height = image.size
+            fits = (height, width) == shape[1:]
+            pixels = np.asarray(image.convert("L" if shape[0] == 1 else "RGB")) if fits else None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"{source}: cannot be read as PNG or JPEG ({error})") from None
-    if pixels.shape[:2] != shape[1:]:
-        raise DataError(
-            f"{source}: has {pixels.shape[0]} x {pixels.shape[1]} pixels; scale it to {shape[1]} x {shape[2]}"
-        )
+    if pixels is None:
+        raise DataError(f"{source}: has {height} x {width} pixels; scale it to {shape[1]} x {shape[2]}")
     return pixels[None] if shape[0] == 1 else np.moveaxis(pixels, 2, 0)

@@ -104,7 +104,7 @@ def _npz(place: Path, wanted: Wanted) -> Parts | None:
     if path is None:
         return None
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             names = set(archive.files)
             if "jpeg_train" in names:
                 return _jpegs(path, archive, wanted)
@@ -118,9 +118,9 @@ def _npz(place: Path, wanted: Wanted) -> Parts | None:
         ) from None
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path}: cannot be read as an npz file ({error}); write it with numpy.savez") from None
-    except ValueError as error:
-        if isinstance(error, DataError):
-            raise
+    except DataError:
+        raise
+    except (ValueError, TypeError):  # what is neither zip nor npy numpy takes for a pickle; npy is one bare array
         raise DataError(f"{path}: holds pickled objects or is no npz file; write plain arrays of numbers") from None
 
 
@@ -319,7 +319,8 @@ def _values(array: Array, source: str, wanted: Wanted) -> Array:
             f"{source}: samples have shape {array.shape[1:]}, {wanted.task} wants {shape} or {size} values in order"
         )
     if not wanted.pixels:
-        values = array.astype(np.float16)
+        with np.errstate(over="ignore"):  # what does not fit becomes infinite, and is refused
+            values = array.astype(np.float16)
         if not np.isfinite(values).all():
             raise DataError(f"{source}: a value is not finite, or too large for float16; remove such samples")
         return values
@@ -327,7 +328,7 @@ def _values(array: Array, source: str, wanted: Wanted) -> Array:
         raise DataError(
             f"{source}: images must be whole grey levels from 0 to 255; multiply shares of brightness by 255"
         )
-    return np.ascontiguousarray(array, dtype=np.uint8)
+    return np.require(array, np.uint8, ["C", "W"])  # torch warns of arrays that cannot be written
 
 
 def _checked(source: str, inputs: Array, labels: Array, people: Array | None, published: int, wanted: Wanted) -> Parts:
@@ -347,6 +348,10 @@ def _checked(source: str, inputs: Array, labels: Array, people: Array | None, pu
 def _numbered(source: str, labels: Array, wanted: Wanted) -> Array:
     """Classes as int64: numbers as they are, names by their order."""
     if labels.dtype.kind in "iub":
+        return labels.astype(np.int64)
+    if labels.dtype.kind == "f":  # as pandas makes them of whole numbers where one is missing
+        if not np.isfinite(labels).all() or (labels != np.floor(labels)).any():
+            raise DataError(f"{source}: a label is missing or no whole number; number the classes from 0")
         return labels.astype(np.int64)
     texts = np.array([str(label) for label in labels])
     names = np.unique(texts)

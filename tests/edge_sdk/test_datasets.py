@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import struct
+
+import numpy as np
+import pandas
+import pytest
+from PIL import Image
+
+from edge_sdk.tasks.datasets import read_dataset
+from edge_sdk.tasks.loading import DataError
+from edge_sdk.tasks.public import CIFAR10, HAR, MNIST
+
+RANDOM = np.random.default_rng(0)
+DIGITS = RANDOM.integers(0, 256, (24, 28, 28), dtype=np.uint8)
+LABELS = np.arange(24) % 10
+PHOTOS = RANDOM.integers(0, 256, (24, 3, 32, 32), dtype=np.uint8)
+WINDOWS = RANDOM.normal(size=(15, 6, 64)).astype(np.float16)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "sparrow"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+def refused(path, wanted, message):
+    with pytest.raises(DataError, match=message):
+        read_dataset(str(path), wanted)
+
+
+def check(dataset, images=DIGITS, labels=LABELS, published=24):
+    np.testing.assert_array_equal(dataset.inputs.reshape(images.shape), images)
+    assert dataset.inputs.dtype == np.uint8
+    assert dataset.inputs.flags.writeable  # torch warns of arrays that are not
+    assert dataset.targets.tolist() == labels.tolist()
+    assert dataset.targets.dtype == np.int64
+    assert dataset.published == published
+    assert dataset.classes == 10
+    assert dataset.people is None
+
+
+# --- npz
+
+
+def test_npz_with_and_without_a_test_part(folder):
+    np.savez(folder / "mnist.npz", x_train=DIGITS, y_train=LABELS)
+    check(read_dataset(str(folder), MNIST))
+    np.savez(folder / "other.npz", x_train=DIGITS[:20], y_train=LABELS[:20], x_test=DIGITS[20:], y_test=LABELS[20:])
+    dataset = read_dataset(str(folder / "other.npz"), MNIST)
+    check(dataset, published=20)
+    assert dataset.inputs.shape == (24, 1, 28, 28)
+
+
+def test_a_process_reads_once_until_the_file_changes(folder):
+    path = folder / "mnist.npz"
+    np.savez(path, x_train=DIGITS, y_train=LABELS)
+    first = read_dataset(str(path), MNIST)
+    assert read_dataset(str(folder / ".." / "data" / "mnist.npz"), MNIST) is first
+    np.savez(path, x_train=DIGITS[:12], y_train=LABELS[:12])
+    os.utime(path, ns=(1, 1))
+    assert read_dataset(str(path), MNIST).published == 12
+
+
+def test_images_with_channels_last_or_as_whole_numbers(folder):
+    np.savez(folder / "cifar10.npz", x_train=PHOTOS.transpose(0, 2, 3, 1).astype(np.int64), y_train=LABELS)
+    check(read_dataset(str(folder), CIFAR10), PHOTOS)
+
+
+def test_windows_have_people(folder):
+    people = np.array([7, 3, 9] * 5)
+    np.savez(folder / "har.npz", x=WINDOWS, y=np.arange(15) % 5, subject=people)
+    dataset = read_dataset(str(folder), HAR)
+    assert dataset.inputs.dtype == np.float16
+    np.testing.assert_array_equal(dataset.inputs, WINDOWS)
+    assert dataset.people.tolist() == [1, 0, 2] * 5
+    assert dataset.classes == 5
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"a": LABELS}, "holds a, but no x_train; add it, or give a folder or file with mnist.npz"),
+        ({"x_train": DIGITS}, "holds x_train, but no y_train"),
+        ({"x_train": DIGITS, "y_train": LABELS[:5]}, "24 samples have 5 labels"),
+        ({"x_train": DIGITS[:0], "y_train": LABELS[:0]}, "at least one"),
+        ({"x_train": DIGITS[:, :20], "y_train": LABELS}, r"samples have shape \(20, 28\), mnist wants \(1, 28, 28\)"),
+        ({"x_train": DIGITS / 255, "y_train": LABELS}, "whole grey levels from 0 to 255; multiply"),
+        ({"x_train": DIGITS.astype(int) - 9, "y_train": LABELS}, "whole grey levels"),
+        ({"x_train": DIGITS.astype(str), "y_train": LABELS}, "holds values of <U"),
+        ({"x_train": DIGITS, "y_train": LABELS - 1}, "labels go from -1 to 8; mnist has 10 classes"),
+        ({"x_train": DIGITS, "y_train": LABELS / 2}, "no whole number"),
+        ({"x_train": DIGITS, "y_train": np.full(24, np.nan)}, "a label is missing"),
+        ({"x_train": np.array([{}] * 3), "y_train": LABELS[:3]}, "pickled objects"),
+        ({"x_train": DIGITS, "y_train": LABELS, "x_test": DIGITS}, "no y_test"),
+        ({"x_train": DIGITS, "y_train": LABELS, "subject_train": LABELS[:3]}, "give one each, or none"),
+    ],
+)
+def test_npz_files_that_cannot_be_used_are_explained(folder, arrays, message):
+    np.savez(folder / "mnist.npz", **arrays)
+    refused(folder, MNIST, message)
+
+
+def test_broken_npz_files_are_explained(folder):
+    (folder / "mnist.npz").write_bytes(b"PK\x03\x04 and then nothing")
+    refused(folder, MNIST, "cannot be read as an npz file")
+    (folder / "text.npz").write_text("hello")
+    refused(folder / "text.npz", MNIST, "no npz file")
+    (folder / "empty.npz").write_bytes(b"")
+    refused(folder / "empty.npz", MNIST, "cannot be read as an npz file")
+    np.save(folder / "one.npy", np.zeros(3))
+    (folder / "one.npy").rename(folder / "one.npz")
+    refused(folder / "one.npz", MNIST, "no npz file")
+
+
+def test_values_that_float16_cannot_hold_are_refused(folder):
+    np.savez(folder / "har.npz", x=np.full((2, 6, 64), 1e6), y=[0, 1])
+    refused(folder, HAR, "too large for float16")
+
+
+# --- images
+
+
+def jpeg(pixels):
+    file = io.BytesIO()
+    Image.fromarray(pixels.transpose(1, 2, 0)).save(file, "JPEG", quality=95)
+    return file.getvalue()
+
+
+def save_jpegs(path, photos=PHOTOS, labels=LABELS):
+    smooth = [np.full_like(photo, photo.mean()) for photo in photos]
+    files = [jpeg(photo) for photo in smooth]
+    offset = np.cumsum([0, *map(len, files)])
+    joined = np.frombuffer(b"".join(files), np.uint8)
+    cut = 20
+    np.savez(
+        path,
+        jpeg_train=joined[: offset[cut]],
+        offset_train=offset[: cut + 1],
+        y_train=labels[:cut],
+        jpeg_test=joined[offset[cut] :],
+        offset_test=offset[cut:] - offset[cut],
+        y_test=labels[cut:],
+    )
+    return np.array(smooth)
+
+
+def test_jpegs_are_decoded_once_into_a_file_that_processes_share(folder, cache, monkeypatch):
+    smooth = save_jpegs(folder / "cifar10.npz")
+    dataset = read_dataset(str(folder), CIFAR10)
+    assert np.abs(dataset.inputs.astype(int) - smooth).max() <= 2
+    assert dataset.published == 20
+    assert dataset.targets.tolist() == LABELS.tolist()
+    (kept,) = cache.iterdir()
+    assert kept.name.startswith("cifar10-")
+    assert kept.suffix == ".npy"
+    assert isinstance(dataset.inputs, np.memmap)
+    monkeypatch.setattr("edge_sdk.tasks.decoding._write", None)  # whoever decodes again fails
+    again = read_dataset(str(folder / "cifar10.npz"), CIFAR10)
+    np.testing.assert_array_equal(again.inputs, dataset.inputs)
+
+
+def test_a_jpeg_that_is_none_is_named_and_leaves_nothing_behind(folder, cache):
+    np.savez(folder / "cifar10.npz", jpeg_train=DIGITS.ravel(), offset_train=np.array([0, 9, 30]), y_train=[1, 2])
+    refused(folder, CIFAR10, "cifar10.npz, image 0: cannot be read as PNG or JPEG")
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_explained(folder, tmp_path, monkeypatch):
+    save_jpegs(folder / "cifar10.npz")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    refused(folder, CIFAR10, "set XDG_CACHE_HOME to a folder with 0 MB to spare")
+
+
+def save_images(root, images, labels):
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        (root / str(label)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(root / str(label) / f"{number:03}.png")
+
+
+def test_folders_of_images_by_class(folder):
+    save_images(folder / "train", DIGITS[:20], LABELS[:20])
+    save_images(folder / "test", DIGITS[20:], LABELS[20:])
+    order = np.argsort(LABELS[:20], kind="stable").tolist() + (20 + np.argsort(LABELS[20:], kind="stable")).tolist()
+    check(read_dataset(str(folder), MNIST), DIGITS[order], LABELS[order], published=20)
+
+
+def test_classes_may_have_names_if_all_are_there(folder):
+    names = np.array(["zebra", "ant", "cat", "dog", "emu", "fox", "gnu", "hen", "ibis", "jay"])
+    save_images(folder, DIGITS, names[LABELS])
+    dataset = read_dataset(str(folder), MNIST)
+    assert dataset.targets.tolist() == sorted((LABELS - 1) % 10)
+    save_images(folder / "few", DIGITS[:4], names[:4])
+    refused(folder / "few", MNIST, "has 4 folders of images, mnist has 10 classes; add the others or name")
+
+
+def test_images_of_another_size_are_refused(folder):
+    save_images(folder, DIGITS[:3, :20], LABELS[:3])
+    refused(folder, MNIST, r"000.png: has 20 x 28 pixels; scale it to 28 x 28")
+
+
+# --- IDX and binary
+
+
+def save_idx(path, array, header=None):
+    content = (header or b"\0\0\x08" + bytes([array.ndim])) + struct.pack(f">{array.ndim}I", *array.shape)
+    content += array.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def test_idx_as_mnist_is_published(folder):
+    save_idx(folder / "train-images-idx3-ubyte.gz", DIGITS[:20])
+    save_idx(folder / "train-labels-idx1-ubyte", LABELS[:20])
+    check(read_dataset(str(folder), MNIST), DIGITS[:20], LABELS[:20], published=20)
+    save_idx(folder / "t10k-images.idx3-ubyte", DIGITS[20:])
+    refused(folder, MNIST, "no t10k-labels-idx1-ubyte or .* beside t10k-images.idx3-ubyte")
+    save_idx(folder / "t10k-labels.idx1-ubyte.gz", LABELS[20:])
+    check(read_dataset(str(folder), MNIST), published=20)
+    (folder / "train-labels-idx1-ubyte").unlink()
+    refused(folder, MNIST, "no train-labels-idx1-ubyte")
+
+
+def test_broken_idx_files_are_explained(folder):
+    images, labels = folder / "train-images-idx3-ubyte", folder / "train-labels-idx1-ubyte"
+    save_idx(labels, LABELS)
+    for content, message in (
+        (b"\0\0\x0d\x03" + bytes(12), "begins with 00000d03, which is no IDX"),
+        (b"\0\0\x08\x03\0\0", "ends within its header"),
+        (b"\0\0\x08\x03" + struct.pack(">3I", 24, 28, 28) + bytes(100), "holds 100 values, its header says"),
+        (b"\0\0\x08\x03" + struct.pack(">3I", *[2**32 - 1] * 3), "holds 0 values"),
+    ):
+        images.write_bytes(content)
+        os.utime(folder, ns=(len(content), len(content)))
+        refused(folder, MNIST, message)
+    images.unlink()
+    images.with_suffix(".gz").write_bytes(b"no gzip")
+    refused(folder, MNIST, "cannot be read")
+
+
+def test_cifar_as_it_is_published_in_binary(folder):
+    rows = np.concatenate([LABELS[:, None].astype(np.uint8), PHOTOS.reshape(24, -1)], axis=1)
+    names = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]
+    for number, name in enumerate(names):
+        if number == 5:
+            refused(folder, CIFAR10, "no test_batch.bin beside data_batch_1.bin")
+        (folder / name).write_bytes(rows[4 * number : 4 * number + 4].tobytes())
+    check(read_dataset(str(folder), CIFAR10), PHOTOS, published=20)
+    (folder / names[0]).write_bytes(b"123")
+    os.utime(folder, ns=(7, 7))
+    refused(folder, CIFAR10, "3 bytes are no multiple of 3073")
+
+
+# --- tables
+
+
+def table(images, labels, **columns):
+    values = images.reshape(len(images), -1)
+    return pandas.DataFrame({**columns, "label": labels, **{f"p{i}": values[:, i] for i in range(values.shape[1])}})
+
+
+def test_tables_of_both_kinds(folder):
+    table(DIGITS[:20], LABELS[:20]).to_csv(folder / "train.csv", index=False)
+    table(DIGITS[20:], LABELS[20:]).to_parquet(folder / "test.parquet")
+    check(read_dataset(str(folder), MNIST), published=20)
+    check(read_dataset(str(folder / "train.csv"), MNIST), DIGITS[:20], LABELS[:20], published=20)
+
+
+def test_a_table_with_people_and_names_of_classes(folder):
+    names = np.array(["SEATED", "STANDING_UP", "WALKING", "TURNING", "SITTING_DOWN"])
+    labels = np.arange(15) % 5
+    table(WINDOWS.astype(np.float32), names[labels], person=["bo", "al", "cy"] * 5).to_csv(
+        folder / "har.csv", index=False
+    )
+    dataset = read_dataset(str(folder / "har.csv"), HAR)
+    np.testing.assert_allclose(dataset.inputs, WINDOWS, rtol=1e-3)
+    assert dataset.targets.tolist() == np.searchsorted(np.sort(names), names[labels]).tolist()
+    assert dataset.people.tolist() == [1, 0, 2] * 5
+    table(WINDOWS.astype(np.float32)[:2], names[:2]).to_parquet(folder / "few.parquet")
+    refused(folder / "few.parquet", HAR, "has 2 names of classes, har has 5; number them from 0")
+
+
+def test_tables_that_cannot_be_used_are_explained(folder):
+    (folder / "train.csv").write_text("a,b\n1,2\n")
+    refused(folder, MNIST, "has the columns a, b.* but none called label or y")
+    (folder / "train.csv").write_text("label,b\n1,2\n")
+    refused(folder / "train.csv", MNIST, r"samples have shape \(1,\), mnist wants \(1, 28, 28\) or 784 values")
+    (folder / "x.csv").write_text("")
+    refused(folder / "x.csv", MNIST, "cannot be read as a table")
+    (folder / "x.parquet").write_text("no parquet")
+    refused(folder / "x.parquet", MNIST, "cannot be read as a table")
+
+
+# --- nothing to read
+
+
+def test_what_is_missing_is_named_with_where_to_find_it(folder):
+    with pytest.raises(DataError, match=r"mnist needs to know where its data are: add --data PATH; give .*yann\.lecun"):
+        read_dataset(None, MNIST)
+    refused(folder / "none", CIFAR10, r"none: No such file or directory; give a folder or file with cifar10\.npz, IDX")
+    refused(folder, HAR, r"the folder holds nothing, no samples of har; .* Matey-Sanz")
+    (folder / "notes.txt").write_text("hello")
+    refused(folder, MNIST, r"the folder holds .*notes\.txt, no samples of mnist")
+    refused(folder / "notes.txt", MNIST, "a file of an unknown format")

@@ -1,0 +1,80 @@
+"""The tasks on the real public sets; skipped where their files are missing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from edge_sdk.tasks import load_task
+
+FOLDER = Path(os.environ.get("SPARROW_TEST_DATA") or Path(__file__).parents[3] / "shared" / "data")
+
+
+def load(name, data, batch_size=50):
+    return load_task(name, data, device="device-3", seed=0, batch_size=batch_size)
+
+
+def real(file):
+    return pytest.mark.skipif(
+        not (FOLDER / file).is_file(), reason=f"{file} is not in SPARROW_TEST_DATA or ../shared/data"
+    )
+
+
+def moments(batches):
+    values = torch.cat([inputs for inputs, _ in batches]).transpose(0, 1).flatten(1)
+    return values.mean(1), values.std(1)
+
+
+@real("mnist.npz")
+def test_mnist_is_dealt_and_scaled():
+    tasks = [load("mnist", f"{FOLDER},of=100,alpha=0.1,index={index}") for index in range(100)]
+    counts = [task.train.num_examples + task.validation.num_examples + task.test.num_examples for task in tasks]
+    assert sum(counts) == 60_000
+    assert min(counts) >= 10
+    mean, deviation = moments(max(tasks, key=lambda task: task.train.num_examples).train)
+    assert abs(mean) < 0.2
+    assert abs(deviation - 1) < 0.2
+    pooled = load("mnist:leaf", f"{FOLDER},of=1,part=all")
+    assert pooled.train.num_examples == 41_650
+
+
+@real("mnist.npz")
+def test_mnist_is_learnt():
+    task = load("mnist", f"{FOLDER},of=40,partition=iid")
+    torch.manual_seed(0)
+    optimiser = torch.optim.SGD(task.model.parameters(), lr=0.1)
+    for _ in range(2):
+        for inputs, targets in task.train:
+            optimiser.zero_grad()
+            task.loss(task.model(inputs), targets).backward()
+            optimiser.step()
+    with torch.no_grad():
+        right = [(task.model(inputs).argmax(1) == targets).float() for inputs, targets in task.held_out]
+    assert torch.cat(right).mean() > 0.7
+
+
+@real("har_watch_phone.npz")
+def test_activities_belong_to_people_and_are_standardised():
+    tasks = [load("har", f"{FOLDER},index={index}") for index in range(23)]
+    batches = [part for task in tasks for part in (task.train, task.validation, task.test)]
+    assert sum(part.num_examples for part in batches) == 7226
+    mean, deviation = moments(sample for part in batches for sample in part)
+    np.testing.assert_allclose(mean, 0, atol=2e-3)
+    np.testing.assert_allclose(deviation, 1, atol=2e-3)
+    assert tasks[0].model(next(iter(tasks[0].train))[0]).shape == (50, 5)
+
+
+@real("cifar10.npz")
+@pytest.mark.slow  # 60,000 images are decoded into the cache the first time
+def test_cifar10_is_dealt_and_scaled():
+    task = load("cifar10:dmpfl", f"{FOLDER},of=100,partition=classes,part=all")
+    inputs, _ = next(iter(task.train))
+    assert inputs.shape == (50, 3, 32, 32)
+    everything = load("cifar10:fedsgc", f"{FOLDER},of=1,held_out=0.99")
+    mean, deviation = moments(everything.train)
+    np.testing.assert_allclose(mean, 0, atol=0.15)
+    np.testing.assert_allclose(deviation, 1.2, atol=0.1)  # the usual constants are means of deviations per image
