@@ -43,9 +43,9 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
         while (job := jobs.get()) is not None:
             slot, device, number = job
             vector_to_parameters(shared.clone(), model.parameters())
-            work.train(model, samples, shares[device], hash((seed, number, device)))
+            processor = work.train(model, samples, shares[device], hash((seed, number, device)))
             trained[slot] = parameters_to_vector(model.parameters()).detach()
-            results.send((slot, time.time()))
+            results.send((slot, time.time(), processor))
 
     context = multiprocessing.get_context("fork")
     jobs: SimpleQueue[tuple[int, int, int] | None] = context.SimpleQueue()
@@ -65,9 +65,9 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
             for ready in connection.wait([*readers, *sentinels]):
                 if not isinstance(ready, connection.Connection):
                     raise SystemExit("a process of the bare loop died")
-                slot, at = ready.recv()
+                slot, at, processor = ready.recv()
                 waiting.discard(slot)
-                clock.device_trained(at)
+                clock.device_trained(at, processor)
         weights = torch.tensor([len(shares[device]) for device in cohort], dtype=torch.float64)
         shared.copy_((trained.double() * weights[:, None]).sum(0) / weights.sum())
         clock.round_ended()

@@ -34,10 +34,10 @@ def train(message: Message, context: Context) -> Message:
     device, seed = int(context.node_config["partition-id"]), int(config["seed"])
     model, samples, shares = _once(str(config["data"]), seed)
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
-    work.train(model, samples, shares[device], hash((seed, int(config["server-round"]), device)))
+    processor = work.train(model, samples, shares[device], hash((seed, int(config["server-round"]), device)))
     reply = {
         "arrays": ArrayRecord(model.state_dict()),
-        "metrics": MetricRecord({"num-examples": len(shares[device]), "at": time.time()}),
+        "metrics": MetricRecord({"num-examples": len(shares[device]), "at": time.time(), "processor": processor}),
     }
     return Message(content=RecordDict(reply), reply_to=message)
 
@@ -50,7 +50,8 @@ def apps(data: Path, rounds: int, seed: int, clock: Clock) -> tuple[ServerApp, C
         """FedAvg calls this once a round, after it has averaged the models."""
         if len(replies) != work.COHORT:
             raise RuntimeError(f"{len(replies)} of {work.COHORT} devices answered")
-        clock.device_trained(min(float(reply["metrics"]["at"]) for reply in replies))
+        for reply in replies:
+            clock.device_trained(float(reply["metrics"]["at"]), float(reply["metrics"]["processor"]))
         clock.round_ended()
         return MetricRecord()
 

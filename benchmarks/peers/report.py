@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from dataclasses import dataclass, field
@@ -24,13 +25,16 @@ class Clock:
 
     born: float = field(default_factory=lambda: time.time() - process_age())
     first_device: float = 0.0
+    processor: list[float] = field(default_factory=list)
+    """Processor seconds of the local training of each device-round."""
     rounds: list[float] = field(default_factory=list)
     """The ends of rounds: each when its new global model was there."""
     stopped: float = 0.0
     """When everything the peer had started was gone."""
 
-    def device_trained(self, at: float) -> None:
-        """A device was done at ``at``, in whatever process."""
+    def device_trained(self, at: float, processor: float) -> None:
+        """A device was done at ``at`` after ``processor`` seconds of a processor, in whatever process."""
+        self.processor.append(processor)
         self.first_device = min(self.first_device or at, at)
 
     def round_ended(self) -> None:
@@ -39,7 +43,11 @@ class Clock:
 
 
 def outcome(peer: str, version: str, clock: Clock, cohort: int, accuracy: float) -> dict[str, Any]:
-    """One run. ``device_rounds_per_second`` leaves the first round out, which starts things up."""
+    """One run. ``device_rounds_per_second`` leaves the first round out, which starts things up.
+
+    ``processor_seconds_per_device``, of local training alone, is alike for peers that do equal work, however busy the
+    machine is with other things; the rates are only comparable on a machine that does nothing else.
+    """
     rounds = len(clock.rounds)
     later = clock.rounds[-1] - clock.rounds[0]
     return {
@@ -52,6 +60,7 @@ def outcome(peer: str, version: str, clock: Clock, cohort: int, accuracy: float)
         "seconds_to_first_round": round(clock.rounds[0] - clock.born, 3),
         "seconds_of_rounds": round(later, 3),
         "device_rounds_per_second": round((rounds - 1) * cohort / later, 2) if rounds > 1 else None,
+        "processor_seconds_per_device": round(statistics.median(clock.processor), 4),
         "accuracy": round(accuracy, 4),
     }
 

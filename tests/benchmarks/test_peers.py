@@ -33,6 +33,7 @@ def test_the_bare_loop_says_what_it_did(tmp_path):
     assert 0 < line["seconds_to_first_device"] <= line["seconds_to_first_round"] < line["seconds_total"]
     assert line["seconds_total"] < line["seconds_whole_command"]
     assert line["device_rounds_per_second"] > 0
+    assert line["processor_seconds_per_device"] > 0
     peak = line["peak_memory_bytes"]
     assert 50 * MB < peak["uss"] <= peak["pss"] <= peak["rss"] < 4000 * MB
 
