@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -26,7 +24,7 @@ import httpx
 from tqdm import tqdm
 
 from benchmarks import plots
-from benchmarks.server import coordinator, stop
+from benchmarks.server import coordinator, machine, stop
 from edge_sdk.predict import Predictor
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.manifest import Manifest, Tensors, initial_values
@@ -118,11 +116,6 @@ def run(folder: Path, seed: int, patience: int = PATIENCE) -> dict[str, Any]:
             if each.evaluated_devices
         ],
     }
-
-
-def machine() -> str:
-    """What these figures were made on, in a few words."""
-    return f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
 
 
 def name(index: int) -> str:

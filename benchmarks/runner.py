@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import shutil
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from benchmarks import rows
 from benchmarks.experiment import Experiment, Trial, Value, trials, tuning_trials
 from benchmarks.metrics import judged, own, point_after
 from benchmarks.rows import DeviceResult, Recorded, TrialResult
-from benchmarks.server import coordinator
+from benchmarks.server import coordinator, machine
 from edge_sdk.fleet import run_fleet
 from edge_sdk.host import Plan
 from edge_sdk.protocol.flops import forward_flops
@@ -102,7 +101,7 @@ def tune(experiment: Experiment, name: str, where: Where, *, scale: float, resum
 
 
 def read_tuned(folder: Path, name: str) -> dict[str, dict[str, Value]]:
-    """What tuning chose: in this folder, or else as committed with the experiment's results; nothing where neither is."""
+    """What tuning chose: in this folder, or else as committed with the experiment's results; or nothing."""
     for path in (folder / "tuned.json", Path("docs/results") / f"{name}.tuned.json"):
         if path.exists():
             tuned: dict[str, dict[str, Value]] = json.loads(path.read_text())["tuned"]
@@ -132,10 +131,10 @@ def run_trial(trial: Trial, where: Where) -> Recorded:
 
 def collect(server: str, trial: Trial, wall_seconds: float) -> Recorded:
     """The rows of a trial that has ended, from its coordinator's records."""
-    with httpx.Client(base_url=f"{server}/v1/federations/{FEDERATION}", timeout=60) as client:
+    with httpx.Client(base_url=server, timeout=60) as client:
 
         def get(path: str) -> Any:
-            return client.get(path).raise_for_status().json()
+            return client.get(f"/v1/federations/{FEDERATION}{path}").raise_for_status().json()
 
         info = FederationInfo.model_validate(get(""))
         manifest = Manifest.model_validate(get("/manifest"))
@@ -161,7 +160,7 @@ def collect(server: str, trial: Trial, wall_seconds: float) -> Recorded:
             model_sha256=info.model_sha256,
             devices=_devices(trial, devices, reports),
             wall_seconds=wall_seconds,
-            machine=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+            machine=machine(),
         ),
     )
 

@@ -1,9 +1,10 @@
-"""A coordinator process on a free port of this machine, for as long as a benchmark needs it."""
+"""What a benchmark runs on: a coordinator process on a free port of this machine, and the machine in a few words."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -53,3 +54,8 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def machine() -> str:
+    """What these figures were made on, in a few words."""
+    return f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
