@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
+from edge_sdk.protocol.masks import NeuronDraw, blocks, count_values, draw_neurons
 from edge_sdk.tasks import UnknownTask, load_task
 from edge_sdk.tasks.loading import ArrayBatches, Arrays, Chosen, DataError, Scale
 from edge_sdk.tasks.models import MODELS, full_name
+from edge_sdk.training.freezing import Freezing
 
 EVERY = [(task, model) for task, choices in MODELS.items() for model in choices]
 
@@ -58,6 +62,30 @@ def test_pooling_before_relu_is_the_same_function(task, model):
         modules[place : place + 2] = reversed(modules[place : place + 2])
     with torch.no_grad():
         assert torch.equal(network(inputs), torch.nn.Sequential(*modules)(inputs))
+
+
+@pytest.mark.parametrize(("task", "model"), EVERY)
+def test_a_masked_step_changes_active_values_only(task, model):
+    choice = MODELS[task][model]
+    manifest = load_builtin(full_name(task, model)).manifest
+    network = choice.build()
+    mask = draw_neurons(manifest, NeuronDraw("job", 1, "device", 0.5))
+    before = {name: value.detach().numpy().copy() for name, value in network.named_parameters()}
+    freezing = Freezing(network, manifest, mask)
+    torch.nn.functional.cross_entropy(network(torch.randn(4, *choice.shape)), torch.tensor([0, 1, 2, 3])).backward()
+    freezing.zero_gradients()
+    torch.optim.SGD(network.parameters(), lr=0.1).step()
+    freezing.restore()
+    changed = 0
+    for spec, block in blocks(manifest, mask):
+        if not spec.trainable:
+            continue
+        moved = dict(network.named_parameters())[spec.name].detach().numpy() != before[spec.name]
+        changed += moved.sum()
+        inside = np.zeros(spec.shape, dtype=bool)
+        block.put(inside, np.ones(block.shape, dtype=bool))
+        assert not (moved & ~inside).any()
+    assert changed > 0.2 * count_values(manifest, mask)
 
 
 def mnist_file(folder):
@@ -151,3 +179,10 @@ def test_hundreds_of_devices_hold_indices_only(tmp_path):
     assert {share.targets.data_ptr() for share in shares} == {shares[0].targets.data_ptr()}
     assert sum(share.index.nbytes for share in shares) == 6000 * 8
     assert shares[0].inputs.nbytes == x.nbytes
+
+
+def test_the_page_on_tasks_has_every_model_and_its_size():
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+    for name in builtin_tasks():
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        assert f"| {load_builtin(name).manifest.trainable_values:,} |" in row
