@@ -14,6 +14,7 @@ Bytes stay bytes; nothing is ever unpickled.
 from __future__ import annotations
 
 import gzip
+import re
 import struct
 import zipfile
 import zlib
@@ -149,24 +150,24 @@ def _jpegs(path: Path, archive: Mapping[str, Array], wanted: Wanted) -> Parts:
 
 
 def _idx(place: Path, wanted: Wanted) -> Parts | None:
-    folder = place if place.is_dir() else place.parent
-    if not place.is_dir() and "-idx" not in place.name.replace(".idx", "-idx"):
+    if not place.is_dir() and not re.search(r"[-.]idx[13]-ubyte", place.name):
         return None
-    found = [
-        tuple(_first(folder, _idx_names(use, content)) for content in ("images-idx3", "labels-idx1"))
-        for use in ("train", "t10k")
-    ]
+    folder = place if place.is_dir() else place.parent
     parts = []
-    for use, (images, labels) in zip(("train", "t10k"), found, strict=True):
-        if images is None and labels is None and (use == "t10k" or place.is_dir()):
-            if use == "train":
-                return None
+    for use in ("train", "t10k"):
+        content = {kind: _first(folder, _idx_names(use, kind)) for kind in ("images-idx3", "labels-idx1")}
+        found = [path for path in content.values() if path is not None]
+        if not found:
             continue
-        if images is None or labels is None:
-            lost = _idx_names(use, "images-idx3" if images is None else "labels-idx1")
-            raise DataError(f"{folder}: there is no {' or '.join(lost[:2])} beside {(images or labels or place).name}")
+        for kind, path in content.items():
+            if path is None:
+                lost = " or ".join(_idx_names(use, kind)[:2])
+                raise DataError(f"{folder}: there is no {lost} beside {found[0].name}; put both files there")
+        images, labels = found
         parts.append(_Part(str(images), _read_idx(images), _read_idx(labels)))
-    return _join(parts, wanted)
+        if len(parts) == 1 and use == "t10k":
+            raise DataError(f"{folder}: there is no train-images-idx3-ubyte beside {images.name}; put all files there")
+    return _join(parts, wanted) if parts else None
 
 
 def _idx_names(use: str, content: str) -> list[str]:

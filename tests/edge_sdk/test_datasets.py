@@ -226,8 +226,11 @@ def test_idx_as_mnist_is_published(folder):
     refused(folder, MNIST, "no t10k-labels-idx1-ubyte or .* beside t10k-images.idx3-ubyte")
     save_idx(folder / "t10k-labels.idx1-ubyte.gz", LABELS[20:])
     check(read_dataset(str(folder), MNIST), published=20)
+    check(read_dataset(str(folder / "train-images-idx3-ubyte.gz"), MNIST), published=20)
     (folder / "train-labels-idx1-ubyte").unlink()
     refused(folder, MNIST, "no train-labels-idx1-ubyte")
+    (folder / "train-images-idx3-ubyte.gz").unlink()
+    refused(folder, MNIST, "no train-images-idx3-ubyte beside t10k")
 
 
 def test_broken_idx_files_are_explained(folder):
