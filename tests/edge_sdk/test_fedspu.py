@@ -181,7 +181,7 @@ def test_equal_seeds_give_equal_bytes(digits_manifest):
 def test_at_ratio_1_a_round_is_plain_training(digits_manifest, ratio):
     job = digits_job(digits_manifest, ratio, learning_rate=0.1, momentum=0.5)
     trained = FedSPU().train(job)
-    plain = build_seeded(DigitsNet, 0)
+    plain = build_seeded(DigitsNet, 0).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.5)
     torch.manual_seed(derive_seed("f:0", "pi", 1, "train"))
     for _ in range(2):

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -76,8 +80,85 @@ def test_training_is_that_of_a_plain_loop_bit_for_bit():
             counts.append(len(targets))
     assert torch.equal(task.model.weight, plain.weight)
     assert torch.equal(task.model.bias, plain.bias)
-    assert (result.num_examples, result.steps) == (7, 6)  # 3 + 4: the seventh sample joins the second batch
+    assert (result.num_examples, result.samples, result.steps) == (
+        7,
+        21,
+        6,
+    )  # 3 + 4: the seventh sample joins the second batch
     assert result.train_loss == pytest.approx(np.average(losses, weights=counts))
+
+
+class Net(nn.Module):
+    """A convolution, batch norm, and a layer that the forward pass leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.out = nn.Linear(4, 3)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.out(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"weight_decay": 0.05}, {"clip": 0.1}, {"weight_decay": 0.05, "clip": 0.1}], ids=str
+)
+def test_plain_sgd_is_torchs_bit_for_bit(settings):
+    torch.manual_seed(0)
+    model = Net().to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    arrays = Arrays(torch.rand(20, 2, 6, 6), torch.arange(20) % 3)
+    task = classification("net", model, arrays, arrays, None, batch_size=6)
+    nothing_frozen = Freezing(nn.Identity(), MANIFEST, None)
+    train_locally(
+        model, task, FederationSettings(local_epochs=3, **settings), learning_rate=0.3, freezing=nothing_frozen, seed=1
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.3, weight_decay=settings.get("weight_decay", 0))
+    torch.manual_seed(1)
+    for _ in range(3):
+        for inputs, targets in task.train:
+            optimizer.zero_grad()
+            F.cross_entropy(plain(inputs.to(memory_format=torch.channels_last)), targets).backward()
+            if "clip" in settings:
+                nn.utils.clip_grad_norm_(plain.parameters(), settings["clip"])
+            optimizer.step()
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    assert all(parameter.grad is None for parameter in model.parameters()), "gradients are as large as the model"
+
+
+PROCESS = """
+import hashlib, sys, torch
+from edge_sdk.methods import DeviceState, Job
+from edge_sdk.methods.fedavg import FedAvg
+from edge_sdk.protocol.bundle import decode, encode
+from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.manifest import initial_values
+from edge_sdk.protocol.masks import pack
+from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.tasks.digits import load
+torch.set_num_threads(1)
+manifest = load_builtin("digits").manifest
+task = load("index=0,of=8", device="a", seed=0, batch_size=16)
+settings = FederationSettings(method="fedavg", weight_decay=0.01, clip=1.0, local_steps=8)
+assignment = Assignment(assignment_id="a", kind="train", round=1, deadline_seconds=9, settings=settings)
+received = decode(encode(manifest, pack(manifest, initial_values(manifest, 0), None), None), manifest)
+digests = []
+for _ in range(2):
+    job = Job(assignment, manifest, task, task.model, DeviceState(), received, federation="f", device="a")
+    digests.append(hashlib.sha256(FedAvg().train(job).update.values.tobytes()).hexdigest())
+assert digests[0] == digests[1]
+print(digests[0], "torch._dynamo" in sys.modules)
+"""
+
+
+def test_plain_training_imports_no_compiler_and_every_process_gives_the_same_bits():
+    """The compiler takes longer to import than a small device trains in a round."""
+    said = {subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True).stdout for _ in range(2)}
+    assert len(said) == 1
+    assert re.fullmatch(r"[0-9a-f]{64} False\n", said.pop())
 
 
 def test_steps_wrap_round_the_data():
@@ -85,6 +166,7 @@ def test_steps_wrap_round_the_data():
     result = train(task_of(line()), local_steps=7, progress=lambda done, total, loss: seen.append((done, total)))
     assert result.steps == 7
     assert result.num_examples == 5
+    assert result.samples == 5 * 3 + 2
     assert seen == [(step, 7) for step in range(1, 8)]
 
 
@@ -182,8 +264,9 @@ def test_tensors_go_in_and_come_out_as_copies():
     tensors["bias"][0] = 7
     assert model.bias[0] == 0
     tensors["bias"].flags.writeable = False
-    set_tensors(model, tensors)
+    set_tensors(model, tensors)  # read-only arrays, such as payloads are, make torch.from_numpy warn
     assert model.bias.tolist() == [7, 0]
+    assert not np.shares_memory(model.bias.detach().numpy(), tensors["bias"])
     assert get_tensors(model, MANIFEST)["bias"].tolist() == [7, 0]
 
 
