@@ -23,11 +23,20 @@ from benchmarks.experiment import Experiment, Trial, Value, trials, tuning_trial
 from benchmarks.metrics import judged, own, point_after
 from benchmarks.rows import DeviceResult, Recorded, TrialResult
 from benchmarks.server import coordinator, machine
+from devices.boards import load_boards
 from edge_sdk.fleet import run_fleet
 from edge_sdk.host import Plan
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import DeviceInfo, DeviceReport, FederationInfo, Kind, RoundRecord, UpdateReport
+from edge_sdk.protocol.messages import (
+    DeviceInfo,
+    DeviceReport,
+    FederationInfo,
+    Kind,
+    Receipt,
+    RoundRecord,
+    UpdateReport,
+)
 from edge_sdk.publish import publish
 
 FEDERATION = "trial"
@@ -122,6 +131,7 @@ def run_trial(trial: Trial, where: Where) -> Recorded:
             new=trial.new,
             data=f"{where.data},{trial.data}",
             budgets=trial.budgets,
+            boards=load_boards(",".join(trial.boards)) if trial.boards else (),
         )
         run_fleet(server, plan, processes=where.processes, state_dir=folder / "devices")
         recorded = collect(server, trial, time.monotonic() - begin)
@@ -169,32 +179,37 @@ def _devices(
     trial: Trial, devices: Sequence[DeviceInfo], reports: dict[int, list[DeviceReport]]
 ) -> tuple[DeviceResult, ...]:
     """How each device ended: by its last evaluation, or, for a new one, by what it reported when it had adapted."""
-    judgements = {}
+    last: dict[str, Receipt] = {}
     rounds: dict[str, int] = {}
     for number in sorted(reports):
-        for device, receipt in judged(reports[number]):
-            judgements[device] = receipt
+        for name, receipt in judged(reports[number]):
+            last[name] = receipt
         for each in reports[number]:
-            rounds[each.device] = rounds.get(each.device, 0) + isinstance(each.report, UpdateReport)
-            if each.kind is Kind.adapt and each.device not in judgements:
-                assert not isinstance(each.report, UpdateReport)
-                judgements[each.device] = each.report
-    results = []
-    for device in sorted(devices, key=lambda each: int(each.name.rsplit("-", 1)[1])):
-        receipt = judgements.get(device.name)
-        judgement = own(receipt) if receipt else None
-        shared = receipt.global_model if receipt else None
-        results.append(
-            DeviceResult(
-                device=device.name,
-                budget=device.budget,
-                new=int(device.name.rsplit("-", 1)[1]) >= trial.devices,
-                test_examples=judgement.num_examples if judgement else 0,
-                accuracy=judgement.accuracy if judgement else None,
-                accuracy_global=shared.accuracy if shared else None,
-                rounds=rounds.get(device.name, 0),
-                stopped_round=device.stopped_round,
-                state_bytes=receipt.state_bytes if receipt else 0,
-            )
-        )
-    return tuple(results)
+            if isinstance(each.report, UpdateReport):
+                rounds[each.device] = rounds.get(each.device, 0) + 1
+            elif each.kind is Kind.adapt:
+                last.setdefault(each.device, each.report)
+    return tuple(
+        _result(trial, device, last.get(device.name), rounds.get(device.name, 0))
+        for device in sorted(devices, key=lambda each: _index(each.name))
+    )
+
+
+def _result(trial: Trial, device: DeviceInfo, receipt: Receipt | None, rounds: int) -> DeviceResult:
+    judgement = own(receipt) if receipt else None
+    shared = receipt.global_model if receipt else None
+    return DeviceResult(
+        device=device.name,
+        budget=device.budget,
+        new=_index(device.name) >= trial.devices,
+        test_examples=judgement.num_examples if judgement else 0,
+        accuracy=judgement.accuracy if judgement else None,
+        accuracy_global=shared.accuracy if shared else None,
+        rounds=rounds,
+        stopped_round=device.stopped_round,
+        state_bytes=receipt.state_bytes if receipt else 0,
+    )
+
+
+def _index(name: str) -> int:
+    return int(name.rsplit("-", 1)[1])

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from benchmarks.demo import machine
+from benchmarks.server import machine
 from coordinator.aggregation import MaskedSums
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.manifest import Manifest, Tensors

@@ -30,6 +30,7 @@ import httpx
 import torch
 from tqdm import tqdm
 
+from devices.boards import BOARDS, Board, load_boards
 from edge_sdk import inprocess
 from edge_sdk.errors import BadArgument, Refused, SdkError, StateError
 from edge_sdk.host import Host, Plan, Stepped
@@ -342,6 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
             new=options.new,
             data=_data(options.data, options.partition),
             budgets=options.budgets,
+            boards=options.boards,
         )
         app = _load_app(options.app) if options.app else None
         if options.task:
@@ -415,6 +417,13 @@ def _budgets(text: str) -> tuple[float, ...]:
     raise argparse.ArgumentTypeError(f"{text!r}: give numbers above 0 and up to 1, such as 0.2,0.4,0.6,0.8,1")
 
 
+def _boards(text: str) -> tuple[Board, ...]:
+    try:
+        return load_boards(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _setting(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals:
@@ -441,6 +450,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", help="the devices' data; {index}, {of} and {name} are filled in (docs/fleet.md)")
     parser.add_argument("--partition", help="how it is dealt to them: dirichlet,alpha=0.3 and others (docs/tasks.md)")
     parser.add_argument("--budgets", type=_budgets, default=(1.0,), help="0.2,0.6,1: a third of the devices has each")
+    parser.add_argument(
+        "--boards", type=_boards, default=(), help=f"boards whose seconds and joules are reported: {', '.join(BOARDS)}"
+    )
     parser.add_argument("--processes", type=int, help="processes that host them (default: one per core)")
     keep = parser.add_mutually_exclusive_group()
     keep.add_argument("--state-dir", type=Path, help="where the devices keep their state, to go on later")

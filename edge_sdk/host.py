@@ -10,18 +10,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import httpx
 import torch
 
+from devices import EnergyMeter
+from devices.boards import Board
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.messages import FederationInfo, Kind
+from edge_sdk.protocol.messages import DeviceProfile, FederationInfo, Kind
 from edge_sdk.session import Known, Outcome, Session, check_model
 from edge_sdk.state import StateFolder
 from edge_sdk.tasks import Task, load_task
-from edge_sdk.transport import Transport
+from edge_sdk.telemetry import SimulatedTelemetry, Telemetry
+from edge_sdk.transport import Traffic, Transport
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,9 @@ class Plan:
     devices: how many train. new: how many more only adapt the finished model, numbered after the others. data: what a
     device's ``--data`` would be; ``{index}``, ``{of}`` and ``{name}`` are filled in, and where it has none of them
     ``,index=i,of=N`` is appended, as the built-in tasks want it. budgets: shares of a full training step; the first
-    devices have the first budget, and so on, in equal parts. make_task: (index, what is known of the federation) ->
-    Task, instead of ``data``, for a task of one's own.
+    devices have the first budget, and so on, in equal parts. boards: likewise, the boards whose seconds and joules the
+    devices report, as estimates; where there are none they report this machine's. make_task: (index, what is known of
+    the federation) -> Task, instead of ``data``, for a task of one's own.
     """
 
     federation: str
@@ -40,6 +45,7 @@ class Plan:
     new: int = 0
     data: str | None = None
     budgets: tuple[float, ...] = (1.0,)
+    boards: tuple[Board, ...] = ()
     prefix: str = "device"
     make_task: Callable[[int, FederationInfo], Task] | None = None
 
@@ -61,6 +67,10 @@ class Plan:
     def budget(self, index: int) -> float:
         """The budget of device ``index``; new devices get those of the first ones."""
         return self.budgets[index % self.devices * len(self.budgets) // self.devices]
+
+    def board(self, index: int) -> Board | None:
+        """The board that device ``index`` simulates; None for this machine."""
+        return self.boards[index % self.devices * len(self.boards) // self.devices] if self.boards else None
 
     def task(self, index: int, info: FederationInfo) -> Task:
         """The task of device ``index`` on its own data. Raises DataError."""
@@ -117,6 +127,7 @@ class Host:
         self._reference = reference
         self._enrolment_token = enrolment_token
         self._patience_seconds = patience_seconds
+        self._meter = EnergyMeter()
         self._tasks: dict[int, Task] = {}
         first = plan.task(0, known.info)
         check_model(first.model, known.manifest)
@@ -150,6 +161,7 @@ class Host:
     def _open(self, index: int, *, announce: bool) -> tuple[StateFolder, Session]:
         name = self._plan.name(index)
         folder = StateFolder(self._root / name, durable=False, reference=self._reference)
+        board = self._plan.board(index)
         try:
             transport = Transport(self._client, patience_seconds=self._patience_seconds)
             transport.token = self._enrolment_token
@@ -160,6 +172,8 @@ class Host:
                 name=name,
                 make_task=lambda info: self._task(index),
                 budget=self._plan.budget(index),
+                telemetry=self._telemetry if board is None else partial(SimulatedTelemetry, board),
+                profile=None if board is None else _profile(board),
                 known=self._known,
                 announce=announce,
             )
@@ -167,6 +181,9 @@ class Host:
             folder.close()
             raise
         return folder, session
+
+    def _telemetry(self, traffic: Traffic) -> Telemetry:
+        return Telemetry(self._meter, traffic)
 
     def _task(self, index: int) -> Task:
         if index not in self._tasks:
@@ -177,3 +194,10 @@ class Host:
             for name, tensor in self._own.items():
                 state[name].copy_(tensor)
         return self._tasks[index]
+
+
+def _profile(board: Board) -> DeviceProfile:
+    """What a device on this board says of itself."""
+    return DeviceProfile(
+        board=board.name, system="simulated", cores=board.cores, memory_bytes=board.memory_bytes, sensors=()
+    )

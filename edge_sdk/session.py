@@ -27,6 +27,7 @@ from edge_sdk.errors import FederationOver, Refused, RoundOver, SdkError
 from edge_sdk.methods import DeviceState, Job, Trained, Update, load_method
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import merge_in_place
 from edge_sdk.protocol.messages import (
@@ -241,6 +242,7 @@ class Session:
         before = self._accuracy_of_first(job)
         with self._telemetry.phase("train") as train:
             trained = self._method.train(job)
+            train.flops = trained.flops
         assert trained.update is not None, "a round of kind train ends with values to send"
         body = self._pack(job, trained.update, _report(trained, download, train.cost))
         self._keep_round(job, trained, body, before, download, train.cost)
@@ -249,6 +251,7 @@ class Session:
         before = self._accuracy_of_first(job)
         with self._telemetry.phase("train") as train:
             trained = self._method.personalise(job)
+            train.flops = trained.flops
         body = _report(trained, download, train.cost).encode()
         self._keep_round(job, trained, body, before, download, train.cost)
 
@@ -281,6 +284,10 @@ class Session:
     def _evaluate(self, job: Job, download: Phase) -> None:
         with self._telemetry.phase("evaluate") as measured:
             evaluated = self._method.evaluate(job)
+            judged = [
+                each.num_examples for each in (evaluated.personal, evaluated.global_model, evaluated.validation) if each
+            ]
+            measured.flops = forward_flops(self.manifest) * sum(judged)
         receipt = Receipt(
             personal=evaluated.personal,
             global_model=evaluated.global_model,

@@ -8,14 +8,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from devices import EnergyMeter
+from devices.boards import Board
 from edge_sdk.protocol.messages import Phase
 from edge_sdk.transport import Traffic
+
+COMPUTING = ("train", "evaluate", "adapt")
+"""Phases that compute; the others only transfer."""
 
 
 @dataclass
 class Measured:
-    """Filled with the phase's cost when it has ended."""
+    """Filled with the phase's cost when it has ended. ``flops``: what was computed in it, set by who knows."""
 
+    flops: int | None = None
     cost: Phase = field(default_factory=Phase)
 
 
@@ -46,4 +51,41 @@ class Telemetry:
             joules=energy.joules,
             quality=energy.quality.value,
             source=(energy.source or energy.reason or "")[:300],
+        )
+
+
+class SimulatedTelemetry(Telemetry):
+    """What phases would have cost on ``board``: from bytes and FLOPs, not from this machine's clock or sensors.
+
+    A phase whose FLOPs nobody knows has this machine's seconds and no joules.
+    """
+
+    def __init__(self, board: Board, traffic: Traffic, clock: Callable[[], float] = time.monotonic) -> None:
+        self._board = board
+        self._traffic = traffic
+        self._clock = clock
+
+    def describe(self) -> str:
+        """Where joules come from."""
+        return f"energy: estimated, simulated {self._board.name}"
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Measured]:
+        """Count what happens inside."""
+        measured = Measured(flops=None if name in COMPUTING else 0)
+        begin, down, up = self._clock(), self._traffic.down, self._traffic.up
+        yield measured
+        down, up = self._traffic.down - down, self._traffic.up - up
+        if measured.flops is None:
+            seconds = max(0.0, self._clock() - begin)
+            measured.cost = Phase(seconds=seconds, bytes_down=down, bytes_up=up, source="the simulation cannot tell")
+            return
+        computing, transfer = self._board.computing_seconds(measured.flops), self._board.transfer_seconds(down + up)
+        measured.cost = Phase(
+            seconds=computing + transfer,
+            bytes_down=down,
+            bytes_up=up,
+            joules=self._board.joules(computing, transfer),
+            quality="estimated",
+            source=f"simulated {self._board.name}",
         )

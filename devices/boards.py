@@ -1,0 +1,111 @@
+"""Boards as a simulation has them: seconds and joules that a known board would spend, from counted work.
+
+    seconds = FLOPs / (HPL rate * SHARE_OF_HPL)  +  bytes / network rate
+    joules  = full-load watts * computing seconds  +  idle watts * transfer seconds
+
+The HPL rates are published ones (top500-benchmark of J. Geerling, double precision, all cores). Training small networks
+in single precision reaches only a part of that: a quarter is assumed, which is what this project's own training reached
+of the peak of a server core. Energy is the whole board's, without radio and USB devices. All of it is an estimate, good
+for comparing methods on the same boards rather than for planning a battery.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from devices.estimate import BOARDS as POWER
+from devices.estimate import PowerModel
+
+SHARE_OF_HPL = 0.25
+MIB = 1024 * 1024
+WIFI_BYTES_PER_SECOND = 10e6 / 8
+
+
+@dataclass(frozen=True)
+class Board:
+    """A simulated board. Rates are per second; ``power`` gives watts at rest and under full load."""
+
+    name: str
+    flops_per_second: float
+    power: PowerModel
+    cores: int
+    memory_bytes: int
+    bytes_per_second: float = WIFI_BYTES_PER_SECOND
+
+    def __post_init__(self) -> None:
+        if not (self.flops_per_second > 0 and self.bytes_per_second > 0):
+            raise ValueError(f"board {self.name}: its rates must be above 0")
+
+    def computing_seconds(self, flops: int) -> float:
+        """How long it computes ``flops``."""
+        return flops / self.flops_per_second
+
+    def transfer_seconds(self, traffic_bytes: int) -> float:
+        """How long it sends or receives ``traffic_bytes``."""
+        return traffic_bytes / self.bytes_per_second
+
+    def joules(self, computing_seconds: float, transfer_seconds: float) -> float:
+        """Energy of the whole board."""
+        return self.power.max_watts * computing_seconds + self.power.idle_watts * transfer_seconds
+
+
+BOARDS: Mapping[str, Board] = {
+    board.name: board
+    for board in (
+        Board("pizero2w", 0.37e9 * SHARE_OF_HPL, POWER["raspberrypi,model-zero-2-w"], 4, 512 * MIB),
+        Board("pi4b", 11.9e9 * SHARE_OF_HPL, POWER["raspberrypi,4-model-b"], 4, 4096 * MIB),
+        Board("pi5", 35.2e9 * SHARE_OF_HPL, POWER["raspberrypi,5-model-b"], 4, 8192 * MIB),
+    )
+}
+"""Boards with a published HPL rate and a power model."""
+
+
+def load_boards(text: str) -> tuple[Board, ...]:
+    """Boards from their names (``pi4b,pi5``), or from a TOML file with a ``[[board]]`` table for each.
+
+    A table has ``name``, ``gflops`` (what training reaches), ``idle_watts``, ``max_watts``, and optionally ``cores``,
+    ``memory_mib`` and ``mbit_per_second``. Raises ValueError that says what is wrong.
+    """
+    if text.endswith(".toml"):
+        return _read(Path(text))
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in BOARDS:
+            raise ValueError(
+                f"there is no board {name!r}; there are {', '.join(sorted(BOARDS))}, or give a .toml file with boards "
+                f"of your own"
+            )
+    return tuple(BOARDS[name] for name in names)
+
+
+def _read(path: Path) -> tuple[Board, ...]:
+    try:
+        tables = tomllib.loads(path.read_text()).get("board", [])
+        boards = tuple(
+            Board(
+                name=str(table["name"]),
+                flops_per_second=float(table["gflops"]) * 1e9,
+                power=PowerModel(float(table["idle_watts"]), float(table["max_watts"]), str(table["name"])),
+                cores=int(table.get("cores", 1)),
+                memory_bytes=int(table.get("memory_mib", 1024)) * MIB,
+                bytes_per_second=float(table.get("mbit_per_second", 10)) * 1e6 / 8,
+            )
+            for table in tables
+        )
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; give a file with a [[board]] table for each board") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: {error}; each [[board]] needs name, gflops, idle_watts and max_watts (numbers but for the name)"
+        ) from None
+    if not boards:
+        raise ValueError(f"{path}: there is no [[board]] table in it; add one for each board")
+    return boards
