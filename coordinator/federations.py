@@ -66,6 +66,7 @@ class Federations:
         self, request: CreateFederation, manifest: Manifest, skeleton: bytes, published: Tensors
     ) -> FederationInfo:
         settings = completed(request.settings)
+        _check_model(settings.method, manifest)
         if hashlib.sha256(skeleton).hexdigest() != manifest.skeleton_sha256:
             raise BadContent("skeleton_sha256 of the manifest is not that of the skeleton sent; publish both together")
         check_skeleton(skeleton, manifest)
@@ -89,7 +90,7 @@ class Federations:
             db.add(federation)
             db.flush()
             # Blobs first, then the commit: a federation that can be seen has its model on disk.
-            self._models.save_skeleton(federation.id, skeleton)
+            self._models.add(federation.id, manifest, skeleton)
             federation.model_sha256 = self._models.save(federation.id, 0, tensors)
             return self.describe(db, federation)
 
@@ -212,6 +213,16 @@ def completed(settings: FederationSettings) -> FederationSettings:
         known = ", ".join(settings_type.model_fields) or "no settings of its own"
         raise BadContent(f"method_settings.{explain(error)}; {settings.method} takes {known}") from None
     return settings.model_copy(update={"method_settings": own.model_dump(mode="json")})
+
+
+def _check_model(method: str, manifest: Manifest) -> None:
+    """Raise BadContent for statistics that are to stay on devices which keep nothing from round to round."""
+    stays = [spec for spec in manifest.tensors if spec.policy == "personal" and spec.dtype == "float32" and spec.shape]
+    if stays and not load_method(method).personal_models:
+        raise BadContent(
+            f"{stays[0].name}: {method} keeps no model on a device from round to round, so this cannot stay there; "
+            f"publish with --running-statistics shared"
+        )
 
 
 def find(db: Session, name: str) -> Federation:

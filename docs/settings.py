@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from coordinator.methods import load_method
 from coordinator.settings import Settings
 from edge_sdk.protocol.messages import FederationSettings
 
@@ -39,23 +41,45 @@ STOPPING = """
 Early stopping: after each round that it takes part in, a device computes `L = stop_weight * training loss +
 (1 - stop_weight) * validation loss`. `L` counts as an increase when it exceeds the device's last one less
 `min_improvement`; after `patience` increases in a row the device sends this round's update and trains no more. It keeps
-its personal model and goes on answering evaluations. When all devices have stopped the federation is finished.
+its personal model, where the method has one, and goes on answering evaluations. When all devices have stopped the
+federation is finished.
 
 A round closes when `quorum` of its cohort have sent their updates and everybody else has handed back, or at its
 deadline. A device that misses a deadline is not drawn again until it asks for work.
 """
 
+METHODS = """
+## One method's own
+
+Given as `method_settings`, an object of these names: `{"proximal_weight": 0.1}`. What is left out is filled in when the
+federation is created, and what the method does not know is refused. What they do is in [methods.md](methods.md).
+
+"""
+
 
 def page() -> str:
     """The whole page."""
-    return HEAD + _table(Settings, "COORDINATOR_{}", upper=True) + TOKENS + _table(FederationSettings, "{}") + STOPPING
+    coordinators, federations = _table(Settings, "COORDINATOR_{}", upper=True), _table(FederationSettings, "{}")
+    return HEAD + coordinators + TOKENS + federations + STOPPING + METHODS + _methods()
+
+
+def _methods() -> str:
+    """A row per setting of each method of this repository; a method from outside describes its own."""
+    lines = ["| method | setting | default | meaning |", "|---|---|---|---|"]
+    for entry in sorted(entry_points(group="sparrow.coordinator_methods"), key=lambda entry: entry.name):
+        if entry.value.startswith("coordinator.methods."):
+            for field, about in load_method(entry.name).settings_type.model_fields.items():
+                lines.append(
+                    f"| {entry.name} | `{field}` | {_default(about.get_default(call_default_factory=True))} | {about.description} |"
+                )
+    return "\n".join(lines) + "\n"
 
 
 def _table(model: type[BaseModel], name: str, *, upper: bool = False) -> str:
     lines = ["| setting | default | meaning |", "|---|---|---|"]
     for field, about in model.model_fields.items():
         key = name.format(field.upper() if upper else field)
-        lines.append(f"| `{key}` | {_default(about.default)} | {about.description} |")
+        lines.append(f"| `{key}` | {_default(about.get_default(call_default_factory=True))} | {about.description} |")
     return "\n".join(lines) + "\n"
 
 

@@ -21,7 +21,7 @@ from coordinator.storage.store import Store
 from edge_sdk.errors import FederationOver, Refused, RoundOver
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.manifest import initial_values
+from edge_sdk.protocol.manifest import Manifest, initial_values
 from edge_sdk.protocol.messages import (
     ChangeDevice,
     ChangeFederation,
@@ -330,6 +330,30 @@ def test_a_methods_own_settings_are_completed_and_reach_the_devices(house):
 def test_settings_that_are_not_the_methods_are_refused(house, method, own, said):
     with pytest.raises(BadContent, match=said):
         house.create(method, method_settings=own)
+
+
+def test_statistics_cannot_stay_on_devices_that_keep_nothing(house):
+    task = load_builtin("digits")
+    tensors = [
+        spec.model_copy(update={"policy": "personal"}) if spec.name.endswith("running_mean") else spec
+        for spec in task.manifest.tensors
+    ]
+    manifest = Manifest.model_validate(
+        {**task.manifest.model_dump(), "tensors": [spec.model_dump() for spec in tensors]}
+    )
+    published = initial_values(manifest, 0)
+    extra = {
+        "sparrow.manifest": np.frombuffer(manifest.model_dump_json().encode(), dtype=np.uint8),
+        "sparrow.skeleton": np.frombuffer(task.skeleton, dtype=np.uint8),
+    }
+
+    def publish(method):
+        request = CreateFederation(name=method, settings=FederationSettings(method=method))
+        return house.federations.publish(checkpoint.save({**published, **extra}, request.model_dump_json()))
+
+    with pytest.raises(BadContent, match=r"bn1\.running_mean: fedavg keeps no model .* --running-statistics shared"):
+        publish("fedavg")
+    assert publish("fedspu").method == "fedspu"
 
 
 # --- reopening ---------------------------------------------------------------------------------------------------

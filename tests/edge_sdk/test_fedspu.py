@@ -284,5 +284,25 @@ def test_adapting_fine_tunes_the_global_model_under_the_mask(digits_manifest):
     assert not changed.any()
 
 
+def test_adapting_takes_as_long_as_a_round_or_as_the_federation_says(digits_manifest):
+    def steps(**settings):
+        done = []
+        job = digits_job(digits_manifest, kind="adapt", **settings)
+        FedSPU().adapt(dataclasses.replace(job, progress=lambda step, total, loss: done.append(step)))
+        return len(done)
+
+    assert steps() == 2 * 4
+    assert steps(finetune_epochs=5) == 5 * 4
+
+
+def test_validation_is_the_personal_models_or_else_the_global_ones(digits_manifest):
+    job = digits_job(digits_manifest, kind="evaluate")
+    without = FedSPU().evaluate(job)
+    assert without.validation == without.global_model
+    trained = FedSPU().train(digits_job(digits_manifest, 1.0, local_steps=60, learning_rate=0.1))
+    found = FedSPU().evaluate(dataclasses.replace(job, state=trained.state))
+    assert found.validation == found.personal != found.global_model
+
+
 def test_the_method_is_found_by_its_name():
     assert isinstance(load_method("fedspu"), FedSPU)

@@ -1,0 +1,266 @@
+"""FedAvg's, FedProx's and Local's device halves; whole federations of them are in tests/coordinator/test_methods.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from edge_sdk.methods import DeviceMethod, DeviceState, Job, UnknownWork, load_method
+from edge_sdk.methods.fedavg import FedAvg
+from edge_sdk.methods.fedprox import FedProx
+from edge_sdk.methods.fedspu import FedSPU
+from edge_sdk.methods.local import Local
+from edge_sdk.protocol.bundle import decode, encode
+from edge_sdk.protocol.errors import BundleError, ProtocolError
+from edge_sdk.protocol.flops import training_flops
+from edge_sdk.protocol.manifest import Manifest, TensorSpec
+from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
+from edge_sdk.protocol.messages import Assignment, FederationSettings, Work
+from edge_sdk.tasks import Task
+from edge_sdk.tasks.digits import DigitsNet
+from edge_sdk.tasks.loading import Arrays, build_seeded, classification
+from edge_sdk.tracing import describe
+from edge_sdk.training.local import evaluate, get_tensors, set_tensors
+
+
+@pytest.fixture(scope="module")
+def manifest():
+    return describe(DigitsNet(), torch.zeros(1, 1, 8, 8), task="digits")
+
+
+def job_of(manifest, *, kind="train", state=None, number=1, whole=True, work=None, mask=None, test=True, **settings):
+    """A round over random images; the payload holds the weights that follow from seed 7, another than the model's."""
+    generator = torch.Generator().manual_seed(0)
+    model = build_seeded(DigitsNet, 0)
+    arrays, other = (
+        Arrays(torch.rand(size, 1, 8, 8, generator=generator), torch.arange(size) % 10) for size in (30, 20)
+    )
+    task = classification("digits", model, arrays, other, arrays if test else None, batch_size=8)
+    settings = {"local_epochs": 2, "early_stopping": False, **settings}
+    assignment = Assignment(
+        assignment_id="a",
+        kind=kind,
+        round=number,
+        deadline_seconds=60,
+        settings=FederationSettings(**settings),
+        work=work,
+    )
+    values = pack(manifest, get_tensors(build_seeded(DigitsNet, 7), manifest), mask)
+    received = decode(encode(manifest, values, mask), manifest) if whole else None
+    return Job(assignment, manifest, task, model, state or DeviceState(), received, federation="f", device="pi")
+
+
+def received_by(job):
+    return {spec.name: values for spec, values in zip(job.manifest.shared, _parts(job), strict=True)}
+
+
+def _parts(job):
+    ends = np.cumsum([spec.size for spec in job.manifest.shared])[:-1]
+    return [
+        part.reshape(spec.shape)
+        for part, spec in zip(np.split(job.received.values, ends), job.manifest.shared, strict=True)
+    ]
+
+
+def same(one, other):
+    return set(one) == set(other) and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+# --- FedAvg ------------------------------------------------------------------------------------------------------
+
+
+def test_a_round_starts_from_what_is_received_sends_everything_and_keeps_nothing(manifest):
+    job = job_of(manifest)
+    trained = FedAvg().train(job)
+    assert trained.state.personal is None
+    assert (trained.update.mask, trained.update.draw) == (None, None)
+    again = FedAvg().train(job_of(manifest, state=DeviceState({"left": np.zeros(1)}, {})))
+    np.testing.assert_array_equal(trained.update.values, again.update.values)
+    moved = np.abs(trained.update.values - job.received.values)
+    assert 0 < np.median(moved) < 0.05
+    assert trained.flops == training_flops(manifest, 60)
+
+
+def test_a_round_is_fedspus_of_a_device_that_trains_everything(manifest):
+    whole = Work(job="f:0", round=3, device="pi", ratio=1.0)
+    settings = {"number": 3, "learning_rate": 0.1, "early_stopping": True, "momentum": 0.5}
+    fedavg = FedAvg().train(job_of(manifest, **settings))
+    fedspu = FedSPU().train(job_of(manifest, work=whole, **settings))
+    np.testing.assert_array_equal(fedavg.update.values, fedspu.update.values)
+    assert fedavg.state.memory == fedspu.state.memory
+    assert fedavg.flops == fedspu.flops
+
+
+@pytest.mark.parametrize("method", [FedAvg(), FedProx(), Local(), FedSPU()], ids=lambda method: type(method).__name__)
+def test_other_devices_and_rounds_draw_other_batches(manifest, method):
+    job = job_of(manifest, method_settings={"proximal_weight": 0.1})
+    work = method.personalise if isinstance(method, Local) else method.train
+
+    def loss(**changes):
+        number = changes.pop("number", 1)
+        assignment = job.assignment.model_copy(update={"round": number})
+        return work(dataclasses.replace(job, assignment=assignment, **changes)).train_loss
+
+    assert loss() == loss()
+    assert len({loss(), loss(device="other"), loss(number=2), loss(federation="g")}) == 4
+
+
+@pytest.mark.parametrize("received", ["nothing", "a part"])
+def test_a_payload_that_is_not_the_whole_model_is_refused(manifest, received):
+    mask = draw_neurons(manifest, NeuronDraw("f:0", 1, "pi", 0.4)) if received == "a part" else None
+    job = job_of(manifest, whole=received != "nothing", mask=mask)
+    for work in (FedAvg().train, FedAvg().evaluate, FedAvg().adapt, Local().personalise, Local().adapt):
+        with pytest.raises(BundleError):
+            work(job)
+
+
+def test_evaluation_judges_the_global_model_alone_unless_it_is_fine_tuned(manifest):
+    job = job_of(manifest, kind="evaluate")
+    found = FedAvg().evaluate(job)
+    set_tensors(job.model, received_by(job))
+    assert found.personal is None
+    assert found.global_model == evaluate(job.model, job.task, job.task.test)
+    assert found.validation == evaluate(job.model, job.task, job.task.validation)
+    assert found.validation.num_examples != found.global_model.num_examples
+
+
+def test_a_fine_tuned_copy_is_judged_and_forgotten(manifest):
+    state = DeviceState({"kept": np.ones(2)}, {"last_loss": 1.0, "increases": 0})
+    settings = {"finetune_epochs": 8, "learning_rate": 0.1}
+    job = job_of(manifest, kind="evaluate", state=state, number=4, **settings)
+    found = FedAvg().evaluate(job)
+    assert state.personal["kept"].tolist() == [1, 1]
+    assert state.memory == {"last_loss": 1.0, "increases": 0}
+    assert found.global_model == FedAvg().evaluate(job_of(manifest, kind="evaluate")).global_model
+    assert found.personal.loss < found.global_model.loss, "test data are the training data here"
+    assert FedAvg().evaluate(job) == found
+    adapted = FedAvg().adapt(job_of(manifest, kind="adapt", number=4, **settings))
+    set_tensors(job.model, adapted.personal)
+    assert evaluate(job.model, job.task, job.task.test) == found.personal
+    assert evaluate(job.model, job.task, job.task.validation) == found.validation
+
+
+def test_without_test_data_validation_serves_for_both(manifest):
+    found = FedAvg().evaluate(job_of(manifest, kind="evaluate", test=False))
+    assert found.validation == found.global_model
+
+
+def test_adapting_without_fine_tuning_takes_the_model_as_it_is(manifest):
+    job = job_of(manifest, kind="adapt")
+    state = FedAvg().adapt(job)
+    assert same(received_by(job), {spec.name: state.personal[spec.name] for spec in manifest.shared})
+    assert all(tensor.flags.writeable and tensor.flags.owndata for tensor in state.personal.values())
+
+
+def test_early_stopping_keeps_its_notes_without_a_model(manifest):
+    settings = {"early_stopping": True, "stop_weight": 0.0, "learning_rate": 1e-6}
+    first = FedAvg().train(job_of(manifest, **settings))
+    assert first.state.memory == {"last_loss": first.stop_loss, "increases": 0}
+    lower = DeviceState(None, {"last_loss": first.stop_loss / 2, "increases": 0, "mine": 5})
+    second = FedAvg().train(job_of(manifest, state=lower, **settings))
+    assert second.stopped
+    assert second.state.memory["mine"] == 5, "another's notes stay"
+
+
+# --- FedProx -----------------------------------------------------------------------------------------------------
+
+
+class Weight(nn.Module):
+    """y = w·x."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return self.w * x
+
+
+WEIGHT = Manifest(task="w", input_shape=(1,), output_shape=(1,), tensors=(TensorSpec(name="w", shape=(1,)),))
+
+
+def test_two_steps_by_hand():
+    """F = ½(w - 3)², w^t = 1, η = 0.1, μ = 0.5: 1 + 0.1·2 = 1.2; then 1.2 - 0.1(1.2 - 3 + 0.5·0.2) = 1.37."""
+    batches = [(torch.ones(1, 1), torch.full((1, 1), 3.0))]
+    model = Weight()
+    task = Task("w", model, lambda y, target: 0.5 * F.mse_loss(y, target), batches, batches, classification=False)
+    settings = FederationSettings(
+        method="fedprox",
+        learning_rate=0.1,
+        local_steps=2,
+        early_stopping=False,
+        method_settings={"proximal_weight": 0.5},
+    )
+    assignment = Assignment(assignment_id="a", kind="train", round=1, deadline_seconds=9, settings=settings)
+    received = decode(encode(WEIGHT, np.ones(1, dtype=np.float32), None), WEIGHT)
+    trained = FedProx().train(Job(assignment, WEIGHT, task, model, DeviceState(), received))
+    np.testing.assert_allclose(trained.update.values, [1.37], rtol=1e-6)
+    assert trained.train_loss == pytest.approx((2.0 + 0.5 * 1.8**2) / 2), "the loss is F's, without the pull"
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"momentum": 0.9, "weight_decay": 0.01, "clip": 1.0}, {"optimizer": "adam"}])
+def test_a_weight_of_zero_is_fedavg_bit_for_bit(manifest, optimizer):
+    fedavg = FedAvg().train(job_of(manifest, **optimizer))
+    fedprox = FedProx().train(job_of(manifest, method_settings={"proximal_weight": 0}, **optimizer))
+    np.testing.assert_array_equal(fedprox.update.values, fedavg.update.values)
+    pulled = FedProx().train(job_of(manifest, method_settings={"proximal_weight": 1.0}, **optimizer))
+    assert not np.array_equal(pulled.update.values, fedavg.update.values)
+
+
+# --- Local -------------------------------------------------------------------------------------------------------
+
+
+def test_local_training_starts_from_what_is_received_and_goes_on_from_its_own(manifest):
+    first = Local().personalise(job_of(manifest, kind="personalise"))
+    assert first.update is None
+    np.testing.assert_array_equal(
+        pack(manifest, first.state.personal, None), FedAvg().train(job_of(manifest)).update.values
+    )
+    second = Local().personalise(job_of(manifest, kind="personalise", state=first.state, number=2, whole=False))
+    sent_again = Local().personalise(job_of(manifest, kind="personalise", state=first.state, number=2))
+    assert same(second.state.personal, sent_again.state.personal), "a payload does not move a model that there is"
+    assert second.train_loss < first.train_loss
+    assert not same(first.state.personal, second.state.personal)
+
+
+def test_local_evaluation_has_no_global_model(manifest):
+    job = job_of(manifest, kind="evaluate", whole=False)
+    assert Local().evaluate(job) == type(Local().evaluate(job))(None, None, None)
+    trained = Local().personalise(job_of(manifest, kind="personalise"))
+    found = Local().evaluate(job_of(manifest, kind="evaluate", state=trained.state, whole=False))
+    assert found.global_model is None
+    assert (found.personal.num_examples, found.validation.num_examples) == (30, 20)
+
+
+def test_a_late_device_trains_as_long_as_a_round_or_as_it_is_told(manifest):
+    def steps(**settings):
+        done = []
+        job = job_of(manifest, kind="adapt", **settings)
+        Local().adapt(dataclasses.replace(job, progress=lambda step, total, loss: done.append(step)))
+        return len(done)
+
+    assert steps() == 2 * 4
+    assert steps(finetune_epochs=5) == 5 * 4
+
+
+# --- all ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "method"), [("fedavg", FedAvg), ("fedprox", FedProx), ("local", Local)])
+def test_the_methods_are_found_by_their_names(name, method):
+    assert type(load_method(name)) is method
+
+
+def test_work_that_a_method_does_not_have_is_a_reason_to_hand_it_back(manifest):
+    class Nothing(DeviceMethod):
+        pass
+
+    assert issubclass(UnknownWork, ProtocolError)
+    for method, work in ((FedAvg(), "personalise"), (Local(), "train"), (Nothing(), "evaluate"), (Nothing(), "adapt")):
+        with pytest.raises(UnknownWork, match="on this device has no work of kind train; update this SDK"):
+            getattr(method, work)(job_of(manifest))
