@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from coordinator.methods import load_method
 from coordinator.settings import Settings
@@ -69,9 +69,7 @@ def _methods() -> str:
     for entry in sorted(entry_points(group="sparrow.coordinator_methods"), key=lambda entry: entry.name):
         if entry.value.startswith("coordinator.methods."):
             for field, about in load_method(entry.name).settings_type.model_fields.items():
-                lines.append(
-                    f"| {entry.name} | `{field}` | {_default(about.get_default(call_default_factory=True))} | {about.description} |"
-                )
+                lines.append(f"| {entry.name} | `{field}` | {_default(about)} | {about.description} |")
     return "\n".join(lines) + "\n"
 
 
@@ -79,11 +77,12 @@ def _table(model: type[BaseModel], name: str, *, upper: bool = False) -> str:
     lines = ["| setting | default | meaning |", "|---|---|---|"]
     for field, about in model.model_fields.items():
         key = name.format(field.upper() if upper else field)
-        lines.append(f"| `{key}` | {_default(about.get_default(call_default_factory=True))} | {about.description} |")
+        lines.append(f"| `{key}` | {_default(about)} | {about.description} |")
     return "\n".join(lines) + "\n"
 
 
-def _default(value: Any) -> str:
+def _default(about: FieldInfo) -> str:
+    value = about.get_default(call_default_factory=True)
     if isinstance(value, BaseModel):
         return f"`{value.model_dump_json(exclude_defaults=True)}`"
     if isinstance(value, bool):

@@ -57,8 +57,8 @@ def answered():
 class Wire:
     """A device's transport, without a wire between it and the coordinator's domain."""
 
-    def __init__(self, house):
-        self.house = house
+    def __init__(self, house, name):
+        self.house, self.name = house, name
         self.traffic = Traffic()
         self.token = self.patience_seconds = None
         self.media_types = []
@@ -66,7 +66,7 @@ class Wire:
 
     @property
     def device(self):
-        return self.house.devices.authenticate(self.token)
+        return self.house.device(self.name).device_id
 
     def federation(self, name):
         return self.house.federations.get(name)
@@ -140,7 +140,7 @@ class House:
         index = "abcdefgh".index(name)
         self.folders.append(StateFolder(self.folder / name))
         return Session(
-            Wire(self),
+            Wire(self, name),
             self.folders[-1],
             federation="f",
             name=name,
