@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
-from edge_sdk.training.early_stopping import StopState, judge, stop_loss
+from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.tasks import Task
+from edge_sdk.training.early_stopping import StopState, judge, judge_round, stop_loss
 
 
 def play(pairs, patience=1, min_improvement=0.0):
@@ -53,3 +58,21 @@ def test_a_fall_below_the_minimum_counts_as_a_rise():
 def test_a_loss_that_is_not_finite_is_no_verdict(loss):
     with pytest.raises(ValueError, match="round has failed"):
         judge(StopState(1.0), loss, 1, 0.0)
+
+
+def test_a_round_is_judged_on_validation_data_where_the_federation_asks_for_it():
+    """Losses: 1 in training, (2 - 0)² = 4 in validation."""
+    model = nn.Linear(1, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    validation = [(torch.ones(1, 1), torch.full((1, 1), 2.0))]
+    task = Task("t", model, F.mse_loss, [], validation, classification=False)
+    memory = {"last_loss": 1.8, "increases": 1, "theirs": [1]}
+    settings = FederationSettings(stop_weight=0.7, patience=2)
+    found = judge_round(model, task, settings, memory, 1.0)
+    assert (found.validation_loss, found.stop_loss) == (4.0, pytest.approx(0.7 + 0.3 * 4))
+    assert found.stopped
+    assert found.memory == {"last_loss": found.stop_loss, "increases": 2, "theirs": [1]}
+    assert not judge_round(model, task, settings, {}, 1.0).stopped, "the first participation never stops"
+    off = judge_round(model, task, FederationSettings(early_stopping=False), memory, 1.0)
+    assert (off.memory, off.validation_loss, off.stop_loss, off.stopped) == (memory, None, None, False)
