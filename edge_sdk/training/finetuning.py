@@ -31,7 +31,7 @@ def fine_tune(
     keep_zeros: bool = False,
     progress: Callable[[int, int, float], None] = lambda done, total, loss: None,
 ) -> LocalResult:
-    """Train ``model``, loaded with the global weights, in place for ``epochs``, or where None as long as in one round.
+    """Train ``model``, loaded with the global weights, in place for ``epochs`` >= 1; None: as long as in one round.
 
     mask: the neurons that may change; None lets all. keep_zeros: weights of linear layers and convolutions that are
     exactly zero stay so; biases and norms, which no sparse method prunes, may change. Raises what ``train_locally``
