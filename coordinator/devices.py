@@ -8,10 +8,11 @@ import logging
 import secrets
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import select, update
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, undefer
 
 from coordinator.errors import NameTaken, NotAuthenticated, NotFound
 from coordinator.federations import find
@@ -25,12 +26,22 @@ from edge_sdk.protocol.messages import ChangeDevice, DeviceInfo, DeviceProfile, 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Caller:
+    """A device that has shown its token."""
+
+    device_id: str
+    federation_id: int
+    federation: str
+
+
 class Devices:
     """Every enrolled device. Tokens and enrolment keys are kept hashed only."""
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store = store
         self._clock = clock
+        self._callers: dict[bytes, Caller] = {}  # by the token's digest; changed wherever a token is
 
     def enrol(self, federation_name: str, request: Enrol) -> Enrolled:
         """Enrol a device, or give one that lost the answer a new token. Raises NameTaken, NotFound."""
@@ -62,30 +73,41 @@ class Devices:
                     enrolled_at=now,
                 )
                 db.add(device)
+            else:
+                self._callers.pop(device.token_sha256, None)
             device.token_sha256 = _sha256(token)
             device.profile = request.profile.model_dump(mode="json")
             device.budget = request.budget
             device.seen_at = now
             return Enrolled(device_id=device.id, token=token, notice=_notice(federation, device))
 
-    def authenticate(self, token: str) -> str:
-        """The id of the device that holds this token. Raises NotAuthenticated."""
-        with self._store.reading() as db:
-            device = db.scalar(select(Device).where(Device.token_sha256 == _sha256(token)))
-        if device is None or device.status == "revoked":
-            raise NotAuthenticated("the device token is unknown or revoked; enrol again")
-        return device.id
+    def known_caller(self, token: str) -> Caller | None:
+        """Who holds this token, where that was looked up before; reads no records."""
+        return self._callers.get(_sha256(token))
 
-    def federation_of(self, device_id: str) -> int:
-        """The id of the federation that the device is enrolled in."""
-        with self._store.reading() as db:
-            return db.get_one(Device, device_id).federation_id
+    def authenticate(self, token: str) -> Caller:
+        """Who holds this token. Raises NotAuthenticated."""
+        digest = _sha256(token)
+        caller = self._callers.get(digest)
+        if caller is None:
+            with self._store.writing() as db:  # in turn with whoever changes tokens
+                device = db.scalar(select(Device).where(Device.token_sha256 == digest))
+                if device is None or device.status == "revoked":
+                    raise NotAuthenticated("the device token is unknown or revoked; enrol again")
+                federation = db.get_one(Federation, device.federation_id)
+                caller = self._callers[digest] = Caller(device.id, federation.id, federation.name)
+        return caller
 
     def list(self, federation_name: str) -> list[DeviceInfo]:
         """Every device of a federation, by name. Raises NotFound."""
         with self._store.reading() as db:
             federation = find(db, federation_name)
-            devices = db.scalars(select(Device).where(Device.federation_id == federation.id).order_by(Device.name))
+            devices = db.scalars(
+                select(Device)
+                .where(Device.federation_id == federation.id)
+                .order_by(Device.name)
+                .options(undefer(Device.profile))
+            )
             return [
                 DeviceInfo(
                     device_id=device.id,
@@ -124,6 +146,7 @@ class Devices:
                     log.info("%s leaves: %s", device.name, request.conditions.reason or "no reason given")
             if request.revoked:
                 device.status, device.present = "revoked", False
+                self._callers.pop(device.token_sha256, None)
                 _change_open(db, device_id, status="expired")
 
 

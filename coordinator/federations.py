@@ -131,11 +131,6 @@ class Federations:
         with self._store.reading() as db:
             return self.describe(db, find(db, name))
 
-    def id_of(self, name: str) -> int:
-        """The id under which the records know it. Raises NotFound."""
-        with self._store.reading() as db:
-            return find(db, name).id
-
     def describe(self, db: Session, federation: Federation) -> FederationInfo:
         """What anybody allowed to look learns of it."""
         manifest = self._models.manifest(federation)

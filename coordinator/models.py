@@ -13,6 +13,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 
+from sqlalchemy import select
+
 from coordinator.errors import NotFound
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Federation
@@ -47,8 +49,15 @@ class Models:
     def manifest(self, federation: Federation) -> Manifest:
         """The federation's manifest."""
         if federation.id not in self._manifests:
-            self._manifests[federation.id] = Manifest.model_validate_json(federation.manifest)
+            with self._store.reading() as db:
+                text = db.scalars(select(Federation.manifest).where(Federation.id == federation.id)).one()
+            self._manifests[federation.id] = Manifest.model_validate_json(text)
         return self._manifests[federation.id]
+
+    def add(self, federation_id: int, manifest: Manifest, skeleton: bytes) -> None:
+        """Take in a new federation's model: its description, and its ONNX skeleton on disk."""
+        self._manifests[federation_id] = manifest
+        self._store.blobs.put(f"{federation_id}/skeleton.onnx", skeleton)
 
     def skeleton(self, federation_id: int) -> bytes:
         """The ONNX skeleton of the forward pass."""
@@ -56,10 +65,6 @@ class Models:
             return self._store.blobs.get(f"{federation_id}/skeleton.onnx")
         except FileNotFoundError:
             raise NotFound("this federation was published without an ONNX skeleton") from None
-
-    def save_skeleton(self, federation_id: int, skeleton: bytes) -> None:
-        """Keep the skeleton beside the federation's models."""
-        self._store.blobs.put(f"{federation_id}/skeleton.onnx", skeleton)
 
     def save(self, federation_id: int, version: int, tensors: Tensors) -> str:
         """Store a global model durably; returns the SHA-256 of its file."""

@@ -7,7 +7,7 @@ Bytes, seconds and joules are sums over devices; joules that were measured and j
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 
 from sqlalchemy import select
@@ -33,13 +33,15 @@ from edge_sdk.protocol.messages import (
 
 
 class Records:
-    """The records of every round."""
+    """The records of every round. ``bring``: writes down what waits in memory, before anybody looks."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, bring: Callable[[], None]) -> None:
         self._store = store
+        self._bring = bring
 
     def rounds(self, federation_name: str) -> list[RoundRecord]:
         """A record per round, the open one last. Raises NotFound."""
+        self._bring()
         with self._store.reading() as db:
             federation_id = find(db, federation_name).id
             outdated = select(Round).where(Round.federation_id == federation_id, Round.status == "closed", Round.stale)
@@ -55,6 +57,7 @@ class Records:
 
     def reports(self, federation_name: str, number: int) -> list[DeviceReport]:
         """What each device answered in round ``number``, training first, by name. Raises NotFound."""
+        self._bring()
         with self._store.reading() as db:
             federation = find(db, federation_name)
             if not 1 <= number <= federation.round + 1:

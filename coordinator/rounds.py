@@ -29,12 +29,13 @@ import logging
 import math
 import threading
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from pydantic import ValidationError
-from sqlalchemy import select, update
+from sqlalchemy import and_, func, select, update
 from sqlalchemy.orm import Session
 
 from coordinator.aggregation import MaskedSums
@@ -55,6 +56,9 @@ LARGEST_RECEIPT = 64 * 1024
 COHORT_KINDS = (wire.Kind.train.value, wire.Kind.personalise.value)
 """What a round's cohort can be asked to do; a federation's method decides which of them."""
 
+LOOK_SECONDS = 0.5
+"""How often evaluations are looked through for late ones, while updates keep coming."""
+
 REST_SECONDS = 60.0
 """How long a device that handed its work back is not drawn: what kept it (heat, load, a diverging loss) takes time to
 pass, and a lone device would otherwise hand back a federation's rounds one after the other."""
@@ -69,6 +73,14 @@ class _Folding:
     position: int = 0
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a device that asks for work is given, if anything, and whether it had been thought away."""
+
+    assignment: wire.Assignment | None
+    was_away: bool = False
+
+
 class Rounds:
     """Runs the rounds of every federation."""
 
@@ -79,26 +91,27 @@ class Rounds:
         self._advancing = threading.Lock()
         self._folding: dict[int, _Folding] = {}
         self._stuck: dict[int, float] = {}
+        self._costs: deque[tuple[str, wire.UploadCost]] = deque(maxlen=100_000)
+        self._evaluations_seen: dict[int, float] = {}
 
     # --- what devices ask ----------------------------------------------------------------------------------------
 
-    def next_assignment(self, device_id: str, *, asked: bool = True) -> wire.Assignment | None:
-        """The device's oldest open assignment, or None. Raises Finished when there will be none.
+    def next_assignment(self, device_id: str, *, asked: bool = True) -> Asked:
+        """The device's oldest open assignment, or none. Raises Finished when there will be none.
 
         A device that comes after the end, without a model, is given ``adapt`` first. asked: False for another look
         within one long poll: whoever has left since it asked, perhaps without a word to the poll, stays away.
         """
         now = self._clock()
         with self._store.reading() as db:
-            device = db.get_one(Device, device_id)
-            federation = db.get_one(Federation, device.federation_id)
-            assignment = _open_assignment(db, device)
+            device, federation, assignment = _open_assignment(db, device_id)
+        away = asked and not device.present
         # A poll is no fact worth a write, unless the device was thought away or has not been seen for a while.
-        if asked and (not device.present or now - device.seen_at > 30):
+        if away or (asked and now - device.seen_at > 30):
             with self._store.writing() as db:
                 db.execute(update(Device).where(Device.id == device_id).values(present=True, seen_at=now))
         if federation.status == wire.FederationStatus.paused:
-            return None
+            return Asked(None, away)
         if assignment is None and federation.status in ("finished", "stopped"):
             if device.holds_model:
                 raise Finished(
@@ -106,7 +119,7 @@ class Rounds:
                     f"your personal model stays with you"
                 )
             assignment = self._adapt(device_id)
-        return None if assignment is None else self._describe(federation, device, assignment, now)
+        return Asked(None if assignment is None else self._describe(federation, device, assignment, now), away)
 
     def _adapt(self, device_id: str) -> Assignment:
         with self._store.writing() as db:
@@ -175,18 +188,31 @@ class Rounds:
                 raise RoundClosed(f"the assignment is {assignment.status} already; nothing to hand back")
             assignment.status, assignment.return_reason = "returned", reason
             device.rest_until = self._clock() + REST_SECONDS
-            _touch(db, federation, assignment.round)
+            _touch(db, federation.id, assignment.round)
             log.info("round %s: %s hands back %s: %s", assignment.round, device.name, assignment.kind, reason)
 
     def note_upload_cost(self, device_id: str, cost: wire.UploadCost) -> None:
-        """Keep what a device's last upload cost it; the first word counts, and a stranger's none."""
+        """Keep what a device's last upload cost it; the first word counts, and a stranger's none.
+
+        Kept in memory until the next step forward: it is telemetry, and not worth a transaction of its own.
+        """
+        self._costs.append((device_id, cost))
+
+    def write_upload_costs(self) -> None:
+        """Bring what was kept in memory to the records."""
+        costs: list[tuple[str, wire.UploadCost]] = []
+        while self._costs:
+            costs.append(self._costs.popleft())
+        if not costs:
+            return
         with self._store.writing() as db:
-            assignment = db.get(Assignment, cost.assignment_id)
-            if assignment is None or assignment.device_id != device_id or assignment.status != "done":
-                return
-            if assignment.upload_cost is None:
-                assignment.upload_cost = cost.upload.model_dump(mode="json")
-                _touch(db, db.get_one(Federation, assignment.federation_id), assignment.round)
+            for device_id, cost in costs:
+                assignment = db.get(Assignment, cost.assignment_id)
+                if assignment is None or assignment.device_id != device_id or assignment.status != "done":
+                    continue
+                if assignment.upload_cost is None:
+                    assignment.upload_cost = cost.upload.model_dump(mode="json")
+                    _touch(db, assignment.federation_id, assignment.round)
 
     # --- what devices send ---------------------------------------------------------------------------------------
 
@@ -219,7 +245,7 @@ class Rounds:
             return False
         report = self._check_update(federation, device, assignment, body)
         if assignment.kind == wire.Kind.train:
-            self._store.blobs.put(_update_key(assignment, digest), body)
+            self._store.blobs.put(_update_key(federation.id, assignment.id, digest), body)
         with self._store.writing() as db:
             assignment, device, federation = _owned(db, assignment_id, device_id)
             if self._settled(assignment, digest):
@@ -231,7 +257,7 @@ class Rounds:
             device.holds_model = device.holds_model or _leaves_model(federation, assignment)
             if isinstance(report, wire.UpdateReport) and report.status == "stopped":
                 device.status, device.stopped_round = "stopped", assignment.round
-            _touch(db, federation, assignment.round)
+            _touch(db, federation.id, assignment.round)
         return True
 
     @staticmethod
@@ -292,6 +318,7 @@ class Rounds:
         """Turn what has happened into progress; True when something moved that a device or observer may wait for."""
         moved = False
         with self._advancing:
+            self.write_upload_costs()
             with self._store.reading() as db:
                 ids = db.scalars(select(Federation.id).where(Federation.status.in_(("waiting", "running", "stopped"))))
                 federations = list(ids)
@@ -331,8 +358,10 @@ class Rounds:
     def _start(self, federation_id: int) -> bool:
         with self._store.writing() as db:
             federation = db.get_one(Federation, federation_id)
-            enrolled = len(_devices(db, federation, ("active", "stopped")))
-            if federation.status != "waiting" or enrolled < settings_of(federation).min_devices:
+            enrolled = db.scalar(
+                select(func.count()).where(Device.federation_id == federation_id, Device.status != "revoked")
+            )
+            if federation.status != "waiting" or (enrolled or 0) < settings_of(federation).min_devices:
                 return False
             federation.status = "running"
             log.info("%s: %s devices enrolled, starts", federation.name, enrolled)
@@ -376,7 +405,7 @@ class Rounds:
         log.info("%s: finished after %s rounds (%s)", federation.name, federation.round, reason)
         return True
 
-    def _step_round(self, federation: Federation, current: Round, cohort: Sequence[Assignment]) -> bool:
+    def _step_round(self, federation: Federation, current: Round, cohort: Sequence[_Member]) -> bool:
         settings = settings_of(federation)
         done = sum(assignment.status == "done" for assignment in cohort)
         waiting = [assignment for assignment in cohort if assignment.status == "open"]
@@ -399,25 +428,29 @@ class Rounds:
                 if assignment.status == "open":
                     assignment.status = "expired"
                     federation = db.get_one(Federation, assignment.federation_id)
-                    _touch(db, federation, assignment.round)
+                    _touch(db, federation.id, assignment.round)
                     if away:
                         db.get_one(Device, assignment.device_id).present = False
 
     def _expire_evaluations(self, federation_id: int) -> bool:
+        now = self._clock()
+        if now - self._evaluations_seen.get(federation_id, -math.inf) < LOOK_SECONDS:
+            return False
+        self._evaluations_seen[federation_id] = now
         with self._store.reading() as db:
             late = db.scalars(
                 select(Assignment.id).where(
                     Assignment.federation_id == federation_id,
                     Assignment.kind == "evaluate",
                     Assignment.status == "open",
-                    Assignment.deadline_at <= self._clock(),
+                    Assignment.deadline_at <= now,
                 )
             ).all()
         if late:
             self._expire(late, away=True)
         return bool(late)
 
-    def _fold(self, federation: Federation, number: int, cohort: Sequence[Assignment]) -> _Folding:
+    def _fold(self, federation: Federation, number: int, cohort: Sequence[_Member]) -> _Folding:
         """Add to the sums what is next in order and there; stop at the first that is still awaited."""
         folding = self._folding.get(federation.id)
         if folding is None or folding.round != number:
@@ -425,7 +458,8 @@ class Rounds:
         while folding.position < len(cohort) and cohort[folding.position].status != "open":
             assignment = cohort[folding.position]
             if assignment.status == "done" and assignment.kind == wire.Kind.train:
-                body = self._store.blobs.get(_update_key(assignment, assignment.update_sha256 or ""))
+                key = _update_key(federation.id, assignment.id, assignment.update_sha256 or "")
+                body = self._store.blobs.get(key)
                 decoded = bundle.decode(body, self._models.manifest(federation))
                 report = wire.UpdateReport.model_validate_json(decoded.report)
                 folding.sums.fold_in_place(decoded.values, decoded.mask, report.num_examples)
@@ -531,40 +565,58 @@ def _assign(
 
 
 def _owned(db: Session, assignment_id: str, device_id: str) -> tuple[Assignment, Device, Federation]:
-    assignment = db.get(Assignment, assignment_id)
-    if assignment is None:
+    row = db.execute(
+        select(Assignment, Device, Federation)
+        .join(Device, Device.id == Assignment.device_id)
+        .join(Federation, Federation.id == Assignment.federation_id)
+        .where(Assignment.id == assignment_id)
+    ).first()
+    if row is None:
         raise NotFound("there is no such assignment; ask for the next one")
-    if assignment.device_id != device_id:
+    assignment, device, federation = row
+    if device.id != device_id:
         raise NotAllowed("this assignment belongs to another device; ask for your own")
-    return assignment, db.get_one(Device, device_id), db.get_one(Federation, assignment.federation_id)
+    return assignment, device, federation
 
 
-def _open_assignment(db: Session, device: Device) -> Assignment | None:
-    """The oldest one; an evaluation before the training of the round after it."""
-    return db.scalars(
-        select(Assignment)
-        .where(Assignment.device_id == device.id, Assignment.status == "open")
+def _open_assignment(db: Session, device_id: str) -> tuple[Device, Federation, Assignment | None]:
+    """A device, its federation and its oldest open assignment: an evaluation before the round after it."""
+    device, federation, assignment = db.execute(
+        select(Device, Federation, Assignment)
+        .join(Federation, Federation.id == Device.federation_id)
+        .outerjoin(Assignment, and_(Assignment.device_id == Device.id, Assignment.status == "open"))
+        .where(Device.id == device_id)
         .order_by(Assignment.round, Assignment.created_at)
         .limit(1)
-    ).first()
+    ).one()
+    return device, federation, assignment
 
 
 def _open_round(db: Session, federation: Federation) -> Round | None:
     return db.scalar(select(Round).where(Round.federation_id == federation.id, Round.status == "open"))
 
 
-def _cohort(db: Session, federation: Federation, number: int) -> list[Assignment]:
-    return list(
-        db.scalars(
-            select(Assignment)
-            .where(
-                Assignment.federation_id == federation.id,
-                Assignment.round == number,
-                Assignment.kind.in_(COHORT_KINDS),
-            )
-            .order_by(Assignment.position)
+@dataclass(frozen=True)
+class _Member:
+    """What moving a round needs to know of one of its assignments."""
+
+    id: str
+    kind: str
+    status: str
+    update_sha256: str | None
+
+
+def _cohort(db: Session, federation: Federation, number: int) -> list[_Member]:
+    rows = db.execute(
+        select(Assignment.id, Assignment.kind, Assignment.status, Assignment.update_sha256)
+        .where(
+            Assignment.federation_id == federation.id,
+            Assignment.round == number,
+            Assignment.kind.in_(COHORT_KINDS),
         )
+        .order_by(Assignment.position)
     )
+    return [_Member(*row) for row in rows]
 
 
 def _devices(db: Session, federation: Federation, statuses: Sequence[str]) -> list[Device]:
@@ -613,24 +665,24 @@ def why_over(db: Session, federation: Federation) -> str | None:
     """The reason why no round follows, or None."""
     if federation.round >= settings_of(federation).rounds:
         return "max_rounds"
-    enrolled = _devices(db, federation, ("active", "stopped"))
+    enrolled = db.execute(
+        select(Device.status, Device.budget).where(Device.federation_id == federation.id, Device.status != "revoked")
+    ).all()
     # One that was never drawn, because its budget does not reach, keeps nobody waiting who has stopped.
     smallest = smallest_budget(federation)
-    trained = [device for device in enrolled if device.status == "stopped" or reaches(device.budget, smallest)]
-    if trained and all(device.status == "stopped" for device in trained):
-        return "all_stopped"
-    return None
+    statuses = [status for status, budget in enrolled if status == "stopped" or reaches(budget, smallest)]
+    return "all_stopped" if statuses and all(status == "stopped" for status in statuses) else None
 
 
-def _touch(db: Session, federation: Federation, number: int) -> None:
+def _touch(db: Session, federation_id: int, number: int) -> None:
     """A fact about a round has come: its cached record is stale."""
-    db.execute(update(Round).where(Round.federation_id == federation.id, Round.number == number).values(stale=True))
+    db.execute(update(Round).where(Round.federation_id == federation_id, Round.number == number).values(stale=True))
 
 
 def _update_folder(federation_id: int) -> str:
     return f"{federation_id}/updates"
 
 
-def _update_key(assignment: Assignment, digest: str) -> str:
+def _update_key(federation_id: int, assignment_id: str, digest: str) -> str:
     """Named by its content too: of two bodies that race for one assignment, the one recorded is the one folded."""
-    return f"{_update_folder(assignment.federation_id)}/{assignment.id}.{digest}"
+    return f"{_update_folder(federation_id)}/{assignment_id}.{digest}"

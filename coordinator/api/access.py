@@ -10,9 +10,11 @@ from typing import Annotated
 from fastapi import Depends
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import SecretStr
+from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.api.parts import House, TheHouse
+from coordinator.devices import Caller
 from coordinator.errors import NotAuthenticated
 from coordinator.settings import Settings
 
@@ -21,11 +23,14 @@ log = logging.getLogger(__name__)
 Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 
 
-def known_device(bearer: Bearer, house: TheHouse) -> str:
-    """The id of the calling device. Raises NotAuthenticated."""
+async def known_device(bearer: Bearer, house: TheHouse) -> Caller:
+    """The calling device. Raises NotAuthenticated."""
     if bearer is None:
         raise NotAuthenticated("send the device's token: Authorization: Bearer <token>; enrolling gives one")
-    return house.devices.authenticate(bearer.credentials)
+    known = house.devices.known_caller(bearer.credentials)
+    if known is None:
+        known = await run_in_threadpool(house.devices.authenticate, bearer.credentials)
+    return known
 
 
 def admin(bearer: Bearer, house: TheHouse) -> None:
@@ -108,4 +113,4 @@ AdminOnly = Depends(admin)
 ObserverOnly = Depends(observer)
 JoinerOnly = Depends(joiner)
 EnrollerOnly = Depends(enroller)
-KnownDevice = Annotated[str, Depends(known_device)]
+KnownDevice = Annotated[Caller, Depends(known_device)]

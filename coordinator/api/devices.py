@@ -47,7 +47,7 @@ def list_devices(name: str, house: TheHouse) -> list[DeviceInfo]:
 def _itself(device_id: str, bearer: Bearer, house: TheHouse) -> bool:
     """Whether the device itself is calling; if not, it must be an admin. Raises NotAuthenticated."""
     try:
-        if bearer is not None and house.devices.authenticate(bearer.credentials) == device_id:
+        if bearer is not None and house.devices.authenticate(bearer.credentials).device_id == device_id:
             return True
     except NotAuthenticated:
         pass
@@ -71,25 +71,28 @@ def change_device(
 )
 async def get_assignment(
     name: str,
-    device_id: KnownDevice,
+    device: KnownDevice,
     house: TheHouse,
     wait: Annotated[float, Query(ge=0, le=600, description="Longest wait for work, s")] = 0.0,
     upload_cost: Annotated[str | None, Header(alias="Sparrow-Upload-Cost", max_length=2000)] = None,
-) -> Assignment | Response:
+) -> Response:
     """Ask for work, waiting up to ``wait`` seconds (long poll)."""
-    await run_in_threadpool(_check_federation, house, name, device_id)
+    if name != device.federation:
+        await run_in_threadpool(house.federations.get, name)  # 404 where there is no such federation
+        raise NotAllowed(f"this device is not enrolled in {name}; enrol there first")
     if upload_cost is not None:
-        await run_in_threadpool(_note_upload_cost, house, device_id, upload_cost)
+        _note_upload_cost(house, device.device_id, upload_cost)
     loop = asyncio.get_running_loop()
     until = loop.time() + min(wait, house.settings.max_wait_seconds)
-    house.something_happened()  # a device that was away is back: a round may open
     asked = True
     while True:
         ring = house.bell.next_ring()
-        assignment = await run_in_threadpool(house.rounds.next_assignment, device_id, asked=asked)
+        work = await run_in_threadpool(house.rounds.next_assignment, device.device_id, asked=asked)
         asked = False
-        if assignment is not None:
-            return assignment
+        if work.was_away:
+            house.something_happened()  # a round may open
+        if work.assignment is not None:
+            return Response(work.assignment.model_dump_json(), media_type="application/json")
         remaining = until - loop.time()
         if remaining <= 0 or house.closing:
             return Response(status_code=204, headers={"Retry-After": str(house.settings.retry_after_seconds)})
@@ -97,11 +100,6 @@ async def get_assignment(
             await asyncio.wait_for(ring.wait(), remaining)
         except asyncio.TimeoutError:
             continue
-
-
-def _check_federation(house: TheHouse, name: str, device_id: str) -> None:
-    if house.federations.id_of(name) != house.devices.federation_of(device_id):
-        raise NotAllowed(f"this device is not enrolled in {name}; enrol there first")
 
 
 def _note_upload_cost(house: TheHouse, device_id: str, text: str) -> None:
@@ -113,15 +111,15 @@ def _note_upload_cost(house: TheHouse, device_id: str, text: str) -> None:
 
 
 @router.get("/assignments/{assignment_id}/payload")
-def get_payload(assignment_id: str, device_id: KnownDevice, house: TheHouse, request: Request) -> Response:
+def get_payload(assignment_id: str, device: KnownDevice, house: TheHouse, request: Request) -> Response:
     """The assignment's bundle; a range resumes a broken download."""
-    return ranged(request, house.rounds.payload(assignment_id, device_id), bundle.MEDIA_TYPE)
+    return ranged(request, house.rounds.payload(assignment_id, device.device_id), bundle.MEDIA_TYPE)
 
 
 @router.delete("/assignments/{assignment_id}", status_code=204)
-def hand_back(assignment_id: str, device_id: KnownDevice, house: TheHouse, request: HandBack) -> None:
+def hand_back(assignment_id: str, device: KnownDevice, house: TheHouse, request: HandBack) -> None:
     """Hand an assignment back, with a reason."""
-    house.rounds.hand_back(assignment_id, device_id, request.reason)
+    house.rounds.hand_back(assignment_id, device.device_id, request.reason)
     house.something_happened()
 
 
@@ -140,13 +138,13 @@ def hand_back(assignment_id: str, device_id: KnownDevice, house: TheHouse, reque
     },
 )
 async def put_update(
-    assignment_id: str, device_id: KnownDevice, house: TheHouse, request: Request, response: Response
+    assignment_id: str, device: KnownDevice, house: TheHouse, request: Request, response: Response
 ) -> UpdateAccepted:
-    """Send an update: a bundle for ``train``, a receipt for every other kind."""
+    """Send an update: a bundle for ``train``, JSON for every other kind."""
     media_type = request.headers.get("content-type", "").split(";")[0].strip()
-    limit = await run_in_threadpool(house.rounds.check_envelope, assignment_id, device_id, media_type)
+    limit = await run_in_threadpool(house.rounds.check_envelope, assignment_id, device.device_id, media_type)
     body = await read_body(request, limit)
-    new = await run_in_threadpool(house.rounds.accept_update, assignment_id, device_id, body)
+    new = await run_in_threadpool(house.rounds.accept_update, assignment_id, device.device_id, body)
     if new:
         house.something_happened()
     response.status_code = 201 if new else 200

@@ -60,7 +60,7 @@ class House:
         self.federations = Federations(self.store, self.models, clock)
         self.devices = Devices(self.store, clock)
         self.rounds = Rounds(self.store, self.models, clock)
-        self.records = Records(self.store)
+        self.records = Records(self.store, self.rounds.write_upload_costs)
         self.closing = False
         self.bell = Bell()
         self._facts = asyncio.Event()
@@ -117,7 +117,7 @@ class House:
             self._facts.clear()
 
 
-def get_house(request: Request) -> House:
+async def get_house(request: Request) -> House:
     """The coordinator that this application runs."""
     house: House = request.app.state.house
     return house

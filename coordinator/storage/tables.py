@@ -30,7 +30,7 @@ class Federation(Base):
     task: Mapped[str] = mapped_column(String(200))
     method: Mapped[str] = mapped_column(String(64))
     settings: Mapped[dict[str, Any]] = mapped_column(JSON)
-    manifest: Mapped[str] = mapped_column(Text)
+    manifest: Mapped[str] = mapped_column(Text, deferred=True)  # long, and read once: coordinator.models keeps it
     status: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str | None] = mapped_column(String(32))
     round: Mapped[int] = mapped_column(default=0)
@@ -65,7 +65,7 @@ class Device(Base):
     name: Mapped[str] = mapped_column(String(64))
     token_sha256: Mapped[bytes] = mapped_column(LargeBinary(32), index=True)
     enrolment_key_sha256: Mapped[bytes] = mapped_column(LargeBinary(32))
-    profile: Mapped[dict[str, Any]] = mapped_column(JSON)
+    profile: Mapped[dict[str, Any]] = mapped_column(JSON, deferred=True)  # only observers look at it
     budget: Mapped[float]
     status: Mapped[str] = mapped_column(String(16))  # active, stopped, revoked
     stopped_round: Mapped[int | None]

@@ -84,7 +84,7 @@ class Wire:
         if cost:
             self.house.rounds.note_upload_cost(self.device, cost)
         with answered():
-            return self.house.rounds.next_assignment(self.device), 1.0
+            return self.house.rounds.next_assignment(self.device).assignment, 1.0
 
     def payload(self, assignment_id, payload):
         body = self.house.rounds.payload(assignment_id, self.device)
@@ -117,7 +117,7 @@ class House:
         self.federations = Federations(self.store, models, clock)
         self.devices = Devices(self.store, clock)
         self.rounds = Rounds(self.store, models, clock)
-        self.records = Records(self.store)
+        self.records = Records(self.store, self.rounds.write_upload_costs)
 
     def close(self):
         for folder in self.folders:
@@ -389,12 +389,12 @@ def test_adapting_that_was_open_when_the_federation_went_on_is_forgotten(house):
     house.rounds.advance()
     session.step()
     house.federations.change("f", ChangeFederation(action="stop"))
-    assert house.rounds.next_assignment(house.device("b").device_id).kind in (Kind.train, Kind.adapt)
+    assert house.rounds.next_assignment(house.device("b").device_id).assignment.kind in (Kind.train, Kind.adapt)
     house.rounds.advance()
-    assert house.rounds.next_assignment(house.device("b").device_id).kind is Kind.adapt
+    assert house.rounds.next_assignment(house.device("b").device_id).assignment.kind is Kind.adapt
     house.reopen(2)
     house.rounds.advance()
-    assert house.rounds.next_assignment(house.device("b").device_id).kind is Kind.train
+    assert house.rounds.next_assignment(house.device("b").device_id).assignment.kind is Kind.train
 
 
 def test_a_reopening_that_is_refused_forgets_nothing(house):
@@ -501,7 +501,7 @@ def test_what_personalising_answers_is_a_report_as_json(house):
     house.open("b")
     house.rounds.advance()
     device = house.device("a").device_id
-    assignment = house.rounds.next_assignment(device)
+    assignment = house.rounds.next_assignment(device).assignment
     with pytest.raises(WrongMediaType, match="of kind personalise is sent as application/json"):
         house.rounds.check_envelope(assignment.assignment_id, device, "application/octet-stream")
     with pytest.raises(BadContent, match="num_examples"):

@@ -59,7 +59,7 @@ class House:
         self.federations = Federations(self.store, models, clock)
         self.devices = Devices(self.store, clock)
         self.rounds = Rounds(self.store, models, clock)
-        self.records = Records(self.store)
+        self.records = Records(self.store, self.rounds.write_upload_costs)
 
     def create(self, name="f", **settings):
         self.federations.create(
@@ -98,7 +98,7 @@ class FakeDevice:
         self.id, self.token = enrolled.device_id, enrolled.token
 
     def ask(self):
-        return self.house.rounds.next_assignment(self.id)
+        return self.house.rounds.next_assignment(self.id).assignment
 
     def payload(self, assignment):
         return self.house.rounds.payload(assignment.assignment_id, self.id)
@@ -686,7 +686,7 @@ def test_enrolling_again_with_the_same_key_gives_a_new_token_and_the_same_id(hou
     device.enrol()
     assert device.id == first
     assert device.token != token
-    assert house.devices.authenticate(device.token) == first
+    assert house.devices.authenticate(device.token).device_id == first
     with pytest.raises(NotAuthenticated, match="unknown or revoked; enrol again"):
         house.devices.authenticate(token)
     assert house.info().devices == 1
@@ -723,7 +723,7 @@ def test_a_revoked_device_is_out_and_its_name_is_free(house, answer, train):
     again.key = "n" * 32
     again.enrol()
     assert again.id != bad.id
-    assert house.devices.authenticate(again.token) == again.id
+    assert house.devices.authenticate(again.token).device_id == again.id
 
 
 # --- what is sent is checked -------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 
 from edge_sdk import join, publish
-from edge_sdk.state import Totals
+from edge_sdk.state import Totals, default_root
 
 
 @pytest.mark.parametrize("budget", ["0", "-1", "1.5", "nan", "much"])
@@ -63,9 +63,9 @@ def test_a_state_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
 
 
 def test_two_coordinators_have_folders_of_their_own():
-    one, other = (join.default_state_dir(f"http://{host}:8000", "f", "pi") for host in ("a", "b"))
+    one, other = (default_root(f"http://{host}:8000", "f") for host in ("a", "b"))
     assert one != other
-    assert one.parts[-3:] == ("a_8000", "f", "pi")
+    assert one.parts[-3:] == ("sparrow", "a_8000", "f")
 
 
 def test_settings_that_contradict_each_other_are_said_without_an_option(capsys):
