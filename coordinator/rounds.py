@@ -32,10 +32,11 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 from pydantic import ValidationError
-from sqlalchemy import and_, func, select, update
+from sqlalchemy import Table, and_, bindparam, func, select, update
 from sqlalchemy.orm import Session
 
 from coordinator.aggregation import MaskedSums
@@ -194,7 +195,7 @@ class Rounds:
     def note_upload_cost(self, device_id: str, cost: wire.UploadCost) -> None:
         """Keep what a device's last upload cost it; the first word counts, and a stranger's none.
 
-        Kept in memory until the next step forward: it is telemetry, and not worth a transaction of its own.
+        Kept in memory until a round closes or somebody looks: it is telemetry, and not worth a transaction of its own.
         """
         self._costs.append((device_id, cost))
 
@@ -246,18 +247,20 @@ class Rounds:
         report = self._check_update(federation, device, assignment, body)
         if assignment.kind == wire.Kind.train:
             self._store.blobs.put(_update_key(federation.id, assignment.id, digest), body)
+        changed: dict[str, Any] = {}
+        if not device.holds_model and _leaves_model(federation, assignment):
+            changed["holds_model"] = True
+        if isinstance(report, wire.UpdateReport) and report.status == "stopped":
+            changed |= {"status": "stopped", "stopped_round": assignment.round}
         with self._store.writing() as db:
-            assignment, device, federation = _owned(db, assignment_id, device_id)
-            if self._settled(assignment, digest):
-                return False
-            assignment.status = "done"
-            assignment.update_sha256 = digest
-            assignment.update_bytes = len(body)
-            assignment.report = report.model_dump(mode="json")
-            device.holds_model = device.holds_model or _leaves_model(federation, assignment)
-            if isinstance(report, wire.UpdateReport) and report.status == "stopped":
-                device.status, device.stopped_round = "stopped", assignment.round
-            _touch(db, federation.id, assignment.round)
+            # Only while it is still open: the round may have closed since it was looked at, or the same have come twice.
+            values = {"update_sha256": digest, "update_bytes": len(body), "report": report.model_dump(mode="json")}
+            if not db.connection().execute(_ACCEPT, {"open_id": assignment_id, "status": "done", **values}).rowcount:
+                return not self._settled(_owned(db, assignment_id, device_id)[0], digest)
+            if changed:
+                db.execute(update(Device).where(Device.id == device_id).values(**changed))
+            if assignment.kind not in COHORT_KINDS:  # a round that is open has no cached record
+                _touch(db, federation.id, assignment.round)
         return True
 
     @staticmethod
@@ -318,7 +321,6 @@ class Rounds:
         """Turn what has happened into progress; True when something moved that a device or observer may wait for."""
         moved = False
         with self._advancing:
-            self.write_upload_costs()
             with self._store.reading() as db:
                 ids = db.scalars(select(Federation.id).where(Federation.status.in_(("waiting", "running", "stopped"))))
                 federations = list(ids)
@@ -467,10 +469,11 @@ class Rounds:
         return folding
 
     def _close(self, federation: Federation, number: int, folding: _Folding) -> None:
+        self.write_upload_costs()
         version, digest = federation.model_version, federation.model_sha256
         if folding.sums.updates:
             previous = self._models.tensors(federation.id, version)
-            tensors = load_method(federation.method).close(previous, folding.sums)
+            tensors = load_method(federation.method).close(previous, folding.sums, settings_of(federation))
             version += 1
             digest = self._models.save(federation.id, version, tensors)
         now = self._clock()
@@ -564,13 +567,45 @@ def _assign(
     )
 
 
+# Statements of every call of a device, made once: SQLAlchemy takes longer to put one together than SQLite to answer it.
+_OWNED = (
+    select(Assignment, Device, Federation)
+    .join(Device, Device.id == Assignment.device_id)
+    .join(Federation, Federation.id == Assignment.federation_id)
+    .where(Assignment.id == bindparam("assignment_id"))
+)
+_OLDEST_OPEN = (
+    select(Device, Federation, Assignment)
+    .join(Federation, Federation.id == Device.federation_id)
+    .outerjoin(Assignment, and_(Assignment.device_id == Device.id, Assignment.status == "open"))
+    .where(Device.id == bindparam("asking_id"))
+    .order_by(Assignment.round, Assignment.created_at)
+    .limit(1)
+)
+_OPEN_ROUND = select(Round).where(Round.federation_id == bindparam("federation_id"), Round.status == "open")
+_COHORT = (
+    select(Assignment.id, Assignment.kind, Assignment.status, Assignment.update_sha256)
+    .where(
+        Assignment.federation_id == bindparam("federation_id"),
+        Assignment.round == bindparam("number"),
+        Assignment.kind.in_(COHORT_KINDS),
+    )
+    .order_by(Assignment.position)
+)
+_ACCEPT = (
+    update(cast(Table, Assignment.__table__))
+    .where(Assignment.id == bindparam("open_id"), Assignment.status == "open")
+    .values(
+        status=bindparam("status"),
+        update_sha256=bindparam("update_sha256"),
+        update_bytes=bindparam("update_bytes"),
+        report=bindparam("report"),
+    )
+)
+
+
 def _owned(db: Session, assignment_id: str, device_id: str) -> tuple[Assignment, Device, Federation]:
-    row = db.execute(
-        select(Assignment, Device, Federation)
-        .join(Device, Device.id == Assignment.device_id)
-        .join(Federation, Federation.id == Assignment.federation_id)
-        .where(Assignment.id == assignment_id)
-    ).first()
+    row = db.execute(_OWNED, {"assignment_id": assignment_id}).first()
     if row is None:
         raise NotFound("there is no such assignment; ask for the next one")
     assignment, device, federation = row
@@ -581,19 +616,12 @@ def _owned(db: Session, assignment_id: str, device_id: str) -> tuple[Assignment,
 
 def _open_assignment(db: Session, device_id: str) -> tuple[Device, Federation, Assignment | None]:
     """A device, its federation and its oldest open assignment: an evaluation before the round after it."""
-    device, federation, assignment = db.execute(
-        select(Device, Federation, Assignment)
-        .join(Federation, Federation.id == Device.federation_id)
-        .outerjoin(Assignment, and_(Assignment.device_id == Device.id, Assignment.status == "open"))
-        .where(Device.id == device_id)
-        .order_by(Assignment.round, Assignment.created_at)
-        .limit(1)
-    ).one()
+    device, federation, assignment = db.execute(_OLDEST_OPEN, {"asking_id": device_id}).one()
     return device, federation, assignment
 
 
 def _open_round(db: Session, federation: Federation) -> Round | None:
-    return db.scalar(select(Round).where(Round.federation_id == federation.id, Round.status == "open"))
+    return db.scalar(_OPEN_ROUND, {"federation_id": federation.id})
 
 
 @dataclass(frozen=True)
@@ -607,15 +635,7 @@ class _Member:
 
 
 def _cohort(db: Session, federation: Federation, number: int) -> list[_Member]:
-    rows = db.execute(
-        select(Assignment.id, Assignment.kind, Assignment.status, Assignment.update_sha256)
-        .where(
-            Assignment.federation_id == federation.id,
-            Assignment.round == number,
-            Assignment.kind.in_(COHORT_KINDS),
-        )
-        .order_by(Assignment.position)
-    )
+    rows = db.execute(_COHORT, {"federation_id": federation.id, "number": number})
     return [_Member(*row) for row in rows]
 
 

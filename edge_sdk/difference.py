@@ -36,17 +36,21 @@ def subtract(tensors: Tensors, reference: Tensors) -> Tensors:
 
 def add(difference: Tensors, reference: Tensors) -> Tensors:
     """The tensors that ``subtract`` was given; new arrays. Raises BundleError for a difference from another model."""
-    tensors = {name: np.array(tensor) for name, tensor in reference.items()}
+    tensors = {name: np.array(tensor, order="C") for name, tensor in reference.items()}
     for name, stored in difference.items():
         base, _, part = name.rpartition(":")
-        if part == "values" and base in tensors:
-            bitmap = difference[f"{base}:where"].astype(np.uint8, copy=False)
-            where = np.flatnonzero(np.unpackbits(bitmap, count=tensors[base].size))
-            if len(where) != len(stored):
-                raise BundleError(f"{base}: {len(stored)} values stored for {len(where)} positions")
-            tensors[base].reshape(-1)[where] = stored
-        elif part != "where" or base not in tensors:
+        if part not in ("where", "values") or base not in tensors:
             tensors[name] = stored
+        elif part == "values":
+            size, where = tensors[base].size, difference.get(f"{base}:where")
+            if where is None or where.dtype != np.uint8 or where.shape != (-(-size // 8),):
+                raise BundleError(f"{base}: values stored without a bitmap of its {size} positions")
+            positions = np.flatnonzero(np.unpackbits(where, count=size))
+            if len(positions) != len(stored):
+                raise BundleError(f"{base}: {len(stored)} values stored for {len(positions)} positions")
+            tensors[base].reshape(-1)[positions] = stored
+        elif f"{base}:values" not in difference:
+            raise BundleError(f"{base}: a bitmap stored without values")
     return tensors
 
 

@@ -3,7 +3,8 @@
 A few processes, one thread each, host all devices. The coordinator is asked who is being waited for; those devices are
 handed to whichever process is free, which opens the device's session from its state folder, lets it do its one thing
 and closes it. A device that is not asked for anything costs nothing but its files. Over HTTP, or, with ``--app``, in one
-process with the coordinator and without sockets: the same sessions, the same calls, the same final model.
+process with the coordinator and without sockets: the same sessions, the same calls, the same final model. With ``--ray``
+the processes are those of a Ray cluster (``cluster``).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.messages import FederationInfo, FederationStatus, Kind, OpenWork
-from edge_sdk.publish import publish
+from edge_sdk.publish import add_method_set, load_to_publish, publish, read_setting
 from edge_sdk.session import Known
 from edge_sdk.state import FolderLock, default_root
 from edge_sdk.tasks import UnknownTask
@@ -53,6 +54,8 @@ LOOK_SECONDS = 10.0
 
 OVER = (FederationStatus.finished, FederationStatus.stopped)
 MEMORY = Path("/dev/shm")
+FORESEEN = (SdkError, ProtocolError, UnknownMethod, UnknownTask, DataError, StateError, ValueError, OSError)
+"""What a fleet raises that its user can do something about: the text says what."""
 
 
 @dataclass
@@ -333,7 +336,7 @@ class _Run:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    options = _parser().parse_args(arguments)
+    options = _options(arguments)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
@@ -347,22 +350,12 @@ def main(arguments: list[str] | None = None) -> int:
         )
         app = _load_app(options.app) if options.app else None
         if options.task:
-            _create(options, app)
-        result = run_fleet(
-            options.server,
-            plan,
-            app=app,
-            processes=options.processes,
-            state_dir=options.state_dir,
-            in_memory=options.memory,
-            enrolment_token=os.environ.get("SPARROW_ENROLMENT_TOKEN"),
-            patience_seconds=options.patience,
-            quiet=options.quiet,
-        )
+            _create(options, plan, app)
+        result = _run(options, plan, app)
     except KeyboardInterrupt:
         print("edge_sdk.fleet: interrupted; the same command goes on where the devices were", file=sys.stderr)
         return 130
-    except (SdkError, ProtocolError, UnknownMethod, UnknownTask, DataError, StateError, ValueError, OSError) as error:
+    except FORESEEN as error:
         print(f"edge_sdk.fleet: {error}", file=sys.stderr)
         return 1
     rate = result.device_rounds / result.seconds if result.seconds else 0.0
@@ -373,9 +366,26 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _create(options: argparse.Namespace, app: Any) -> None:
-    """Create the federation, unless there is one of this name already."""
-    settings = {"min_devices": options.devices, **dict(options.set)}
+def _run(options: argparse.Namespace, plan: Plan, app: Any) -> Result:
+    """Run the fleet here, or on a cluster."""
+    common: dict[str, Any] = {
+        "state_dir": options.state_dir,
+        "in_memory": options.memory,
+        "enrolment_token": os.environ.get("SPARROW_ENROLMENT_TOKEN"),
+        "patience_seconds": options.patience,
+        "quiet": options.quiet,
+    }
+    if options.ray is None:
+        return run_fleet(options.server, plan, app=app, processes=options.processes, **common)
+    from edge_sdk import cluster  # which uses this module
+
+    return cluster.run_on_ray(options.server, plan, address=options.ray, workers=options.workers, **common)
+
+
+def _create(options: argparse.Namespace, plan: Plan, app: Any) -> None:
+    """Create the federation, unless there is one of this name already; a task not built in is device 0's."""
+    settings = {"min_devices": options.devices, "method_settings": dict(options.method_set), **dict(options.set)}
+    task = load_to_publish(options.task, plan.data_of(0), settings, device=plan.name(0))
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(
             inprocess.running(app) if app else httpx.Client(base_url=options.server, timeout=TIMEOUT)
@@ -383,7 +393,7 @@ def _create(options: argparse.Namespace, app: Any) -> None:
         info = publish(
             options.server or inprocess.ADDRESS,
             options.federation,
-            options.task,
+            task,
             exist_ok=True,
             admin_token=os.environ.get("SPARROW_ADMIN_TOKEN"),
             client=client,
@@ -424,11 +434,14 @@ def _boards(text: str) -> tuple[Board, ...]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _setting(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a setting as rounds=30; docs/settings.md lists them")
-    return key.replace("-", "_"), value
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.ray is None and options.workers is not None:
+        parser.error("--workers are those of a cluster: give --ray, or --processes")
+    if options.ray is not None and (options.app or options.processes):
+        parser.error("--ray is for a coordinator with a --server address, and takes --workers instead of --processes")
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -445,8 +458,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--new", type=int, default=0, help="how many more only adapt the finished model")
     parser.add_argument("--task", help="create the federation for this task, unless there is one of this name")
     parser.add_argument(
-        "--set", type=_setting, action="append", default=[], metavar="KEY=VALUE", help="its settings, with --task"
+        "--set", type=read_setting, action="append", default=[], metavar="KEY=VALUE", help="its settings, with --task"
     )
+    add_method_set(parser)
     parser.add_argument("--data", help="the devices' data; {index}, {of} and {name} are filled in (docs/fleet.md)")
     parser.add_argument("--partition", help="how it is dealt to them: dirichlet,alpha=0.3 and others (docs/tasks.md)")
     parser.add_argument("--budgets", type=_budgets, default=(1.0,), help="0.2,0.6,1: a third of the devices has each")
@@ -454,6 +468,13 @@ def _parser() -> argparse.ArgumentParser:
         "--boards", type=_boards, default=(), help=f"boards whose seconds and joules are reported: {', '.join(BOARDS)}"
     )
     parser.add_argument("--processes", type=int, help="processes that host them (default: one per core)")
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="host them on the Ray cluster at HOST:PORT, auto, or local for one started here; the data must lie at the "
+        "same path on every node, and --server be an address that every node reaches",
+    )
+    parser.add_argument("--workers", type=int, help="with --ray: in how many slices, on a core each (default: all)")
     keep = parser.add_mutually_exclusive_group()
     keep.add_argument("--state-dir", type=Path, help="where the devices keep their state, to go on later")
     keep.add_argument("--memory", action="store_true", help="keep it in memory and forget it in the end")

@@ -78,13 +78,14 @@ class Plan:
             return self.make_task(index, info)
         return load_task(
             info.task,
-            self._data_of(index),
+            self.data_of(index),
             device=self.name(index),
             seed=info.settings.seed,
             batch_size=info.settings.batch_size,
         )
 
-    def _data_of(self, index: int) -> str:
+    def data_of(self, index: int) -> str:
+        """What the ``--data`` of device ``index`` would be."""
         text = self.data or ""
         if any(field in text for field in ("{index}", "{of}", "{name}")):
             filled = text.replace("{index}", str(index)).replace("{of}", str(self.total))

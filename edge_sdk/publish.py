@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import httpx
@@ -81,16 +82,42 @@ def _checkpoint(request: CreateFederation, task: Task, running_statistics: Runni
     return checkpoint.save(tensors, request.model_dump_json())
 
 
+def load_to_publish(task: str, data: str | None, settings: Mapping[str, Any], *, device: str) -> Task | str:
+    """What ``publish`` wants of a task known by name: the name where it is built in, or else the task itself.
+
+    data: a sample, as ``device`` has it. Raises ValidationError for wrong settings, UnknownTask, DataError.
+    """
+    if task in builtin_tasks():
+        return task
+    wanted = FederationSettings.model_validate(dict(settings))
+    return load_task(task, data, device=device, seed=wanted.seed, batch_size=wanted.batch_size)
+
+
+def read_setting(text: str) -> tuple[str, str]:
+    """``KEY=VALUE`` of the command line. Raises ArgumentTypeError."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a setting as KEY=VALUE; docs/settings.md lists them")
+    return key.strip().replace("-", "_"), value.strip()
+
+
+def add_method_set(parser: argparse._ActionsContainer) -> None:
+    """The option ``--method-set``, whose pairs are the setting ``method_settings``."""
+    parser.add_argument(
+        "--method-set",
+        type=read_setting,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting that only the method knows, such as proximal_weight=0.1; may be given again",
+    )
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options, settings = _parse(arguments)
     try:
-        task: Task | str = options.task
-        if options.task not in builtin_tasks():
-            batch_size = int(settings.get("batch_size", FederationSettings().batch_size))
-            task = load_task(
-                options.task, options.data, device="publisher", seed=int(settings.get("seed", 0)), batch_size=batch_size
-            )
+        task = load_to_publish(options.task, options.data, settings, device="publisher")
         info = publish(
             options.server,
             options.name,
@@ -117,24 +144,27 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Options, and the federation's settings that were given; each field of FederationSettings is an option."""
+    """Options, and the federation's settings that were given; each field of FederationSettings is an option, and method_settings are pairs."""
     parser = argparse.ArgumentParser(
         prog="python -m edge_sdk.publish", description="Create a federation on a running coordinator."
     )
     parser.add_argument("--server", required=True, help="the coordinator's address, http://HOST:PORT")
     parser.add_argument("--name", required=True, help="the federation's name")
-    parser.add_argument("--task", default="digits", help="a built-in task, or npz (default: %(default)s)")
+    parser.add_argument("--task", default="digits", help="a task built in or installed (default: %(default)s)")
     parser.add_argument("--data", help="for tasks that build their model from data: a sample file, as a device has it")
     parser.add_argument("--running-statistics", choices=get_args(RunningStatistics), default="shared")
     parser.epilog = "SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one."
     group = parser.add_argument_group("settings of the federation (docs/settings.md)")
-    for field, description in FederationSettings.model_fields.items():
+    fields = {name: field for name, field in FederationSettings.model_fields.items() if name != "method_settings"}
+    for field, description in fields.items():
         group.add_argument(
             f"--{field.replace('_', '-')}", metavar="X", help=f"{description.description} ({description.default})"
         )
+    add_method_set(group)
     options = parser.parse_args(arguments)
-    given = {field: getattr(options, field) for field in FederationSettings.model_fields}
-    return options, {field: text for field, text in given.items() if text is not None}
+    given = {field: getattr(options, field) for field in fields}
+    settings = {field: text for field, text in given.items() if text is not None}
+    return options, {**settings, "method_settings": dict(options.method_set)}
 
 
 if __name__ == "__main__":

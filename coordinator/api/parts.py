@@ -83,6 +83,7 @@ class House:
             self._mover.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._mover
+        await run_in_threadpool(self.rounds.write_upload_costs)
         await run_in_threadpool(self.store.close)
 
     def check_ready(self) -> None:

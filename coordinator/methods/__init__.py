@@ -49,8 +49,11 @@ class CoordinatorMethod(Protocol):
         """The share of each hidden layer's neurons that a device of this budget trains; None trains everything."""
         return None
 
-    def close(self, previous: Tensors, sums: MaskedSums) -> Tensors:
-        """The next global values from the last ones and the round's sums."""
+    def close(self, previous: Tensors, sums: MaskedSums, settings: FederationSettings) -> Tensors:
+        """The next global values from the last ones and the round's sums.
+
+        ``settings.method_settings`` is complete: what was left out has its default of ``settings_type``.
+        """
         return sums.mean(previous)
 
 

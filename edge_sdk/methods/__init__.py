@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
@@ -160,6 +161,7 @@ class UnknownMethod(LookupError):
     """The federation uses a method that this installation does not have."""
 
 
+@cache  # methods keep no state, and looking through the installed packages takes 20 ms: a device-round of a fleet
 def load_method(name: str) -> DeviceMethod:
     """The device half registered as ``name``. Raises UnknownMethod, which names what is installed."""
     found = {entry.name: entry for entry in entry_points(group="sparrow.device_methods")}

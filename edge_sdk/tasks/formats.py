@@ -232,7 +232,7 @@ def _table(place: Path, wanted: Wanted) -> Parts | None:
 
 def _read_table(path: Path) -> _Part:
     try:
-        import pandas  # type: ignore[import-untyped]
+        import pandas
     except ImportError:
         raise DataError(f"{path}: reading tables needs pandas: pip install 'sparrow-fl[data]'") from None
     try:
