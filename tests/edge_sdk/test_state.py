@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import stat
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -167,3 +169,139 @@ def test_totals_never_blend_measured_and_estimated_joules():
     assert total == Totals(
         seconds=15, bytes_down=2, bytes_up=1, joules_measured=50, joules_estimated=20, seconds_without_joules=8
     )
+
+
+# --- progress beside the model ---------------------------------------------------------------------------------------
+
+
+def reopened(folder, **options):
+    """The same folder in another process."""
+    folder.close()
+    return closing(StateFolder(folder.path, **options))
+
+
+def test_later_progress_is_kept_beside_the_model(folder, small):
+    folder.save(small, personal(small), Progress(rounds=1))
+    model = (folder.path / "model.safetensors").read_bytes()
+    folder.save_progress(Progress(rounds=1, steps=5))
+    assert (folder.path / "model.safetensors").read_bytes() == model, "what is large is not written again"
+    with reopened(folder) as again:
+        tensors, progress = again.load(small)
+    assert progress == Progress(rounds=1, steps=5)
+    assert set(tensors) == set(personal(small))
+
+
+def test_later_progress_needs_no_model(folder, small):
+    folder.save_progress(Progress(adapted=True))
+    with reopened(folder) as again:
+        assert again.load(small) == (None, Progress(adapted=True))
+
+
+def test_progress_of_before_a_save_no_longer_counts(folder, small):
+    folder.save(small, personal(small), Progress(rounds=1))
+    folder.save_progress(Progress(rounds=1, steps=5))
+    folder.save(small, personal(small), Progress(rounds=2))
+    with reopened(folder) as again:
+        assert again.load(small)[1] == Progress(rounds=2)
+        again.save_progress(Progress(rounds=2, steps=9))
+        assert again.load(small)[1] == Progress(rounds=2, steps=9)
+
+
+def test_a_save_after_a_restart_is_newer_than_the_progress_of_before(folder, small):
+    """Saves are numbered on: counted from the start again, an old progress would fit a new model."""
+    folder.save(small, personal(small), Progress(rounds=1))
+    folder.save_progress(Progress(rounds=1, steps=5))
+    with reopened(folder) as again:
+        again.load(small)
+        again.save(small, personal(small), Progress(rounds=2))
+    with closing(StateFolder(folder.path)) as third:
+        assert third.load(small)[1] == Progress(rounds=2)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "1", "{}", '{"save": 1}', '{"save": 1, "progress": {"rounds": "x"}}'])
+def test_damaged_progress_is_told_with_advice(folder, small, text):
+    folder.save(small, personal(small), Progress(rounds=1))
+    (folder.path / "progress.json").write_text(text)
+    with pytest.raises(StateError, match=r"(?s)is damaged .*; move it away"):
+        folder.load(small)
+
+
+# --- simulated devices: a difference from a reference ----------------------------------------------------------------
+
+
+@pytest.fixture
+def reference(small):
+    return initial_values(small, 1)
+
+
+@pytest.fixture
+def simulated(tmp_path, reference):
+    opened = StateFolder(tmp_path / "simulated", durable=False, reference=reference)
+    yield opened
+    opened.close()
+
+
+def partly_changed(reference):
+    tensors = {name: tensor.copy() for name, tensor in reference.items()}
+    tensors["fc.weight"][0] += 1
+    return tensors
+
+
+def test_a_difference_comes_back_as_the_model(simulated, small, reference):
+    wanted = partly_changed(reference)
+    simulated.save(small, wanted, Progress(rounds=1))
+    with reopened(simulated, durable=False, reference=reference) as again:
+        tensors, progress = again.load(small)
+    assert progress == Progress(rounds=1)
+    assert {name: tensor.tobytes() for name, tensor in tensors.items()} == {
+        name: tensor.tobytes() for name, tensor in wanted.items()
+    }
+    tensors["conv.weight"][...] = 0  # a copy that can be trained on
+    assert not np.array_equal(reference["conv.weight"], tensors["conv.weight"])
+
+
+def test_a_difference_is_smaller_than_the_model(simulated, folder, small, reference):
+    for each in (simulated, folder):
+        each.save(small, partly_changed(reference), Progress())
+    sizes = [(each.path / "model.safetensors").stat().st_size for each in (simulated, folder)]
+    assert sizes[0] < sizes[1]
+
+
+def test_a_model_that_is_the_references_is_a_model_all_the_same(simulated, small, reference):
+    simulated.save(small, reference, Progress(rounds=1))
+    tensors, _ = simulated.load(small)
+    assert {name: tensor.tobytes() for name, tensor in tensors.items()} == {
+        name: tensor.tobytes() for name, tensor in reference.items()
+    }
+    simulated.save(small, None, Progress(rounds=2))
+    assert simulated.load(small) == (None, Progress(rounds=2))
+
+
+def test_a_difference_cannot_be_opened_without_its_reference(simulated, small, reference):
+    simulated.save(small, partly_changed(reference), Progress())
+    with (
+        reopened(simulated) as again,
+        pytest.raises(StateError, match="is a simulated device's: only the fleet that wrote it can open it"),
+    ):
+        again.load(small)
+
+
+def test_a_whole_model_opens_beside_a_reference(folder, small, reference):
+    """A device that ran by itself may be hosted by a fleet from then on."""
+    folder.save(small, personal(small), Progress(rounds=1))
+    with reopened(folder, reference=reference) as again:
+        tensors, progress = again.load(small)
+    assert progress.rounds == 1
+    assert all(tensors[name].tobytes() == tensor.tobytes() for name, tensor in personal(small).items())
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_files_are_flushed_where_they_are_to_survive_a_power_cut(tmp_path, small, monkeypatch, durable):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    with closing(StateFolder(tmp_path / "state", durable=durable)) as folder:
+        folder.save(small, personal(small), Progress(rounds=1))
+        folder.save_progress(Progress(rounds=1, steps=1))
+        assert bool(flushed) == durable
+        assert folder.load(small)[1].steps == 1
+        assert not list(folder.path.glob("*.partial"))
