@@ -1,7 +1,8 @@
 """Calls of an ASGI application without a socket: for research, the coordinator in the devices' own process.
 
 Sessions are synchronous and an application runs on an event loop, so the loop has a thread of its own and each call is
-handed over to it. Everything between, requests, answers and the application's own start and stop, is as over HTTP.
+handed over to it. Everything between, requests, answers and the application's own start and stop, is as over HTTP, but
+for two things: an answer arrives when it is whole, and what the application fails with is raised where it was called.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,19 +43,35 @@ class InProcess(httpx.BaseTransport):
 
 @contextmanager
 def running(app: Any) -> Iterator[httpx.Client]:
-    """Start a Starlette or FastAPI application in this process; yields a client of it, and stops it in the end."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="asgi", daemon=True)
+    """Start a Starlette or FastAPI application in this process; yields a client of it, and stops it in the end.
+
+    Raises what the application's start or stop raises.
+    """
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+    ended: Future[None] = Future()
+
+    async def live() -> None:
+        over = asyncio.Event()
+        async with app.router.lifespan_context(app):  # entered and left by one task, as lifespans may rely on
+            started.set_result((asyncio.get_running_loop(), over))
+            await over.wait()
+
+    def run() -> None:
+        try:
+            asyncio.run(live())
+            ended.set_result(None)
+        except BaseException as error:
+            (ended if started.done() else started).set_exception(error)
+
+    thread = threading.Thread(target=run, name="asgi", daemon=True)
     thread.start()
     try:
-        life = app.router.lifespan_context(app)
-        asyncio.run_coroutine_threadsafe(life.__aenter__(), loop).result()
+        loop, over = started.result()
         try:
             with httpx.Client(transport=InProcess(app, loop), base_url=ADDRESS) as client:
                 yield client
         finally:
-            asyncio.run_coroutine_threadsafe(life.__aexit__(None, None, None), loop).result()
+            loop.call_soon_threadsafe(over.set)
+            ended.result()
     finally:
-        loop.call_soon_threadsafe(loop.stop)
         thread.join()
-        loop.close()
