@@ -45,7 +45,7 @@ def add(difference: Tensors, reference: Tensors) -> Tensors:
             size, where = tensors[base].size, difference.get(f"{base}:where")
             if where is None or where.dtype != np.uint8 or where.shape != (-(-size // 8),):
                 raise BundleError(f"{base}: values stored without a bitmap of its {size} positions")
-            positions = np.flatnonzero(np.unpackbits(where, count=size))
+            positions = np.flatnonzero(np.unpackbits(where.astype(np.uint8, copy=False), count=size))
             if len(positions) != len(stored):
                 raise BundleError(f"{base}: {len(stored)} values stored for {len(positions)} positions")
             tensors[base].reshape(-1)[positions] = stored

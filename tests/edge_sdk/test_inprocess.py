@@ -115,12 +115,12 @@ def test_what_keeps_it_from_stopping_is_raised():
 def test_a_call_that_nobody_waits_for_any_more_ends_with_the_application():
     life = Life()
     with inprocess.running(life.app) as client:
-        caller = threading.Thread(target=lambda: pytest.raises(Exception, client.get, "/forever"))  # noqa: B017
-        caller.start()
+        pool = ThreadPoolExecutor(1)
+        call = pool.submit(client.get, "/forever")
         while "asked" not in life.events:
             client.put("/echo")
-    caller.join(10)
-    assert not caller.is_alive()
+    assert call.exception(10) is not None
+    pool.shutdown()
     assert life.events == ["started", "asked", "stopped", "cancelled"]
 
 
