@@ -51,8 +51,9 @@ deadline. A device that misses a deadline is not drawn again until it asks for w
 METHODS = """
 ## One method's own
 
-Given as `method_settings`, an object of these names: `{"proximal_weight": 0.1}`. What is left out is filled in when the
-federation is created, and what the method does not know is refused. What they do is in [methods.md](methods.md).
+Given as `method_settings`, an object of these names: `{"proximal_weight": 0.1}`; on a command line as
+`--method-set proximal_weight=0.1`. What is left out is filled in when the federation is created, and what the method
+does not know is refused. What they do is in [methods.md](methods.md).
 
 """
 

@@ -144,7 +144,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Options, and the federation's settings that were given; each field of FederationSettings is an option, and method_settings are pairs."""
+    """Options, and the federation's settings that were given; each field of FederationSettings is an option.
+
+    method_settings are the pairs of ``--method-set``.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m edge_sdk.publish", description="Create a federation on a running coordinator."
     )

@@ -12,6 +12,7 @@ from coordinator.aggregation import MaskedSums
 from coordinator.methods import load_method
 from edge_sdk.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, blocks, draw_neurons, pack
+from edge_sdk.protocol.messages import FederationSettings
 
 VECTOR = Manifest(
     task="v4",
@@ -28,7 +29,7 @@ def fold(manifest, updates, previous):
     for values, mask, examples in updates:
         sums.fold_in_place(np.asarray(values, dtype=np.float32), mask, examples)
     assert sums.updates == len(updates)
-    return load_method("fedspu").close(previous, sums)
+    return load_method("fedspu").close(previous, sums, FederationSettings())
 
 
 def neurons(*active):
