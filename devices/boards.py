@@ -11,6 +11,7 @@ for comparing methods on the same boards rather than for planning a battery.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,8 +42,10 @@ class Board:
     bytes_per_second: float = WIFI_BYTES_PER_SECOND
 
     def __post_init__(self) -> None:
-        if not (self.flops_per_second > 0 and self.bytes_per_second > 0):
-            raise ValueError(f"board {self.name}: its rates must be above 0")
+        if not (0 < self.flops_per_second < math.inf and 0 < self.bytes_per_second < math.inf):
+            raise ValueError(f"board {self.name}: its rates must be above 0 and finite")
+        if self.cores < 1 or self.memory_bytes < 0:
+            raise ValueError(f"board {self.name}: it has {self.cores} cores and {self.memory_bytes} bytes of memory")
 
     def computing_seconds(self, flops: int) -> float:
         """How long it computes ``flops``."""
@@ -86,9 +89,17 @@ def load_boards(text: str) -> tuple[Board, ...]:
     return tuple(BOARDS[name] for name in names)
 
 
+_KEYS = {"name", "gflops", "idle_watts", "max_watts", "cores", "memory_mib", "mbit_per_second"}
+
+
 def _read(path: Path) -> tuple[Board, ...]:
     try:
         tables = tomllib.loads(path.read_text()).get("board", [])
+        if not isinstance(tables, list):
+            raise TypeError("board is no list of tables; write [[board]]")
+        for table in tables:
+            if unknown := set(table) - _KEYS:
+                raise ValueError(f"{', '.join(sorted(unknown))} is none of {', '.join(sorted(_KEYS))}")
         boards = tuple(
             Board(
                 name=str(table["name"]),
