@@ -1,0 +1,99 @@
+"""This project's fleet as a peer: a coordinator process, real sessions over HTTP, the same work as the others.
+
+The same deal of the same images to the same 100 devices, the product's own network (which pools before ReLU: the same
+function), FedAvg. What the others leave out happens here as well, after the last round: every device judges the global
+model (on a hundredth of the test images each, so the mean is the accuracy on all), and keeps it as its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tempfile
+import threading
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.peers import report
+from benchmarks.server import coordinator
+
+
+def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
+    """One run, as ``report.outcome`` has it."""
+    # The coordinator starts while this process loads torch.
+    loading = threading.Thread(target=importlib.import_module, args=("edge_sdk.fleet",))
+    loading.start()
+    with tempfile.TemporaryDirectory() as folder, coordinator(Path(folder)) as server:
+        loading.join()
+        return _run(server, data, rounds, processes, seed)
+
+
+def _run(server: str, data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
+    import torch
+
+    from benchmarks.peers import work
+    from edge_sdk.fleet import run_fleet
+    from edge_sdk.host import Plan, Stepped
+    from edge_sdk.protocol.messages import FederationInfo, Kind, RoundRecord
+    from edge_sdk.publish import publish
+    from edge_sdk.tasks import Task
+    from edge_sdk.tasks.loading import Chosen, Scale, classification
+    from edge_sdk.tasks.models import MODELS
+
+    clock = report.Clock()
+    samples, test = work.load(data), work.load(data, "test")
+    shares = work.deal(len(samples), seed)
+    images, test_images = samples.images.unsqueeze(1), test.images.unsqueeze(1)
+    network = MODELS["mnist"]["small"]
+    scale = Scale(network.mean, network.deviation)
+
+    def make_task(index: int, info: FederationInfo) -> Task:
+        judged = torch.arange(index, len(test), work.DEVICES)
+        held_out = Chosen(test_images, test.targets, judged, scale)
+        mine = Chosen(images, samples.targets, shares[index], scale)
+        return classification(info.task, network.build(), mine, held_out, held_out, batch_size=info.settings.batch_size)
+
+    def note(stepped: Stepped) -> None:
+        if stepped.kind is Kind.train:
+            clock.device_trained(time.time(), stepped.seconds)
+
+    publish(
+        server,
+        "speed",
+        "mnist",
+        method="fedavg",
+        rounds=rounds,
+        cohort=work.COHORT,
+        min_devices=work.DEVICES,
+        local_epochs=1,
+        batch_size=work.BATCH,
+        learning_rate=work.LEARNING_RATE,
+        early_stopping=False,
+        evaluation_interval=0,
+        seed=seed,
+    )
+    plan = Plan("speed", devices=work.DEVICES, make_task=make_task)
+    run_fleet(server, plan, processes=processes, in_memory=True, quiet=True, on_step=note)
+    clock.stopped = time.time()
+    records = [RoundRecord.model_validate(each) for each in httpx.get(f"{server}/v1/federations/speed/rounds").json()]
+    clock.rounds = [datetime.fromisoformat(str(record.closed_at)).timestamp() for record in records]
+    assert records[-1].accuracy_global is not None, "the last round is followed by an evaluation"
+    return report.outcome("sparrow", "this commit", clock, work.COHORT, records[-1].accuracy_global)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """One run, one line."""
+    options = report.parser("sparrow").parse_args(arguments)
+    if not options.unwatched:
+        return report.watch("benchmarks.peers.sparrow", options)
+    print(json.dumps(run(options.data, options.rounds, options.processes, options.seed)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

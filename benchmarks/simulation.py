@@ -1,0 +1,200 @@
+"""How fast the fleet is: against Flower's simulation and against a loop without a framework, and a thousand devices.
+
+    python -m benchmarks.simulation speed --data mnist.npz    all three in turn; then one of each for memory
+    python -m benchmarks.simulation scale --data mnist.npz    100 and 1,000 devices: memory of fleet and coordinator
+
+Each run is a command of its own. Ratios are taken within a turn of the three, so that a machine whose speed drifts
+hurts all of them alike, and the median over turns is quoted. Results replace those of their kind in
+``docs/results/simulation.jsonl``, from which ``simulation.md`` is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.peers.memory import measure
+from benchmarks.server import machine
+
+FOLDER = Path("docs/results")
+PEERS = ("sparrow", "bare", "flower")
+
+Row = dict[str, Any]
+
+
+def speed(data: Path, rounds: int, turns: int, peers: Sequence[str]) -> list[Row]:
+    """``turns`` runs of every peer in turn without watching memory, and one of each with."""
+    rows = []
+    with tqdm(total=(turns + 1) * len(peers), unit="run") as bar:
+        for turn in range(turns + 1):
+            for peer in peers:
+                bar.set_description(peer)
+                watched = turn == turns
+                command = [sys.executable, "-m", f"benchmarks.peers.{peer}", "--data", str(data)]
+                command += ["--rounds", str(rounds), "--memory" if watched else "--no-memory"]
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    raise SystemExit(f"{peer} failed:\n{done.stderr[-3000:]}")
+                row = json.loads(done.stdout.splitlines()[-1])
+                rows.append({"row": "memory" if watched else "speed", "turn": turn, "machine": machine(), **row})
+                bar.update()
+    return rows
+
+
+def scale(data: Path) -> list[Row]:
+    """100 and 1,000 devices, 50 a round, 20 rounds of MNIST: peak memory of everything, and of the coordinator."""
+    rows = []
+    for devices in (100, 1000):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "benchmarks.thousand", "--data", str(data), "--folder", folder]
+            measured = measure([*command, "--devices", str(devices)], timeout=3600)
+        row = json.loads(measured.stdout.splitlines()[-1])
+        peak = {"peak_memory_bytes": measured.peak.bytes, "seconds_whole_command": round(measured.seconds, 1)}
+        rows.append({"row": "scale", "machine": machine(), **row, **peak})
+    return rows
+
+
+HEAD = """# Speed of simulation
+
+Made by `python -m benchmarks.simulation speed --data mnist.npz` and `... scale --data mnist.npz` from
+`simulation.jsonl` beside this page. The work is that of `benchmarks/peers/work.py`: MNIST's small network (21,840
+parameters), 100 devices of 600 samples, 10 a round, one local epoch in batches of 50, plain SGD, FedAvg; two processes
+of one thread each. *bare* is a PyTorch loop without any framework, *flower* is Flower 1.32's simulation on Ray.
+sparrow's runs include a coordinator process, HTTP, records on disk, and an evaluation of all devices after the last
+round, which the others do not have.
+"""
+
+SCALE = """## A thousand devices
+
+MNIST's small network, FedSPU (every device keeps a personal model), 50 devices a round, 20 rounds, Dirichlet 0.5; state
+on disk. Memory and state in MB.
+"""
+
+COLUMNS = {
+    "device_rounds_per_second": "device-rounds/s",
+    "seconds_to_first_device": "to first device, s",
+    "seconds_to_first_round": "to first round, s",
+    "seconds_whole_command": "whole command, s",
+}
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The results as Markdown."""
+    parts = [HEAD]
+    runs = [row for row in rows if row["row"] == "speed"]
+    if runs:
+        turns = max(row["turn"] for row in runs) + 1
+        parts.append(f"{turns} turns of {runs[0]['rounds']} rounds, medians; {runs[0]['machine']}.\n")
+        parts.append(_table(["", *COLUMNS.values(), "accuracy"], [_speeds(runs, peer) for peer in _peers(runs)]))
+        parts.append("Ratios turn by turn: minimum, **median**, maximum.\n")
+        parts.append(
+            _table(
+                ["sparrow against", "device-rounds/s", "whole command, start-up included"],
+                [
+                    [
+                        peer,
+                        _spread(_ratios(runs, peer, "device_rounds_per_second")),
+                        _spread([1 / ratio for ratio in _ratios(runs, peer, "seconds_whole_command")]),
+                    ]
+                    for peer in _peers(runs)
+                    if peer != "sparrow"
+                ],
+            )
+        )
+    watched = [row for row in rows if row["row"] == "memory"]
+    if watched:
+        parts.append(
+            "Peak memory of a run's processes, MB. PSS counts a shared page once, RSS once in every process.\n"
+        )
+        kinds = ("pss", "rss", "uss")
+        table = [[row["peer"], *(f"{row['peak_memory_bytes'][kind] / 1e6:.0f}" for kind in kinds)] for row in watched]
+        parts.append(_table(["", "PSS", "RSS", "USS"], table))
+    scaled = [row for row in rows if row["row"] == "scale"]
+    if scaled:
+        parts.append(SCALE)
+        head = [
+            "devices",
+            "device-rounds/s",
+            "whole command, s",
+            "peak PSS of all",
+            "peak RSS of the coordinator",
+            "state",
+        ]
+        parts.append(_table(head, [_scaled(row) for row in scaled]))
+    return "\n".join(parts)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _peers(rows: Sequence[Row]) -> list[str]:
+    return [peer for peer in PEERS if any(row["peer"] == peer for row in rows)]
+
+
+def _speeds(rows: Sequence[Row], peer: str) -> list[str]:
+    mine = [row for row in rows if row["peer"] == peer]
+    return [peer, *(f"{_median(mine, key):.1f}" for key in COLUMNS), f"{100 * _median(mine, 'accuracy'):.1f} %"]
+
+
+def _scaled(row: Row) -> list[str]:
+    memory = (row["peak_memory_bytes"]["pss"], row["coordinator_peak_rss"], row["state_bytes"])
+    rate, seconds = row["device_rounds_per_second"], row["seconds_whole_command"]
+    return [str(row["devices"]), f"{rate:.1f}", f"{seconds:.0f}", *(f"{each / 1e6:.0f}" for each in memory)]
+
+
+def _median(rows: Sequence[Row], key: str) -> float:
+    return float(statistics.median(row[key] for row in rows))
+
+
+def _ratios(rows: Sequence[Row], peer: str, key: str) -> list[float]:
+    """sparrow's figure over the peer's, turn by turn."""
+    by = {(row["turn"], row["peer"]): row[key] for row in rows}
+    turns = sorted({turn for turn, _ in by})
+    return [by[turn, "sparrow"] / by[turn, peer] for turn in turns if (turn, "sparrow") in by and (turn, peer) in by]
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.2f}, **{statistics.median(ratios):.2f}**, {max(ratios):.2f}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, add the rows, make the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation", description="How fast the fleet is.")
+    parser.add_argument("what", choices=("speed", "scale", "page"))
+    parser.add_argument("--data", type=Path, help="mnist.npz")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--peer", action="append", choices=PEERS, help="only these; may be repeated")
+    options = parser.parse_args(arguments)
+    file = FOLDER / "simulation.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if options.what != "page":
+        if options.data is None:
+            parser.error("--data is needed: mnist.npz with x_train, y_train, x_test and y_test")
+        made = ("speed", "memory") if options.what == "speed" else ("scale",)
+        rows = [row for row in rows if row["row"] not in made]
+        rows += (
+            speed(options.data, options.rounds, options.turns, options.peer or PEERS)
+            if options.what == "speed"
+            else scale(options.data)
+        )
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = page(rows)
+    (FOLDER / "simulation.md").write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
