@@ -2,9 +2,9 @@
 
 A few processes, one thread each, host all devices. The coordinator is asked who is being waited for; those devices are
 handed to whichever process is free, which opens the device's session from its state folder, lets it do its one thing
-and closes it. A device that is not asked for anything costs nothing but its files. Over HTTP, or, with ``--app``, in one
-process with the coordinator and without sockets: the same sessions, the same calls, the same final model. With ``--ray``
-the processes are those of a Ray cluster (``cluster``).
+and closes it. A device that is not asked for anything costs nothing but its files. Over HTTP, or, with ``--app``, in
+one process with the coordinator and without sockets: the same sessions, the same calls, the same final model. With
+``--ray`` the processes are those of a Ray cluster (``cluster``).
 """
 
 from __future__ import annotations
@@ -94,14 +94,16 @@ def run_fleet(
     patience_seconds: float | None = None,
     quiet: bool = False,
     on_step: Callable[[Stepped], None] = lambda stepped: None,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> Result:
     """Run the devices of ``plan`` until their federation has ended, and return what was done.
 
     server: the coordinator's address; or app: its ASGI application, run in this process, which then hosts all devices.
     processes: how many host devices, one per core by default. state_dir: where the devices keep their state; a second
     call with the same folder goes on. in_memory: keep it in memory instead, and forget it. indices: the devices of this
-    fleet, where others simulate the rest. on_step: told of each step. Raises SdkError, DataError and what else a device
-    raises; KeyboardInterrupt once every device has finished the step it was in.
+    fleet, where others simulate the rest. on_step: told of each step. interrupted: asked before each, and at least
+    every ``LOOK_SECONDS``; true is as good as Ctrl-C, which reaches only a process's main thread. Raises SdkError,
+    DataError and what else a device raises; KeyboardInterrupt once every device has finished the step it was in.
     """
     torch.set_num_threads(1)
     if (server is None) == (app is None):
@@ -130,7 +132,7 @@ def run_fleet(
 
         executor: Executor = stack.enter_context(_InProcess(make_host) if number == 1 else _pool(number, make_host))
         mine = frozenset(range(plan.total) if indices is None else indices)
-        run = _Run(plan, mine, executor, transport, known.info, quiet, on_step)
+        run = _Run(plan, mine, executor, transport, known.info, quiet, on_step, interrupted)
         return run.until_over()
 
 
@@ -229,6 +231,7 @@ class _Run:
     info: FederationInfo
     quiet: bool
     on_step: Callable[[Stepped], None]
+    interrupted: Callable[[], bool]
     result: Result = field(init=False)
     _given: dict[str, Future[Any]] = field(default_factory=dict)
     _failed: list[BaseException] = field(default_factory=list)
@@ -258,6 +261,7 @@ class _Run:
             while True:
                 work, etag = self.transport.open_work(self.plan.federation, LOOK_SECONDS, etag)
                 self._raise_failure()
+                self._raise_interrupt()
                 if work is not None:
                     listed = work
                 self.result.status = listed.status
@@ -278,7 +282,7 @@ class _Run:
             index = self._indices.get(assignment.device)
             if index is None or assignment.assignment_id in self._given:
                 continue
-            future = self.executor.submit(_call, "step", index)
+            future = self._submit("step", index)
             self._given[assignment.assignment_id] = future
             future.add_done_callback(self._done)
         open_now = {assignment.assignment_id for assignment in work.assignments}
@@ -287,12 +291,16 @@ class _Run:
     def _all(self, what: str, indices: list[int]) -> None:
         """One call for each of ``indices``, to the end."""
         try:
-            futures = [self.executor.submit(_call, what, index) for index in indices]
+            futures = [self._submit(what, index) for index in indices]
             for future in futures:
                 self._count(future.result())
         except KeyboardInterrupt:
             self._cancel()
             raise
+
+    def _submit(self, what: str, index: int) -> Future[Any]:
+        self._raise_interrupt()
+        return self.executor.submit(_call, what, index)
 
     def _done(self, future: Future[Any]) -> None:
         if future.cancelled():
@@ -312,6 +320,10 @@ class _Run:
 
     def _running(self) -> bool:
         return any(not future.done() for future in self._given.values())
+
+    def _raise_interrupt(self) -> None:
+        if self.interrupted():
+            raise KeyboardInterrupt
 
     def _raise_failure(self) -> None:
         if self._failed:
