@@ -19,11 +19,14 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,8 +236,13 @@ class _Run:
     on_step: Callable[[Stepped], None]
     interrupted: Callable[[], bool]
     result: Result = field(init=False)
-    _given: dict[str, Future[Any]] = field(default_factory=dict)
+    _given: set[str] = field(default_factory=set)
+    _due: Counter[int] = field(default_factory=Counter)
+    _busy: set[int] = field(default_factory=set)
+    _ending: bool = False
+    _lock: threading.RLock = field(default_factory=threading.RLock)
     _failed: list[BaseException] = field(default_factory=list)
+    _seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.result = Result(devices=len(self.mine))
@@ -268,7 +276,7 @@ class _Run:
                 self.bar.set_description(f"round {listed.round + 1}" if listed.assignments else listed.status.value)
                 if listed.status in OVER and not listed.assignments:
                     return
-                if work is None and not self._running():
+                if work is None and not self._busy:
                     # Nothing has moved and nobody is at work: whoever missed a deadline is thought away. Say otherwise.
                     self._given.clear()
                     self._all("start", [index for index in sorted(self.mine) if index < self.plan.devices])
@@ -278,15 +286,25 @@ class _Run:
             raise
 
     def _hand_out(self, work: OpenWork) -> None:
-        for assignment in work.assignments:
+        # Whoever took longest the last time goes first, so that no process is left with a long one at a round's end.
+        for assignment in sorted(work.assignments, key=lambda each: -self._seconds.get(each.device, 0.0)):
             index = self._indices.get(assignment.device)
             if index is None or assignment.assignment_id in self._given:
                 continue
-            future = self._submit("step", index)
-            self._given[assignment.assignment_id] = future
-            future.add_done_callback(self._done)
-        open_now = {assignment.assignment_id for assignment in work.assignments}
-        self._given = {key: future for key, future in self._given.items() if key in open_now or not future.done()}
+            self._raise_interrupt()
+            with self._lock:
+                self._given.add(assignment.assignment_id)
+                self._due[index] += 1
+                self._go_on(index)
+        self._given &= {assignment.assignment_id for assignment in work.assignments}
+
+    def _go_on(self, index: int) -> None:
+        """Let a device take its next step, if one is due and it is in none: it has one folder, and one session."""
+        with self._lock:
+            if self._due[index] and index not in self._busy and not self._ending:
+                self._due[index] -= 1
+                self._busy.add(index)
+                self.executor.submit(_call, "step", index).add_done_callback(partial(self._done, index))
 
     def _all(self, what: str, indices: list[int]) -> None:
         """One call for each of ``indices``, to the end."""
@@ -302,7 +320,9 @@ class _Run:
         self._raise_interrupt()
         return self.executor.submit(_call, what, index)
 
-    def _done(self, future: Future[Any]) -> None:
+    def _done(self, index: int, future: Future[Any]) -> None:
+        with self._lock:
+            self._busy.discard(index)
         if future.cancelled():
             return
         error = future.exception()
@@ -310,16 +330,16 @@ class _Run:
             self._failed.append(error)
         else:
             self._count(future.result())
+            self._go_on(index)
 
     def _count(self, stepped: Stepped | None) -> None:
         if stepped is not None:
+            if stepped.kind in (Kind.train, Kind.personalise):
+                self._seconds[self.plan.name(stepped.index)] = stepped.seconds
             self.result.add(stepped, time.monotonic() - self._begin)
             self.on_step(stepped)
         if stepped is None or stepped.kind in (Kind.train, Kind.personalise, Kind.adapt):
             self.bar.update()
-
-    def _running(self) -> bool:
-        return any(not future.done() for future in self._given.values())
 
     def _raise_interrupt(self) -> None:
         if self.interrupted():
@@ -335,6 +355,7 @@ class _Run:
 
     def _cancel(self) -> None:
         """Let every process end the step it is in, and begin no other."""
+        self._ending = True
         self.executor.shutdown(wait=True, cancel_futures=True)
 
     def _bar(self, total: int, description: str, unit: str) -> tqdm[Any]:
