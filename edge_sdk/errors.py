@@ -29,6 +29,10 @@ class Refused(SdkError):
         self.status = status
         self.detail = detail
 
+    def __reduce__(self) -> tuple[type[Refused], tuple[int, str]]:
+        """Made again from its own arguments, not from its text: so that it reaches whoever runs a fleet's processes."""
+        return type(self), (self.status, self.detail)
+
 
 class RoundOver(Refused):
     """The assignment takes no update any more."""
