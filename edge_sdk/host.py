@@ -153,11 +153,15 @@ class Host:
         kind = step.assignment.kind if step.assignment else None
         return Stepped(index, step.outcome, kind, time.monotonic() - begin)
 
-    def finish(self, index: int) -> Stepped:
-        """Let a device do whatever is left after the end: send what was not sent, adapt the finished model."""
+    def finish(self, index: int) -> Stepped | None:
+        """Let a device do whatever is left after the end: send what was not sent, adapt the finished model.
+
+        Returns the last thing that it did, None where nothing was left.
+        """
+        last = None
         while (stepped := self.step(index)).outcome is Outcome.worked:
-            pass
-        return stepped
+            last = stepped
+        return last
 
     def _open(self, index: int, *, announce: bool) -> tuple[StateFolder, Session]:
         name = self._plan.name(index)
