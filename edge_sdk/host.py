@@ -161,6 +161,8 @@ class Host:
         last = None
         while (stepped := self.step(index)).outcome is Outcome.worked:
             last = stepped
+            if stepped.kind is Kind.adapt:
+                break  # nothing comes after it: there is no need to be told so
         return last
 
     def _open(self, index: int, *, announce: bool) -> tuple[StateFolder, Session]:
