@@ -1,0 +1,374 @@
+"""A fleet of simulated devices: the same models however it is hosted, and nothing lost when it is interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from coordinator.main import create_app
+from coordinator.settings import Settings
+from devices.boards import BOARDS
+from edge_sdk import fleet, inprocess
+from edge_sdk.errors import BadArgument, StateError
+from edge_sdk.fleet import run_fleet
+from edge_sdk.host import Plan
+from edge_sdk.protocol.messages import FederationStatus, Kind
+from edge_sdk.publish import publish
+from edge_sdk.tasks import load_task
+from edge_sdk.tasks.loading import DataError
+
+from .conftest import LOGS, Coordinator, Machine, environment, wait_until
+
+NAME = "fleet"
+DEVICES = 6
+ROUNDS = 4
+SETTINGS: dict[str, Any] = {
+    "rounds": ROUNDS,
+    "cohort": 4,
+    "min_devices": DEVICES,
+    "local_steps": 5,
+    "evaluation_interval": 2,
+    "early_stopping": False,
+    "seed": 5,
+}
+BUDGETS = (0.3, 0.6, 1.0)
+PLAN = Plan(NAME, DEVICES, budgets=BUDGETS)
+
+
+class Fleets:
+    """Starts ``python -m edge_sdk.fleet``, and leaves none behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def __call__(self, server: str, *more: str, name: str = "fleet") -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "edge_sdk.fleet", "--server", server, "--federation", NAME, "--quiet"]
+        LOGS[f"fleet in {self.folder.name}"] = log = self.folder / f"{name}.log"
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [*command, "--devices", str(DEVICES), "--budgets", "0.3,0.6,1", "--patience", "30", *more],
+                cwd=self.folder,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self._started.append(process)
+        return process
+
+    def output(self, name: str = "fleet") -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def close(self) -> None:
+        LOGS.pop(f"fleet in {self.folder.name}", None)
+        for process in self._started:
+            if process.poll() is None:
+                family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+                for each in family:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        each.kill()
+            process.wait(10)
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Fleets]:
+    fleets = Fleets(tmp_path / "fleets")
+    yield fleets
+    fleets.close()
+
+
+def outcome(get: Callable[[str], Any]) -> dict[str, Any]:
+    """What became of the federation, but for what depends on clocks: global models, and what devices found."""
+    records = get("/rounds")
+    judged = get(f"/rounds/{ROUNDS}/reports")
+    return {
+        "models": [record["model_sha256"] for record in records],
+        "cohorts": [record["cohort"] for record in records],
+        # Not bytes_up: an update carries seconds as text, so its length differs by some bytes.
+        "bytes_down": [record["bytes_down"] for record in records],
+        "personal": {each["device"]: each["report"]["personal"] for each in judged if each["kind"] == "evaluate"},
+        "status": (get("")["status"], get("")["reason"]),
+    }
+
+
+def outcome_at(coordinator: Coordinator) -> dict[str, Any]:
+    return outcome(lambda path: coordinator.get(f"/v1/federations/{NAME}{path}").json())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(machine: Machine) -> dict[str, Any]:
+    """What becomes of the federation over HTTP, hosted by one process."""
+    coordinator, devices = machine()
+    coordinator.create(NAME, **SETTINGS)
+    result = run_fleet(coordinator.url, PLAN, processes=1, state_dir=devices.folder / "fleet", quiet=True)
+    assert (result.devices, result.device_rounds, result.evaluations) == (DEVICES, ROUNDS * 4, 2 * DEVICES)
+    assert result.status is FederationStatus.finished
+    assert result.seconds_to_first is not None
+    found = outcome_at(coordinator)
+    assert result.adapted == DEVICES - len({name for cohort in found["cohorts"] for name in cohort}), "never drawn"
+    assert len(set(found["models"])) == ROUNDS
+    assert len(found["personal"]) == DEVICES
+    assert found["status"] == ("finished", "max_rounds")
+    return found
+
+
+# --- the same models however they are hosted -------------------------------------------------------------------------
+
+
+def test_in_one_process_with_the_coordinator(undisturbed, tmp_path):
+    app = create_app(Settings(data_dir=tmp_path / "data", default_task=""))
+    with inprocess.running(app) as client:
+        publish(inprocess.ADDRESS, NAME, "digits", client=client, **SETTINGS)
+        client.get("/readyz")
+    run_fleet(None, PLAN, app=app, state_dir=tmp_path / "fleet", quiet=True)
+    with inprocess.running(app) as client:
+        found = outcome(lambda path: client.get(f"/v1/federations/{NAME}{path}").raise_for_status().json())
+    assert found == undisturbed
+
+
+def test_in_two_processes(undisturbed, coordinator, command):
+    coordinator.create(NAME, **SETTINGS)
+    process = command(coordinator.url, "--processes", "2", "--memory")
+    assert process.wait(60) == 0, command.output()
+    assert f"{DEVICES} devices, {ROUNDS * 4} device-rounds and {2 * DEVICES} evaluations in" in command.output()
+    assert "the federation is finished" in command.output()
+    assert outcome_at(coordinator) == undisturbed
+
+
+def test_each_device_a_process_of_its_own(undisturbed, coordinator, device):
+    coordinator.create(NAME, **SETTINGS)
+    joined = [
+        device(
+            coordinator.url,
+            NAME,
+            PLAN.name(index),
+            *("--data", f"index={index},of={DEVICES}", "--budget", str(PLAN.budget(index)), "--quiet"),
+        )
+        for index in range(DEVICES)
+    ]
+    for each in joined:
+        assert each.wait(60) == 0, each.output
+    assert outcome_at(coordinator) == undisturbed
+
+
+def test_in_two_fleets_that_share_the_devices(undisturbed, coordinator, command, tmp_path):
+    """Machines that simulate a part each: ``indices`` says which."""
+    coordinator.create(NAME, **SETTINGS)
+    script = (
+        "import sys; from edge_sdk.fleet import run_fleet; from edge_sdk.host import Plan; "
+        f"run_fleet(sys.argv[1], Plan({NAME!r}, {DEVICES}, budgets={BUDGETS}), processes=1, in_memory=True, "
+        f"indices=range(3), quiet=True, patience_seconds=30)"
+    )
+    other = subprocess.Popen([sys.executable, "-P", "-c", script, coordinator.url], env=environment())
+    try:
+        run_fleet(
+            coordinator.url, PLAN, processes=1, state_dir=tmp_path / "fleet", indices=range(3, DEVICES), quiet=True
+        )
+        assert other.wait(60) == 0
+    finally:
+        other.kill()
+        other.wait()
+    assert outcome_at(coordinator) == undisturbed
+
+
+# --- interrupted -----------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_ends_all_processes_and_the_same_command_goes_on_to_the_same_models(undisturbed, coordinator, command):
+    coordinator.create(NAME, **SETTINGS)
+    first = command(coordinator.url, "--processes", "2", "--state-dir", "state", name="first")
+    coordinator.wait_for_log(r"round 1 closes")
+    family = psutil.Process(first.pid).children(recursive=True)
+    assert len(family) >= 2
+    for each in [psutil.Process(first.pid), *family]:  # as a terminal does
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.send_signal(signal.SIGINT)
+    assert first.wait(20) == 130, command.output("first")
+    assert not any(each.is_running() for each in family)
+    assert "interrupted; the same command goes on where the devices were" in command.output("first")
+    assert "Traceback" not in command.output("first")
+    assert coordinator.info(NAME)["status"] == "running"
+
+    assert command(coordinator.url, "--processes", "2", "--state-dir", "state").wait(60) == 0, command.output()
+    assert outcome_at(coordinator) == undisturbed
+
+
+def test_one_process_interrupted_in_the_middle_of_a_step_goes_on_to_the_same_models(undisturbed, coordinator, tmp_path):
+    coordinator.create(NAME, **SETTINGS)
+    steps = []
+
+    def interrupt(stepped):
+        steps.append(stepped)
+        if len(steps) == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_fleet(coordinator.url, PLAN, processes=1, state_dir=tmp_path / "fleet", quiet=True, on_step=interrupt)
+    assert len(steps) == 7
+    run_fleet(coordinator.url, PLAN, processes=1, state_dir=tmp_path / "fleet", quiet=True)
+    assert outcome_at(coordinator) == undisturbed
+
+
+def test_a_fleet_after_the_end_has_nothing_to_do(coordinator, tmp_path):
+    coordinator.create(NAME, **{**SETTINGS, "rounds": 1, "local_steps": 1})
+    run_fleet(coordinator.url, PLAN, processes=1, state_dir=tmp_path / "fleet", quiet=True)
+    again = run_fleet(coordinator.url, PLAN, processes=1, state_dir=tmp_path / "fleet", quiet=True)
+    assert (again.device_rounds, again.evaluations, again.adapted) == (0, 0, 0)
+    assert again.status is FederationStatus.finished
+
+
+# --- new devices, lost devices, boards -------------------------------------------------------------------------------
+
+
+def test_new_devices_adapt_the_finished_model(coordinator, tmp_path):
+    coordinator.create(NAME, **{**SETTINGS, "rounds": 2, "cohort": DEVICES, "local_steps": 2})
+    plan = Plan(NAME, DEVICES, new=2, budgets=BUDGETS)
+    seen = []
+    result = run_fleet(
+        coordinator.url, plan, processes=1, state_dir=tmp_path / "fleet", quiet=True, on_step=seen.append
+    )
+    assert (result.devices, result.adapted) == (DEVICES + 2, 2)
+    assert sorted(each.index for each in seen if each.kind is Kind.adapt) == [6, 7]
+    reports = coordinator.get(f"/v1/federations/{NAME}/rounds/2/reports").json()
+    adapted = {each["device"]: each["report"] for each in reports if each["kind"] == "adapt"}
+    assert set(adapted) == {"device-6", "device-7"}
+    assert all(report["personal"]["num_examples"] > 0 for report in adapted.values())
+    assert all(report["state_bytes"] > 0 for report in adapted.values()), "each holds a model"
+    cohorts = {name for record in coordinator.rounds(NAME) for name in record["cohort"]}
+    assert not cohorts & set(adapted), "they take part in no round"
+
+
+def test_a_device_that_missed_its_deadline_comes_back(coordinator, tmp_path, monkeypatch):
+    """Its update came too late, so it is thought away; when nothing else moves, the fleet says that it is there."""
+    monkeypatch.setattr(fleet, "LOOK_SECONDS", 0.5)
+    coordinator.create(NAME, **{**SETTINGS, "rounds": 2, "local_steps": 1, "min_devices": 1, "deadline_seconds": 3.0})
+    late = []
+
+    def make_task(index, info):
+        task = load_task("digits", "index=0,of=2", device=f"device-{index}", seed=0, batch_size=16)
+
+        def loss(outputs, targets):
+            if not late and outputs.requires_grad:
+                late.append(index)
+                wait_until(lambda: coordinator.rounds(NAME)[0]["expired"], "the round to expire")
+            return task.loss(outputs, targets)
+
+        return type(task)(**{**vars(task), "loss": loss})
+
+    plan = Plan(NAME, 1, make_task=make_task)
+    result = run_fleet(coordinator.url, plan, processes=1, state_dir=tmp_path / "fleet", quiet=True)
+    assert result.status is FederationStatus.finished
+    records = coordinator.rounds(NAME)
+    assert [(record["expired"], record["updates"]) for record in records] == [(1, 0), (0, 1)]
+
+
+def test_simulated_boards_report_seconds_and_joules_from_counted_work(coordinator, tmp_path):
+    coordinator.create(NAME, **{**SETTINGS, "rounds": 2})
+    names = ("pizero2w", "pi5")
+    plan = Plan(NAME, DEVICES, budgets=BUDGETS, boards=tuple(BOARDS[name] for name in names))
+    run_fleet(coordinator.url, plan, processes=1, state_dir=tmp_path / "fleet", quiet=True)
+    for record in coordinator.rounds(NAME):
+        reports = coordinator.get(f"/v1/federations/{NAME}/rounds/{record['round']}/reports").json()
+        trained = [each for each in reports if each["kind"] == "train"]
+        seconds = joules = 0.0
+        for each in trained:
+            board = BOARDS[names[int(each["device"].rsplit("-", 1)[1]) // 3]]
+            telemetry = each["report"]["telemetry"]
+            computing = each["report"]["training_flops"] / board.flops_per_second
+            assert telemetry["train"]["seconds"] == pytest.approx(computing)
+            phases = (telemetry["download"], each["upload"])
+            traffic = sum(phase["bytes_down"] + phase["bytes_up"] for phase in phases)
+            assert telemetry["download"]["seconds"] + each["upload"]["seconds"] == pytest.approx(
+                traffic / board.bytes_per_second
+            )
+            seconds += computing
+            joules += computing * board.power.max_watts
+        assert record["train"]["seconds"] == pytest.approx(seconds)
+        assert record["train"]["joules_estimated"] == pytest.approx(joules)
+        for phase in ("download", "train", "upload", "evaluation"):
+            assert (record[phase]["joules_measured"], record[phase]["seconds_without_joules"]) == (0, 0), phase
+
+
+def test_state_in_memory_is_gone_afterwards(coordinator, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    coordinator.create(NAME, **{**SETTINGS, "rounds": 1, "local_steps": 1})
+    before = set(os.listdir(fleet.MEMORY))
+    during = []
+
+    def look(stepped):
+        during.append({name for name in os.listdir(fleet.MEMORY) if name.startswith("sparrow-fleet-")} - before)
+
+    run_fleet(coordinator.url, PLAN, processes=1, in_memory=True, quiet=True, on_step=look)
+    assert all(len(found) == 1 for found in during)
+    assert {name for name in os.listdir(fleet.MEMORY) if name.startswith("sparrow-fleet-")} <= before
+    assert not (tmp_path / "home").exists()
+
+
+# --- what cannot be --------------------------------------------------------------------------------------------------
+
+
+def test_a_second_fleet_on_the_same_state_is_refused(coordinator, tmp_path):
+    coordinator.create(NAME, **{**SETTINGS, "rounds": 1, "local_steps": 1})
+    refused = []
+
+    def second(stepped):
+        if not refused:
+            with pytest.raises(StateError, match=r"another process uses .*fleet; stop it") as error:
+                run_fleet(coordinator.url, PLAN, processes=1, state_dir=tmp_path / "fleet", quiet=True)
+            refused.append(error)
+
+    result = run_fleet(coordinator.url, PLAN, processes=1, state_dir=tmp_path / "fleet", quiet=True, on_step=second)
+    assert refused
+    assert result.status is FederationStatus.finished, "the first was not disturbed"
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_device_without_its_data_ends_the_fleet_with_a_word(coordinator, command, processes):
+    coordinator.create(NAME, **SETTINGS)
+    process = command(coordinator.url, "--processes", processes, "--data", "partition=classes,classes_per_device=99")
+    assert process.wait(60) == 1
+    output = command.output()
+    assert output.startswith("edge_sdk.fleet: "), output
+    assert "Traceback" not in output
+    assert len(output.splitlines()) == 1
+
+
+def test_a_device_that_fails_later_ends_the_fleet_with_its_error(coordinator, tmp_path):
+    def make_task(index, info):
+        if index == 4:
+            raise DataError("device 4 has lost its disk")
+        return load_task("digits", f"index={index},of=6", device=f"device-{index}", seed=0, batch_size=16)
+
+    coordinator.create(NAME, **SETTINGS)
+    with pytest.raises(DataError, match="device 4 has lost its disk"):
+        run_fleet(
+            coordinator.url,
+            Plan(NAME, DEVICES, make_task=make_task),
+            processes=1,
+            state_dir=tmp_path / "fleet",
+            quiet=True,
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"server": None}, "give the coordinator's address, or its application"),
+        ({"server": "http://127.0.0.1:1", "app": object()}, "give the coordinator's address, or its application"),
+        ({"server": None, "app": object(), "processes": 2}, "served by one: set 1"),
+    ],
+)
+def test_a_fleet_has_one_coordinator(arguments, said):
+    with pytest.raises(BadArgument, match=said):
+        run_fleet(arguments.pop("server"), PLAN, quiet=True, **arguments)
