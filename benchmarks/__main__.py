@@ -12,10 +12,17 @@ import shlex
 import sys
 from pathlib import Path
 
+import httpx
+
 from benchmarks import rows, runner
 from benchmarks.experiment import FOLDER, Experiment, load_experiment
 from benchmarks.report import write_report
 from benchmarks.runner import Where
+from edge_sdk.errors import SdkError
+from edge_sdk.methods import UnknownMethod
+from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.tasks import UnknownTask
+from edge_sdk.tasks.loading import DataError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         recorded = rows.read(options.results or folder / "results.jsonl")
         if not recorded:
             raise SystemExit(f"{folder} holds no results; run `python -m benchmarks run {name}` first")
+        recorded = list(rows.latest(recorded).values())
         _report(experiment, recorded, options.out or folder, f"python -m benchmarks report {name}")
         return 0
     where = Where(data=options.data, folder=folder, processes=options.processes)
@@ -43,6 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"interrupted; `python -m benchmarks {options.command} {name} ... --resume` goes on", file=sys.stderr)
         return 130
+    except (SdkError, ProtocolError, DataError, UnknownMethod, UnknownTask, httpx.HTTPError, ValueError) as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 1
     _report(experiment, recorded, folder, "python -m benchmarks " + shlex.join(arguments or sys.argv[1:]))
     return 0
 
@@ -59,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     for command, help_text in (("run", "run every trial"), ("tune", "choose settings on validation data")):
         each = commands.add_parser(command, help=help_text)
         each.add_argument("experiment", help=f"one of {known}, or a .toml file")
-        each.add_argument("--data", required=True, help="where the task's data are: a folder or file")
+        each.add_argument("--data", required=True, help="where the task's data are: a folder or file ('' for digits)")
         each.add_argument("--scale", type=float, default=1.0, help="factor on the number of rounds, for a quick look")
         each.add_argument("--resume", action="store_true", help="keep what is there and go on")
         each.add_argument("--processes", type=int, help="processes that host devices (default: one per core)")

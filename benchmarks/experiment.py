@@ -34,8 +34,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from devices.boards import load_boards
 from edge_sdk.protocol.messages import FederationSettings
 
 if sys.version_info >= (3, 11):
@@ -98,6 +99,9 @@ class Experiment(_Part):
         for run in self.methods:
             if run.tuned_as is not None and run.tuned_as not in tuned:
                 raise ValueError(f"{run.label}: tuned_as is {run.tuned_as!r}; tuned by themselves: {', '.join(tuned)}")
+            both = sorted(set(run.settings) & set(self.tune.grid)) if self.tune else []
+            if both:
+                raise ValueError(f"{run.label}: {', '.join(both)} is set and is to be tuned; leave one of them out")
         return self
 
 
@@ -134,12 +138,20 @@ def load_experiment(name: str) -> Experiment:
     """The experiment ``name`` of ``benchmarks/experiments``, or of the file at that path. Raises SystemExit."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
-        return Experiment.model_validate(tomllib.loads(path.read_text()))
+        experiment = Experiment.model_validate(tomllib.loads(path.read_text()))
+        if experiment.boards:
+            load_boards(",".join(experiment.boards))
+        for _ in trials(experiment, name, {}):
+            pass  # each checks its settings, now rather than after hours
+        if experiment.tune is not None:
+            for _ in tuning_trials(experiment, name):
+                pass
     except FileNotFoundError:
         known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.toml")))
         raise SystemExit(f"there is no experiment {name!r}; there are {known}, or give a .toml file") from None
-    except (tomllib.TOMLDecodeError, ValidationError) as error:
+    except (OSError, ValueError) as error:  # TOML's and pydantic's are ValueErrors
         raise SystemExit(f"{path}: {error}") from None
+    return experiment
 
 
 def trials(

@@ -96,6 +96,11 @@ def read(path: Path) -> list[Recorded]:
     return recorded
 
 
+def latest(recorded: Sequence[Recorded]) -> dict[str, Recorded]:
+    """The last rows of each trial, by its name: one that was run again with other settings has replaced the first."""
+    return {each.trial.name: each for each in recorded}
+
+
 def _point(row: dict[str, Any]) -> Point:
     for key in ("accuracy", "accuracy_global", "accuracy_validation"):
         row[key] = Accuracy(**row[key]) if row[key] is not None else None
@@ -112,9 +117,10 @@ def _short(value: Any) -> Any:
 
 
 def without_timing(recorded: Sequence[Recorded]) -> list[dict[str, Any]]:
-    """The rows less what differs from run to run: seconds, joules, the machine."""
+    """The rows less what differs from run to run: seconds, joules, the machine, and bytes up, because an update carries
+    its seconds as text."""
     energy = {"joules_measured", "joules_estimated", "seconds_without_joules"}
-    timing = {"seconds", "wall_seconds", "machine"} | energy
+    timing = {"seconds", "wall_seconds", "machine", "bytes_up", "evaluation_bytes_up"} | energy
     return [
         {
             "trial": each.trial.model_dump(mode="json"),

@@ -62,7 +62,7 @@ def run(
     if not resume:
         shutil.rmtree(where.folder / "trials", ignore_errors=True)
         file.unlink(missing_ok=True)
-    done = {each.trial.name: each for each in rows.read(file)}
+    done = rows.latest(rows.read(file))
     wanted = [
         trial
         for trial in trials(experiment, name, read_tuned(where.folder, name), scale)
@@ -73,8 +73,8 @@ def run(
             bar.set_postfix_str(trial.name)
             if trial.name in done and done[trial.name].trial == trial:
                 continue
-            done[trial.name] = run_trial(trial, where)
-            rows.append(file, done[trial.name])
+            rows.append(file, run_trial(trial, where))
+    done = rows.latest(rows.read(file))  # all alike, whether run now or before
     return [done[trial.name] for trial in wanted]
 
 
@@ -97,8 +97,8 @@ def tune(experiment: Experiment, name: str, where: Where, *, scale: float, resum
             if key not in done:
                 done[key] = run_trial(trial, where)
                 rows.append(file, done[key])
-            last = done[key].points[-1]
-            score = last.accuracy_validation.mean if last.accuracy_validation else 0.0
+            last = done[key].points[-1].accuracy_validation if done[key].points else None
+            score = last.mean if last else 0.0  # nobody could be judged: as bad as can be
             scores.setdefault(label, {}).setdefault(json.dumps(point), []).append(score)
     means = {label: {point: sum(s) / len(s) for point, s in points.items()} for label, points in scores.items()}
     tuned: dict[str, dict[str, Value]] = {
@@ -129,7 +129,7 @@ def run_trial(trial: Trial, where: Where) -> Recorded:
             FEDERATION,
             devices=trial.devices,
             new=trial.new,
-            data=f"{where.data},{trial.data}",
+            data=f"{where.data},{trial.data}".lstrip(","),  # some tasks bring their data along
             budgets=trial.budgets,
             boards=load_boards(",".join(trial.boards)) if trial.boards else (),
         )

@@ -1,0 +1,262 @@
+"""An experiment from its file to its rows: complete, repeatable, interrupted without loss, tuned on equal terms."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks import rows
+from benchmarks.__main__ import main
+from benchmarks.experiment import FOLDER, load_experiment, trials, tuning_trials
+
+TINY = """
+title = "Tiny"
+task = "digits"
+devices = 4
+new = 1
+rounds = 3
+evaluate_every = 2
+seeds = [0]
+
+[settings]
+cohort = 3
+local_steps = 4
+
+[axes]
+alpha = [0.5]
+
+[[methods]]
+label = "FedSPU"
+method = "fedspu"
+budgets = [0.5, 1.0]
+
+[[methods]]
+label = "FedAvg"
+method = "fedavg"
+"""
+TUNED = """
+[[methods]]
+label = "FedSPU+ES"
+method = "fedspu"
+tuned_as = "FedSPU"
+settings = { early_stopping = true }
+
+[tune]
+grid = { learning_rate = [0.0001, 0.1] }
+rounds = 1
+"""
+LABELS = ["FedSPU", "FedAvg"]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("experiment") / "tiny.toml"
+    path.write_text(TINY)
+    return path
+
+
+def command(what, file, folder, *more):
+    return [what, str(file), "--data", "", "--folder", str(folder), *more]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(file, tmp_path_factory):
+    """The folder of an experiment that was run to its end."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert main(command("run", file, folder, "--processes", "1")) == 0
+    return folder
+
+
+def results(folder):
+    return rows.read(folder / "results.jsonl")
+
+
+# --- what is run -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_the_rows_of_every_trial_and_a_report(undisturbed):
+    found = results(undisturbed)
+    assert [each.trial.label for each in found] == LABELS
+    for each in found:
+        assert (each.result.rounds, each.result.reason) == (3, "max_rounds")
+        assert [point.round for point in each.points] == [2, 3], "the end is judged"
+        assert [device.device for device in each.result.devices] == [f"device-{index}" for index in range(5)]
+        assert [device.new for device in each.result.devices] == [False] * 4 + [True]
+        assert sum(device.rounds for device in each.result.devices) == 3 * 3
+        assert all(device.accuracy is not None for device in each.result.devices)
+        assert each.points[-1].accuracy.devices == 4, "new devices are no part of the federation's accuracy"
+        assert 0 < each.points[0].bytes_up < each.points[1].bytes_up
+    assert [device.budget for device in found[0].result.devices] == [0.5, 0.5, 1.0, 1.0, 0.5]
+    assert found[0].points[-1].bytes_up < found[1].points[-1].bytes_up, "half of its devices send half"
+    assert "FedAvg" in (undisturbed / f"{found[0].trial.experiment}.md").read_text()
+    assert not list((undisturbed / "trials").iterdir()), "the trials' own folders are gone"
+
+
+def test_a_report_is_made_of_what_has_been_run(undisturbed, file, tmp_path, capsys):
+    arguments = [
+        "report",
+        str(file),
+        "--results",
+        str(undisturbed / "results.jsonl"),
+        "--out",
+        str(tmp_path / "report"),
+    ]
+    assert main(arguments) == 0
+    written = capsys.readouterr().out.splitlines()
+    assert written
+    assert sorted(written) == sorted(str(path) for path in (tmp_path / "report").iterdir())
+
+
+def test_trials_that_are_there_are_kept(undisturbed, file):
+    before = (undisturbed / "results.jsonl").read_bytes()
+    assert main(command("run", file, undisturbed, "--processes", "1", "--resume")) == 0
+    assert (undisturbed / "results.jsonl").read_bytes() == before
+
+
+def test_an_interrupted_run_goes_on_to_the_rows_of_one_that_was_not(undisturbed, file, tmp_path):
+    """Ctrl-C in the second trial: the first is kept, the second goes on from where its coordinator and devices were."""
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks", *command("run", file, tmp_path / "work", "--processes", "2")],
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        until = time.monotonic() + 60
+        while not any("round 1 closes" in path.read_text() for path in second_trial(tmp_path / "work")):
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < until, "the second trial has not come to its first round"
+            time.sleep(0.005)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert "interrupted" in (tmp_path / "log").read_text()
+    assert [each.trial.label for each in results(tmp_path / "work")] == LABELS[:1]
+    assert list((tmp_path / "work" / "trials").iterdir()), "what the interrupted one has done is there"
+
+    assert main(command("run", file, tmp_path / "work", "--processes", "1", "--resume")) == 0
+    assert rows.without_timing(results(tmp_path / "work")) == rows.without_timing(results(undisturbed))
+
+
+def second_trial(folder):
+    return (folder / "trials").glob("*/coordinator.log") if (folder / "results.jsonl").exists() else []
+
+
+def test_a_trial_with_other_settings_is_run_again_and_replaces_the_first(undisturbed, file, tmp_path):
+    (tmp_path / "results.jsonl").write_bytes((undisturbed / "results.jsonl").read_bytes())
+    changed = tmp_path / "tiny.toml"
+    changed.write_text(TINY.replace("local_steps = 4", "local_steps = 1"))
+    assert main(command("run", changed, tmp_path, "--processes", "1", "--resume", "--only", "FedAvg")) == 0
+    found = results(tmp_path)
+    assert [each.trial.label for each in found] == [*LABELS, "FedAvg"]
+    assert [each.trial.settings["local_steps"] for each in rows.latest(found).values()] == [4, 1]
+
+
+# --- tuning ----------------------------------------------------------------------------------------------------------
+
+
+def test_tuning_tries_the_same_for_every_method_and_keeps_the_best_on_validation_data(tmp_path, capsys):
+    file = tmp_path / "tiny.toml"
+    file.write_text(TINY + TUNED)
+    assert main(command("tune", file, tmp_path / "work", "--processes", "1")) == 0
+    tried = rows.read(tmp_path / "work" / "tuning.jsonl")
+    rates = {label: [t.trial.settings["learning_rate"] for t in tried if t.trial.label == label] for label in LABELS}
+    assert rates == {label: [0.0001, 0.1] for label in LABELS}, "as many trials for each; FedSPU+ES is FedSPU's"
+    assert len(tried) == 4
+    record = json.loads((tmp_path / "work" / "tuned.json").read_text())
+    for label in LABELS:
+        scores = {
+            each.trial.settings["learning_rate"]: each.points[-1].accuracy_validation.mean
+            for each in tried
+            if each.trial.label == label
+        }
+        noted = {
+            json.loads(point)["learning_rate"]: score for point, score in record["validation_accuracy"][label].items()
+        }
+        assert noted == pytest.approx(scores, rel=1e-5)
+        best = max(scores, key=scores.__getitem__)
+        assert record["tuned"][label] == {"learning_rate": best}
+        assert f"{label}: {{'learning_rate': {best}}}" in capsys.readouterr().out or label != LABELS[0]
+
+    before = (tmp_path / "work" / "tuning.jsonl").read_bytes()
+    assert main(command("tune", file, tmp_path / "work", "--processes", "1", "--resume")) == 0
+    assert (tmp_path / "work" / "tuning.jsonl").read_bytes() == before
+
+
+def test_what_was_tuned_is_what_is_run(tmp_path):
+    file = tmp_path / "tiny.toml"
+    file.write_text(TINY + TUNED)
+    plan = load_experiment(str(file))
+    chosen = {"FedSPU": {"learning_rate": 0.1}, "FedAvg": {"learning_rate": 0.0001}}
+    rates = {trial.label: trial.settings["learning_rate"] for trial in trials(plan, "tiny", chosen)}
+    assert rates == {"FedSPU": 0.1, "FedAvg": 0.0001, "FedSPU+ES": 0.1}
+    assert {trial.settings["evaluation_interval"] for _, _, trial in tuning_trials(plan, "tiny")} == {0}
+    assert not {trial.seed for _, _, trial in tuning_trials(plan, "tiny")} & set(plan.seeds), "never on the runs' seeds"
+
+
+# --- what cannot be run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("devices = 4", "devices = "), "Invalid value"),
+        (("devices = 4", "devices = 0"), "greater than or equal to 1"),
+        (("devices = 4", "device = 4"), "device\n"),
+        (("cohort = 3", "cohrt = 3"), "cohrt"),
+        (("cohort = 3", "momentum = 2.0"), "momentum"),
+        (("new = 1", 'boards = ["pi3"]'), "there is no board 'pi3'; there are pi4b"),
+        (('label = "FedAvg"', 'label = "FedSPU"'), "two methods have the same label"),
+        (('method = "fedavg"', 'method = "fedavg"\nbudget = 1'), "budget"),
+        (('method = "fedavg"', 'method = "fedavg"\ntuned_as = "FedProx"'), "tuned_as is 'FedProx'"),
+    ],
+)
+def test_a_file_that_describes_no_experiment_is_refused_with_what_is_wrong(tmp_path, change, said):
+    file = tmp_path / "wrong.toml"
+    assert change[0] in TINY
+    file.write_text(TINY.replace(*change))
+    with pytest.raises(SystemExit) as refused:
+        main(command("run", file, tmp_path / "work"))
+    assert str(refused.value).startswith(f"{file}: ")
+    assert said in str(refused.value)
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_setting_is_given_or_tuned(tmp_path):
+    file = tmp_path / "wrong.toml"
+    file.write_text(TINY + "settings = { learning_rate = 0.3 }\n" + TUNED)
+    with pytest.raises(SystemExit, match="FedAvg: learning_rate is set and is to be tuned; leave one of them out"):
+        load_experiment(str(file))
+
+
+@pytest.mark.parametrize("name", ["nothing", "nothing.toml"])
+def test_an_unknown_experiment_is_told_with_those_there_are(name):
+    with pytest.raises(SystemExit, match=rf"there is no experiment '{name}'; there are .*fedspu-cifar10.*, or give a"):
+        main(["run", name, "--data", "x"])
+
+
+def test_what_is_not_there_is_told(file, tmp_path):
+    with pytest.raises(SystemExit, match=r"tiny has no \[tune\]; add the grid"):
+        main(command("tune", file, tmp_path))
+    with pytest.raises(SystemExit, match="holds no results; run `python -m benchmarks run tiny` first"):
+        main(["report", str(file), "--folder", str(tmp_path)])
+
+
+def test_data_that_cannot_be_used_end_the_run_with_a_word(tmp_path, capsys):
+    file = tmp_path / "tiny.toml"
+    file.write_text(TINY.replace("alpha = [0.5]", "alhpa = [0.5]"))
+    assert main(command("run", file, tmp_path / "work", "--processes", "1")) == 1
+    assert "benchmarks: " in capsys.readouterr().err
+
+
+def test_every_experiment_of_the_repository_can_be_read():
+
+    for path in sorted(FOLDER.glob("*.toml")):
+        assert list(trials(load_experiment(path.stem), path.stem, {}))
