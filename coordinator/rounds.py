@@ -253,7 +253,7 @@ class Rounds:
         if isinstance(report, wire.UpdateReport) and report.status == "stopped":
             changed |= {"status": "stopped", "stopped_round": assignment.round}
         with self._store.writing() as db:
-            # Only while it is still open: the round may have closed since it was looked at, or the same have come twice.
+            # Only while it is still open: the round may have closed since, or the same update have come twice.
             values = {"update_sha256": digest, "update_bytes": len(body), "report": report.model_dump(mode="json")}
             if not db.connection().execute(_ACCEPT, {"open_id": assignment_id, "status": "done", **values}).rowcount:
                 return not self._settled(_owned(db, assignment_id, device_id)[0], digest)

@@ -91,6 +91,7 @@ def run_on_ray(
     state_dir: Path | None = None,
     in_memory: bool = False,
     enrolment_token: str | None = None,
+    observer_token: str | None = None,
     patience_seconds: float | None = None,
     quiet: bool = False,
 ) -> Result:
@@ -108,11 +109,12 @@ def run_on_ray(
         raise BadArgument(f"{workers} workers; give at least 1")
     with httpx.Client(base_url=server, timeout=TIMEOUT) as client:
         transport = Transport(client, patience_seconds=patience_seconds)
-        transport.token = enrolment_token
+        transport.token = observer_token or enrolment_token
         transport.federation(plan.federation)  # its errors, before a cluster is started
         options = {
             "in_memory": in_memory,
             "enrolment_token": enrolment_token,
+            "observer_token": observer_token,
             "patience_seconds": patience_seconds,
         }
         root = state_dir and state_dir.absolute()

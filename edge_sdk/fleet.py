@@ -41,11 +41,10 @@ from edge_sdk.host import Host, Plan, Stepped
 from edge_sdk.methods import UnknownMethod
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.messages import FederationInfo, FederationStatus, Kind, OpenWork
 from edge_sdk.publish import add_method_set, load_to_publish, publish, read_setting
 from edge_sdk.session import Known
-from edge_sdk.state import FolderLock, default_root
+from edge_sdk.state import FolderLock, Reference, default_root, write_atomically
 from edge_sdk.tasks import UnknownTask
 from edge_sdk.tasks.loading import DataError
 from edge_sdk.transport import TIMEOUT, Transport
@@ -94,6 +93,7 @@ def run_fleet(
     in_memory: bool = False,
     indices: Iterable[int] | None = None,
     enrolment_token: str | None = None,
+    observer_token: str | None = None,
     patience_seconds: float | None = None,
     quiet: bool = False,
     on_step: Callable[[Stepped], None] = lambda stepped: None,
@@ -104,7 +104,8 @@ def run_fleet(
     server: the coordinator's address; or app: its ASGI application, run in this process, which then hosts all devices.
     processes: how many host devices, one per core by default. state_dir: where the devices keep their state; a second
     call with the same folder goes on. in_memory: keep it in memory instead, and forget it. indices: the devices of this
-    fleet, where others simulate the rest. on_step: told of each step. interrupted: asked before each, and at least
+    fleet, where others simulate the rest. enrolment_token, observer_token: where the coordinator asks for them, the
+    latter to see who is being waited for. on_step: told of each step. interrupted: asked before each, and at least
     every ``LOOK_SECONDS``; true is as good as Ctrl-C, which reaches only a process's main thread. Raises SdkError,
     DataError and what else a device raises; KeyboardInterrupt once every device has finished the step it was in.
     """
@@ -118,7 +119,7 @@ def run_fleet(
         client = stack.enter_context(_connect(server, app))
         root = stack.enter_context(_root(state_dir, in_memory, server or inprocess.ADDRESS, plan.federation))
         transport = Transport(client, patience_seconds=patience_seconds)
-        transport.token = enrolment_token
+        transport.token = observer_token or enrolment_token
         known = Known(transport.federation(plan.federation), transport.manifest(plan.federation))
         reference = _reference(root, transport, plan.federation)
 
@@ -158,7 +159,7 @@ def _root(state_dir: Path | None, in_memory: bool, server: str, federation: str)
         yield root
 
 
-def _reference(root: Path, transport: Transport, federation: str) -> Tensors | None:
+def _reference(root: Path, transport: Transport, federation: str) -> Reference | None:
     """The model that personal ones are stored as differences from: the global one as the fleet first met it."""
     path = root / "reference.safetensors"
     if not path.exists():
@@ -168,9 +169,9 @@ def _reference(root: Path, transport: Transport, federation: str) -> Tensors | N
             if refusal.status != 404:
                 raise
             model = {}  # no global model that could be looked at: personal models are stored whole
-        path.write_bytes(checkpoint.save(model))
+        write_atomically(path, checkpoint.save(model))
     tensors, _ = checkpoint.load(path.read_bytes())
-    return tensors or None
+    return Reference.of(tensors) if tensors else None
 
 
 # --- who does the work -----------------------------------------------------------------------------------------------
@@ -182,9 +183,18 @@ _host: Host | None = None
 def _become_worker(make_host: Callable[[], Host]) -> None:
     # Ctrl-C reaches every process of a terminal; here it is the parent's business, which lets steps end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     torch.set_num_threads(1)
     global _host
     _host = make_host()
+
+
+def _end_with_parent() -> None:
+    """A fleet that is killed takes its processes with it: they would keep its state folder from the next one."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _call(what: str, index: int) -> Any:
@@ -405,6 +415,7 @@ def _run(options: argparse.Namespace, plan: Plan, app: Any) -> Result:
         "state_dir": options.state_dir,
         "in_memory": options.memory,
         "enrolment_token": os.environ.get("SPARROW_ENROLMENT_TOKEN"),
+        "observer_token": os.environ.get("SPARROW_OBSERVER_TOKEN"),
         "patience_seconds": options.patience,
         "quiet": options.quiet,
     }
@@ -481,7 +492,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m edge_sdk.fleet",
         description="Many simulated devices, each a real session of its own.",
-        epilog="SPARROW_ENROLMENT_TOKEN and SPARROW_ADMIN_TOKEN hold tokens where the coordinator asks for them.",
+        epilog="SPARROW_ENROLMENT_TOKEN, SPARROW_OBSERVER_TOKEN and SPARROW_ADMIN_TOKEN hold tokens where the "
+        "coordinator asks for them.",
     )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--server", help="the coordinator's address, http://HOST:PORT")

@@ -19,10 +19,9 @@ import torch
 from devices import EnergyMeter
 from devices.boards import Board
 from edge_sdk.methods import load_method
-from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.messages import DeviceProfile, FederationInfo, Kind
 from edge_sdk.session import Known, Outcome, Session, check_model
-from edge_sdk.state import StateFolder
+from edge_sdk.state import Reference, StateFolder
 from edge_sdk.tasks import Task, load_task
 from edge_sdk.telemetry import SimulatedTelemetry, Telemetry
 from edge_sdk.transport import Traffic, Transport
@@ -117,7 +116,7 @@ class Host:
         root: Path,
         known: Known,
         *,
-        reference: Tensors | None,
+        reference: Reference | None,
         enrolment_token: str | None = None,
         patience_seconds: float | None = None,
     ) -> None:

@@ -190,6 +190,7 @@ class Session:
         except RoundOver as error:
             # The round closed while this device was downloading; there is other work, or will be.
             log.info("round %s: %s", assignment.round, error.detail)
+            self._tell(ChangeDevice(conditions=Conditions()))  # it may have been thought away
         self._working_on = None  # not in a finally: after an interrupt or error ``leave`` must know what to hand back
         return Step(Outcome.worked, assignment)
 
@@ -360,8 +361,9 @@ class Session:
 
     def _say_what_stays(self, pending: Pending) -> None:
         """Without an update the coordinator cannot know that this device holds a model, and would send it all again."""
-        if pending.kind in (Kind.train, Kind.personalise) and self.personal is not None:
-            self._tell(ChangeDevice(holds_model=True))
+        holds = pending.kind in (Kind.train, Kind.personalise) and self.personal is not None
+        # Whoever comes too late may have been thought away.
+        self._tell(ChangeDevice(holds_model=True if holds else None, conditions=Conditions()))
 
     def _save_progress(self, **changed: object) -> None:
         self.progress = self.progress.model_copy(update=changed)

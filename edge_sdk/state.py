@@ -22,11 +22,11 @@ import json
 import os
 import re
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from edge_sdk import difference
@@ -36,7 +36,18 @@ from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import Kind, Phase, UploadCost
 
-_IS_DIFFERENCE = "sparrow.difference"
+
+@dataclass(frozen=True)
+class Reference:
+    """A model that others are stored as differences from, and what tells it from another."""
+
+    tensors: Tensors
+    digest: str
+
+    @classmethod
+    def of(cls, tensors: Tensors) -> Reference:
+        """The reference of these tensors."""
+        return cls(tensors, hashlib.sha256(checkpoint.save(tensors)).hexdigest())
 
 
 class Identity(BaseModel):
@@ -144,13 +155,15 @@ class StateFolder:
     """One device's state folder, held by one process at a time. Raises StateError when it cannot be used.
 
     durable: flush every file to the disk, so that it survives a power cut and not only a killed process. reference: a
-    model that stays the same as long as the folder is used; the personal one is stored as its difference from it.
+    model that stays the same as long as the folder is used, and its digest; the personal one is stored as its
+    difference from it.
     """
 
-    def __init__(self, path: Path, *, durable: bool = True, reference: Tensors | None = None) -> None:
+    def __init__(self, path: Path, *, durable: bool = True, reference: Reference | None = None) -> None:
         self.path = path
         self._durable = durable
-        self._reference = reference
+        self._reference = reference.tensors if reference else None
+        self._reference_digest = reference.digest if reference else None
         self._saves = 0
         self._lock = FolderLock(path)
 
@@ -195,40 +208,54 @@ class StateFolder:
     def load(self, manifest: Manifest) -> tuple[Tensors | None, Progress]:
         """The personal model, None before the first download, and the progress that belongs to it."""
         path = self.path / "model.safetensors"
-        tensors: Tensors = {}
+        tensors: Tensors | None = None
         progress, digest = Progress(), manifest.digest
         try:
             if path.exists():
-                tensors, note = checkpoint.load(path.read_bytes())
+                stored, note = checkpoint.load(path.read_bytes())
                 kept = json.loads(note)
                 progress, digest = Progress.model_validate(kept["progress"]), kept["manifest"]
                 self._saves = int(kept["save"])
-            later = self.path / "progress.json"
-            if later.exists():
-                kept = json.loads(later.read_bytes())
+                if kept["reference"] is not None:
+                    self._check_reference(kept["reference"])
+                    stored = difference.add(stored, self._reference or {})
+                tensors = stored if kept["model"] else None
+            path = self.path / "progress.json"
+            if path.exists():
+                kept = json.loads(path.read_bytes())
                 if kept["save"] == self._saves:
-                    path, progress = later, Progress.model_validate(kept["progress"])
+                    progress = Progress.model_validate(kept["progress"])
         except (ProtocolError, ValidationError, ValueError, KeyError, TypeError) as error:
-            raise StateError(f"{path} is damaged ({error}); move it away to start this device anew") from None
+            what = "start this device anew" if path.name == "model.safetensors" else "go on from its last round"
+            raise StateError(f"{path} is damaged ({error}); move it away to {what}") from None
         if digest != manifest.digest:
-            raise StateError(f"{path} holds a model of another manifest; use another --state-dir for this federation")
-        if not tensors:
-            return None, progress
-        if tensors.pop(_IS_DIFFERENCE, None) is not None:
-            if self._reference is None:
-                raise StateError(f"{path} is a simulated device's: only the fleet that wrote it can open it")
-            tensors = difference.add(tensors, self._reference)
-        manifest.check_tensors(tensors, what=f"the tensors of {path}")
+            raise StateError(
+                f"{self.path} holds a model of another manifest; use another --state-dir for this federation"
+            )
+        if tensors is not None:
+            manifest.check_tensors(tensors, what=f"the tensors in {self.path}")
         return tensors, progress
+
+    def _check_reference(self, digest: str) -> None:
+        if digest != self._reference_digest:
+            raise StateError(
+                f"{self.path} holds a difference from a model that is not at hand: only the fleet that wrote it can "
+                f"open it, beside its reference.safetensors"
+            )
 
     def save(self, manifest: Manifest, personal: Tensors | None, progress: Progress) -> None:
         """Keep personal model and progress, durably, in one step."""
         self._saves += 1
-        stored = personal or {}
+        stored, reference = personal or {}, None
         if personal is not None and self._reference is not None:
-            # Marked, because a model that is the reference's has no difference, and is a model all the same.
-            stored = {**difference.subtract(personal, self._reference), _IS_DIFFERENCE: np.zeros(1, dtype=np.uint8)}
-        kept = {"manifest": manifest.digest, "save": self._saves, "progress": progress.model_dump(mode="json")}
+            stored, reference = difference.subtract(personal, self._reference), self._reference_digest
+        kept = {
+            "manifest": manifest.digest,
+            "save": self._saves,
+            "model": personal is not None,
+            "reference": reference,
+            "progress": progress.model_dump(mode="json"),
+        }
         self._write("model.safetensors", checkpoint.save(stored, json.dumps(kept)))
 
     def save_progress(self, progress: Progress) -> None:

@@ -105,7 +105,8 @@ class House:
         self._loop.call_soon_threadsafe(self.bell.ring)
 
     async def _move(self) -> None:
-        while True:
+        # Not only until it is cancelled: wait_for of Python 3.11 loses a cancellation that meets a fact.
+        while not self.closing:
             try:
                 if await run_in_threadpool(self.rounds.advance):
                     self.bell.ring()

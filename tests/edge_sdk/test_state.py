@@ -13,7 +13,7 @@ from edge_sdk.errors import StateError
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.manifest import Manifest, initial_values
 from edge_sdk.protocol.messages import Kind, Phase, UploadCost
-from edge_sdk.state import Pending, Progress, StateFolder, Totals
+from edge_sdk.state import Pending, Progress, Reference, StateFolder, Totals
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def reference(small):
 
 @pytest.fixture
 def simulated(tmp_path, reference):
-    opened = StateFolder(tmp_path / "simulated", durable=False, reference=reference)
+    opened = StateFolder(tmp_path / "simulated", durable=False, reference=Reference.of(reference))
     yield opened
     opened.close()
 
@@ -250,7 +250,7 @@ def partly_changed(reference):
 def test_a_difference_comes_back_as_the_model(simulated, small, reference):
     wanted = partly_changed(reference)
     simulated.save(small, wanted, Progress(rounds=1))
-    with reopened(simulated, durable=False, reference=reference) as again:
+    with reopened(simulated, durable=False, reference=Reference.of(reference)) as again:
         tensors, progress = again.load(small)
     assert progress == Progress(rounds=1)
     assert {name: tensor.tobytes() for name, tensor in tensors.items()} == {
@@ -281,7 +281,7 @@ def test_a_difference_cannot_be_opened_without_its_reference(simulated, small, r
     simulated.save(small, partly_changed(reference), Progress())
     with (
         reopened(simulated) as again,
-        pytest.raises(StateError, match="is a simulated device's: only the fleet that wrote it can open it"),
+        pytest.raises(StateError, match="only the fleet that wrote it can open it"),
     ):
         again.load(small)
 
@@ -289,7 +289,7 @@ def test_a_difference_cannot_be_opened_without_its_reference(simulated, small, r
 def test_a_whole_model_opens_beside_a_reference(folder, small, reference):
     """A device that ran by itself may be hosted by a fleet from then on."""
     folder.save(small, personal(small), Progress(rounds=1))
-    with reopened(folder, reference=reference) as again:
+    with reopened(folder, reference=Reference.of(reference)) as again:
         tensors, progress = again.load(small)
     assert progress.rounds == 1
     assert all(tensors[name].tobytes() == tensor.tobytes() for name, tensor in personal(small).items())
