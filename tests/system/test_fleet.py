@@ -18,7 +18,7 @@ from coordinator.main import create_app
 from coordinator.settings import Settings
 from devices.boards import BOARDS
 from edge_sdk import fleet, inprocess
-from edge_sdk.errors import BadArgument, StateError
+from edge_sdk.errors import BadArgument, Refused, StateError
 from edge_sdk.fleet import run_fleet
 from edge_sdk.host import Plan
 from edge_sdk.protocol.messages import FederationStatus, Kind
@@ -372,3 +372,48 @@ def test_a_device_that_fails_later_ends_the_fleet_with_its_error(coordinator, tm
 def test_a_fleet_has_one_coordinator(arguments, said):
     with pytest.raises(BadArgument, match=said):
         run_fleet(arguments.pop("server"), PLAN, quiet=True, **arguments)
+
+
+def test_a_device_that_is_to_judge_and_to_train_does_one_after_the_other(coordinator, command):
+    """Both are given out at once, and two processes are free: its state folder bears one session."""
+    coordinator.create(NAME, **SETTINGS | {"min_devices": 1, "cohort": 1, "evaluation_interval": 1})
+    process = command(coordinator.url, "--devices", "1", "--processes", "2", "--memory")
+    assert process.wait(60) == 0, command.output()
+    records = coordinator.get(f"/v1/federations/{NAME}/rounds").json()
+    assert [(record["updates"], record["evaluated_devices"]) for record in records] == [(1, 1)] * ROUNDS
+
+
+def test_a_fleet_that_is_killed_takes_its_processes_along(coordinator, command):
+    coordinator.create(NAME, **SETTINGS | {"rounds": 1000})
+    process = command(coordinator.url, "--processes", "2", "--state-dir", str(command.folder / "state"))
+    family = psutil.Process(process.pid)
+    workers = wait_until(lambda: len(family.children()) == 2 and family.children(), "two processes that host devices")
+    wait_until(lambda: coordinator.get(f"/v1/federations/{NAME}").json()["round"] > 1, "the second round")
+    process.kill()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
+    again = command(coordinator.url, "--processes", "2", "--state-dir", str(command.folder / "state"))
+    before = coordinator.get(f"/v1/federations/{NAME}").json()["round"]
+    wait_until(lambda: coordinator.get(f"/v1/federations/{NAME}").json()["round"] > before + 1, "rounds going on")
+    again.send_signal(signal.SIGINT)
+    assert again.wait(30) == 130, command.output()
+
+
+def test_where_the_coordinator_asks_for_tokens(tmp_path):
+    guarded = Coordinator(
+        tmp_path / "guarded",
+        COORDINATOR_ADMIN_TOKEN="boss",
+        COORDINATOR_OBSERVER_TOKEN="eyes",
+        COORDINATOR_ENROLMENT_TOKEN="door",
+    )
+    guarded.start()
+    try:
+        publish(guarded.url, NAME, "digits", admin_token="boss", **SETTINGS)
+        with pytest.raises(Refused, match="observer token is needed"):
+            run_fleet(guarded.url, PLAN, processes=1, in_memory=True, quiet=True, enrolment_token="door")
+        result = run_fleet(
+            guarded.url, PLAN, processes=1, in_memory=True, quiet=True, enrolment_token="door", observer_token="eyes"
+        )
+    finally:
+        guarded.close()
+    assert result.status is FederationStatus.finished
