@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,13 @@ def append(path: Path, recorded: Recorded) -> None:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
         file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def of_global_model(recorded: Recorded, trial: Trial) -> Recorded:
+    """The rows of ``trial``, which is the training of ``recorded`` with its global model judged alone."""
+    points = [replace(point, accuracy=point.accuracy_global, accuracy_validation=None) for point in recorded.points]
+    devices = [replace(device, accuracy=device.accuracy_global) for device in recorded.result.devices]
+    return Recorded(trial, tuple(points), replace(recorded.result, devices=tuple(devices)))
 
 
 def read(path: Path) -> list[Recorded]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,9 +73,28 @@ def run(
             bar.set_postfix_str(trial.name)
             if trial.name in done and done[trial.name].trial == trial:
                 continue
-            rows.append(file, run_trial(trial, where))
+            trained = _same_training(trial, done.values())
+            done[trial.name] = rows.of_global_model(trained, trial) if trained else run_trial(trial, where)
+            rows.append(file, done[trial.name])
     done = rows.latest(rows.read(file))  # all alike, whether run now or before
     return [done[trial.name] for trial in wanted]
+
+
+def _same_training(trial: Trial, done: Iterable[Recorded]) -> Recorded | None:
+    """A trial that is there and differs only in judging a fine-tuned copy beside the global model, or None.
+
+    Fine-tuned copies are thrown away, so the two are one training, bit for bit, and need not be run twice. (New devices
+    keep theirs: of the model as it is they have found nothing.)
+    """
+    if trial.settings.get("finetune_epochs", 0) or trial.new:
+        return None
+    plain = trial.model_copy(update={"settings": {**trial.settings, "finetune_epochs": 0}})
+    for each in done:
+        settings = {**each.trial.settings, "finetune_epochs": 0}
+        other = each.trial.model_copy(update={"label": trial.label, "settings": settings})
+        if each.trial.settings.get("finetune_epochs", 0) and other == plain:
+            return each
+    return None
 
 
 def tune(experiment: Experiment, name: str, where: Where, *, scale: float, resume: bool) -> dict[str, dict[str, Value]]:

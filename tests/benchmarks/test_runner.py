@@ -260,3 +260,24 @@ def test_every_experiment_of_the_repository_can_be_read():
 
     for path in sorted(FOLDER.glob("*.toml")):
         assert list(trials(load_experiment(path.stem), path.stem, {}))
+
+
+def test_a_training_that_two_labels_share_is_run_once(tmp_path):
+    """FedAvg is FedAvg+FT less the judging of fine-tuned copies: the same rows as when it is run by itself."""
+    tuned = '[[methods]]\nlabel = "FedAvg+FT"\nmethod = "fedavg"\nsettings = { finetune_epochs = 1 }\n'
+    plain = '[[methods]]\nlabel = "FedAvg"\nmethod = "fedavg"\n'
+    head = TINY[: TINY.index("[[methods]]")].replace("rounds = 3", "rounds = 2").replace("new = 1\n", "")
+    found = {}
+    for name, methods in (("shared", tuned + plain), ("alone", plain)):
+        file = tmp_path / "one.toml"
+        file.write_text(head + methods)
+        assert main(command("run", file, tmp_path / name, "--processes", "1")) == 0
+        found[name] = {each.trial.label: each for each in rows.read(tmp_path / name / "results.jsonl")}
+    shared, alone = found["shared"]["FedAvg"], found["alone"]["FedAvg"]
+    assert shared.trial == alone.trial
+    assert [point.accuracy for point in shared.points] == [point.accuracy for point in alone.points]
+    assert shared.result.model_sha256 == alone.result.model_sha256
+    assert [each.accuracy for each in shared.result.devices] == [each.accuracy for each in alone.result.devices]
+    judged = found["shared"]["FedAvg+FT"].points[-1]
+    assert judged.accuracy != shared.points[-1].accuracy, "fine-tuned copies do differ"
+    assert judged.accuracy_global == shared.points[-1].accuracy
