@@ -35,7 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
         if not recorded:
             raise SystemExit(f"{folder} holds no results; run `python -m benchmarks run {name}` first")
         recorded = list(rows.latest(recorded).values())
-        _report(experiment, recorded, options.out or folder, f"python -m benchmarks report {name}")
+        command = f"python -m benchmarks run {name} --data DIR` and `python -m benchmarks report {name}"
+        _report(experiment, recorded, options.out or folder, command)
         return 0
     where = Where(data=options.data, folder=folder, processes=options.processes)
     try:

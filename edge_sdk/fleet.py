@@ -396,7 +396,8 @@ def main(arguments: list[str] | None = None) -> int:
             _create(options, plan, app)
         result = _run(options, plan, app)
     except KeyboardInterrupt:
-        print("edge_sdk.fleet: interrupted; the same command goes on where the devices were", file=sys.stderr)
+        gone, stays = "its devices lay in memory and are gone", "the same command goes on where the devices were"
+        print(f"edge_sdk.fleet: interrupted; {gone if options.memory else stays}", file=sys.stderr)
         return 130
     except FORESEEN as error:
         print(f"edge_sdk.fleet: {error}", file=sys.stderr)

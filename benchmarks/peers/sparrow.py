@@ -11,8 +11,8 @@ import importlib
 import json
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,22 @@ from benchmarks.server import coordinator
 
 def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
     """One run, as ``report.outcome`` has it."""
-    # The coordinator starts while this process loads torch.
-    loading = threading.Thread(target=importlib.import_module, args=("edge_sdk.fleet",))
-    loading.start()
-    with tempfile.TemporaryDirectory() as folder, coordinator(Path(folder)) as server:
-        loading.join()
-        return _run(server, data, rounds, processes, seed)
+    # The coordinator starts while this process loads torch and the data.
+    with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
+        loading = pool.submit(_load, data)
+        with coordinator(Path(folder)) as server:
+            return _run(server, *loading.result(), rounds, processes, seed)
 
 
-def _run(server: str, data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
+def _load(data: Path) -> tuple[Any, Any]:
+    """The samples, train and test; and all that is to be imported."""
+    importlib.import_module("edge_sdk.fleet")
+    from benchmarks.peers import work
+
+    return work.load(data), work.load(data, "test")
+
+
+def _run(server: str, samples: Any, test: Any, rounds: int, processes: int, seed: int) -> dict[str, Any]:
     import torch
 
     from benchmarks.peers import work
@@ -46,7 +53,6 @@ def _run(server: str, data: Path, rounds: int, processes: int, seed: int) -> dic
     from edge_sdk.tasks.models import MODELS
 
     clock = report.Clock()
-    samples, test = work.load(data), work.load(data, "test")
     shares = work.deal(len(samples), seed)
     images, test_images = samples.images.unsqueeze(1), test.images.unsqueeze(1)
     network = MODELS["mnist"]["small"]
