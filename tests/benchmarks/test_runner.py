@@ -118,6 +118,7 @@ def test_trials_that_are_there_are_kept(undisturbed, file):
     assert (undisturbed / "results.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_to_the_rows_of_one_that_was_not(undisturbed, file, tmp_path):
     """Ctrl-C in the second trial: the first is kept, the second goes on from where its coordinator and devices were."""
     with (tmp_path / "log").open("wb") as log:
@@ -162,6 +163,7 @@ def test_a_trial_with_other_settings_is_run_again_and_replaces_the_first(undistu
 # --- tuning ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tuning_tries_the_same_for_every_method_and_keeps_the_best_on_validation_data(tmp_path, capsys):
     file = tmp_path / "tiny.toml"
     file.write_text(TINY + TUNED)
@@ -262,6 +264,7 @@ def test_every_experiment_of_the_repository_can_be_read():
         assert list(trials(load_experiment(path.stem), path.stem, {}))
 
 
+@pytest.mark.slow
 def test_a_training_that_two_labels_share_is_run_once(tmp_path):
     """FedAvg is FedAvg+FT less the judging of fine-tuned copies: the same rows as when it is run by itself."""
     tuned = '[[methods]]\nlabel = "FedAvg+FT"\nmethod = "fedavg"\nsettings = { finetune_epochs = 1 }\n'

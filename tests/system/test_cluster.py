@@ -73,6 +73,7 @@ def finish(process: subprocess.Popen[str], status: int) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_two_workers_train_what_one_process_trains(machine: Machine, start: Start, tmp_path: Path) -> None:
     (spread, _), (alone, _) = machine(), machine()
     for coordinator in (spread, alone):

@@ -139,6 +139,7 @@ def test_it_is_short():
     assert len(PAGE.splitlines()) < 150
 
 
+@pytest.mark.slow
 def test_method_task_and_partition_run_in_a_fleet_as_printed(run, lab):
     (fleet,) = commands("edge_sdk.fleet")
     said = run(fleet, "--quiet")
