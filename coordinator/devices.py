@@ -31,7 +31,6 @@ class Caller:
     """A device that has shown its token."""
 
     device_id: str
-    federation_id: int
     federation: str
 
 
@@ -90,21 +89,13 @@ class Devices:
         digest = _sha256(token)
         caller = self._callers.get(digest)
         if caller is None:
-            self._find(digest)  # a stranger's token must not keep others from writing
-            with self._store.writing() as db:  # in turn with whoever changes tokens
-                device = self._find(digest, db)
-                federation = db.get_one(Federation, device.federation_id)
-                caller = self._callers[digest] = Caller(device.id, federation.id, federation.name)
-        return caller
-
-    def _find(self, digest: bytes, db: Session | None = None) -> Device:
-        if db is None:
             with self._store.reading() as db:
-                return self._find(digest, db)
-        device = db.scalar(select(Device).where(Device.token_sha256 == digest))
-        if device is None or device.status == "revoked":
-            raise NotAuthenticated("the device token is unknown or revoked; enrol again")
-        return device
+                _holder(db, digest)  # a stranger's token must not keep others from writing
+            with self._store.writing() as db:  # in turn with whoever changes tokens
+                device = _holder(db, digest)
+                federation = db.get_one(Federation, device.federation_id)
+                caller = self._callers[digest] = Caller(device.id, federation.name)
+        return caller
 
     def list(self, federation_name: str) -> list[DeviceInfo]:
         """Every device of a federation, by name. Raises NotFound."""
@@ -156,6 +147,13 @@ class Devices:
                 device.status, device.present = "revoked", False
                 self._callers.pop(device.token_sha256, None)
                 _change_open(db, device_id, status="expired")
+
+
+def _holder(db: Session, digest: bytes) -> Device:
+    device = db.scalar(select(Device).where(Device.token_sha256 == digest))
+    if device is None or device.status == "revoked":
+        raise NotAuthenticated("the device token is unknown or revoked; enrol again")
+    return device
 
 
 def _notice(federation: Federation, device: Device) -> str | None:

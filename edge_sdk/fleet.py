@@ -49,8 +49,6 @@ from edge_sdk.tasks import UnknownTask
 from edge_sdk.tasks.loading import DataError
 from edge_sdk.transport import TIMEOUT, Transport
 
-log = logging.getLogger(__name__)
-
 LOOK_SECONDS = 10.0
 """How long the coordinator is asked to wait for news; a process that failed is noticed no later."""
 

@@ -8,7 +8,7 @@ What several methods do alike is in ``edge_sdk.training``, and ``conclude`` here
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Protocol
@@ -23,7 +23,9 @@ from edge_sdk.protocol.masks import NeuronDraw, NeuronMask
 from edge_sdk.protocol.messages import Assignment, Evaluation
 from edge_sdk.tasks import Task
 from edge_sdk.training.early_stopping import judge_round
-from edge_sdk.training.local import LocalResult, derive_seed
+from edge_sdk.training.finetuning import fine_tune
+from edge_sdk.training.local import LocalResult, derive_seed, get_tensors, set_tensors
+from edge_sdk.training.merging import whole_model
 
 
 @dataclass(frozen=True)
@@ -172,3 +174,24 @@ def load_method(name: str) -> DeviceMethod:
         )
     method: DeviceMethod = found[name].load()()
     return method
+
+
+def adapt_as_in_a_round(job: Job, mask: NeuronMask | None = None) -> DeviceState:
+    """The received model, fine-tuned under ``mask``: for ``finetune_epochs``, or where that is 0 as long as in a round.
+
+    Raises BundleError for a payload that is missing or partial, TrainingDiverged.
+    """
+    settings = job.assignment.settings
+    set_tensors(job.model, whole_model(job.manifest, job.received))
+    fine_tune(
+        job.model,
+        job.manifest,
+        job.task,
+        settings,
+        epochs=settings.finetune_epochs or None,
+        learning_rate=settings.learning_rate_of(job.assignment.round),
+        seed=job.seed("adapt"),
+        mask=mask,
+        progress=job.progress,
+    )
+    return replace(job.state, personal=get_tensors(job.model, job.manifest))

@@ -23,12 +23,9 @@ Where paper and released code differ, or are silent:
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, conclude
+from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, adapt_as_in_a_round, conclude
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, pack
-from edge_sdk.training.finetuning import fine_tune
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import evaluate, evaluate_held_out, get_tensors, set_tensors, train_locally
 from edge_sdk.training.merging import merge, whole_model
@@ -72,21 +69,7 @@ class FedSPU(DeviceMethod):
     def adapt(self, job: Job) -> DeviceState:
         """The finished global model, fine-tuned under the assignment's mask: like one more round, unless the federation
         says for how long."""
-        _, mask = _assigned(job)
-        settings = job.assignment.settings
-        set_tensors(job.model, whole_model(job.manifest, job.received))
-        fine_tune(
-            job.model,
-            job.manifest,
-            job.task,
-            settings,
-            epochs=settings.finetune_epochs or None,
-            learning_rate=settings.learning_rate_of(job.assignment.round),
-            seed=job.seed("adapt"),
-            mask=mask,
-            progress=job.progress,
-        )
-        return replace(job.state, personal=get_tensors(job.model, job.manifest))
+        return adapt_as_in_a_round(job, _assigned(job)[1])
 
 
 def _assigned(job: Job) -> tuple[NeuronDraw | None, NeuronMask | None]:

@@ -7,10 +7,7 @@ device does moves it.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, conclude
-from edge_sdk.training.finetuning import fine_tune
+from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, adapt_as_in_a_round, conclude
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import evaluate_held_out, get_tensors, set_tensors, train_locally
 from edge_sdk.training.merging import whole_model
@@ -48,16 +45,4 @@ class Local(DeviceMethod):
 
     def adapt(self, job: Job) -> DeviceState:
         """A device that came too late trains the initial weights for ``finetune_epochs``, or else as in one round."""
-        settings = job.assignment.settings
-        set_tensors(job.model, whole_model(job.manifest, job.received))
-        fine_tune(
-            job.model,
-            job.manifest,
-            job.task,
-            settings,
-            epochs=settings.finetune_epochs or None,
-            learning_rate=settings.learning_rate_of(job.assignment.round),
-            seed=job.seed("adapt"),
-            progress=job.progress,
-        )
-        return replace(job.state, personal=get_tensors(job.model, job.manifest))
+        return adapt_as_in_a_round(job)
