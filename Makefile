@@ -12,7 +12,7 @@ demo: setup
 	$(BIN)/python -m benchmarks.demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

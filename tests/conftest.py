@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import struct
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +15,15 @@ from edge_sdk.protocol import bundle
 from edge_sdk.protocol.manifest import Constant, Layer, Manifest, NeuronGroup, Segment, TensorSpec, Uniform
 from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons
 from edge_sdk.protocol.messages import Assignment, UpdateReport
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Chance that a test leaves to the process is the same whatever ran before it, and in whichever worker."""
+    random.seed(0)
+    np.random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 class Clock:

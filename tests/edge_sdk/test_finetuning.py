@@ -74,7 +74,7 @@ def test_zeros_stay_and_everything_else_moves(digits, settings):
             assert np.signbit(before[spec.name][zero]).any(), "-0.0 counts as zero, too"
             np.testing.assert_array_equal(bits(after[spec.name][zero]), bits(before[spec.name][zero]))
             assert (after[spec.name][~zero] != before[spec.name][~zero]).mean() > 0.5
-        else:
+        elif not spec.name.startswith("conv"):  # a norm behind it takes a convolution's bias out again: no gradient
             assert (after[spec.name] != before[spec.name]).any(), "biases and norms are not pruned: a zero may move"
 
 
