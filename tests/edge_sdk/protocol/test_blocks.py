@@ -1,0 +1,165 @@
+"""Block tables and the knapsack against the test vectors of pFedGate's method card (V1, V2, V3)."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edge_sdk.protocol import blocks
+from edge_sdk.protocol.blocks import BlockTable, knapsack, split, whole_rows
+
+EMNIST = {
+    "conv1.weight": (32, 1, 5, 5),
+    "conv1.bias": (32,),
+    "conv2.weight": (64, 32, 5, 5),
+    "conv2.bias": (64,),
+    "fc1.weight": (2048, 1024),
+    "fc1.bias": (2048,),
+    "out.weight": (62, 2048),
+    "out.bias": (62,),
+}
+CIFAR10 = {
+    "conv1.weight": (32, 3, 5, 5),
+    "conv1.bias": (32,),
+    "conv2.weight": (64, 32, 5, 5),
+    "conv2.bias": (64,),
+    "fc1.weight": (120, 1600),
+    "fc1.bias": (120,),
+    "fc2.weight": (84, 120),
+    "fc2.bias": (84,),
+    "out.weight": (10, 84),
+    "out.bias": (10,),
+}
+CIFAR100 = {
+    "conv1.weight": (32, 3, 5, 5),
+    "conv1.bias": (32,),
+    "conv2.weight": (64, 32, 5, 5),
+    "conv2.bias": (64,),
+    "fc1.weight": (2048, 1600),
+    "fc1.bias": (2048,),
+    "out.weight": (100, 2048),
+    "out.bias": (100,),
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "share", "sizes"),
+    [
+        (25, 5, 0.2, (5, 5, 5, 5, 5)),
+        (25, 10, 0.1, (2, 3, 3, 3, 3, 3, 3, 3, 2)),
+        (32, 5, 0.2, (6, 7, 7, 7, 5)),
+        (16, 5, 0.2, (3, 4, 4, 4, 1)),
+        (6, 5, 0.2, (1, 2, 2, 1)),
+        (3, 5, 0.2, (1, 1, 1)),
+        (1, 5, 0.2, (1,)),
+        (7, 5, 0.1, (1, 2, 2, 2)),
+        (120, 5, 0.15, (18, 26, 26, 26, 24)),
+        (100, 2, 0.3, (30, 70)),
+        (9, 1, 0.3, (9,)),
+        (2097152, 5, 0.2, (419430, 419431, 419431, 419431, 419429)),
+    ],
+)
+def test_split(size, count, share, sizes):
+    assert split(size, count, share) == sizes
+
+
+def test_block_ends_move_to_whole_rows():
+    assert whole_rows((5, 7, 7, 6), 5) == (5, 5, 10, 5)
+    assert whole_rows((1, 1, 4, 6), 3) == (3, 3, 6)
+    table = BlockTable.of({"weight": (6, 25), "bias": (6,)}, count=5, align_rows=True)
+    assert table.tensors == {"weight": (25, 25, 50, 25, 25), "bias": (1, 2, 2, 1)}
+
+
+@given(st.integers(1, 40), st.integers(1, 30), st.integers(1, 12), st.floats(0.01, 1))
+def test_aligned_blocks_are_whole_rows_and_leave_nothing_out(rows, row, count, share):
+    sizes = whole_rows(split(rows * row, count, share), row)
+    assert sum(sizes) == rows * row
+    assert all(size > 0 and size % row == 0 for size in sizes)
+    assert len(sizes) <= count
+
+
+@pytest.mark.parametrize(
+    ("shapes", "values", "length", "forced", "largest", "capacities"),
+    [
+        (EMNIST, 2_278_334, 40, 455_664, 419_431, (683_503, 227_836)),
+        (CIFAR10, 256_830, 50, 51_364, 38_400, (77_051, 25_685)),
+        (CIFAR100, 3_537_444, 40, 707_487, 655_360, (1_061_235, 353_746)),
+    ],
+)
+def test_budgets(shapes, values, length, forced, largest, capacities):
+    table = BlockTable.of(shapes)
+    assert (table.sizes.sum(), len(table.sizes), table.sizes[table.forced].sum()) == (values, length, forced)
+    assert table.sizes[~table.forced].max() == largest
+    assert (table.capacity(0.5), table.capacity(0.3)) == capacities
+    with pytest.raises(ValueError, match="raise the budget"):
+        table.capacity(0.1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "importances", "capacity", "items"),
+    [
+        ([6, 3, 3, 1], [0.9, 0.6, 0.5, 0.1], 7, [1, 2, 3]),
+        ([1, 10], [0.2, 1.0], 10, [1]),
+        ([5, 5, 6], [0.5, 0.5, 0.66], 10, [0, 1]),
+        ([4, 4, 4, 2, 2], [0.5, 0.5, 0.5, 0.3, 0.3], 8, [0, 3, 4]),
+        ([5], [0.9], 4, []),
+    ],
+)
+def test_knapsack(sizes, importances, capacity, items):
+    values = np.array(importances) - 1e-9 * np.arange(len(sizes))
+    assert knapsack(np.array(sizes), values, capacity).tolist() == items
+
+
+def test_from_tensors_to_selected_blocks():
+    table = BlockTable.of({"a": (20,), "b": (6,)}, count=3, smallest_share=0.2)
+    assert table.sizes.tolist() == [4, 8, 8, 1, 3, 2]
+    assert np.flatnonzero(table.forced).tolist() == [0, 3]
+    assert table.capacity(0.6) == 10
+    on = table.select(np.array([0.3, 0.9, 0.4, 0.2, 0.6, 0.7]), 0.6)
+    assert on.tolist() == [True, True, False, True, False, True]
+    assert table.sizes[on].sum() == 15
+
+
+def test_equal_importances_go_to_the_first_blocks():
+    table = BlockTable.of({"a": (10,)}, count=5)
+    assert np.flatnonzero(table.select(np.full(5, 0.5), 0.6)).tolist() == [0, 1, 2]
+
+
+def test_a_whole_budget_keeps_every_block():
+    assert BlockTable.of(CIFAR10).select(np.zeros(50), 1.0).all()
+
+
+items = st.lists(st.tuples(st.integers(1, 20), st.floats(0.01, 1)), min_size=1, max_size=10)
+
+
+@given(items, st.integers(0, 80))
+def test_the_knapsack_is_as_good_as_trying_everything(items, capacity):
+    sizes, values = (np.array(column) for column in zip(*items, strict=True))
+    choices = [np.array(choice, dtype=bool) for choice in itertools.product([0, 1], repeat=len(sizes))]
+    best = max(values[choice].sum() for choice in choices if sizes[choice].sum() <= capacity)
+    chosen = knapsack(sizes, values, capacity)
+    assert sizes[chosen].sum() <= capacity
+    assert values[chosen].sum() == pytest.approx(best)
+
+
+def test_too_many_partial_choices_are_chosen_greedily(monkeypatch):
+    monkeypatch.setattr(blocks, "LARGEST_FRONT", 2)
+    chosen = knapsack(np.array([6, 3, 3, 1]), np.array([0.9, 0.6, 0.5, 0.1]), 7)
+    assert chosen.tolist() == [1, 2, 3]
+    # One large item beats the dense small one.
+    assert knapsack(np.array([1, 10, 9, 8]), np.array([0.2, 1.0, 0.5, 0.4]), 10).tolist() == [1]
+
+
+def test_forty_blocks_take_few_partial_choices():
+    values = np.random.default_rng(0).random(50)
+    assert BlockTable.of(CIFAR10).select(values, 0.5).sum() > 10
+
+
+@pytest.mark.parametrize(("count", "share"), [(0, None), (5, 0.0), (5, 1.5)])
+def test_tables_that_make_no_sense_are_refused(count, share):
+    with pytest.raises(ValueError, match="in \\(0, 1\\]"):
+        BlockTable.of({"a": (3,)}, count=count, smallest_share=share)
