@@ -142,7 +142,8 @@ def _unknown(method: DeviceMethod, job: Job) -> UnknownWork:
 def conclude(job: Job, result: LocalResult, *, personal: Tensors | None, update: Update | None) -> Trained:
     """The outcome of a round whose training has left ``job.model`` as it is: judged by the rule of early stopping.
 
-    personal: what the device keeps until the next round. The FLOPs are those of dense training on the samples seen.
+    personal: what the device keeps until the next round. The FLOPs are those of the samples seen, weight gradients only
+    of what the update's mask lets train.
     """
     settings = job.assignment.settings
     judged = judge_round(job.model, job.task, settings, job.state.memory, result.train_loss)
@@ -151,7 +152,7 @@ def conclude(job: Job, result: LocalResult, *, personal: Tensors | None, update:
         update=update,
         num_examples=result.num_examples,
         steps=result.steps,
-        flops=training_flops(job.manifest, result.samples),
+        flops=training_flops(job.manifest, result.samples, weight_gradients=update.mask if update else None),
         train_loss=result.train_loss,
         validation_loss=judged.validation_loss,
         stop_loss=judged.stop_loss,

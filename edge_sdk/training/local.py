@@ -64,14 +64,14 @@ def train_locally(
     device = _device_of(model)
     total = settings.local_steps or settings.local_epochs * len(task.train)
     num_examples = count_examples(task.train)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = _optimizer(parameters, settings, learning_rate)
-    # Plain SGD adds 0 to what has no gradient, which changes no bit; every other optimiser moves frozen entries.
-    drifts = not isinstance(optimizer, _PlainSGD) or settings.weight_decay > 0
     _seed(device, seed)
     model.train()
     seen, loss_sum = 0, 0.0
-    with Layout(model, task) as layout:
+    with freezing, Layout(model, task) as layout:
+        parameters = freezing.parameters
+        optimizer = _optimizer(parameters, settings, learning_rate)
+        # Plain SGD adds 0 to what has no gradient, which changes no bit; every other optimiser moves kept zeros.
+        drifts = not isinstance(optimizer, _PlainSGD) or settings.weight_decay > 0
         for step, (inputs, targets) in enumerate(islice(chain.from_iterable(repeat(task.train)), total), start=1):
             _forget_gradients(parameters)
             inputs, targets = inputs.to(device), targets.to(device)
@@ -89,11 +89,12 @@ def train_locally(
                 nn.utils.clip_grad_norm_(parameters, settings.clip)
             optimizer.step()
             if drifts:
-                freezing.restore()
+                freezing.restore_zeros()
+            freezing.write_back()
             seen += len(targets)
             loss_sum += value * len(targets)
             progress(step, total, loss_sum / seen)
-    _forget_gradients(parameters)  # as large as the model: free them until the next round
+        _forget_gradients(parameters)  # as large as the model: free them until the next round
     for name, tensor in model.state_dict().items():  # running statistics overflow before weights do
         if not torch.isfinite(tensor).all():
             raise TrainingDiverged(f"{name} is not finite after {total} steps; {_advice(settings, learning_rate)}")
@@ -214,7 +215,7 @@ class _PlainSGD:
     small devices that a fleet is made of.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], learning_rate: float, weight_decay: float) -> None:
+    def __init__(self, parameters: list[torch.Tensor], learning_rate: float, weight_decay: float) -> None:
         self._parameters = parameters
         self._learning_rate = learning_rate
         self._weight_decay = weight_decay
@@ -229,7 +230,7 @@ class _PlainSGD:
         torch._foreach_add_(moving, gradients, alpha=-self._learning_rate)
 
 
-def _optimizer(parameters: list[nn.Parameter], settings: FederationSettings, learning_rate: float) -> _Optimizer:
+def _optimizer(parameters: list[torch.Tensor], settings: FederationSettings, learning_rate: float) -> _Optimizer:
     if settings.optimizer == "adam":
         return torch.optim.Adam(parameters, lr=learning_rate, weight_decay=settings.weight_decay)
     if settings.optimizer == "adamw":
@@ -241,7 +242,7 @@ def _optimizer(parameters: list[nn.Parameter], settings: FederationSettings, lea
     return _PlainSGD(parameters, learning_rate, settings.weight_decay)
 
 
-def _forget_gradients(parameters: list[nn.Parameter]) -> None:
+def _forget_gradients(parameters: list[torch.Tensor]) -> None:
     for parameter in parameters:
         parameter.grad = None
 

@@ -117,23 +117,25 @@ FIRST_OF_EACH = NeuronMask({"h1": np.array([0]), "h2": np.array([0])})
 
 def test_v6_the_signal_passes_through_frozen_neurons():
     model = Chain(1, 2, 2, 1)
-    freezing = Freezing(model, CHAIN, FIRST_OF_EACH)
-    model(torch.ones(1, 1)).sum().backward()
-    freezing.zero_gradients()
-    assert [layer.weight.grad.tolist() for layer in model.layers] == [
-        [[2.0], [0.0]],  # 1 if the signal stopped at the frozen neuron of the second layer
-        [[1.0, 0.0], [0.0, 0.0]],
-        [[2.0, 0.0]],
-    ]
+    with Freezing(model, CHAIN, FIRST_OF_EACH) as freezing:
+        model(torch.ones(1, 1)).sum().backward()
+        assert [leaf.grad.tolist() for leaf in freezing.parameters] == [
+            [[2.0]],  # 1 if the signal stopped at the frozen neuron of the second layer
+            [[1.0]],
+            [[2.0]],
+        ]
+    assert all(layer.weight.requires_grad and "forward" not in vars(layer) for layer in model.layers)
 
 
-def test_an_infinite_gradient_of_a_frozen_entry_counts_as_zero():
+def test_an_infinite_gradient_of_a_kept_zero_counts_as_zero():
     model = Chain(1, 2, 2, 1)
-    freezing = Freezing(model, CHAIN, FIRST_OF_EACH)
-    model(torch.ones(1, 1)).sum().backward()
-    model.layers[0].weight.grad[1] = torch.inf
-    freezing.zero_gradients()
-    assert model.layers[0].weight.grad.tolist() == [[2.0], [0.0]]
+    with torch.no_grad():
+        model.layers[0].weight[1] = 0
+    with Freezing(model, CHAIN, None, keep_zeros=True) as freezing:
+        model(torch.ones(1, 1)).sum().backward()
+        model.layers[0].weight.grad[1] = torch.inf
+        freezing.zero_gradients()
+        assert model.layers[0].weight.grad.tolist() == [[2.0], [0.0]]
 
 
 def test_another_model_than_the_manifests_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 
@@ -57,16 +58,25 @@ def task_of(model, loss=F.cross_entropy):
 
 def train(model, task, **settings):
     manifest = describe(DigitsNet(), EXAMPLE, task="t") if isinstance(model, DigitsNet) else None
-    freezing = Freezing(model, manifest, None) if manifest else _NothingFrozen()
+    freezing = Freezing(model, manifest, None) if manifest else _NothingFrozen(model)
     settings = FederationSettings(local_epochs=2, **settings)
     return train_locally(model, task, settings, learning_rate=0.1, freezing=freezing, seed=3)
 
 
-class _NothingFrozen:
+class _NothingFrozen(contextlib.nullcontext):
+    """For models that no manifest describes."""
+
+    def __init__(self, model):
+        super().__init__(self)
+        self.parameters = list(model.parameters())
+
     def zero_gradients(self):
         pass
 
-    def restore(self):
+    def restore_zeros(self):
+        pass
+
+    def write_back(self):
         pass
 
 

@@ -111,7 +111,8 @@ def test_plain_sgd_is_torchs_bit_for_bit(settings):
     plain = copy.deepcopy(model)
     arrays = Arrays(torch.rand(20, 2, 6, 6), torch.arange(20) % 3)
     task = classification("net", model, arrays, arrays, None, batch_size=6)
-    nothing_frozen = Freezing(nn.Identity(), MANIFEST, None)
+    tensors = tuple(TensorSpec(name=name, shape=tuple(each.shape)) for name, each in model.named_parameters())
+    nothing_frozen = Freezing(model, MANIFEST.model_copy(update={"tensors": tensors}), None)
     train_locally(
         model, task, FederationSettings(local_epochs=3, **settings), learning_rate=0.3, freezing=nothing_frozen, seed=1
     )

@@ -71,11 +71,10 @@ def test_a_masked_step_changes_active_values_only(task, model):
     network = choice.build()
     mask = draw_neurons(manifest, NeuronDraw("job", 1, "device", 0.5))
     before = {name: value.detach().numpy().copy() for name, value in network.named_parameters()}
-    freezing = Freezing(network, manifest, mask)
-    torch.nn.functional.cross_entropy(network(torch.randn(4, *choice.shape)), torch.tensor([0, 1, 2, 3])).backward()
-    freezing.zero_gradients()
-    torch.optim.SGD(network.parameters(), lr=0.1).step()
-    freezing.restore()
+    with Freezing(network, manifest, mask) as freezing:
+        torch.nn.functional.cross_entropy(network(torch.randn(4, *choice.shape)), torch.tensor([0, 1, 2, 3])).backward()
+        torch.optim.SGD(freezing.parameters, lr=0.1).step()
+        freezing.write_back()
     changed = 0
     for spec, block in blocks(manifest, mask):
         if not spec.trainable:

@@ -1,0 +1,291 @@
+"""Layers of which only the values between active neurons are trained: forward whole, backward in part.
+
+A layer's weight is frozen but for its *block*, the outer product of active rows (output neurons) and active columns
+(input neurons). The forward pass uses the whole weight. The backward pass computes the whole gradient of the input, for
+the error passes through frozen neurons too, but of the weight's gradient only the block,
+
+    dW[A, B] = sum over samples and positions of delta[:, A]^T h[:, B]             (FedSPU's method card, 4.4)
+
+from the input's active columns alone, which is all that is kept for it. So a block of r rows and c columns costs r·c of
+the n·m that the dense gradient costs. Where gathering rows and columns costs more than it saves, which is so for a
+convolution of few inputs, the dense gradient is computed and the block taken out of it.
+
+Linear, Conv1d, Conv2d and Embedding have kernels of their own (``kernel_of``). For the parameters of every other layer
+``whole`` stands in: their gradient is dense, which for norms and biases is as cheap as can be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+FEW_INPUTS = 100
+"""A convolution whose filters have fewer weights than this is not worth gathering for (measured on one core: at 54
+weights a filter even a tenth of the gradient costs as much as all of it, at 800 a twentieth)."""
+
+_KEEP_WHOLE = 0.7
+"""From this share of active columns on the input is kept as it is, which others may keep anyway, and gathered later."""
+
+
+@dataclass(frozen=True)
+class ActiveBlock:
+    """Where the active values of ``parameter`` lie: rows and columns of its first two axes, int64; None for all.
+
+    view: the parameter's shape, behind a flatten with one axis more, so that columns are channels and what they own
+    lies behind them (``masks.neuron_view``).
+    """
+
+    parameter: nn.Parameter
+    view: tuple[int, ...]
+    rows: Tensor | None
+    columns: Tensor | None
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """The block of a tensor of the parameter's shape, copied."""
+        taken = tensor.reshape(self.view)
+        if self.rows is not None:
+            taken = taken.index_select(0, self.rows)
+        if self.columns is not None:
+            taken = taken.index_select(1, self.columns)
+        return taken.clone() if self.rows is None and self.columns is None else taken
+
+    def put(self, block: Tensor) -> None:
+        """Overwrite the parameter's active values in place."""
+        whole = self.parameter.detach()
+        if self.columns is None and self.rows is not None:
+            whole.view(self.view).index_copy_(0, self.rows, block)
+        elif whole.is_contiguous():
+            # One flat index over what lies together (a channel's columns, a kernel's taps): several times faster.
+            run = math.prod(self.view[2:])
+            whole.view(-1, run).index_copy_(0, self.runs, block.reshape(-1, run))
+        else:
+            rows = slice(None) if self.rows is None else self.rows.unsqueeze(1)
+            whole[rows, self.columns] = block
+
+    @cached_property
+    def runs(self) -> Tensor:
+        """The flat indices of the block's runs among those of the tensor; int64."""
+        assert self.columns is not None
+        rows = torch.arange(self.view[0], device=self.columns.device) if self.rows is None else self.rows
+        return (rows.unsqueeze(1) * self.view[1] + self.columns).flatten()
+
+    @property
+    def column_share(self) -> float:
+        """The share of columns that is active."""
+        return 1.0 if self.columns is None else len(self.columns) / self.view[1]
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, block: ActiveBlock) -> Tensor:
+        ctx.block = block
+        return block.parameter.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.block.take(gradient), None
+
+
+def whole(leaf: Tensor, block: ActiveBlock) -> Tensor:
+    """The whole parameter, whose gradient goes to ``leaf``, its active values. No copy is made."""
+    result: Tensor = _Whole.apply(leaf, block)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock) -> Tensor:
+        ctx.block = block
+        ctx.late = block.column_share > _KEEP_WHOLE
+        flat = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(flat if ctx.late else _columns(flat, block))
+        return F.linear(x, block.parameter, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), block = ctx.saved_tensors, ctx.block
+        flat = error.reshape(-1, error.shape[-1])
+        into_x = error @ block.parameter if ctx.needs_input_grad[0] else None
+        into_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
+        rows = flat if block.rows is None else flat.index_select(1, block.rows)
+        inputs = _columns(x, block) if ctx.late else x
+        into_leaf = (rows.t() @ inputs).view(-1, *(_active_columns(block), *block.view[2:]))
+        return into_x, into_leaf, into_bias, None
+
+
+def _active_columns(block: ActiveBlock) -> int:
+    return block.view[1] if block.columns is None else len(block.columns)
+
+
+def _columns(flat: Tensor, block: ActiveBlock) -> Tensor:
+    """The active columns of inputs [samples, features], with all features that a channel owns."""
+    if block.columns is None:
+        return flat
+    if len(block.view) == 2:
+        return flat.index_select(1, block.columns)
+    channels = flat.view(len(flat), block.view[1], block.view[2])
+    return channels.index_select(1, block.columns).flatten(1)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock, layer: nn.Conv1d | nn.Conv2d
+    ) -> Tensor:
+        ctx.block, ctx.layer, ctx.shape = block, layer, x.shape
+        ctx.gathers = layer.groups > 1 or block.parameter[0].numel() >= FEW_INPUTS
+        channels = _channels_read(layer, block) if ctx.gathers else None
+        ctx.channels = channels
+        ctx.late = channels is None or len(channels) > _KEEP_WHOLE * x.shape[1]
+        ctx.save_for_backward(x if ctx.late else _channels(x, channels))
+        return _convolve(layer, x, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), block, layer = ctx.saved_tensors, ctx.block, ctx.layer
+        weight = block.parameter.detach()
+        into_x = None
+        if ctx.needs_input_grad[0]:
+            # Of the input only its shape and layout are read.
+            shape = x if ctx.late else error.new_empty(1).expand(ctx.shape)
+            into_x = _gradients(layer, error, shape, weight, layer.groups, (True, False))[0]
+        into_bias = error.sum([0, *range(2, error.dim())]) if ctx.needs_input_grad[2] else None
+        if not ctx.gathers:
+            into_leaf = block.take(_gradients(layer, error, x, weight, layer.groups, (False, True))[1])
+        else:
+            inputs = _channels(x, ctx.channels) if ctx.late else x
+            if layer.groups == 1:
+                errors = _channels(error, block.rows)
+                into_leaf = _gradients(layer, errors, inputs, block.take(weight), 1, (False, True))[1]
+            else:
+                into_leaf = _grouped(layer, error, inputs, block)
+        return into_x, into_leaf, into_bias, None, None
+
+
+def _channels_read(layer: nn.Conv1d | nn.Conv2d, block: ActiveBlock) -> Tensor | None:
+    """The input channels that the weight gradient of the block reads, sorted; None for all.
+
+    In groups: those of every group that has an active filter. Of a depthwise convolution a channel once for each of its
+    active filters, so that each filter is a group of its own.
+    """
+    if layer.groups == 1:
+        return block.columns
+    assert block.rows is not None, "the columns of a convolution in groups belong to no neuron"
+    groups = block.rows // (layer.out_channels // layer.groups)
+    if layer.groups == layer.in_channels:
+        return groups
+    width = layer.in_channels // layer.groups
+    active = torch.tensor(sorted(set(groups.tolist())), device=groups.device)
+    return (active.unsqueeze(1) * width + torch.arange(width, device=groups.device)).flatten()
+
+
+def _grouped(layer: nn.Conv1d | nn.Conv2d, error: Tensor, inputs: Tensor, block: ActiveBlock) -> Tensor:
+    """The gradient of the active filters of a convolution in groups, from the channels of ``_channels_read``."""
+    rows, weight = block.rows, block.parameter.detach()
+    assert rows is not None
+    if layer.groups == layer.in_channels:
+        errors, filters = _channels(error, rows), weight.index_select(0, rows)
+        return _gradients(layer, errors, inputs, filters, len(rows), (False, True))[1]
+    groups = rows // (layer.out_channels // layer.groups)
+    width, parts = layer.in_channels // layer.groups, []
+    for position, group in enumerate(sorted(set(groups.tolist()))):
+        mine = rows[groups == group]
+        errors, read = _channels(error, mine), inputs.narrow(1, position * width, width)
+        parts.append(_gradients(layer, errors, read, weight.index_select(0, mine), 1, (False, True))[1])
+    return torch.cat(parts)
+
+
+def _convolve(layer: nn.Conv1d | nn.Conv2d, x: Tensor, bias: Tensor | None) -> Tensor:
+    convolve: Callable[..., Tensor] = F.conv1d if isinstance(layer, nn.Conv1d) else F.conv2d
+    return convolve(x, layer.weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
+
+
+def _gradients(
+    layer: nn.Conv1d | nn.Conv2d, error: Tensor, x: Tensor, weight: Tensor, groups: int, wanted: tuple[bool, bool]
+) -> tuple[Tensor, Tensor]:
+    """The gradients of input and weight that are wanted."""
+    gradients = torch.ops.aten.convolution_backward(
+        *(error, x, weight, None, layer.stride, layer.padding, layer.dilation, False),
+        *([0] * len(layer.kernel_size), groups, [*wanted, False]),
+    )
+    return gradients[0], gradients[1]
+
+
+def _channels(x: Tensor, index: Tensor | None) -> Tensor:
+    """Channels of [N, C, ...], in the memory layout of ``x``."""
+    if index is None:
+        return x
+    if x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
+        pixels = x.permute(0, 2, 3, 1)
+        # As a matrix: index_select along the last of several axes is five times slower.
+        taken = pixels.reshape(-1, x.shape[1]).index_select(1, index)
+        return taken.view(*pixels.shape[:3], len(index)).permute(0, 3, 1, 2)
+    return x.index_select(1, index)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, words: Tensor, leaf: Tensor, block: ActiveBlock, layer: nn.Embedding) -> Tensor:
+        ctx.block, ctx.layer = block, layer
+        ctx.save_for_backward(words)
+        return F.embedding(words, block.parameter)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
+        (words,), block, layer = ctx.saved_tensors, ctx.block, ctx.layer
+        taken = error if block.columns is None else error.index_select(-1, block.columns)
+        padding = -1 if layer.padding_idx is None else layer.padding_idx
+        into_leaf = torch.ops.aten.embedding_dense_backward(
+            taken.contiguous(), words, layer.num_embeddings, padding, layer.scale_grad_by_freq
+        )
+        return None, into_leaf, None, None
+
+
+def linear(layer: nn.Linear, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock) -> Tensor:
+    """``layer(x)``, x [..., in_features]; the gradient of its weight goes to ``leaf``, the block's values."""
+    result: Tensor = _Linear.apply(x, leaf, bias, block)  # type: ignore[no-untyped-call]
+    return result
+
+
+def convolution(
+    layer: nn.Conv1d | nn.Conv2d, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock
+) -> Tensor:
+    """``layer(x)``, x [N, C, ...]; the gradient of its weight goes to ``leaf``, the block's values."""
+    result: Tensor = _Convolution.apply(x, leaf, bias, block, layer)  # type: ignore[no-untyped-call]
+    return result
+
+
+def embedding(layer: nn.Embedding, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock) -> Tensor:
+    """``layer(x)``, x int64 [...]; the gradient of its weight goes to ``leaf``, the block's values."""
+    result: Tensor = _Embedding.apply(x, leaf, block, layer)  # type: ignore[no-untyped-call]
+    return result
+
+
+Kernel = Callable[[Any, Tensor, Tensor, Tensor | None, ActiveBlock], Tensor]
+
+
+def kernel_of(layer: nn.Module) -> Kernel | None:
+    """What runs a layer whose weight is partly frozen; None where only ``whole`` does.
+
+    Of exactly the types of torch.nn: a subclass may do something else with its weight.
+    """
+    if type(layer) is nn.Linear:
+        return linear
+    if type(layer) in (nn.Conv1d, nn.Conv2d):
+        plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+        return convolution if plain else None
+    if type(layer) is nn.Embedding:
+        return embedding if layer.max_norm is None and not layer.sparse else None
+    return None
