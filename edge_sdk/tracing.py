@@ -12,19 +12,23 @@ belongs to no hidden neuron and is always complete. So a layer finds on its inpu
 
 Values that are added share one index set: their groups are united (union-find; the group keeps the name of the first
 layer in forward order). What an axis cannot describe is made complete, never left half true: neurons that reach the
-model's output, that are added to or concatenated with a complete value such as the input, or that a reshape mixes with
-other neurons. That costs sparsity, not correctness. What we do not know at all is refused by name (UnsupportedLayer).
+model's output, that are added to or concatenated with a complete value such as the input, or that a reshape, a product
+of matrices or attention mixes with other neurons. That costs sparsity, not correctness. What we do not know at all is
+refused by name (UnsupportedLayer). docs/coupling.md lists what is found, complete and refused.
+
+Beside its axes every value carries which part of its gradient can be of use below it (``manifest.Layer.input_error``).
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +37,7 @@ from torch import fx, nn
 from edge_sdk.protocol.manifest import (
     Constant,
     Data,
+    InputError,
     Layer,
     Manifest,
     NeuronGroup,
@@ -95,7 +100,7 @@ def describe(
         output_shape=tuple(output.shape[1:]),
         tensors=tuple(_specs(model, coupling, running_statistics, recipes)),
         groups=neurons.groups(),
-        layers=tuple(coupling.layers),
+        layers=tuple(coupling.layers()),
     )
 
 
@@ -146,9 +151,62 @@ def _refuse_tied(model: nn.Module) -> None:
             raise UnsupportedLayer(f"{name}: the same parameter as {other} (tied weights); give each layer its own")
 
 
+class _Tracer(fx.Tracer):
+    """Looks into torch's transformer encoders, whose own forward decides between kernels and cannot be traced."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """All of torch.nn but containers and encoders."""
+        return type(m) not in _ENCODERS and super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Trace one call; an encoder's forward is what it computes, without the choice of a kernel."""
+        if type(m) in _ENCODERS:
+            forward = functools.partial(_ENCODERS[type(m)], m)
+        return super().call_module(m, forward, args, kwargs)
+
+
+def _encoder_layer(
+    layer: nn.TransformerEncoderLayer,
+    x: torch.Tensor,
+    src_mask: torch.Tensor | None = None,
+    src_key_padding_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
+        return cast(torch.Tensor, layer.dropout1(layer.self_attn(x, x, x, need_weights=False, **masks)[0]))
+
+    def feed(x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, layer.dropout2(layer.linear2(layer.dropout(layer.activation(layer.linear1(x))))))
+
+    if layer.norm_first:
+        x = x + attend(layer.norm1(x))
+        return x + feed(layer.norm2(x))
+    x = layer.norm1(x + attend(x))
+    return cast(torch.Tensor, layer.norm2(x + feed(x)))
+
+
+def _encoder(
+    encoder: nn.TransformerEncoder,
+    x: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    src_key_padding_mask: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+) -> torch.Tensor:
+    for layer in encoder.layers:
+        x = layer(x, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=bool(is_causal))
+    return x if encoder.norm is None else cast(torch.Tensor, encoder.norm(x))
+
+
+_ENCODERS: dict[type[nn.Module], Callable[..., torch.Tensor]] = {
+    nn.TransformerEncoderLayer: _encoder_layer,
+    nn.TransformerEncoder: _encoder,
+}
+
+
 def _trace(model: nn.Module) -> fx.Graph:
     try:
-        return fx.Tracer().trace(model)
+        return _Tracer().trace(model)
     # Tracing runs the user's forward on stand-ins; what they cannot do surfaces as any exception.
     except Exception as error:
         raise UnsupportedLayer(
@@ -243,7 +301,7 @@ class _Neurons:
 # --- what is handled ---------------------------------------------------------------------------------------------
 
 _SAME_MODULES: tuple[type[nn.Module], ...] = (
-    *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+    *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh),
     *(nn.LogSigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Hardshrink),
     *(nn.Softshrink, nn.Tanhshrink, nn.Threshold, nn.Softmax, nn.LogSoftmax),
@@ -255,39 +313,49 @@ _SPATIAL_MODULES: dict[type[nn.Module], int] = {
     **dict.fromkeys((nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool2d, nn.LPPool2d), 2),
     **dict.fromkeys((nn.ConstantPad1d, nn.ZeroPad1d, nn.ReflectionPad1d, nn.ReplicationPad1d), 1),
     **dict.fromkeys((nn.ConstantPad2d, nn.ZeroPad2d, nn.ReflectionPad2d, nn.ReplicationPad2d), 2),
+    **dict.fromkeys((nn.MaxPool3d, nn.AvgPool3d, nn.AdaptiveMaxPool3d, nn.AdaptiveAvgPool3d), 3),
+    **dict.fromkeys((nn.ConstantPad3d, nn.ZeroPad3d, nn.ReflectionPad3d, nn.ReplicationPad3d), 3),
 }
-"""Layers without weights that mix their last one or two axes."""
+"""Layers without weights that mix their last one to three axes."""
 
-_CHANNEL_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.GroupNorm)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_SINGLE_CHANNEL_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+_CHANNEL_NORMS = (*_SINGLE_CHANNEL_NORMS, nn.GroupNorm)
 
 _SAME = {
     *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid", "tanh"),
     *("logsigmoid", "softplus", "softsign", "hardtanh", "hardswish", "hardsigmoid", "hardshrink", "softshrink"),
     *("tanhshrink", "threshold", "softmax", "log_softmax", "clamp", "clip", "abs", "neg", "exp", "log", "sqrt"),
     *("rsqrt", "square", "pow", "contiguous", "clone", "detach", "float", "to"),
-    *("dropout", "dropout1d", "dropout2d", "alpha_dropout", "feature_alpha_dropout"),
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "masked_fill"),
 }
 _BINARY = {"add", "sub", "mul", "div", "truediv", "iadd", "isub", "imul", "itruediv", "maximum", "minimum"}
 _SPATIAL = {
     **dict.fromkeys(("max_pool1d", "avg_pool1d", "adaptive_max_pool1d", "adaptive_avg_pool1d", "lp_pool1d"), 1),
     **dict.fromkeys(("max_pool2d", "avg_pool2d", "adaptive_max_pool2d", "adaptive_avg_pool2d", "lp_pool2d"), 2),
+    **dict.fromkeys(("max_pool3d", "avg_pool3d", "adaptive_max_pool3d", "adaptive_avg_pool3d"), 3),
 }
 _REDUCE = {"mean", "sum", "amax", "amin"}
 _RESHAPE = {"flatten", "view", "reshape", "squeeze", "unsqueeze", "unflatten"}
 _PERMUTE = {"permute", "transpose"}
 _CONCATENATE = {"cat", "concat", "concatenate"}
+_DIVIDE = {"chunk": 2, "split": 2, "unbind": 1}  # where their argument dim stands
+_PRODUCTS = {"matmul", "bmm", "einsum", "scaled_dot_product_attention"}
+_SOFTMAX = {"softmax", "log_softmax"}
 
 _ADVICE = (
-    "build it from Linear, Conv1d, Conv2d, Embedding and the norms, activations, pooling, reshapes, additions and "
-    "concatenations of torch, or keep it out of the federated model"
+    "build it from Linear, Conv1d to Conv3d, Embedding, MultiheadAttention and the norms, activations, pooling, "
+    "reshapes, additions, concatenations and matrix products of torch, or keep it out of the federated model"
 )
 
 
 class _Coupling(fx.Interpreter):
     """Runs the traced model and carries the axes of every value along.
 
-    Afterwards ``axes`` holds name -> axes of every tensor of a handled layer, ``layers`` the layers with weights in
-    forward order, ``statistics`` the names of running means and variances, ``recipes`` name -> default initialisation.
+    Afterwards ``axes`` holds name -> axes of every tensor of a handled layer, ``statistics`` the names of running means
+    and variances, ``recipes`` name -> default initialisation; ``layers()`` are those with weights, in forward order.
     """
 
     def __init__(self, traced: fx.GraphModule, model: nn.Module) -> None:
@@ -295,11 +363,14 @@ class _Coupling(fx.Interpreter):
         self.extra_traceback = False  # it would rewrite the text of our errors
         self.neurons = _Neurons()
         self.axes: dict[str, _Axes] = {}
-        self.layers: list[Layer] = []
         self.statistics: set[str] = set()
         self.recipes: dict[str, Recipe] = {}
         self._flows: dict[fx.Node, _Axes] = {}  # values that depend on the input or on a layer; the rest are constants
+        self._parts: dict[fx.Node, tuple[_Axes, ...]] = {}  # the same, of tuples
+        self._errors: dict[fx.Node, InputError] = {}
         self._shapes: dict[fx.Node, tuple[int, ...]] = {}
+        self._layers: list[tuple[Layer, _Axis]] = []  # with the neurons that the columns of its weight belong to
+        self._samples = 1
         self._modules = dict(model.named_modules())
         self._parameters = dict(model.named_parameters())
         self._calls = Counter(str(node.target) for node in traced.graph.nodes if node.op == "call_module")
@@ -311,15 +382,30 @@ class _Coupling(fx.Interpreter):
         if n.op == "output":
             return self._output(n)
         self._check(n)
-        value = super().run_node(n)
+        try:
+            value = super().run_node(n)
+        except Exception as error:  # a layer's own refusal of its input may be any exception
+            raise UnsupportedLayer(
+                f"{_where(n)}: fails on the example: {error}. Give an example that the model takes, batch first"
+            ) from error
         if isinstance(value, torch.Tensor):
             self._shapes[n] = tuple(value.shape)
+            if n.op == "placeholder":
+                self._samples = len(value)
             axes = self._derive(n, self._shapes[n])
             if axes is not None:
                 self._flows[n] = axes
+                self._errors[n] = self._error(n, axes)
         elif isinstance(value, (tuple, list)) and any(isinstance(part, torch.Tensor) for part in value):
-            raise UnsupportedLayer(f"{_where(n)}: gives a {type(value).__name__} of tensors, not one; {_ADVICE}")
+            self._parts[n] = self._divide(n, value)
+            self._errors[n] = self._error(n, self._parts[n][0])
         return value
+
+    def layers(self) -> Iterable[Layer]:
+        """The layers with weights in forward order, once the neurons are settled."""
+        for layer, columns in self._layers:
+            vague = layer.input_error == "active" and not self.neurons.resolve(columns)
+            yield layer.model_copy(update={"input_error": "all"}) if vague else layer
 
     def _output(self, node: fx.Node) -> torch.Tensor:
         (result,) = node.args
@@ -333,11 +419,13 @@ class _Coupling(fx.Interpreter):
         if node.op == "get_attr" and node.target in self._parameters:
             raise UnsupportedLayer(
                 f"{node.target}: a parameter that forward uses directly; its neurons are unknown. "
-                "Use it through a torch.nn layer such as Linear or Conv2d inside the model"
+                "Use it through a torch.nn layer such as Linear or Conv2d inside the model; learned positions are "
+                "an Embedding of torch.arange"
             )
         if node.op == "call_module":
             path, module = str(node.target), self._modules[str(node.target)]
-            if type(module) not in {*_LAYERS, *_SPATIAL_MODULES, *_SAME_MODULES, nn.Flatten, nn.Unflatten}:
+            handled = {*_LAYERS, *_SPATIAL_MODULES, *_SAME_MODULES, nn.Flatten, nn.Unflatten, nn.MultiheadAttention}
+            if type(module) not in handled:
                 raise UnsupportedLayer(f"{path}: layers of type {type(module).__name__} are not supported; {_ADVICE}")
             if self._calls[path] > 1 and module.state_dict():
                 raise UnsupportedLayer(
@@ -351,19 +439,24 @@ class _Coupling(fx.Interpreter):
             return ((),) * len(shape)
         if node.op == "call_module":
             return self._module(node, shape)
+        divided = [source for source in node.all_input_nodes if source in self._parts]
         flowing = [source for source in node.all_input_nodes if source in self._flows]
-        if not flowing:
+        if not flowing and not divided:
             return None
         name = _operation(node)
+        if divided:
+            return self._pick(node)
         if name in _BINARY:
             return self._binary(flowing, shape)
         if name in _CONCATENATE:
             return self._concatenate(node)
+        if name in _PRODUCTS:
+            return self._product(node, name)
         (source, *others) = flowing
         if others or source not in (*node.args[:1], node.kwargs.get("input")):
             raise UnsupportedLayer(f"{_where(node)}: this use of {name} is not supported; {_ADVICE}")
         axes = self._flows[source]
-        if name in _SAME:
+        if name in _SAME and shape == self._shapes[source]:
             return axes
         if name in _SPATIAL:
             return self._spatial(axes, _SPATIAL[name])
@@ -376,6 +469,27 @@ class _Coupling(fx.Interpreter):
         if name == "getitem":
             return self._index(node, axes, self._shapes[source])
         raise UnsupportedLayer(f"{_where(node)}: the operation {name} is not supported; {_ADVICE}")
+
+    def _input_error(self, node: fx.Node) -> InputError:
+        """The widest of the node's inputs; constants use none."""
+        return max((self._errors.get(source, "none") for source in node.all_input_nodes), key=_WIDTH, default="none")
+
+    def _error(self, node: fx.Node, axes: _Axes) -> InputError:
+        """Which part of the error at a value with these axes is of use below it (``manifest.Layer.input_error``)."""
+        error = self._input_error(node)
+        if node.op == "call_module":
+            error = _error_behind(self._modules[str(node.target)], error, axes)
+        elif error == "active" and _operation(node) in {*_PRODUCTS, *_SOFTMAX}:
+            error = "all"
+        if error != "active":
+            return error
+        # Neurons lie along one axis, those of all below among them. Otherwise an active one below gets its error from
+        # inactive ones here, as a map of one channel does that was broadcast over the channels of another.
+        active = [source for source in node.all_input_nodes if self._errors.get(source) == "active"]
+        below = {run.set for source in active for axis in self._flows.get(source, ()) for run in axis}
+        here = {self.neurons.find(run.set) for axis in axes for run in axis}
+        alone = sum(bool(axis) for axis in axes) == 1
+        return "active" if alone and here.issuperset(map(self.neurons.find, below)) else "all"
 
     # --- operations without weights
 
@@ -408,6 +522,42 @@ class _Coupling(fx.Interpreter):
                 for axis in axes[1:]:
                     result[position] = self.neurons.unite(result[position], axis)
         return tuple(result)
+
+    def _product(self, node: fx.Node, name: str) -> _Axes:
+        """Products of matrices: an axis that is summed over mixes its neurons, the others keep them."""
+        given = [source for source in node.args if isinstance(source, fx.Node)]
+        terms, result = _letters(node, name, [len(self._shapes[source]) for source in given])
+        found: dict[str, _Axis] = {}
+        for source, term in zip(given, terms, strict=False):
+            for letter, axis, length in zip(term, self._flows.get(source, ()), self._shapes[source], strict=False):
+                if length > 1:  # a shorter one is broadcast, and an only neuron is always active
+                    found[letter] = self.neurons.unite(found[letter], axis) if letter in found else axis
+        self.neurons.complete(*(axis for letter, axis in found.items() if letter not in result))
+        for mask in set(node.all_input_nodes).difference(given[: len(terms)]):
+            self.neurons.complete(*self._flows.get(mask, ()))
+        return tuple(found.get(letter, ()) for letter in result)
+
+    def _divide(self, node: fx.Node, values: Sequence[Any]) -> tuple[_Axes, ...]:
+        """The axes of each tensor of a tuple: attention's, or parts of a tensor, whose neurons are complete."""
+        if isinstance(self._modules.get(str(node.target)), nn.MultiheadAttention):
+            return self._attention(node), ((),) * 4  # the weights have 3 or 4 axes
+        name = "" if node.op == "call_module" else _operation(node)
+        (source, *others) = node.all_input_nodes
+        if name not in _DIVIDE or others or source not in self._flows:
+            raise UnsupportedLayer(f"{_where(node)}: gives a {type(values).__name__} of tensors, not one; {_ADVICE}")
+        place = _DIVIDE[name]
+        (dim,) = _integers(node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0))
+        axes = list(self._flows[source])
+        dim %= len(axes)
+        axes[dim] = self.neurons.complete(axes[dim])
+        if name == "unbind":
+            del axes[dim]
+        return (tuple(axes),) * len(values)
+
+    def _pick(self, node: fx.Node) -> _Axes:
+        if node.target is not operator.getitem or not isinstance(node.args[1], int):
+            raise UnsupportedLayer(f"{_where(node)}: takes several tensors at once; pick each by its number")
+        return self._parts[cast(fx.Node, node.args[0])][node.args[1]]
 
     def _flow(self, source: Any) -> _Axes:
         """The axes of an operand; those of a constant are complete."""
@@ -496,37 +646,49 @@ class _Coupling(fx.Interpreter):
         if isinstance(module, (nn.Flatten, nn.Unflatten)):
             return self._reshape(axes, self._shapes[source], shape)
         result, tensors, channels = _LAYERS[type(module)](self, path, module, axes)
+        self._register(node, module, tensors, math.prod(shape) // channels)
+        return result
+
+    def _register(self, node: fx.Node, module: nn.Module, tensors: dict[str, _Axes], positions: int) -> None:
+        """Keep what the manifest says of a layer; ``positions`` are those of all samples."""
+        path = str(node.target)
         self.axes |= {f"{path}.{name}": tensors[name] for name in module.state_dict() if name in tensors}
         self.statistics |= {f"{path}.running_mean", f"{path}.running_var"}
         self.recipes |= {f"{path}.{name}": recipe for name, recipe in _defaults(module).items()}
         names = tuple(f"{path}.{name}" for name, _ in module.named_parameters())
         if names:
-            kind, positions = type(module).__name__.lower(), math.prod(shape[1:]) // channels
-            self.layers.append(Layer(name=path, kind=kind, tensors=names, positions=positions))
-        return result
+            # The batch need not be the first axis, as in attention. What no sample reaches is computed once.
+            samples = self._samples if any(source in self._flows for source in node.all_input_nodes) else 1
+            layer = Layer(
+                name=path,
+                kind=type(module).__name__.lower(),
+                tensors=names,
+                positions=max(1, positions // samples),
+                input_error=self._input_error(node),
+            )
+            columns = tensors["weight"][:2][-1] if "weight" in tensors else ()
+            self._layers.append((layer, columns))
 
     def linear(self, path: str, module: nn.Linear, axes: _Axes) -> _Handled:
         """The last axis: columns are the neurons that lie there, rows are new ones."""
         neurons = self.neurons.add(path, module.out_features)
         return (*axes[:-1], neurons), {"weight": (neurons, axes[-1]), "bias": (neurons,)}, module.out_features
 
-    def convolution(self, path: str, module: nn.Conv1d | nn.Conv2d, axes: _Axes) -> _Handled:
+    def convolution(self, path: str, module: nn.Conv1d | nn.Conv2d | nn.Conv3d, axes: _Axes) -> _Handled:
         taps = len(module.kernel_size)
         if len(axes) != taps + 2:
-            raise UnsupportedLayer(f"{path}: the input of a {type(module).__name__} must have {taps + 2} axes")
-        depthwise = module.groups == module.in_channels > 1
-        if module.groups > 1 and not depthwise:
             raise UnsupportedLayer(
-                f"{path}: a grouped convolution ({module.groups} groups of {module.in_channels} channels) is not "
-                "supported; use groups=1 or a depthwise convolution (groups=in_channels)"
+                f"{path}: the input of a {type(module).__name__} must have {taps + 2} axes, batch and channels first"
             )
         self.neurons.complete(*axes[2:])
-        if depthwise:  # a filter lives and dies with its channel
+        if _is_depthwise(module):  # a filter lives and dies with its channel
             multiplier = module.out_channels // module.groups
             neurons = tuple(_Run(run.set, run.repeat * multiplier) for run in axes[1])
-            columns: _Axis = ()
         else:
-            neurons, columns = self.neurons.add(path, module.out_channels), axes[1]
+            neurons = self.neurons.add(path, module.out_channels)
+        # With groups a column is another input channel in each group of rows, so that it belongs to nobody: a weight
+        # is active with its row alone.
+        columns = axes[1] if module.groups == 1 else ()
         free: _Axes = ((),) * taps
         tensors = {"weight": (neurons, columns, *free), "bias": (neurons,)}
         return (axes[0], neurons, *free), tensors, module.out_channels
@@ -544,6 +706,31 @@ class _Coupling(fx.Interpreter):
         self.neurons.complete(*axes[-len(shape) :][2:])
         return (*axes[: -len(shape)], *last), {"weight": last, "bias": last}, math.prod(shape)
 
+    def _attention(self, node: fx.Node) -> _Axes:
+        """Multi-head attention: heads and scores mix what is projected, so only inputs and outputs keep their neurons.
+
+        The columns of the projections are the neurons of query, key and value, the rows of out_proj new ones.
+        """
+        path = str(node.target)
+        module = cast(nn.MultiheadAttention, self._modules[path])
+        names = ("query", "key", "value")
+        arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+        sources = [cast(fx.Node, arguments[name]) for name in names]
+        query, key, value = (self._flow(source) for source in sources)
+        self.neurons.complete(*query[:-1], *key[:-1], *value[:-1])  # the batch and the sequence
+        for mask in set(node.all_input_nodes).difference(sources):
+            self.neurons.complete(*self._flows.get(mask, ()))
+        neurons = self.neurons.add(path, module.embed_dim)
+        columns = {"q_proj_weight": query[-1], "k_proj_weight": key[-1], "v_proj_weight": value[-1]}
+        if module.in_proj_weight is not None:
+            united = self.neurons.unite(self.neurons.unite(query[-1], key[-1]), value[-1])
+            columns = {"in_proj_weight": united}
+        tensors: dict[str, _Axes] = {name: ((),) * parameter.dim() for name, parameter in module.named_parameters()}
+        tensors |= {name: ((), axis) for name, axis in columns.items()}
+        tensors |= {"out_proj.weight": (neurons, ()), "out_proj.bias": (neurons,)}
+        self._register(node, module, tensors, math.prod(self._shapes[sources[0]][:-1]))
+        return (*((),) * (len(query) - 1), neurons)
+
     def prelu(self, path: str, module: nn.PReLU, axes: _Axes) -> _Handled:
         return axes, {"weight": (axes[1] if module.num_parameters > 1 else (),)}, module.num_parameters
 
@@ -558,7 +745,7 @@ _Handled = tuple[_Axes, dict[str, _Axes], int]
 
 _LAYERS: dict[type[nn.Module], Callable[[_Coupling, str, Any, _Axes], _Handled]] = {
     nn.Linear: _Coupling.linear,
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d), _Coupling.convolution),
+    **dict.fromkeys(_CONVOLUTIONS, _Coupling.convolution),
     **dict.fromkeys(_CHANNEL_NORMS, _Coupling.channel_norm),
     nn.LayerNorm: _Coupling.layer_norm,
     nn.PReLU: _Coupling.prelu,
@@ -566,15 +753,44 @@ _LAYERS: dict[type[nn.Module], Callable[[_Coupling, str, Any, _Axes], _Handled]]
 }
 
 
+_WIDTH = get_args(InputError).index
+
+
+def _error_behind(module: nn.Module, error: InputError, axes: _Axes) -> InputError:
+    """The error of use below a module's output, which has these axes, from that below its input."""
+    if error == "none" and next(module.parameters(), None) is not None:
+        return "active" if isinstance(module, (nn.Linear, *_CONVOLUTIONS, nn.Embedding)) else "all"
+    if error == "active" and isinstance(module, (*_LAYERS, nn.MultiheadAttention, nn.Softmax, nn.LogSoftmax)):
+        single = (
+            isinstance(module, _SINGLE_CHANNEL_NORMS)
+            or _is_depthwise(module)
+            or (isinstance(module, nn.PReLU) and module.num_parameters > 1)
+        )
+        return "active" if single and axes[1] else "all"
+    return error
+
+
+def _is_depthwise(module: nn.Module) -> bool:
+    return isinstance(module, _CONVOLUTIONS) and module.groups == module.in_channels > 1
+
+
 def _defaults(module: nn.Module) -> dict[str, Recipe]:
     """How PyTorch initialises a layer's tensors, where that is uniform or constant (its ``reset_parameters``)."""
-    if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)):
+    if isinstance(module, (nn.Linear, *_CONVOLUTIONS)):
         # kaiming_uniform_ with a = sqrt(5) has the bound sqrt(6 / ((1 + 5) * fan_in)).
         bound = Uniform(bound=1 / math.sqrt(module.weight[0].numel()))
         return {"weight": bound, "bias": bound}
     if isinstance(module, (*_CHANNEL_NORMS, nn.LayerNorm)):
         one, zero = Constant(value=1.0), Constant(value=0.0)
         return {"weight": one, "bias": zero, "running_mean": zero, "running_var": one}
+    if isinstance(module, nn.MultiheadAttention):
+        # xavier_uniform_ has the bound sqrt(6 / (fan_in + fan_out)); out_proj.weight is a linear layer's.
+        parameters = dict(module.named_parameters())
+        bounds = {name: math.sqrt(6 / sum(p.shape)) for name, p in parameters.items() if name.endswith("proj_weight")}
+        bounds["out_proj.weight"] = module.embed_dim**-0.5
+        zero = Constant(value=0.0)
+        uniform = {name: Uniform(bound=bound) for name, bound in bounds.items()}
+        return {**uniform, "in_proj_bias": zero, "out_proj.bias": zero}
     if isinstance(module, nn.PReLU):
         return {"weight": Constant(value=module.init)}
     return {}
@@ -598,6 +814,27 @@ def _operation(node: fx.Node) -> str:
     if not any(getattr(namespace, name, None) is node.target for namespace in (torch, F, operator)):
         raise UnsupportedLayer(f"{_where(node)}: the function {name} is not supported; {_ADVICE}")
     return name.strip("_")
+
+
+def _letters(node: fx.Node, name: str, ranks: list[int]) -> tuple[list[str], str]:
+    """A product of tensors with these numbers of axes, as einsum writes it: a term for each, and the result."""
+    if name == "einsum":
+        terms, arrow, result = str(node.args[0]).replace(" ", "").partition("->")
+        letters, count = terms.split(","), terms.count(",") + 1
+        if not arrow or "." in terms:
+            raise UnsupportedLayer(f"{_where(node)}: write einsum with all its axes as letters, as in 'bij,bjk->bik'")
+    else:
+        count = 3 if name == "scaled_dot_product_attention" else 2
+    if len(ranks) < count:
+        raise UnsupportedLayer(f"{_where(node)}: pass the {count} tensors of {name} by position, one by one")
+    if name == "einsum":
+        return letters, result
+    batch = ["abcdefgh"[10 - max(rank, 2) :] for rank in ranks[:count]]  # aligned at their ends
+    longest = max(batch, key=len)
+    if count == 3:
+        return [one + term for one, term in zip(batch, ("ls", "ms", "mt"), strict=True)], longest + "lt"
+    left, right = "nm"[-ranks[0] :], "mp"[: ranks[1]]
+    return [batch[0] + left, batch[1] + right], longest + left[:-1] + right[1:]
 
 
 def _permute(node: fx.Node, axes: _Axes) -> _Axes:

@@ -120,17 +120,26 @@ class TensorSpec(_Record):
         return self
 
 
+InputError = Literal["none", "active", "all"]
+
+
 class Layer(_Record):
-    """A layer with weights: what counting FLOPs, and later methods, need to know about it.
+    """A layer with weights: what counting FLOPs, and training that skips what is frozen, need to know about it.
 
     ``positions`` is the number of output positions per sample (H*W of a convolution's output map, 1 for a linear
     layer): one sample costs 2 * positions * active weights FLOPs forward.
+
+    ``input_error`` says which part of the gradient with respect to the layer's input anything below it can use, where
+    only weights between active neurons are trained. ``none``: the input is data. ``active``: the entries of active
+    neurons alone, those that the columns of the layer's weight belong to; below lie only layers whose own input is
+    data, and nothing between them and this layer mixes neurons. ``all``: every entry, which is always right.
     """
 
     name: Name
     kind: Name
     tensors: tuple[Name, ...]
     positions: Size = 1
+    input_error: InputError = "all"
 
 
 class Manifest(_Record):

@@ -140,6 +140,18 @@ class Sequence(nn.Module):
         return self.out(x.reshape(x.shape[0], -1))
 
 
+class Values(nn.Module):
+    """Attention of one head, as products of matrices: positions mix, the features of the values do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = nn.Linear(3, 4), nn.Linear(3, 4), nn.Linear(3, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        scores = torch.einsum("nid, njd -> nij", self.q(x), self.k(x)).softmax(-1)
+        return self.out(torch.bmm(scores, self.v(x))).mean(1)
+
+
 def group_norm():
     return nn.Sequential(
         nn.Conv2d(1, 4, 3),
@@ -169,6 +181,7 @@ NETS = {
     "depthwise": (Depthwise, (2, 5, 5)),
     "squeeze": (Squeeze, (1, 5, 5)),
     "sequence": (Sequence, (3, 12)),
+    "values": (Values, (5, 3)),
 }
 
 
@@ -518,9 +531,9 @@ REFUSED = {
         lambda: Calls(lambda self, x: self.inner(x[:, None]), inner=nn.Sequential(nn.ConvTranspose1d(1, 2, 3))),
         r"inner\.0: layers of type ConvTranspose1d",
     ),
-    "grouped": (
-        lambda: Calls(lambda self, x: self.conv(x[:, :, None]), conv=nn.Conv1d(4, 8, 1, groups=2)),
-        "conv: a grouped convolution",
+    "convolution without a batch": (
+        lambda: Calls(lambda self, x: self.conv(x), conv=nn.Conv1d(3, 6, 1)),
+        "conv: the input of a Conv1d must have 3 axes, batch and channels first",
     ),
     "control flow": (
         lambda: Calls(lambda self, x: x if x.sum() > 0 else -x),
@@ -550,8 +563,28 @@ REFUSED = {
     "operation": (lambda: Calls(lambda self, x: torch.cumsum(self.hidden(x), 1)), "the operation cumsum is not supp"),
     "product": (lambda: Calls(lambda self, x: x @ self.hidden(x).T), "getattr is not supported"),
     "function": (lambda: Calls(lambda self, x: torch.special.expit(self.hidden(x))), "is not supported"),
+    "wrong example": (
+        lambda: Calls(lambda self, x: self.hidden(self.wide(x)), wide=nn.Linear(4, 5)),
+        r"hidden \(hidden\): fails on the example: mat1 and mat2 .*an example that the model takes",
+    ),
     "several outputs": (lambda: Calls(lambda self, x: (self.hidden(x), x)), "does not return one tensor"),
-    "chunks": (lambda: Calls(lambda self, x: self.hidden(x).chunk(2, 1)[0]), "gives a tuple of tensors"),
+    "minima": (lambda: Calls(lambda self, x: self.hidden(x).min(1)[0]), "gives a min of tensors, not one"),
+    "chunks at once": (
+        lambda: Calls(lambda self, x: torch.cat(self.hidden(x).chunk(2, 1), 1)),
+        r"forward \(cat\): takes several tensors at once; pick each by its number",
+    ),
+    "einsum without axes": (
+        lambda: Calls(lambda self, x: torch.einsum("...i,...i->...", x, self.hidden(x))),
+        r"forward \(einsum\): write einsum with all its axes as letters, as in 'bij,bjk->bik'",
+    ),
+    "attention by keyword": (
+        lambda: Calls(lambda self, x: F.scaled_dot_product_attention(query=x, key=x, value=self.hidden(x))),
+        r"pass the 3 tensors of scaled_dot_product_attention by position",
+    ),
+    "decoder": (
+        lambda: Calls(lambda self, x: self.decode(x[:, None], x[:, None]), decode=nn.TransformerDecoderLayer(4, 1, 4)),
+        r"decode: layers of type TransformerDecoderLayer .*build it from Linear.*MultiheadAttention",
+    ),
     "no batch": (lambda: Calls(lambda self, x: self.hidden(x).sum(0)), "first axis must be the batch"),
 }
 
