@@ -319,10 +319,9 @@ _SPATIAL_MODULES: dict[type[nn.Module], int] = {
 """Layers without weights that mix their last one to three axes."""
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_SINGLE_CHANNEL_NORMS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
-_CHANNEL_NORMS = (*_SINGLE_CHANNEL_NORMS, nn.GroupNorm)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_CHANNEL_NORMS = (*_BATCH_NORMS, *_INSTANCE_NORMS, nn.GroupNorm)
 
 _SAME = {
     *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid", "tanh"),
@@ -540,7 +539,8 @@ class _Coupling(fx.Interpreter):
     def _divide(self, node: fx.Node, values: Sequence[Any]) -> tuple[_Axes, ...]:
         """The axes of each tensor of a tuple: attention's, or parts of a tensor, whose neurons are complete."""
         if isinstance(self._modules.get(str(node.target)), nn.MultiheadAttention):
-            return self._attention(node), ((),) * 4  # the weights have 3 or 4 axes
+            weights = values[1]  # None where they are not asked for
+            return self._attention(node), () if weights is None else ((),) * weights.dim()
         name = "" if node.op == "call_module" else _operation(node)
         (source, *others) = node.all_input_nodes
         if name not in _DIVIDE or others or source not in self._flows:
@@ -762,7 +762,7 @@ def _error_behind(module: nn.Module, error: InputError, axes: _Axes) -> InputErr
         return "active" if isinstance(module, (nn.Linear, *_CONVOLUTIONS, nn.Embedding)) else "all"
     if error == "active" and isinstance(module, (*_LAYERS, nn.MultiheadAttention, nn.Softmax, nn.LogSoftmax)):
         single = (
-            isinstance(module, _SINGLE_CHANNEL_NORMS)
+            isinstance(module, (*_BATCH_NORMS, *_INSTANCE_NORMS))
             or _is_depthwise(module)
             or (isinstance(module, nn.PReLU) and module.num_parameters > 1)
         )

@@ -362,6 +362,19 @@ def test_attention_between_two_sequences_has_columns_of_each():
     assert axes(manifest, "cross.out_proj.weight") == [[("cross", 1)], []]
 
 
+def test_attention_weights_belong_to_nobody():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn, self.out = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6 + 7, 5)
+
+        def forward(self, x):
+            x, weights = self.attn(x, x, x)
+            return self.out(torch.cat([x.mean(1), weights.mean(1)], 1))
+
+    assert describe(Net(), torch.randn(2, 7, 6), task="test").group_sizes == {}
+
+
 def test_sequence_first_counts_the_same_positions():
     layers = [make(f"transformer, torch{order}")[1].layers for order in ("", ", sequence first")]
     assert layers[0] == layers[1]
