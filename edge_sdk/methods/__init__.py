@@ -133,6 +133,10 @@ class DeviceMethod(Protocol):
         """Make a personal model from the finished federation's global one."""
         raise _unknown(self, job)
 
+    def sample_mask(self, manifest: Manifest, budget: float) -> NeuronMask | None:
+        """A mask as rounds at ``budget`` have them, to predict what they take; None: the whole model is trained."""
+        return None
+
 
 def _unknown(method: DeviceMethod, job: Job) -> UnknownWork:
     kind = job.assignment.kind.value

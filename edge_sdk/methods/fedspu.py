@@ -24,8 +24,8 @@ Where paper and released code differ, or are silent:
 from __future__ import annotations
 
 from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, adapt_as_in_a_round, conclude
-from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, pack
+from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.masks import FULL_RATIO, NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import evaluate, evaluate_held_out, get_tensors, set_tensors, train_locally
 from edge_sdk.training.merging import merge, whole_model
@@ -70,6 +70,10 @@ class FedSPU(DeviceMethod):
         """The finished global model, fine-tuned under the assignment's mask: like one more round, unless the federation
         says for how long."""
         return adapt_as_in_a_round(job, _assigned(job)[1])
+
+    def sample_mask(self, manifest: Manifest, budget: float) -> NeuronMask | None:
+        """The budget is the active ratio. Which neurons are drawn changes from round to round, how many does not."""
+        return draw_neurons(manifest, NeuronDraw("sample", 1, "sample", budget)) if budget < FULL_RATIO else None
 
 
 def _assigned(job: Job) -> tuple[NeuronDraw | None, NeuronMask | None]:

@@ -7,7 +7,7 @@ model of their own makes a ``Task`` directly. A task with several networks is na
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import entry_points
 from inspect import signature
@@ -15,6 +15,8 @@ from typing import Protocol
 
 import torch
 from torch import nn
+
+from edge_sdk.training.compute import USUAL, Compute
 
 
 class Batches(Protocol):
@@ -34,7 +36,7 @@ class Task:
     loss: (outputs, targets) -> mean over the batch. train: what local training sees. validation: held out, read by the
     early-stopping rule. test: held out, only for reports; where a user has none, ``validation`` serves for both, and
     accuracies are then a little optimistic. classification: targets are class indices and outputs are scores
-    [batch, classes], so that accuracy means something.
+    [batch, classes], so that accuracy means something. compute: how this device computes; ``on`` changes it.
     """
 
     name: str
@@ -44,6 +46,13 @@ class Task:
     validation: Batches
     test: Batches | None = None
     classification: bool = True
+    compute: Compute = USUAL
+
+    def on(self, compute: Compute) -> Task:
+        """The same task, computed so: moves its model there, and gives this process the threads."""
+        if compute.threads is not None:
+            torch.set_num_threads(compute.threads)
+        return replace(self, model=self.model.to(compute.device), compute=compute)
 
     @property
     def held_out(self) -> Batches:

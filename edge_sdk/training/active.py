@@ -114,8 +114,9 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
         (x,), block = ctx.saved_tensors, ctx.block
+        x, weight = x.to(error.dtype), block.parameter.to(error.dtype)  # which under autocast is bfloat16
         flat = error.reshape(-1, error.shape[-1])
-        into_x = error @ block.parameter if ctx.needs_input_grad[0] else None
+        into_x = error @ weight if ctx.needs_input_grad[0] else None
         into_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
         rows = flat if block.rows is None else flat.index_select(1, block.rows)
         inputs = _columns(x, block) if ctx.late else x
@@ -214,9 +215,9 @@ def _convolve(layer: nn.Conv1d | nn.Conv2d, x: Tensor, bias: Tensor | None) -> T
 def _gradients(
     layer: nn.Conv1d | nn.Conv2d, error: Tensor, x: Tensor, weight: Tensor, groups: int, wanted: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of input and weight that are wanted."""
+    """The gradients of input and weight that are wanted, in the precision of ``error``."""
     gradients = torch.ops.aten.convolution_backward(
-        *(error, x, weight, None, layer.stride, layer.padding, layer.dilation, False),
+        *(error, x.to(error.dtype), weight.to(error.dtype), None, layer.stride, layer.padding, layer.dilation, False),
         *([0] * len(layer.kernel_size), groups, [*wanted, False]),
     )
     return gradients[0], gradients[1]

@@ -75,7 +75,8 @@ def train_locally(
         for step, (inputs, targets) in enumerate(islice(chain.from_iterable(repeat(task.train)), total), start=1):
             _forget_gradients(parameters)
             inputs, targets = inputs.to(device), targets.to(device)
-            loss = task.loss(model(layout(inputs, targets)), targets)
+            with task.compute.precision():
+                loss = task.loss(model(layout(inputs, targets)), targets)
             value = loss.item()
             if not math.isfinite(value):
                 raise TrainingDiverged(
@@ -112,7 +113,7 @@ def evaluate(model: nn.Module, task: Task, batches: Batches) -> Evaluation:
     seen, loss_sum, correct = 0, 0.0, 0
     model.eval()
     try:
-        with Layout(model, task) as layout, torch.inference_mode():
+        with Layout(model, task) as layout, torch.inference_mode(), task.compute.precision():
             for inputs, targets in batches:
                 inputs, targets = inputs.to(device), targets.to(device)
                 outputs = model(layout(inputs, targets))

@@ -1,0 +1,63 @@
+"""How much memory a process holds, has held at most, and could still get, in bytes.
+
+From Linux's /proc, and a container's limit from its control group (version 2); where there is none of that, only the
+peak that every Unix counts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+PROC = Path("/proc")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def resident(proc: Path = PROC) -> int:
+    """What this process holds in memory now; elsewhere than on Linux, what it has held at most."""
+    held = _kilobytes(proc / "self/status", "VmRSS")
+    return peak_resident(proc) if held is None else held
+
+
+def peak_resident(proc: Path = PROC) -> int:
+    """What this process has held at most, since its start or ``forget_peak``."""
+    held = _kilobytes(proc / "self/status", "VmHWM")
+    if held is not None:
+        return held
+    import resource  # which Windows has not
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def forget_peak(proc: Path = PROC) -> bool:
+    """Let the peak begin anew from what is held now; False where the system cannot."""
+    try:
+        (proc / "self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def available(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """What this process could still get without swapping: of the machine, or of its container where that is less."""
+    free = _kilobytes(proc / "meminfo", "MemAvailable")
+    if free is None:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - resident(proc)
+    try:
+        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return free if limit == "max" else max(0, min(free, int(limit) - int(used)))
+    except (OSError, ValueError):
+        return free
+
+
+def _kilobytes(path: Path, key: str) -> int | None:
+    """The value behind ``key:`` in a file of lines such as ``VmRSS:  1234 kB``, in bytes; None where there is none."""
+    try:
+        for line in path.read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None

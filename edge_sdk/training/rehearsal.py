@@ -1,0 +1,74 @@
+"""A few steps of local training on a copy of the model, to see what they take before it matters."""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.masks import NeuronMask
+from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.tasks import Task
+from edge_sdk.training.compute import Compute
+from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.local import evaluate, train_locally
+
+
+class Rehearsal:
+    """Training as a round does it, on the task's first batch again and again, with a learning rate of 0.
+
+    ``samples`` is what that batch holds. The task's model stays as it is, and so do torch's random numbers.
+    """
+
+    def __init__(self, task: Task, manifest: Manifest, settings: FederationSettings) -> None:
+        self.task = replace(task, model=copy.deepcopy(task.model))
+        self._manifest = manifest
+        self._settings = settings
+        with torch.random.fork_rng(devices=[]):
+            self._batch = next(iter(task.train))
+        self.samples = len(self._batch[1])
+
+    @property
+    def model(self) -> nn.Module:
+        """The copy."""
+        return self.task.model
+
+    def train(
+        self, steps: int, *, mask: NeuronMask | None = None, samples: int | None = None, compute: Compute | None = None
+    ) -> list[float]:
+        """Train ``steps`` steps under ``mask`` on ``samples`` of the batch, all by default; returns the seconds of each
+        but the first, which also pays for whatever is set up once. ``compute`` stands in for the task's."""
+        batches = [self.batch(samples)]
+        ended: list[float] = []
+        task = replace(self.task, train=batches, compute=compute or self.task.compute)
+        settings = self._settings.model_copy(update={"local_steps": steps})
+        freezing = Freezing(self.model, self._manifest, mask)
+        with torch.random.fork_rng(devices=[]):
+            train_locally(
+                self.model,
+                task,
+                settings,
+                learning_rate=0.0,
+                freezing=freezing,
+                seed=0,
+                progress=lambda done, total, loss: ended.append(self._now()),
+            )
+        return [after - before for before, after in pairwise(ended)]
+
+    def evaluate(self, samples: int) -> None:
+        """Judge the model on ``samples`` of the batch."""
+        evaluate(self.model, self.task, [self.batch(samples)])
+
+    def batch(self, samples: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of the batch, or of its first ``samples``."""
+        inputs, targets = self._batch
+        return inputs[:samples], targets[:samples]
+
+    def _now(self) -> float:
+        self.task.compute.wait()
+        return time.perf_counter()
