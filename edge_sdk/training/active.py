@@ -2,16 +2,16 @@
 
 A layer's weight is frozen but for its *block*, the outer product of active rows (output neurons) and active columns
 (input neurons). The forward pass uses the whole weight. The backward pass computes the whole gradient of the input, for
-the error passes through frozen neurons too, but of the weight's gradient only the block,
+the error passes through frozen neurons too, but for what nothing below can use (``manifest.Layer.input_error``); and of
+the weight's gradient only the block,
 
     dW[A, B] = sum over samples and positions of delta[:, A]^T h[:, B]             (FedSPU's method card, 4.4)
 
 from the input's active columns alone, which is all that is kept for it. So a block of r rows and c columns costs r·c of
-the n·m that the dense gradient costs. Where gathering rows and columns costs more than it saves, which is so for a
-convolution of few inputs, the dense gradient is computed and the block taken out of it.
+the n·m that the dense gradient costs.
 
-Linear, Conv1d, Conv2d and Embedding have kernels of their own (``kernel_of``). For the parameters of every other layer
-``whole`` stands in: their gradient is dense, which for norms and biases is as cheap as can be.
+Weights of Linear, Conv1d, Conv2d and Embedding have kernels of their own, where they are large enough for gathering
+rows and columns to pay (``kernel_of``). Of every other parameter the gradient is dense, and the block taken out of it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,29 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from edge_sdk.protocol.manifest import InputError
+
 FEW_INPUTS = 100
 """A convolution whose filters have fewer weights than this is not worth gathering for (measured on one core: at 54
 weights a filter even a tenth of the gradient costs as much as all of it, at 800 a twentieth)."""
 
+FEW_PRODUCTS = 2**16
+"""Of a linear layer with fewer multiplications per sample the gradient takes no longer than gathering (measured on one
+core at batches of 32 and 128: at half as many it costs 0.95 to 1.15 of the dense gradient, at twice 0.83 to 1)."""
+
 _KEEP_WHOLE = 0.7
 """From this share of active columns on the input is kept as it is, which others may keep anyway, and gathered later."""
+
+_WORTH_SCATTERING = 0.5
+"""Up to this share of active columns the gradient of these inputs alone is cheaper than the whole (measured on one
+core in channels last: a convolution's takes 0.5 to 0.7 of the time at 0.2, 0.7 to 0.9 at 0.5, over 1 at 0.6)."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +50,15 @@ class ActiveBlock:
     """Where the active values of ``parameter`` lie: rows and columns of its first two axes, int64; None for all.
 
     view: the parameter's shape, behind a flatten with one axis more, so that columns are channels and what they own
-    lies behind them (``masks.neuron_view``).
+    lies behind them (``masks.neuron_view``). input_error, positions: of the layer it belongs to (``manifest.Layer``).
     """
 
     parameter: nn.Parameter
     view: tuple[int, ...]
     rows: Tensor | None
     columns: Tensor | None
+    input_error: InputError = "all"
+    positions: int = 1
 
     def take(self, tensor: Tensor) -> Tensor:
         """The block of a tensor of the parameter's shape, copied."""
@@ -83,24 +95,6 @@ class ActiveBlock:
         return 1.0 if self.columns is None else len(self.columns) / self.view[1]
 
 
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, block: ActiveBlock) -> Tensor:
-        ctx.block = block
-        return block.parameter.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.block.take(gradient), None
-
-
-def whole(leaf: Tensor, block: ActiveBlock) -> Tensor:
-    """The whole parameter, whose gradient goes to ``leaf``, its active values. No copy is made."""
-    result: Tensor = _Whole.apply(leaf, block)  # type: ignore[no-untyped-call]
-    return result
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock) -> Tensor:
@@ -116,12 +110,26 @@ class _Linear(torch.autograd.Function):
         (x,), block = ctx.saved_tensors, ctx.block
         x, weight = x.to(error.dtype), block.parameter.to(error.dtype)  # which under autocast is bfloat16
         flat = error.reshape(-1, error.shape[-1])
-        into_x = error @ weight if ctx.needs_input_grad[0] else None
+        into_x = None
+        if ctx.needs_input_grad[0]:
+            into_x = _scattered(flat @ _columns(weight, block), block) if _scatters(block) else flat @ weight
+            into_x = into_x.view(*error.shape[:-1], -1)
         into_bias = flat.sum(0) if ctx.needs_input_grad[2] else None
         rows = flat if block.rows is None else flat.index_select(1, block.rows)
         inputs = _columns(x, block) if ctx.late else x
         into_leaf = (rows.t() @ inputs).view(-1, *(_active_columns(block), *block.view[2:]))
         return into_x, into_leaf, into_bias, None
+
+
+def _scatters(block: ActiveBlock) -> bool:
+    """Whether of the gradient of the input only that of active columns is computed: nothing below reads the others."""
+    return block.input_error != "all" and block.column_share <= _WORTH_SCATTERING
+
+
+def _scattered(part: Tensor, block: ActiveBlock) -> Tensor:
+    """The gradient of a linear layer's input, [samples, features], from that of the active columns; else 0."""
+    channels = part.new_zeros(len(part), block.view[1], math.prod(block.view[2:]))
+    return channels.index_copy_(1, cast(Tensor, block.columns), part.view(len(part), -1, channels.shape[2])).flatten(1)
 
 
 def _active_columns(block: ActiveBlock) -> int:
@@ -144,8 +152,7 @@ class _Convolution(torch.autograd.Function):
         ctx: Any, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock, layer: nn.Conv1d | nn.Conv2d
     ) -> Tensor:
         ctx.block, ctx.layer, ctx.shape = block, layer, x.shape
-        ctx.gathers = layer.groups > 1 or block.parameter[0].numel() >= FEW_INPUTS
-        channels = _channels_read(layer, block) if ctx.gathers else None
+        channels = _channels_read(layer, block)
         ctx.channels = channels
         ctx.late = channels is None or len(channels) > _KEEP_WHOLE * x.shape[1]
         ctx.save_for_backward(x if ctx.late else _channels(x, channels))
@@ -155,23 +162,27 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
         (x,), block, layer = ctx.saved_tensors, ctx.block, ctx.layer
-        weight = block.parameter.detach()
-        into_x = None
-        if ctx.needs_input_grad[0]:
-            # Of the input only its shape and layout are read.
-            shape = x if ctx.late else error.new_empty(1).expand(ctx.shape)
-            into_x = _gradients(layer, error, shape, weight, layer.groups, (True, False))[0]
+        into_x = _into_input(layer, error, ctx.shape, block) if ctx.needs_input_grad[0] else None
         into_bias = error.sum([0, *range(2, error.dim())]) if ctx.needs_input_grad[2] else None
-        if not ctx.gathers:
-            into_leaf = block.take(_gradients(layer, error, x, weight, layer.groups, (False, True))[1])
+        inputs = _channels(x, ctx.channels) if ctx.late else x
+        if layer.groups == 1:
+            errors = _channels(error, block.rows)
+            into_leaf = _gradients(layer, errors, inputs, block.take(block.parameter.detach()), 1, (False, True))[1]
         else:
-            inputs = _channels(x, ctx.channels) if ctx.late else x
-            if layer.groups == 1:
-                errors = _channels(error, block.rows)
-                into_leaf = _gradients(layer, errors, inputs, block.take(weight), 1, (False, True))[1]
-            else:
-                into_leaf = _grouped(layer, error, inputs, block)
+            into_leaf = _grouped(layer, error, inputs, block)
         return into_x, into_leaf, into_bias, None, None
+
+
+def _into_input(layer: nn.Conv1d | nn.Conv2d, error: Tensor, shape: torch.Size, block: ActiveBlock) -> Tensor:
+    """The gradient of the input, of ``shape``; zero where nothing below reads it and leaving it out is worth while."""
+    weight = block.parameter.detach()
+    some = layer.groups == 1 and _scatters(block)
+    if some:
+        weight = _channels(weight, block.columns)
+    # Of the input only its shape is read.
+    stand_in = error.new_empty(1).expand(shape[0], weight.shape[1] * layer.groups, *shape[2:])
+    part = _gradients(layer, error, stand_in, weight, layer.groups, (True, False))[0]
+    return _spread(part, cast(Tensor, block.columns), shape[1]) if some else part
 
 
 def _channels_read(layer: nn.Conv1d | nn.Conv2d, block: ActiveBlock) -> Tensor | None:
@@ -227,12 +238,25 @@ def _channels(x: Tensor, index: Tensor | None) -> Tensor:
     """Channels of [N, C, ...], in the memory layout of ``x``."""
     if index is None:
         return x
-    if x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
+    if _is_channels_last(x):
         pixels = x.permute(0, 2, 3, 1)
         # As a matrix: index_select along the last of several axes is five times slower.
         taken = pixels.reshape(-1, x.shape[1]).index_select(1, index)
         return taken.view(*pixels.shape[:3], len(index)).permute(0, 3, 1, 2)
     return x.index_select(1, index)
+
+
+def _spread(part: Tensor, index: Tensor, channels: int) -> Tensor:
+    """[N, ``channels``, ...]: ``part`` at the channels of ``index``, else zeros; in the memory layout of ``part``."""
+    if not _is_channels_last(part):
+        return part.new_zeros(len(part), channels, *part.shape[2:]).index_copy_(1, index, part)
+    pixels = part.permute(0, 2, 3, 1)
+    whole = part.new_zeros(pixels.shape[:3].numel(), channels).index_copy_(1, index, pixels.reshape(-1, len(index)))
+    return whole.view(*pixels.shape[:3], channels).permute(0, 3, 1, 2)
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    return x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
 class _Embedding(torch.autograd.Function):
@@ -277,16 +301,17 @@ def embedding(layer: nn.Embedding, x: Tensor, leaf: Tensor, bias: Tensor | None,
 Kernel = Callable[[Any, Tensor, Tensor, Tensor | None, ActiveBlock], Tensor]
 
 
-def kernel_of(layer: nn.Module) -> Kernel | None:
-    """What runs a layer whose weight is partly frozen; None where only ``whole`` does.
+def kernel_of(layer: nn.Module, block: ActiveBlock) -> Kernel | None:
+    """What runs a layer of whose weight only ``block`` is trained; None where it gains nothing, or no kernel knows it.
 
     Of exactly the types of torch.nn: a subclass may do something else with its weight.
     """
     if type(layer) is nn.Linear:
-        return linear
-    if type(layer) in (nn.Conv1d, nn.Conv2d):
+        return linear if layer.weight.numel() * block.positions >= FEW_PRODUCTS else None
+    if isinstance(layer, (nn.Conv1d, nn.Conv2d)) and type(layer) in (nn.Conv1d, nn.Conv2d):
         plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-        return convolution if plain else None
+        gains = layer.groups > 1 or layer.weight[0].numel() >= FEW_INPUTS
+        return convolution if plain and gains else None
     if type(layer) is nn.Embedding:
         return embedding if layer.max_norm is None and not layer.sparse else None
     return None

@@ -23,7 +23,7 @@ from torch import nn
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronMask, block_of
-from edge_sdk.training.active import ActiveBlock, kernel_of, whole
+from edge_sdk.training.active import ActiveBlock, Kernel, kernel_of
 
 
 @dataclass
@@ -60,6 +60,7 @@ class Freezing:
         self._blocks: dict[str, ActiveBlock] = {}
         self._parts: list[_Part] = []
         specs = {spec.name: spec for spec in manifest.tensors}
+        layers = {name: layer for layer in manifest.layers for name in layer.tensors}
         for name, parameter in model.named_parameters():
             if name not in specs or specs[name].shape != tuple(parameter.shape):
                 raise ManifestError(
@@ -69,7 +70,8 @@ class Freezing:
             block = block_of(manifest, specs[name], mask)
             if parameter.requires_grad and (block.rows is not None or block.columns is not None):
                 rows, columns = (_index(index, parameter.device) for index in (block.rows, block.columns))
-                self._blocks[name] = ActiveBlock(parameter, block.view, rows, columns)
+                told = layers[name].model_dump(include={"input_error", "positions"}) if name in layers else {}
+                self._blocks[name] = ActiveBlock(parameter, block.view, rows, columns, **told)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -85,12 +87,18 @@ class Freezing:
                 if self._keep_zeros and parameter.dim() > 1 and not bool(leaf.detach().all()):
                     part.zeros, part.kept = leaf.detach() == 0, leaf.detach().clone()
                 self._parts.append(part)
-        partly = [part for part in self._parts if part.block is not None]
-        for part in partly:
-            part.parameter.requires_grad_(False)
-            self._undo.append(partial(part.parameter.requires_grad_, True))
-        if partly:
-            self._replace({part.name: part for part in partly})
+        partly = {part.name: part for part in self._parts if part.block is not None}
+        for path, module in self._model.named_modules():
+            name = f"{path}.weight".lstrip(".")
+            if name in partly and (kernel := kernel_of(module, self._blocks[name])):
+                part = partly.pop(name)
+                part.parameter.requires_grad_(False)
+                module.forward = partial(_run, kernel, module, part)
+                self._undo += [partial(part.parameter.requires_grad_, True), partial(delattr, module, "forward")]
+        for part in partly.values():
+            # Autograd's own kernels make the whole gradient, which is gone before the next parameter's is made.
+            hook = part.parameter.register_post_accumulate_grad_hook(partial(_hand_over, part))  # type: ignore[no-untyped-call]
+            self._undo.append(hook.remove)
         return self
 
     def __exit__(
@@ -99,31 +107,6 @@ class Freezing:
         while self._undo:
             self._undo.pop()()
         self._parts.clear()
-
-    def _replace(self, partly: dict[str, _Part]) -> None:
-        """Let every layer that has a partly frozen parameter run on it, for the time being."""
-        composed: list[tuple[nn.Module, dict[str, _Part]]] = []
-        for path, module in self._model.named_modules():
-            own = {
-                name: partly[full]
-                for name, _ in module.named_parameters(recurse=False)
-                if (full := f"{path}.{name}".lstrip(".")) in partly
-            }
-            if not own:
-                continue
-            kernel = kernel_of(module) if "weight" in own else None
-            if kernel is None:
-                composed.append((module, own))
-                parameters = module._parameters
-                self._undo.append(partial(setattr, module, "_parameters", parameters))
-            else:
-                module.forward = partial(_run, kernel, module, own)
-                self._undo.append(partial(delattr, module, "forward"))
-        if composed:
-            # Before each pass, because a graph is gone after its backward pass; and from the root, because a layer's
-            # parameters may be read by the layer that it is part of.
-            hook = self._model.register_forward_pre_hook(partial(_compose, composed))
-            self._undo.append(hook.remove)
 
     def zero_gradients(self) -> None:
         """Zero the gradients of entries that are to stay zero, in place: after backward, before clipping."""
@@ -150,16 +133,13 @@ def _index(index: Any, device: torch.device) -> torch.Tensor | None:
     return None if index is None else torch.from_numpy(np.array(index, dtype=np.int64)).to(device)
 
 
-def _run(kernel: Any, module: Any, own: dict[str, _Part], x: torch.Tensor) -> torch.Tensor:
+def _run(kernel: Kernel, module: Any, part: _Part, x: torch.Tensor) -> torch.Tensor:
     """The forward pass of a layer with a kernel."""
-    weight, bias = own["weight"], getattr(module, "bias", None)
-    if "bias" in own:
-        bias = whole(own["bias"].leaf, cast(ActiveBlock, own["bias"].block))
-    result: torch.Tensor = kernel(module, x, weight.leaf, bias, weight.block)
-    return result
+    return kernel(module, x, part.leaf, getattr(module, "bias", None), cast(ActiveBlock, part.block))
 
 
-def _compose(composed: list[tuple[nn.Module, dict[str, _Part]]], model: nn.Module, inputs: Any) -> None:
-    for module, own in composed:
-        wholes = {name: whole(part.leaf, cast(ActiveBlock, part.block)) for name, part in own.items()}
-        module._parameters = cast(dict[str, nn.Parameter | None], {**module._parameters, **wholes})
+def _hand_over(part: _Part, parameter: torch.Tensor) -> None:
+    """Move the active values of a parameter's gradient to its leaf, adding to what is there."""
+    gradient = cast(ActiveBlock, part.block).take(cast(torch.Tensor, parameter.grad))
+    part.leaf.grad = gradient if part.leaf.grad is None else part.leaf.grad.add_(gradient)
+    parameter.grad = None
