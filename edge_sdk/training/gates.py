@@ -19,14 +19,17 @@ that is not above zero no signal passes, and nothing is computed.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
@@ -79,20 +82,22 @@ class GatedModel:
         layer give M * (I - G.detach() + G). ``selected``: bool [L], the blocks that are on, I. Running statistics move
         as those of the masked whole model would. Raises ValueError for gates that do not fit.
         """
-        scales = gates.tolist()
+        scales = gates.numpy(force=True)
         if len(scales) != self._length or len(selected) != self._length:
             raise ValueError(f"{len(scales)} gates and {len(selected)} choices for {self._length} blocks")
-        if any(scale and not on for scale, on in zip(scales, selected, strict=True)):
+        if scales[~selected].any():
             raise ValueError("the gate of a block that is off must be 0; multiply gates by what is selected")
         heard = math.ceil(self._probe * len(inputs) - 1e-9)
-        batch = Batch(gates, scales, selected, heard, len(inputs) / max(1, heard))
+        if not heard:
+            gates = gates * torch.from_numpy(selected).to(gates)
+        before = np.concatenate([[0], np.cumsum(selected)])
+        batch = Batch(gates, scales.tolist(), selected, before, heard, len(inputs) / max(1, heard))
         training = self._model.training
         if training not in self._runs:  # forward may ask which mode it is in; tracing writes the answer down
             self._runs[training] = _Run(self._model, self._tensors)
         return self._runs[training].batch(inputs, batch, self._vectors.adapted(batch))
 
 
-_MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _EACH_MODULES = (
     *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid),
@@ -114,114 +119,167 @@ _POOL_FUNCTIONS = {
 }
 
 
+Rule = Callable[["_Call", Partial], Any]
+"""What a node gives for a partial value, its first argument and only tensor; None where all channels are needed."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A node that may be run on a partial value.
+
+    function: what it does to its first argument, never in place, given the others; module: None for a function, whose
+    name in torch ``name`` is. others, named: its other arguments; ``fixed`` where these are the same in every batch.
+    """
+
+    node: fx.Node
+    module: nn.Module | None
+    name: str
+    function: Callable[..., Any]
+    others: tuple[Any, ...]
+    named: dict[str, Any]
+    fixed: bool
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        return self.function(tensor, *self.others, **self.named)
+
+
 class _Run(fx.Interpreter):
-    """Runs the traced model, batch after batch, on whole and partial values."""
+    """Runs the traced model, batch after batch, on whole and partial values.
+
+    How each node is run is decided once: a small network's batch is over before all questions would be asked again.
+    """
 
     def __init__(self, model: nn.Module, tensors: dict[int, BlockedTensor]) -> None:
         super().__init__(fx.GraphModule(model, fx.Tracer().trace(model)))
-        self.extra_traceback = False  # it would rewrite the text of errors
         self._tensors = tensors
         self._batch: Batch
         self._adapted: dict[str, torch.Tensor]
+        self._steps = [(node, self._planned(node), self.user_to_last_uses.get(node, [])) for node in self.graph.nodes]
 
     def batch(self, inputs: torch.Tensor, batch: Batch, adapted: dict[str, torch.Tensor]) -> torch.Tensor:
         """The model's output for one batch; ``adapted`` are those θ' that are there already, by name."""
-        self._batch, self._adapted = batch, adapted
-        output: torch.Tensor = self.run(inputs)
-        return output
+        self._batch, self._adapted, self.args_iter = batch, adapted, iter([inputs])
+        self.env = {}
+        result: Any = None
+        for node, step, spent in self._steps:
+            result = self.env[node] = step()
+            for used in spent:
+                del self.env[used]
+        self.env = {}
+        return cast(torch.Tensor, result)
 
-    def run_node(self, n: fx.Node) -> Any:
-        """Execute one node, on partial values where that is known to be right."""
-        module = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
-        source = n.args[0] if n.args and isinstance(n.args[0], fx.Node) else None
-        if source is not None and isinstance(module, _MATRICES) and type(module) in _MATRICES:
-            result = self._matrix(module, self.env[source])
-            if result is not None:
-                return result
-        partial = [node for node in n.all_input_nodes if isinstance(self.env[node], Partial)]
-        if source is not None and partial == [source] == n.all_input_nodes[:1]:
-            result = self._partial(n, module, self.env[source])
-            if result is not None:
-                if _in_place(n, module):
-                    self.env[source] = result
-                return result
-        for node in partial:
-            self.env[node] = self.env[node].whole()
-        if n.op == "get_attr":
-            value = super().run_node(n)
+    def _planned(self, node: fx.Node) -> Callable[[], Any]:
+        """What runs ``node`` on the values of ``self.env``."""
+        module = self.fetch_attr(str(node.target)) if node.op == "call_module" else None
+        source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        if source is not None:
+            operator = gates_layers.operator_of(module)
+            if operator is not None:
+                return partial(self._matrix, node, module, source, operator)
+            name, function = _function(node, module)
+            rule = self._rule(module, name)
+            if rule is not None and node.all_input_nodes[0] is source:
+                fixed = node.all_input_nodes == [source]
+                call = _Call(node, module, name, function, node.args[1:], dict(node.kwargs), fixed)
+                return partial(self._partial, call, source, rule, _in_place(node, module))
+        return partial(self._any, node, module)
+
+    def _any(self, node: fx.Node, module: nn.Module | None) -> Any:
+        """Run ``node`` on whole values."""
+        for source in node.all_input_nodes:
+            if isinstance(self.env[source], Partial):
+                self.env[source] = self.env[source].whole()
+        if node.op == "get_attr":
+            value = self.fetch_attr(str(node.target))
             return self._whole(value) if id(value) in self._tensors else value
         if module is not None and next(module.parameters(), None) is not None:
             adapted = {name: self._whole(parameter) for name, parameter in module.named_parameters()}
-            arguments, named = self.fetch_args_kwargs_from_env(n)
+            arguments, named = self.fetch_args_kwargs_from_env(node)
             return torch.func.functional_call(module, adapted, arguments, named)
-        return super().run_node(n)
+        return self.run_node(node)
 
     def _whole(self, parameter: nn.Parameter) -> torch.Tensor:
         tensor = self._tensors[id(parameter)]
         return self._adapted[tensor.name] if tensor.name in self._adapted else tensor.whole(self._batch)
 
-    def _matrix(self, module: Any, value: torch.Tensor | Partial) -> torch.Tensor | Partial | None:
-        """A linear layer or convolution; None where it cannot be cut."""
-        how = gates_layers.Matrix() if isinstance(module, nn.Linear) else gates_layers.Convolution.of(module)
-        if how is None:
-            return None
-        dims = 2 if isinstance(module, nn.Linear) else len(module.kernel_size) + 2
+    def _matrix(self, node: fx.Node, module: Any, source: fx.Node, operator: gates_layers.Operator) -> Any:
+        """A linear layer or convolution."""
+        value = self.env[source]
         if isinstance(value, Partial):
-            if value.axis != how.axis(value.computed):
+            if value.axis != operator.axis(value.computed):
                 value = value.whole()
-        elif value.dim() < dims:
-            return None
+        elif value.dim() < operator.dims:
+            return self._any(node, module)
         bias = None if module.bias is None else self._whole(module.bias)
-        return gates_layers.apply(how, self._tensors[id(module.weight)], bias, value, self._batch)
+        return gates_layers.apply(operator, self._tensors[id(module.weight)], bias, value, self._batch)
 
-    def _partial(self, node: fx.Node, module: nn.Module | None, value: Partial) -> Any:
-        """What ``node`` gives for a partial value, its only tensor; None where all channels are needed."""
-        (_, *others), named = self.fetch_args_kwargs_from_env(node)
-        if any(isinstance(other, torch.Tensor) for other in [*others, *named.values()]):
-            return None
-        operation, name = _operation(node, module, others, named)
+    def _partial(self, call: _Call, source: fx.Node, rule: Rule, in_place: bool) -> Any:
+        """``call`` on a partial value, if that is what it is given and if its rule allows."""
+        value = self.env[source]
+        if not isinstance(value, Partial):
+            return self._any(call.node, call.module)
+        if not call.fixed:
+            if any(isinstance(self.env[other], (Partial, torch.Tensor)) for other in call.node.all_input_nodes[1:]):
+                return self._any(call.node, call.module)
+            (_, *others), named = self.fetch_args_kwargs_from_env(call.node)
+            call = replace(call, others=tuple(others), named=named)
+        result = rule(call, value)
+        if result is None:
+            return self._any(call.node, call.module)
+        if in_place:
+            self.env[source] = result
+        return result
+
+    def _rule(self, module: nn.Module | None, name: str) -> Rule | None:
+        """How a module or a function goes about a partial value; None where it never can."""
         kind = type(module)
         if kind in _EACH_MODULES or name in _EACH:
-            return value.each(operation, rectifies=kind is nn.ReLU or name == "relu")
+            rectifies = kind is nn.ReLU or name == "relu"
+            return lambda call, value: value.each(call, rectifies=rectifies)
         if name in ("size", "getattr"):
-            return operation(torch.empty(value.shape, device="meta", dtype=value.computed.dtype))
+            return lambda call, value: call(torch.empty(value.shape, device="meta", dtype=value.computed.dtype))
+        if kind in _NORMS:
+            return self._normalised
+        if kind in _POOLS or name in _POOL_FUNCTIONS:
+            return _pooled
+        if kind is nn.Dropout or name == "dropout":
+            return _dropped
+        return _flattened if kind is nn.Flatten or name in ("flatten", "view", "reshape") else None
+
+    def _normalised(self, call: _Call, value: Partial) -> Partial | None:
+        module = call.module
+        assert isinstance(module, nn.modules.batchnorm._BatchNorm)
         if value.axis != 1:
             return None
-        if kind in _NORMS:
-            assert isinstance(module, nn.modules.batchnorm._BatchNorm)
-            weight, bias = (self._whole(module.weight), self._whole(module.bias)) if module.affine else (None, None)
-            return gates_layers.normalise(module, weight, bias, value)
-        if value.computed.dim() - 2 in (_POOLS.get(kind), _POOL_FUNCTIONS.get(name)):
-            return value.pooled(operation) if _keeps_constants(module, name, others, named) else None
-        if kind is nn.Dropout or name == "dropout":
-            return _dropped(value, operation)
-        if _flattens(module, name, others, named, value):
-            return value.flattened()
-        return None
+        weight, bias = (self._whole(module.weight), self._whole(module.bias)) if module.affine else (None, None)
+        return gates_layers.normalise(module, weight, bias, value)
 
 
-def _operation(
-    node: fx.Node, module: nn.Module | None, others: list[Any], named: dict[str, Any]
-) -> tuple[Callable[[torch.Tensor], torch.Tensor], str]:
-    """What ``node`` does to its first argument, never in place, and the function's name in torch; "" for a module."""
-    copies = _in_place(node, module)
+def _function(node: fx.Node, module: nn.Module | None) -> tuple[str, Callable[..., Any]]:
+    """The name in torch of what ``node`` calls, "" for a module, and the function itself, but never in place."""
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     function: Callable[..., Any]
     if module is not None:
-        function, name = module, ""
+        name, function = "", module
+        if type(module) in _EACH_MODULES and _in_place(node, module):
+            function = copy.copy(module)
+            function.inplace = False  # type: ignore[assignment]
+            return name, function
     elif node.op == "call_method":
-        target = name = str(node.target)
+        target = name
 
-        def function(tensor: torch.Tensor, *rest: Any, **more: Any) -> Any:
-            return getattr(tensor, target)(*rest, **more)
+        def function(tensor: torch.Tensor, *others: Any, **named: Any) -> Any:
+            return getattr(tensor, target)(*others, **named)
 
     else:
-        function = node.target  # type: ignore[assignment]
-        name = getattr(function, "__name__", "")
+        function = cast(Callable[..., Any], node.target)
         if function is not getattr and not any(
             getattr(space, name, None) is function for space in (torch, F, operator)
         ):
             name = ""
-    return lambda tensor: function(tensor.clone() if copies else tensor, *others, **named), name.strip("_")
+    if _in_place(node, module):
+        return name.strip("_"), lambda tensor, *others, **named: function(tensor.clone(), *others, **named)
+    return name.strip("_"), function
 
 
 def _in_place(node: fx.Node, module: nn.Module | None) -> bool:
@@ -233,39 +291,42 @@ def _in_place(node: fx.Node, module: nn.Module | None) -> bool:
     return name.endswith("_") or bool({**dict(zip(known, node.args, strict=False)), **node.kwargs}.get("inplace"))
 
 
-def _keeps_constants(module: nn.Module | None, name: str, others: list[Any], named: dict[str, Any]) -> bool:
-    """Whether a pooling gives a constant for a constant, and nothing beside it."""
+def _pooled(call: _Call, value: Partial) -> Partial | None:
+    """Pooling, where it gives a constant for a constant, and nothing beside it."""
+    module, dims = call.module, value.computed.dim() - 2
+    if value.axis != 1 or dims not in (_POOLS.get(type(module)), _POOL_FUNCTIONS.get(call.name)):
+        return None
     if module is None:
-        return not named.keys() - {"kernel_size", "stride", "output_size"} and len(others) <= (
-            3 if "max" in name else 2
-        )
-    if isinstance(module, (nn.MaxPool1d, nn.MaxPool2d)):
-        return module.dilation in (1, (1,), (1, 1)) and not module.return_indices
-    if isinstance(module, (nn.AvgPool1d, nn.AvgPool2d)):
-        return (
-            module.padding in (0, (0,), (0, 0))
-            and not module.ceil_mode
-            and getattr(module, "divisor_override", None) is None
-        )
-    return not getattr(module, "return_indices", False)
+        most = 3 if "max" in call.name else 2
+        keeps = not call.named.keys() - {"kernel_size", "stride", "output_size"} and len(call.others) <= most
+    elif isinstance(module, (nn.MaxPool1d, nn.MaxPool2d)):
+        keeps = module.dilation in (1, (1,), (1, 1)) and not module.return_indices
+    elif isinstance(module, (nn.AvgPool1d, nn.AvgPool2d)):
+        keeps = module.padding in (0, (0,), (0, 0)) and not module.ceil_mode
+        keeps = keeps and getattr(module, "divisor_override", None) is None
+    else:
+        keeps = not getattr(module, "return_indices", False)
+    return value.pooled(call) if keeps else None
 
 
-def _flattens(module: nn.Module | None, name: str, others: list[Any], named: dict[str, Any], value: Partial) -> bool:
-    """Whether a node makes [N, everything else] of its input."""
-    if isinstance(module, nn.Flatten):
-        return (module.start_dim, module.end_dim) == (1, -1)
-    if name == "flatten":
-        return others == [1] and not named
-    if name in ("view", "reshape"):
+def _flattened(call: _Call, value: Partial) -> Partial | None:
+    """What makes [N, everything else] of its input."""
+    samples, others = len(value.computed), list(call.others)
+    if isinstance(call.module, nn.Flatten):
+        flattens = (call.module.start_dim, call.module.end_dim) == (1, -1)
+    elif call.name == "flatten":
+        flattens = others == [1] and not call.named
+    else:
         shape = list(others[0]) if len(others) == 1 and isinstance(others[0], (tuple, list)) else others
-        samples = len(value.computed)
-        return shape in ([samples, -1], [samples, math.prod(value.shape[1:])])
-    return False
+        flattens = shape in ([samples, -1], [samples, math.prod(value.shape[1:])])
+    return value.flattened() if flattens and value.axis == 1 else None
 
 
-def _dropped(value: Partial, operation: Callable[[torch.Tensor], torch.Tensor]) -> Partial:
+def _dropped(call: _Call, value: Partial) -> Partial | None:
     """Dropout, drawn as for the whole value. Channels that are not 0 for good are no longer constant: written out."""
+    if value.axis != 1:
+        return None
     value = value.widened(value.matters)
     drawn = like(value.computed, value.shape).fill_(1)
-    kept = value.spans.take(operation(drawn), 1)
+    kept = value.channels.computed(call(drawn), 1)
     return replace(value, computed=value.computed * kept)

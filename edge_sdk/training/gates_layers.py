@@ -7,6 +7,7 @@ and a position near the border sees less of the constant, into a bias per positi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from edge_sdk.training.gates_tensors import Batch, BlockedTensor, Index, Spans
+from edge_sdk.training.gates_tensors import Batch, BlockedTensor, Channels, Index, Piece, index, total
 from edge_sdk.training.gates_values import Echo, Partial
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -25,6 +26,7 @@ class Matrix:
     """What a linear layer does with its weight; its channels are its last axis."""
 
     pads = False
+    dims = 2
 
     def axis(self, inputs: torch.Tensor) -> int:
         """The axis of the channels."""
@@ -73,6 +75,11 @@ class Convolution:
         return cls(module.kernel_size, module.stride, padding, module.dilation)
 
     @property
+    def dims(self) -> int:
+        """How many axes an input has, samples included."""
+        return len(self.kernel) + 2
+
+    @property
     def pads(self) -> bool:
         """Whether positions near the border see less of the input."""
         return any(self.padding)
@@ -107,6 +114,13 @@ class Convolution:
 Operator = Matrix | Convolution
 
 
+def operator_of(module: object) -> Operator | None:
+    """What ``module`` does with its weight; None where it is no linear layer or convolution that can be cut."""
+    if type(module) is nn.Linear:
+        return Matrix()
+    return Convolution.of(module) if type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) else None  # type: ignore[arg-type]
+
+
 def apply(
     operator: Operator, weight: BlockedTensor, bias: torch.Tensor | None, value: torch.Tensor | Partial, batch: Batch
 ) -> torch.Tensor | Partial:
@@ -115,146 +129,216 @@ def apply(
     ``value`` is the layer's input; where it is partial, its channels lie on the operator's axis.
     """
     rows = weight.computed(batch)
-    others = rows.others(weight.rows)
-    shift = None if bias is None else rows.take(bias, 0)
+    inputs, constants, echo, columns, seen, heard = value, None, None, None, _NONE, _NONE
     if isinstance(value, Partial):
-        inputs, columns = value.computed, value.spans
-        matters = np.flatnonzero(value.matters)
-        channels, constants = value.others.indices()[matters], value.constants[torch.from_numpy(matters)]
-        cut, seen = weight.at(batch, rows, columns, channels)
-        if len(matters):
-            added = operator.run(operator.still(constants, inputs), seen, None)
-            if not operator.pads:
-                added = added.flatten()
-            elif shift is not None:
-                shift = shift.view(1, -1, *(1,) * (added.dim() - 2))
-            shift = added if shift is None else shift + added
+        inputs, constants, columns = value.computed, value.constants, value.channels
+        seen = np.flatnonzero(value.matters)
         echo, heard = value.listened()
-        heard_weight = seen.detach().index_select(1, torch.from_numpy(np.searchsorted(matters, heard)))
-    else:
-        inputs, columns, channels, constants, echo, heard_weight = value, None, None, None, None, None
-        (cut,) = weight.at(batch, rows)
-    output: torch.Tensor = _Apply.apply(operator, inputs, cut, shift, echo, heard_weight)  # type: ignore[no-untyped-call]
-    if not others:
-        return output
-    fixed = others.take(bias, 0) if bias is not None else output.new_zeros(others.size)
-    learns, hears = torch.is_grad_enabled(), torch.is_grad_enabled() and batch.heard > 0
-    source = _Source(
-        operator,
-        weight,
-        batch,
-        others.indices(),
-        fixed.detach(),
-        inputs.detach(),
-        columns,
-        channels,
-        None if constants is None else constants.detach(),
-        output.shape,
-    )
+    layer = _Layer(operator, weight, batch, rows, weight.pieces(batch, rows.runs), columns, seen, heard)
+    leaves = weight.trained(layer.pieces)
+    output, fixed = _Apply.apply(layer, batch.gates, bias, inputs, constants, echo, *leaves)  # type: ignore[no-untyped-call]
+    if not len(rows.off):
+        return cast(torch.Tensor, output)
+    learns = torch.is_grad_enabled()
+    hears = learns and batch.heard > 0
+    off = None
+    if hears:
+        off = _OffRows(
+            layer,
+            rows.off,
+            fixed.detach(),
+            cast(torch.Tensor, inputs).detach(),
+            None if constants is None else constants.detach(),
+            output.shape,
+        )
     return Partial(
         computed=output,
-        spans=rows,
-        channels=weight.rows,
+        channels=rows,
         axis=operator.axis(output),
         constants=fixed,
-        live=np.full(others.size, learns),
-        heard=np.full(others.size, hears),
-        echo=Echo(source.start, others.size) if hears else None,
+        live=np.full(len(rows.off), learns),
+        heard=np.full(len(rows.off), hears),
+        echo=None if off is None else Echo(off.start, len(rows.off)),
     )
 
 
-class _Apply(torch.autograd.Function):
-    """The layer itself; backward also takes the signal back along the echo's channels, which add nothing forward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        operator: Operator,
-        inputs: torch.Tensor,
-        weight: torch.Tensor,
-        shift: torch.Tensor | None,
-        echo: torch.Tensor | None,
-        heard_weight: torch.Tensor | None,
-    ) -> torch.Tensor:
-        ctx.operator, ctx.per_position = operator, shift is not None and shift.dim() > 1
-        ctx.save_for_backward(inputs, weight, heard_weight)
-        ctx.echo = None if echo is None else echo.detach()
-        if ctx.per_position:
-            return operator.run(inputs, weight, None).add_(shift)  # type: ignore[arg-type]
-        return operator.run(inputs, weight, shift)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inputs, weight, heard_weight = ctx.saved_tensors
-        _, *needed, needs_echo, _ = ctx.needs_input_grad
-        in_bias = needed[2] and not ctx.per_position
-        inward, for_weight, for_shift = ctx.operator.gradients(gradient, inputs, weight, (*needed[:2], in_bias))
-        if needed[2] and ctx.per_position:
-            for_shift = gradient.sum(0, keepdim=True)
-        along = None
-        if needs_echo:
-            signal = gradient[: len(ctx.echo)]
-            along, _, _ = ctx.operator.gradients(signal, ctx.echo, heard_weight, (True, False, False))
-        return None, inward, for_weight, for_shift, along, None
+_NONE: Index = np.zeros(0, dtype=np.intp)
 
 
 @dataclass(frozen=True)
-class _Source:
-    """A layer's off rows: what would have to be computed to know how their gates matter.
+class _Layer:
+    """A layer in one batch.
 
-    rows: which they are; fixed: their output as it is, [rows]. inputs, columns: the computed channels of the layer's
-    input, and which they are; channels, constants: those that are constant and not 0. shape: of the layer's output.
+    rows: those that are computed, in ``pieces``; columns: the computed channels of its input, None where all are;
+    seen: which of the input's constants are not left out; heard: to which of them gradients go back per sample.
     """
 
     operator: Operator
     weight: BlockedTensor
     batch: Batch
+    rows: Channels
+    pieces: Sequence[Piece]
+    columns: Channels | None
+    seen: Index
+    heard: Index
+
+    @property
+    def channels(self) -> torch.Tensor:
+        """The columns of the constants that are seen."""
+        assert self.columns is not None
+        return index(self.columns.off[self.seen], self.columns.device)
+
+
+class _Apply(torch.autograd.Function):
+    """The layer itself: the output of the rows that are computed, and what the others are everywhere, [off rows].
+
+    Backward also takes the signal back along the echo's channels, which add nothing forward. All of it is one step of
+    autograd, since with one for every cut, sum and copy a small layer would spend its time between them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: _Layer,
+        gates: torch.Tensor,
+        bias: torch.Tensor | None,
+        inputs: torch.Tensor,
+        constants: torch.Tensor | None,
+        echo: torch.Tensor | None,
+        *leaves: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        operator, rows, columns = layer.operator, layer.rows, layer.columns
+        weight = layer.weight.adapted(layer.batch, layer.pieces, len(rows.on))
+        cut = weight if columns is None else columns.computed(weight, 1)
+        shift = None if bias is None else rows.computed(bias)
+        known = seen = None
+        if constants is not None and len(layer.seen):
+            known = constants.index_select(0, index(layer.seen, constants.device))
+            seen = weight.index_select(1, layer.channels)
+            added = operator.run(operator.still(known, inputs), seen, None)
+            if not operator.pads:
+                added = added.flatten()
+            elif shift is not None:
+                shift = shift.view(1, -1, *(1,) * (added.dim() - 2))
+            shift = added if shift is None else shift + added
+        ctx.layer, ctx.per_position = layer, shift is not None and shift.dim() > 1
+        ctx.echo = None if echo is None else echo.detach()
+        ctx.save_for_backward(inputs, cut, seen, known)
+        output = operator.run(inputs, cut, None if ctx.per_position else shift)
+        if ctx.per_position:
+            output += cast(torch.Tensor, shift)
+        fixed = rows.others(bias) if bias is not None else output.new_zeros(len(rows.off))
+        if bias is None:
+            ctx.mark_non_differentiable(fixed)
+        return output, fixed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, for_fixed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        layer, (inputs, cut, seen, known) = ctx.layer, ctx.saved_tensors
+        operator, rows, columns, weight = layer.operator, layer.rows, layer.columns, layer.weight
+        _, needs_gates, needs_bias, needs_inputs, needs_constants, needs_echo, *leaves = ctx.needs_input_grad
+        needs_shift = needs_bias or seen is not None
+        inward, for_cut, for_shift = operator.gradients(
+            gradient, inputs, cut, (needs_inputs, True, needs_shift and not ctx.per_position)
+        )
+        if ctx.per_position:
+            for_shift = gradient.sum(0, keepdim=True)
+        for_bias = for_constants = along = None
+        if needs_bias:
+            summed = for_shift.flatten(2).sum((0, 2)) if ctx.per_position else for_shift
+            for_bias = rows.joined(summed, for_fixed)
+        whole = for_cut
+        if seen is not None:
+            whole, for_constants = _of_constants(ctx, for_shift, inputs, seen, known, needs_constants)
+        elif columns is not None and len(columns.off):
+            whole = for_cut.new_zeros(len(rows.on), *weight.parameter.shape[1:])
+        if whole is not for_cut:
+            columns.put(whole, 1, for_cut)
+        if needs_echo:
+            heard = seen.index_select(1, index(np.searchsorted(layer.seen, layer.heard), seen.device))
+            along, _, _ = operator.gradients(gradient[: len(ctx.echo)], ctx.echo, heard, (True, False, False))
+        for_gates, parts = weight.gradients(layer.batch, layer.pieces, whole.contiguous(), leaves)
+        return None, for_gates if needs_gates else None, for_bias, inward, for_constants, along, *parts
+
+
+def _of_constants(
+    ctx: Any, for_shift: torch.Tensor, inputs: torch.Tensor, seen: torch.Tensor, known: torch.Tensor, needed: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of the weight, all its columns, and of all constants, through what the seen constants added."""
+    layer = ctx.layer
+    operator, columns = layer.operator, layer.columns
+    # As if of one sample, with 0 for whatever is computed: writing the columns of many constants one by one is slower.
+    wide = known.new_zeros(len(columns.flags)).index_copy_(0, layer.channels, known)
+    still = operator.still(wide, inputs)
+    signal = for_shift if ctx.per_position else for_shift.view(1, -1, *(1,) * (still.dim() - 2))
+    shape_only = layer.weight.parameter.detach()[: len(layer.rows.on)]
+    _, for_weight, _ = operator.gradients(signal, still, shape_only, (False, True, False))
+    if not needed:
+        return cast(torch.Tensor, for_weight), None
+    inward, _, _ = operator.gradients(signal, operator.still(known, inputs), seen, (True, False, False))
+    found = cast(torch.Tensor, inward).flatten(2).sum((0, 2)) if still.dim() > 2 else cast(torch.Tensor, inward)[0]
+    for_constants = known.new_zeros(len(columns.off)).index_copy_(0, index(layer.seen, known.device), found)
+    return cast(torch.Tensor, for_weight), for_constants
+
+
+@dataclass(frozen=True)
+class _OffRows:
+    """A layer's off rows: what would have to be computed to know how their gates matter.
+
+    rows: which they are; fixed: their output as it is, [rows]. inputs: the computed channels of the layer's input;
+    constants: the others. shape: of the layer's output.
+    """
+
+    layer: _Layer
     rows: Index
     fixed: torch.Tensor
     inputs: torch.Tensor
-    columns: Spans | None
-    channels: Index | None
     constants: torch.Tensor | None
     shape: torch.Size
 
     def start(self, which: Index) -> torch.Tensor:
         """The output of the rows ``which`` of these for the samples that are heard (see ``Echo``)."""
-        chosen = replace(self, rows=self.rows[which], fixed=self.fixed[torch.from_numpy(which)])
-        return cast(torch.Tensor, _Start.apply(self.batch.gates, chosen))  # type: ignore[no-untyped-call]
+        chosen = self
+        if len(which) < len(self.rows):
+            fixed = self.fixed.index_select(0, index(which, self.fixed.device))
+            chosen = replace(self, rows=self.rows[which], fixed=fixed)
+        return cast(torch.Tensor, _Start.apply(self.layer.batch.gates, chosen))  # type: ignore[no-untyped-call]
 
     def products(self, signal: torch.Tensor) -> torch.Tensor:
         """<δ, z_b> for every block b of the model, [L]: δ is ``signal``, and z_b what block b's weights alone give.
 
         That is e_b of the card, 4.5, since z_b is linear in θ_b; it needs no gradient as large as the weight.
         """
-        values, which, block = self.weight.by_block(self.rows)
-        weight = values.view(len(values), *self.weight.parameter.shape[1:])
-        inputs = self.inputs[: self.batch.heard]
-        result = self.operator.run(inputs, weight if self.columns is None else self.columns.take(weight, 1), None)
-        if self.channels is not None and self.constants is not None and len(self.channels):
-            seen = weight.index_select(1, torch.from_numpy(self.channels))
-            result += self.operator.run(self.operator.still(self.constants, inputs), seen, None)
-        axis = self.operator.axis(result)
+        layer, batch = self.layer, self.layer.batch
+        operator, columns, device = layer.operator, layer.columns, self.inputs.device
+        values, which, block = layer.weight.by_block(self.rows)
+        weight = values.view(len(values), *layer.weight.parameter.shape[1:])
+        inputs = self.inputs[: batch.heard]
+        result = operator.run(inputs, weight if columns is None else columns.computed(weight, 1), None)
+        if self.constants is not None and len(layer.seen):
+            known = self.constants.index_select(0, index(layer.seen, device))
+            result += operator.run(operator.still(known, inputs), weight.index_select(1, layer.channels), None)
+        axis = operator.axis(result)
         if len(values) > len(self.rows):
-            signal = signal.index_select(axis, which)
+            signal = signal.index_select(axis, index(which, device))
         products = (signal * result).sum([dim for dim in range(result.dim()) if dim != axis])
-        return self.batch.gates.new_zeros(len(self.batch.gates)).index_add_(0, block, products * self.batch.factor)
+        return total(batch, index(block, device), products * batch.factor)
 
 
 class _Start(torch.autograd.Function):
     """Off rows' constant output; backward turns the signal that arrives into gradients of their blocks' gates."""
 
     @staticmethod
-    def forward(ctx: Any, gates: torch.Tensor, source: _Source) -> torch.Tensor:
-        ctx.source = source
-        axis = source.operator.axis(source.inputs)
-        shape = [source.batch.heard, *source.shape[1:]]
-        shape[axis] = len(source.rows)
-        return source.fixed.view(-1, *(1,) * (len(shape) - axis - 1)).expand(shape)
+    def forward(ctx: Any, gates: torch.Tensor, off: _OffRows) -> torch.Tensor:
+        ctx.off = off
+        axis = off.layer.operator.axis(off.inputs)
+        shape = [off.layer.batch.heard, *off.shape[1:]]
+        shape[axis] = len(off.rows)
+        return off.fixed.view(-1, *(1,) * (len(shape) - axis - 1)).expand(shape)
 
     @staticmethod
     def backward(ctx: Any, signal: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.source.products(signal), None
+        return ctx.off.products(signal), None
 
 
 def normalise(
@@ -267,45 +351,37 @@ def normalise(
 
     Over a batch a constant channel has no variance: its output is the bias. Still a signal passes, through the mean.
     """
-    weight = value.constants.new_ones(value.channels) if weight is None else weight
-    bias = value.constants.new_zeros(value.channels) if bias is None else bias
-    spans, others = value.spans, value.others
+    channels = value.channels
+    weight = value.constants.new_ones(len(channels.flags)) if weight is None else weight
+    bias = value.constants.new_zeros(len(channels.flags)) if bias is None else bias
+    constants, gain = channels.others(bias), channels.others(weight.detach())
+    scaled = channels.computed(weight), channels.computed(bias)
     of_batch = module.training or module.running_mean is None
-    share = 0.0 if module.momentum is None else module.momentum
-    if module.training and module.track_running_stats and module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
-        if module.momentum is None:
-            share = 1.0 / float(module.num_batches_tracked)
-    kept = module.running_mean is not None and (not module.training or module.track_running_stats)
-    statistics = [
-        spans.take(cast(torch.Tensor, s), 0).clone() for s in (module.running_mean, module.running_var) if kept
-    ]
-    mean_of, variance_of = statistics or (None, None)
-    scaled = (spans.take(weight, 0), spans.take(bias, 0))
-    computed = F.batch_norm(value.computed, mean_of, variance_of, *scaled, of_batch, share, module.eps)
-    scale, shift = others.take(weight, 0), others.take(bias, 0)
     if of_batch:
-        constants, gain = shift, scale.detach() * module.eps**-0.5
+        moves = module.training and module.track_running_stats and module.running_mean is not None
+        # The computed channels' own statistics: with momentum 1, nothing is left of what these tensors hold.
+        mean, variance = value.computed.new_zeros(2, len(channels.on)) if moves else (None, None)
+        computed = F.batch_norm(value.computed, mean, variance, *scaled, True, 1.0, module.eps)
+        gain = gain * module.eps**-0.5
+        if moves:
+            share = _share(module)
+            still = value.constants.detach()
+            cast(torch.Tensor, module.running_mean).lerp_(channels.joined(cast(torch.Tensor, mean), still), share)
+            still = torch.zeros_like(still)
+            cast(torch.Tensor, module.running_var).lerp_(channels.joined(cast(torch.Tensor, variance), still), share)
     else:
-        mean, variance = (others.take(cast(torch.Tensor, s), 0) for s in (module.running_mean, module.running_var))
-        deviation = (variance + module.eps).sqrt()
-        constants, gain = (value.constants - mean) / deviation * scale + shift, scale.detach() / deviation
-    if of_batch and kept:
-        still = value.constants.detach()
-        for running, moved, constant in zip(
-            (module.running_mean, module.running_var), statistics, (still, torch.zeros_like(still)), strict=True
-        ):
-            spans.put(cast(torch.Tensor, running), 0, moved)
-            others.put(
-                cast(torch.Tensor, running), 0, others.take(cast(torch.Tensor, running), 0).lerp(constant, share)
-            )
+        mean, variance = cast(torch.Tensor, module.running_mean), cast(torch.Tensor, module.running_var)
+        known = channels.computed(mean), channels.computed(variance)
+        computed = F.batch_norm(value.computed, *known, *scaled, False, 0.0, module.eps)
+        deviation = (channels.others(variance) + module.eps).sqrt()
+        constants = (value.constants - channels.others(mean)) / deviation * channels.others(weight) + constants
+        gain = gain / deviation
     fixed = constants.detach()
 
-    def step(echo: torch.Tensor, channels: Index) -> torch.Tensor:
-        which, wide = torch.from_numpy(channels), (-1, *(1,) * (echo.dim() - 2))
-        signal = (
-            echo - echo.detach()
-        )  # 0, exactly: deviations from a constant are rounding errors, and grow by eps^-1/2
+    def step(echo: torch.Tensor, rows: Index) -> torch.Tensor:
+        which, wide = index(rows, echo.device), (-1, *(1,) * (echo.dim() - 2))
+        # 0, exactly: deviations from a constant are rounding errors, and grow by eps^-1/2
+        signal = echo - echo.detach()
         if of_batch:
             signal = signal - signal.mean([dim for dim in range(signal.dim()) if dim != 1], keepdim=True)
         result: torch.Tensor = fixed[which].view(wide) + gain[which].view(wide) * signal
@@ -315,7 +391,16 @@ def normalise(
         value,
         computed=computed,
         constants=constants,
-        live=np.full(others.size, torch.is_grad_enabled()),
+        live=np.full(len(channels.off), torch.is_grad_enabled()),
         heard=value.heard & (gain != 0).numpy(force=True),
         echo=value.after(step),
     )
+
+
+def _share(module: nn.modules.batchnorm._BatchNorm) -> float:
+    """How far running statistics move in this batch; counts it."""
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if module.momentum is None:
+            return 1.0 / float(module.num_batches_tracked)
+    return module.momentum or 0.0

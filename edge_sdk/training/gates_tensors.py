@@ -4,13 +4,18 @@ A leaf is a view into its parameter's own storage. An optimiser over leaves ther
 that is off in a batch has no gradient and is passed over, and nothing as large as the parameter is made anywhere. The
 adapted weights θ' = θ ⊛ M' of a batch (pFedGate, arXiv:2305.02776; its method card, section 2) are made of the output
 rows that some block touches which is on, one below the other; where such a row is cut, zeros stand for what is off.
+
+On a small network a batch takes a few milliseconds and a call of torch some microseconds, so what is the same for all
+batches is worked out once, choices of rows and channels are made in numpy, and vectors are adapted all at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,51 +26,48 @@ Index = NDArray[np.intp]
 Flags = NDArray[np.bool_]
 
 
-class Spans(tuple[tuple[int, int], ...]):
-    """Sorted indices as ranges (start, stop) that do not touch: rows of blocks are few runs, which slice fast."""
+def index(places: Index, device: torch.device) -> torch.Tensor:
+    """``places`` as torch wants them to index a tensor on ``device``."""
+    return torch.from_numpy(places).to(device)
 
-    @classmethod
-    def covering(cls, ranges: Iterable[tuple[int, int]]) -> Spans:
-        """The union of ``ranges``, which come sorted."""
-        merged: list[tuple[int, int]] = []
-        for start, stop in ranges:
-            if merged and start <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-            else:
-                merged.append((start, stop))
-        return cls(merged)
 
-    @property
-    def size(self) -> int:
-        """How many indices there are."""
-        return sum(stop - start for start, stop in self)
+class Channels:
+    """Which channels of a value, or rows of a weight, are computed: ``flags`` [size], ``on`` and ``off`` by number."""
 
-    def indices(self) -> Index:
-        """The indices one by one."""
-        return np.concatenate([np.arange(start, stop) for start, stop in self] or [np.zeros(0, dtype=np.intp)])
+    def __init__(self, flags: Flags, device: torch.device) -> None:
+        self.flags = flags
+        self.device = device
+        self.on, self.off = np.flatnonzero(flags), np.flatnonzero(~flags)
+        self._on, self._off = index(self.on, device), index(self.off, device)
 
-    def others(self, size: int) -> Spans:
-        """The indices below ``size`` that are not among these."""
-        ends = [0, *(end for span in self for end in span), size]
-        return Spans((start, stop) for start, stop in zip(ends[::2], ends[1::2], strict=True) if start < stop)
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """The computed ones as ranges (start, stop): rows of blocks are few."""
+        padded = np.zeros(len(self.flags) + 2, dtype=bool)
+        padded[1:-1] = self.flags
+        ends = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
+        return list(zip(ends[::2], ends[1::2], strict=True))
 
-    def repeated(self, times: int) -> Spans:
-        """Where every index owns ``times`` consecutive entries: theirs."""
-        return Spans((start * times, stop * times) for start, stop in self)
+    def computed(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """The part of ``tensor`` that is of computed channels, which lie along ``dim``."""
+        return tensor.index_select(dim, self._on) if len(self.off) else tensor
 
-    def take(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """The entries of ``tensor`` at these indices along ``dim``; a view where they are one range."""
-        if len(self) > 1 and tensor.dim() == 1:
-            return tensor.index_select(0, torch.from_numpy(self.indices()))
-        parts = [tensor.narrow(dim, start, stop - start) for start, stop in self]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+    def others(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The entries of ``tensor`` [size] of the other channels."""
+        return tensor.index_select(0, self._off)
 
-    def put(self, tensor: torch.Tensor, dim: int, values: torch.Tensor) -> None:
-        """Write ``values`` to these indices of ``tensor`` along ``dim``."""
-        done = 0
-        for start, stop in self:
-            tensor.narrow(dim, start, stop - start).copy_(values.narrow(dim, done, stop - start))
-            done += stop - start
+    def joined(self, computed: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        """The vector [size] of both parts."""
+        if not len(self.off):
+            return computed
+        whole = computed.new_empty(len(self.flags))
+        return whole.index_copy_(0, self._on, computed).index_copy_(0, self._off, others)
+
+    def put(self, tensor: torch.Tensor, dim: int, computed: torch.Tensor) -> None:
+        """Write the computed channels into ``tensor``, which has all; by ranges, far faster than one by one."""
+        parts = torch.split(computed, [stop - start for start, stop in self.runs], dim)
+        for (start, stop), part in zip(self.runs, parts, strict=True):
+            tensor.narrow(dim, start, stop - start).copy_(part)
 
 
 @dataclass(frozen=True)
@@ -73,21 +75,25 @@ class Batch:
     """What holds for one batch.
 
     gates: float [L], M' of the card, 0 at blocks that are off; scales: the same as numbers. selected: bool [L], which
-    blocks are on. heard: samples, from the first on, from which gradients of gates of off rows are estimated; factor:
-    what they are multiplied by, so that they stand for the whole batch. With heard 0 off blocks' gates get none.
+    blocks are on; before: how many of the first so many are, [L+1]. heard: samples, from the first on, from which
+    gradients of gates of off rows are estimated; factor: what they are multiplied by, so that they stand for the whole
+    batch. With heard 0 off blocks' gates get none: ``gates`` passes no gradients to them.
     """
 
     gates: torch.Tensor
     scales: Sequence[float]
     selected: Flags
+    before: Index
     heard: int
     factor: float
 
 
-class _Piece(NamedTuple):
-    """A run of values that belong to one block: block (of the model), where in the parameter, where in the copy."""
+class Piece(NamedTuple):
+    """A run of values in computed rows that belong to one block: the block's place in the parameter and whether it is
+    on (then the run is the whole block), where in the parameter, where in the copy."""
 
-    block: int
+    place: int
+    on: bool
     start: int
     stop: int
     target: int
@@ -106,65 +112,95 @@ class BlockedTensor:
         self.name = name
         self.parameter = parameter
         self.first = first
-        self._bounds = np.concatenate([[0], np.cumsum(sizes)])
         self.flat = parameter.detach().view(-1)
         self.rows = len(parameter) if parameter.dim() else 1
         self.row_size = self.flat.numel() // max(1, self.rows)
-        self.leaves = [part.detach().requires_grad_() for part in torch.split(self.flat, list(sizes))]
+        self._bounds: list[int] = [0, *np.cumsum(sizes).tolist()]
+        self._values = torch.split(self.flat, list(sizes))
+        self.leaves = [part.detach().requires_grad_() for part in self._values]
 
-    def computed(self, batch: Batch) -> Spans:
+    @cached_property
+    def _of_rows(self) -> tuple[Index, Index]:
+        """The first and the last block of every row, by their places in the parameter."""
+        bounds, starts = np.array(self._bounds), np.arange(self.rows) * self.row_size
+        first = np.searchsorted(bounds, starts, side="right") - 1
+        return first, np.searchsorted(bounds, starts + self.row_size - 1, side="right") - 1
+
+    def computed(self, batch: Batch) -> Channels:
         """Rows that a block touches which is on. Without any it is the first, so that no layer is empty."""
-        ranges = []
-        for place in np.flatnonzero(batch.selected[self.first : self.first + len(self.leaves)]):
-            start, stop = self._bounds[place : place + 2]
-            ranges.append((int(start) // self.row_size, -(-int(stop) // self.row_size)))
-        return Spans.covering(ranges or [(0, 1)])
+        first, last = self._of_rows
+        before = batch.before[self.first :]
+        flags = before[last + 1] > before[first]
+        if not flags.any():
+            flags[0] = True
+        return Channels(flags, self.flat.device)
 
     def whole(self, batch: Batch) -> torch.Tensor:
         """θ' in the parameter's own shape."""
-        (values,) = self.at(batch, Spans([(0, self.rows)]))
-        return values.view(self.parameter.shape)
+        pieces = self.pieces(batch, [(0, self.rows)])
+        made: torch.Tensor = _Whole.apply(batch.gates, self, batch, pieces, *self.trained(pieces))  # type: ignore[no-untyped-call]
+        return made
 
-    def at(
-        self, batch: Batch, rows: Spans, columns: Spans | None = None, others: Index | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        """θ' at ``rows`` (``computed`` or more). With ``columns`` and ``others``, which share no index: at these and at
-        those indices of the second axis. Gates of off blocks learn from their values in these rows only."""
-        pieces = self.pieces(rows)
-        leaves = [self.leaves[piece.block - self.first] for piece in pieces if batch.selected[piece.block]]
-        index = None if others is None else torch.from_numpy(others)
-        made = _Assemble.apply(batch.gates, self, batch, pieces, rows.size, columns, index, *leaves)  # type: ignore[no-untyped-call]
-        return cast(tuple[torch.Tensor, ...], made)
-
-    def pieces(self, rows: Spans) -> list[_Piece]:
-        """The runs of blocks in ``rows``, written one below the other."""
+    def pieces(self, batch: Batch, rows: Sequence[tuple[int, int]]) -> list[Piece]:
+        """The runs of blocks in ``rows``, ranges of ``computed`` ones or more, written one below the other."""
         found, target = [], 0
+        on = batch.selected[self.first : self.first + len(self.leaves)].tolist()
         for first, last in rows:
             start, end = first * self.row_size, last * self.row_size
-            place = int(np.searchsorted(self._bounds, start, side="right")) - 1
+            place = bisect_right(self._bounds, start) - 1
             while start < end:
-                stop = min(end, int(self._bounds[place + 1]))
-                found.append(_Piece(self.first + place, start, stop, target))
+                stop = min(end, self._bounds[place + 1])
+                found.append(Piece(place, on[place], start, stop, target))
                 target += stop - start
                 start, place = stop, place + 1
         return found
 
-    def by_block(self, rows: Index) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def trained(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """The leaves of blocks that are on."""
+        return [self.leaves[piece.place] for piece in pieces if piece.on]
+
+    def adapted(self, batch: Batch, pieces: Sequence[Piece], rows: int) -> torch.Tensor:
+        """θ' at the ``rows`` rows of ``pieces``; not followed by autograd."""
+        made = self.flat.new_empty(rows * self.row_size)
+        for place, on, start, stop, target in pieces:
+            part = made[target : target + stop - start]
+            if on:
+                torch.mul(self._values[place], batch.scales[self.first + place], out=part)
+            else:
+                part.zero_()
+        return made.view(rows, *self.parameter.shape[1:])
+
+    def gradients(
+        self, batch: Batch, pieces: Sequence[Piece], gradient: torch.Tensor, needed: Sequence[bool]
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """From g = ∂f/∂θ' at the rows of ``pieces``: ∂f/∂M' [L], which is e_b = <g_b, θ_b>, also of off blocks (card,
+        4.5), and of every one of the ``trained`` leaves ∂f/∂θ_b = M'_b g_b, where ``needed``. Overwrites ``gradient``.
+        """
+        products, parts, wanted = [], [], iter(needed)
+        runs = torch.split(gradient.view(-1), [piece.stop - piece.start for piece in pieces])
+        for (place, on, start, stop, _), run in zip(pieces, runs, strict=True):
+            products.append(torch.dot(run, self._values[place] if on else self.flat[start:stop]))
+            if on:
+                parts.append(run.mul_(batch.scales[self.first + place]) if next(wanted) else None)
+        blocks = index(np.array([self.first + piece.place for piece in pieces]), self.flat.device)
+        return total(batch, blocks, torch.stack(products)), parts
+
+    def by_block(self, rows: Index) -> tuple[torch.Tensor, Index, Index]:
         """θ at ``rows``, a row for every block in it: values [T, row_size], which of ``rows``, which block (both [T]).
 
         A row that is cut comes as often as it has blocks, each time with zeros in place of the other blocks.
         """
-        first = np.searchsorted(self._bounds, rows * self.row_size, side="right") - 1
-        last = np.searchsorted(self._bounds, (rows + 1) * self.row_size - 1, side="right") - 1
+        first, last = (blocks[rows] for blocks in self._of_rows)
         times = last - first + 1
         which = np.repeat(np.arange(len(rows)), times)
-        block = np.concatenate([np.arange(one, other + 1) for one, other in zip(first, last, strict=True)])
-        values = self.flat.view(self.rows, self.row_size)[torch.from_numpy(rows[which])]
-        for place in np.flatnonzero(times[which] > 1):
-            start, stop = self._bounds[block[place] : block[place] + 2] - rows[which[place]] * self.row_size
-            values[place, : max(0, start)] = 0
-            values[place, stop:] = 0
-        return values, torch.from_numpy(which), torch.from_numpy(block + self.first)
+        begins = np.cumsum(times) - times
+        block = first[which] + np.arange(len(which)) - begins[which]
+        values = self.flat.view(self.rows, self.row_size).index_select(0, index(rows[which], self.flat.device))
+        for copy in np.flatnonzero(times[which] > 1).tolist():
+            start, stop = (self._bounds[block[copy] + end] - rows[which[copy]] * self.row_size for end in (0, 1))
+            values[copy, : max(0, start)] = 0
+            values[copy, stop:] = 0
+        return values, which, block + self.first
 
 
 class Vectors:
@@ -173,104 +209,68 @@ class Vectors:
 
     def __init__(self, tensors: Sequence[BlockedTensor]) -> None:
         self._tensors = tensors
-        self.leaves = [leaf for tensor in tensors for leaf in tensor.leaves]
-        self.blocks = [tensor.first + place for tensor in tensors for place in range(len(tensor.leaves))]
-        sizes = [len(leaf) for leaf in self.leaves]
-        self.block = torch.from_numpy(np.repeat(np.array(self.blocks, dtype=np.int64), sizes))
+        self._leaves = [leaf for tensor in tensors for leaf in tensor.leaves]
+        self._blocks = np.array([t.first + place for t in tensors for place in range(len(t.leaves))], dtype=np.intp)
+        self.sizes = [len(leaf) for leaf in self._leaves]
+        self.of_values = torch.from_numpy(np.repeat(self._blocks, self.sizes))
+        if tensors:
+            self.of_values = self.of_values.to(tensors[0].flat.device)
 
     def adapted(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Name -> θ' of every parameter."""
         if not self._tensors:
             return {}
-        leaves = [leaf for block, leaf in zip(self.blocks, self.leaves, strict=True) if batch.selected[block]]
-        values: torch.Tensor = _Scale.apply(batch.gates, self, batch, *leaves)  # type: ignore[no-untyped-call]
+        on = np.flatnonzero(batch.selected[self._blocks]).tolist()
+        leaves = [self._leaves[place] for place in on]
+        values: torch.Tensor = _Scale.apply(batch.gates, self, batch, on, *leaves)  # type: ignore[no-untyped-call]
         parts = torch.split(values, [tensor.flat.numel() for tensor in self._tensors])
         return {tensor.name: part for tensor, part in zip(self._tensors, parts, strict=True)}
 
+    def values(self) -> torch.Tensor:
+        """θ of all, one after the other."""
+        return torch.cat([tensor.flat for tensor in self._tensors])
+
 
 class _Scale(torch.autograd.Function):
-    """θ' of vectors; gradients as in ``_Assemble``."""
+    """θ' of vectors; gradients as of ``BlockedTensor``."""
 
     @staticmethod
-    def forward(ctx: Any, gates: torch.Tensor, vectors: Vectors, batch: Batch, *leaves: torch.Tensor) -> torch.Tensor:
-        ctx.vectors, ctx.batch = vectors, batch
-        values = torch.cat(vectors.leaves)
-        scales = gates[vectors.block]
+    def forward(
+        ctx: Any, gates: torch.Tensor, vectors: Vectors, batch: Batch, on: list[int], *leaves: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.vectors, ctx.batch, ctx.on = vectors, batch, on
+        values = vectors.values()
+        scales = gates.index_select(0, vectors.of_values).to(values.dtype)
         ctx.save_for_backward(values, scales)
         return values * scales
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values, scales = ctx.saved_tensors
-        batch, vectors, leaves = ctx.batch, ctx.vectors, iter(ctx.needs_input_grad[3:])
-        for_gates = torch.zeros_like(batch.gates).index_add_(0, vectors.block, gradient * values)
-        if not batch.heard:
-            for_gates.masked_fill_(torch.from_numpy(~batch.selected), 0)
-        parts = torch.split(gradient * scales, [len(leaf) for leaf in vectors.leaves])
-        on = [part for block, part in zip(vectors.blocks, parts, strict=True) if batch.selected[block]]
-        return for_gates, None, None, *(part if next(leaves) else None for part in on)
+        vectors, needed = ctx.vectors, ctx.needs_input_grad[4:]
+        for_gates = total(ctx.batch, vectors.of_values, gradient * values)
+        parts = (gradient * scales).split(vectors.sizes)
+        on = (parts[place] if need else None for place, need in zip(ctx.on, needed, strict=True))
+        return for_gates, None, None, None, *on
 
 
-class _Assemble(torch.autograd.Function):
-    """θ' from leaves and gates. Backward: ∂f/∂θ = M'·g and ∂f/∂M'_b = e_b = <g_b, θ_b>, also of off blocks (4.5)."""
+class _Whole(torch.autograd.Function):
+    """θ' of a whole parameter."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        gates: torch.Tensor,
-        tensor: BlockedTensor,
-        batch: Batch,
-        pieces: list[_Piece],
-        rows: int,
-        columns: Spans | None,
-        others: torch.Tensor | None,
-        *leaves: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.tensor, ctx.batch, ctx.pieces, ctx.columns, ctx.others = tensor, batch, pieces, columns, others
-        ctx.shape = (rows, *tensor.parameter.shape[1:])
-        made = tensor.flat.new_empty(rows * tensor.row_size)
-        for block, start, stop, target in pieces:
-            part = made[target : target + stop - start]
-            if batch.selected[block]:
-                torch.mul(tensor.flat[start:stop], batch.scales[block], out=part)
-            else:
-                part.zero_()
-        made = made.view(ctx.shape)
-        if columns is None or others is None:
-            return (made,)
-        taken = columns.take(made, 1)
-        return taken.clone() if len(columns) == 1 else taken, made.index_select(1, others)
+        ctx: Any, gates: torch.Tensor, tensor: BlockedTensor, batch: Batch, pieces: list[Piece], *leaves: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.tensor, ctx.batch, ctx.pieces = tensor, batch, pieces
+        return tensor.adapted(batch, pieces, tensor.rows).view(tensor.parameter.shape)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        tensor, batch, leaves = ctx.tensor, ctx.batch, iter(ctx.needs_input_grad[7:])
-        own = ctx.columns is not None
-        gradient = _joined(ctx, gradients).view(-1)
-        blocks, products, parts = [], [], []
-        for block, start, stop, target in ctx.pieces:
-            part = gradient[target : target + stop - start]
-            if batch.selected[block] or batch.heard:
-                blocks.append(block)
-                products.append(torch.dot(part, tensor.flat[start:stop]))
-            if batch.selected[block]:
-                scale = batch.scales[block]
-                parts.append((part.mul_(scale) if own else part * scale) if next(leaves) else None)
-        for_gates = None
-        if ctx.needs_input_grad[0]:
-            for_gates = batch.gates.new_zeros(len(batch.gates))
-            for_gates.index_add_(0, torch.tensor(blocks), torch.stack(products))
-        return for_gates, None, None, None, None, None, None, *parts
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        own = gradient.clone(memory_format=torch.contiguous_format)
+        for_gates, parts = ctx.tensor.gradients(ctx.batch, ctx.pieces, own, ctx.needs_input_grad[4:])
+        return for_gates, None, None, None, *parts
 
 
-def _joined(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """The gradient of the rows, all columns, from those of the results."""
-    first, *second = gradients
-    if ctx.columns is None and first is not None:
-        return first.contiguous()
-    whole: torch.Tensor = ctx.tensor.flat.new_zeros(ctx.shape)
-    if first is not None:
-        ctx.columns.put(whole, 1, first)
-    if second and second[0] is not None:
-        whole.index_copy_(1, ctx.others, second[0])
-    return whole
+def total(batch: Batch, blocks: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
+    """Gradients of all gates, [L]: of each the sum of its ``products``, of which ``blocks`` names whose they are."""
+    return torch.zeros_like(batch.gates).index_add_(0, blocks, products.to(batch.gates.dtype))

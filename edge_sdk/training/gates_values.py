@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from edge_sdk.training.gates_tensors import Flags, Index, Spans
+from edge_sdk.training.gates_tensors import Channels, Flags, Index, index
 
 Step = Callable[[torch.Tensor, Index], torch.Tensor]
 """What an operation does to the echo's channels [P, Q, ...], given which of the constant channels they are."""
@@ -60,14 +60,13 @@ def like(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 class Partial:
     """A value [N, ..., channels, ...] of which only some channels are computed.
 
-    computed holds those at ``spans`` along ``axis``, of ``channels`` in all; constants [others] is what the others are,
+    computed holds those that ``channels`` says are on, along ``axis``; constants [others] is what the others are,
     everywhere. live: which of the others' constants depend on a gate or weight, as far as is known; heard: along which
     the echo's signal passes (never more than live); echo is None where gates of off rows get no gradients.
     """
 
     computed: torch.Tensor
-    spans: Spans
-    channels: int
+    channels: Channels
     axis: int
     constants: torch.Tensor
     live: Flags
@@ -78,13 +77,8 @@ class Partial:
     def shape(self) -> torch.Size:
         """The shape of the whole value."""
         shape = list(self.computed.shape)
-        shape[self.axis] = self.channels
+        shape[self.axis] = len(self.channels.flags)
         return torch.Size(shape)
-
-    @property
-    def others(self) -> Spans:
-        """The channels that are not computed."""
-        return self.spans.others(self.channels)
 
     @property
     def matters(self) -> Flags:
@@ -123,8 +117,7 @@ class Partial:
         return replace(
             self,
             computed=self.computed.flatten(1),
-            spans=self.spans.repeated(times),
-            channels=self.channels * times,
+            channels=Channels(self.channels.flags.repeat(times), self.channels.device),
             constants=self.constants.repeat_interleave(times),
             live=self.live.repeat(times),
             heard=self.heard.repeat(times),
@@ -142,7 +135,7 @@ class Partial:
         echo, channels = self.echo.follow(self.heard)
         kept = self.heard[channels]  # a row's channels are followed together, though some may have gone silent
         if not kept.all():
-            echo = echo.index_select(self.axis, torch.from_numpy(np.flatnonzero(kept)))
+            echo = echo.index_select(self.axis, index(np.flatnonzero(kept), echo.device))
         return echo, channels[kept]
 
     def whole(self) -> torch.Tensor:
@@ -153,23 +146,20 @@ class Partial:
         """The same value with those constant channels written out that ``which`` [others] names: all heard, or more."""
         if not which.any():
             return self
-        others = self.others.indices()
-        spans = Spans.covering((int(i), int(i) + 1) for i in np.union1d(self.spans.indices(), others[which]))
+        old, device = self.channels, self.channels.device
+        flags = old.flags.copy()
+        flags[old.off[which]] = True
+        place = np.cumsum(flags) - 1
         echo, channels = self.listened()
-        places = np.searchsorted(
-            spans.indices(), np.concatenate([self.spans.indices(), others[which], others[channels]])
-        )
-        computed, constant, heard = np.split(places, np.cumsum([self.spans.size, int(which.sum())]))
-        constants = self.constants[torch.from_numpy(which)]
-        written = _Write.apply(  # type: ignore[no-untyped-call]
-            self.computed, constants, echo, self.axis, *(torch.from_numpy(part) for part in (computed, constant, heard))
-        )
-        left = self.constants[torch.from_numpy(~which)]
+        places = [index(place[part], device) for part in (old.on, old.off[which], old.off[channels])]
+        written, left = index(np.flatnonzero(which), device), index(np.flatnonzero(~which), device)
         return replace(
             self,
-            computed=written,
-            spans=spans,
-            constants=left,
+            computed=_Write.apply(  # type: ignore[no-untyped-call]
+                self.computed, self.constants.index_select(0, written), echo, self.axis, *places
+            ),
+            channels=Channels(flags, device),
+            constants=self.constants.index_select(0, left),
             live=self.live[~which],
             heard=self.heard[~which],
             echo=None,
