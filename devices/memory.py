@@ -1,12 +1,13 @@
 """How much memory a process holds, has held at most, and could still get, in bytes.
 
-From Linux's /proc, and a container's limit from its control group (version 2); where there is none of that, only the
-peak that every Unix counts.
+From Linux's /proc, and the limits of containers and systemd units from their control groups (version 2); where there is
+none of that, only the peak that every Unix counts.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -41,15 +42,35 @@ def forget_peak(proc: Path = PROC) -> bool:
 
 
 def available(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """What this process could still get without swapping: of the machine, or of its container where that is less."""
+    """What this process could still get without swapping: of the machine, or of a control group that it is in where
+    that is less."""
     free = _kilobytes(proc / "meminfo", "MemAvailable")
     if free is None:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - resident(proc)
+        free = max(0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - resident(proc))
+    return min([free, *(left for group in _groups(proc, cgroup) if (left := _left(group)) is not None)])
+
+
+def _groups(proc: Path, cgroup: Path) -> list[Path]:
+    """The folders of the control groups that hold this process, the innermost first: each may have a limit."""
     try:
-        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return free if limit == "max" else max(0, min(free, int(limit) - int(used)))
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    own = next((Path(line[3:].lstrip("/")) for line in lines if line.startswith("0::")), None)
+    return [] if own is None else [cgroup / group for group in (own, *own.parents)]
+
+
+def _left(group: Path) -> int | None:
+    """What a control group may still take; None where it has no limit."""
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        if limit == "max":
+            return None
+        cached = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+        # Files that were read count as used until somebody needs their memory.
+        return max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0))
     except (OSError, ValueError):
-        return free
+        return None
 
 
 def _kilobytes(path: Path, key: str) -> int | None:

@@ -47,6 +47,7 @@ from edge_sdk.session import Known
 from edge_sdk.state import FolderLock, Reference, default_root, write_atomically
 from edge_sdk.tasks import UnknownTask
 from edge_sdk.tasks.loading import DataError
+from edge_sdk.training.compute import ACCELERATORS, Compute, choose_device
 from edge_sdk.transport import TIMEOUT, Transport
 
 LOOK_SECONDS = 10.0
@@ -100,19 +101,23 @@ def run_fleet(
     """Run the devices of ``plan`` until their federation has ended, and return what was done.
 
     server: the coordinator's address; or app: its ASGI application, run in this process, which then hosts all devices.
-    processes: how many host devices, one per core by default. state_dir: where the devices keep their state; a second
-    call with the same folder goes on. in_memory: keep it in memory instead, and forget it. indices: the devices of this
-    fleet, where others simulate the rest. enrolment_token, observer_token: where the coordinator asks for them, the
-    latter to see who is being waited for. on_step: told of each step. interrupted: asked before each, and at least
-    every ``LOOK_SECONDS``; true is as good as Ctrl-C, which reaches only a process's main thread. Raises SdkError,
-    DataError and what else a device raises; KeyboardInterrupt once every device has finished the step it was in.
+    processes: how many host devices, one per core by default, one where they train on an accelerator. state_dir: where
+    the devices keep their state; a second call with the same folder goes on. in_memory: keep it in memory instead, and
+    forget it. indices: the devices of this fleet, where others simulate the rest. enrolment_token, observer_token:
+    where the coordinator asks for them, the latter to see who is being waited for. on_step: told of each step.
+    interrupted: asked before each, and at least every ``LOOK_SECONDS``; true is as good as Ctrl-C, which reaches only a
+    process's main thread. Raises SdkError, DataError and what else a device raises; KeyboardInterrupt once every device
+    has finished the step it was in.
     """
     torch.set_num_threads(1)
     if (server is None) == (app is None):
         raise BadArgument("give the coordinator's address, or its application")
     if app is not None and processes not in (None, 1):
         raise BadArgument(f"{processes} processes, but an application in process is served by one: set 1")
-    number = 1 if app is not None else processes or os.cpu_count() or 1
+    accelerated = plan.compute.device.type != "cpu"
+    if accelerated and processes not in (None, 1):
+        raise BadArgument(f"{processes} processes, but an accelerator is served by one: set 1, or train on the cpu")
+    number = 1 if app is not None or accelerated else processes or os.cpu_count() or 1
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(_connect(server, app))
         root = stack.enter_context(_root(state_dir, in_memory, server or inprocess.ADDRESS, plan.federation))
@@ -388,6 +393,7 @@ def main(arguments: list[str] | None = None) -> int:
             data=_data(options.data, options.partition),
             budgets=options.budgets,
             boards=options.boards,
+            compute=Compute(choose_device(options.accelerator), bfloat16=options.bfloat16),
         )
         app = _load_app(options.app) if options.app else None
         if options.task:
@@ -484,6 +490,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--workers are those of a cluster: give --ray, or --processes")
     if options.ray is not None and (options.app or options.processes):
         parser.error("--ray is for a coordinator with a --server address, and takes --workers instead of --processes")
+    if options.ray is not None and options.accelerator != "cpu":
+        if options.accelerator == "cuda":
+            parser.error("--accelerator cuda: the workers of a cluster train on their processors; leave --ray out")
+        options.accelerator = "cpu"
     return options
 
 
@@ -511,6 +521,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--boards", type=_boards, default=(), help=f"boards whose seconds and joules are reported: {', '.join(BOARDS)}"
     )
+    parser.add_argument(
+        "--accelerator", choices=ACCELERATORS, default="auto", help="where to train (default: a GPU where there is one)"
+    )
+    parser.add_argument("--bfloat16", action="store_true", help="forward passes in bfloat16, by torch's autocast")
     parser.add_argument("--processes", type=int, help="processes that host them (default: one per core)")
     parser.add_argument(
         "--ray",

@@ -24,6 +24,7 @@ from edge_sdk.session import Known, Outcome, Session, check_model
 from edge_sdk.state import Reference, StateFolder
 from edge_sdk.tasks import Task, load_task
 from edge_sdk.telemetry import SimulatedTelemetry, Telemetry
+from edge_sdk.training.compute import USUAL, Compute
 from edge_sdk.transport import Traffic, Transport
 
 
@@ -35,8 +36,8 @@ class Plan:
     device's ``--data`` would be; ``{index}``, ``{of}`` and ``{name}`` are filled in, and where it has none of them
     ``,index=i,of=N`` is appended, as the built-in tasks want it. budgets: shares of a full training step; the first
     devices have the first budget, and so on, in equal parts. boards: likewise, the boards whose seconds and joules the
-    devices report, as estimates; where there are none they report this machine's. make_task: (index, what is known of
-    the federation) -> Task, instead of ``data``, for a task of one's own.
+    devices report, as estimates; where there are none they report this machine's. compute: how all of them train.
+    make_task: (index, what is known of the federation) -> Task, instead of ``data``, for a task of one's own.
     """
 
     federation: str
@@ -46,6 +47,7 @@ class Plan:
     budgets: tuple[float, ...] = (1.0,)
     boards: tuple[Board, ...] = ()
     prefix: str = "device"
+    compute: Compute = USUAL
     make_task: Callable[[int, FederationInfo], Task] | None = None
 
     def __post_init__(self) -> None:
@@ -129,7 +131,7 @@ class Host:
         self._patience_seconds = patience_seconds
         self._meter = EnergyMeter()
         self._tasks: dict[int, Task] = {}
-        first = plan.task(0, known.info)
+        first = plan.task(0, known.info).on(plan.compute)
         check_model(first.model, known.manifest)
         load_method(known.info.method)
         self._model = first.model
@@ -193,7 +195,8 @@ class Host:
 
     def _task(self, index: int) -> Task:
         if index not in self._tasks:
-            self._tasks[index] = replace(self._plan.task(index, self._known.info), model=self._model)
+            task = self._plan.task(index, self._known.info)
+            self._tasks[index] = replace(task, model=self._model, compute=self._plan.compute)
         # What never crosses the wire (local running statistics, counters) is the device before's: begin as new.
         state = self._model.state_dict()
         with torch.no_grad():

@@ -16,20 +16,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import httpx
-import torch
 from tqdm import tqdm
 
 from devices import EnergyMeter, PowerModel
+from edge_sdk import arguments as read
 from edge_sdk.errors import BadArgument, SdkError
 from edge_sdk.exporting import Export, NotTheSame, export_personal
 from edge_sdk.methods import UnknownMethod
+from edge_sdk.preparing import Preparation
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, FederationInfo
 from edge_sdk.session import Outcome, Session
@@ -37,6 +37,7 @@ from edge_sdk.state import StateFolder, Totals, default_root
 from edge_sdk.tasks import Task, UnknownTask, load_task
 from edge_sdk.tasks.loading import DataError
 from edge_sdk.telemetry import Telemetry
+from edge_sdk.training.compute import ACCELERATORS, Compute, choose_device
 from edge_sdk.transport import TIMEOUT, Transport
 from export.errors import ExportError
 
@@ -74,6 +75,11 @@ def join(
     enrolment_token: str | None = None,
     patience_seconds: float | None = None,
     watts: PowerModel | None = None,
+    accelerator: str = "auto",
+    threads: int | None = None,
+    bfloat16: bool = False,
+    deterministic: bool = False,
+    memory_limit: int | None = None,
     client: httpx.Client | None = None,
     quiet: bool = False,
 ) -> Result:
@@ -84,9 +90,15 @@ def join(
     call with the same folder goes on where the first was. budget: share of a full training step this device can afford,
     in (0, 1]. export: where to write the personal model as ONNX. enrolment_token: where the coordinator asks for one.
     patience_seconds: how long to wait for a coordinator that does not answer; None: for ever. watts: power model for
-    estimated joules on a board without a sensor. Raises SdkError; when something else ends it, Ctrl-C or a failing
-    loss, it says goodbye to the coordinator first.
+    estimated joules on a board without a sensor. accelerator: one of ``compute.ACCELERATORS``. threads: of the
+    processor. bfloat16: forward passes in bfloat16 where torch's autocast thinks it safe. deterministic: on the
+    processor, and in the memory format that follows from the model, not in what was measured to be fastest.
+    memory_limit: bytes that training may take, all that the process holds included; by default what there is.
+
+    Raises SdkError, DoesNotFit among them where the budget needs more memory; when something else ends it, Ctrl-C or a
+    failing loss, it says goodbye to the coordinator first.
     """
+    compute = Compute(choose_device(accelerator, deterministic=deterministic), threads, bfloat16=bfloat16)
     name = name or default_name()
     check_name(name)
     if export is not None:
@@ -107,6 +119,7 @@ def join(
                 budget=budget,
                 telemetry=lambda traffic: Telemetry(meter, traffic),
                 progress=bar.training,
+                prepare=Preparation(budget, compute, deterministic, memory_limit),
             )
             bar.start(session)
             try:
@@ -300,8 +313,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    if options.threads:
-        torch.set_num_threads(options.threads)
     signal.signal(signal.SIGTERM, _as_interrupt)
     name = options.name or default_name()
 
@@ -322,6 +333,11 @@ def main(arguments: list[str] | None = None) -> int:
             enrolment_token=os.environ.get("SPARROW_ENROLMENT_TOKEN"),
             patience_seconds=options.patience,
             watts=options.watts,
+            accelerator=options.accelerator,
+            threads=options.threads,
+            bfloat16=options.bfloat16,
+            deterministic=options.deterministic,
+            memory_limit=options.memory_limit,
             quiet=options.quiet,
         )
     except KeyboardInterrupt:
@@ -346,24 +362,30 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", help="this device's name, unique in the federation (default: the host's name)")
     parser.add_argument("--data", help="this device's data, as its task wants it: a file, or index=0,of=5,alpha=0.3")
     parser.add_argument("--state-dir", type=Path, help="where the device keeps its model and identity")
-    parser.add_argument("--budget", type=_budget, default=1.0, help="share of a full training step, 0 < B <= 1")
+    parser.add_argument("--budget", type=read.budget, default=1.0, help="share of a full training step, 0 < B <= 1")
     parser.add_argument("--export", type=Path, help="write the personal model here as ONNX")
     parser.add_argument(
         "--watts", type=_watts, help="IDLE:MAX watts of this board, to estimate joules without a sensor"
     )
     parser.add_argument("--patience", type=float, help="give up when the coordinator is silent this long, s")
-    parser.add_argument("--threads", type=int, help="CPU threads for training (default: torch's choice)")
+    parser.add_argument(
+        "--accelerator", choices=ACCELERATORS, default="auto", help="where to train (default: a GPU where there is one)"
+    )
+    parser.add_argument("--threads", type=read.count, help="CPU threads for training (default: what is fastest)")
+    parser.add_argument("--bfloat16", action="store_true", help="forward passes in bfloat16, by torch's autocast")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="on the CPU, and choose nothing by its speed: the same bits again"
+    )
+    parser.add_argument(
+        "--memory-limit",
+        type=read.mebibytes,
+        metavar="MIB",
+        help="what this process may hold; a budget that needs more is refused (default: what there is)",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--verbose", action="store_true", help="say more")
     parser.epilog = "SPARROW_ENROLMENT_TOKEN holds the enrolment token where the coordinator asks for one."
     return parser
-
-
-def _budget(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < float(text) <= 1:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
 
 
 def _watts(text: str) -> PowerModel:

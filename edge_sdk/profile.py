@@ -11,18 +11,23 @@ import argparse
 import json
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
 
 from devices import memory
+from edge_sdk import arguments as read
+from edge_sdk.arguments import MIB
 from edge_sdk.errors import SdkError
 from edge_sdk.methods import UnknownMethod, load_method
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
@@ -32,17 +37,23 @@ from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publish import add_method_set, read_setting
 from edge_sdk.tasks import Task, UnknownTask, load_task
-from edge_sdk.tasks.loading import ArrayBatches, Arrays, DataError, build_seeded
+from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, DataError, build_seeded
 from edge_sdk.tasks.models import MODELS
 from edge_sdk.tracing import UnsupportedLayer, describe
 from edge_sdk.training.compute import ACCELERATORS, USUAL, Compute, choose_device
-from edge_sdk.training.footprint import Unpredictable, held, predict_training, room
+from edge_sdk.training.footprint import Unpredictable, held, predict_round, predict_training, room
+from edge_sdk.training.local import TrainingDiverged
 from edge_sdk.training.pace import measure_pace
 from edge_sdk.training.rehearsal import Rehearsal
 
+FORESEEN = (
+    *(SdkError, ProtocolError, UnknownMethod, UnknownTask, DataError, UnsupportedLayer),
+    *(Unpredictable, TrainingDiverged),
+)
+"""What its user can do something about: the text says what."""
+
 BUDGETS = (0.2, 0.4, 0.6, 0.8, 1.0)
 STEPS = 10
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -70,79 +81,100 @@ class Subject:
             return load_task(self.task, self.data, device="profile", seed=self.settings.seed, batch_size=batch)
         choice = choices[model] if model else next(iter(choices.values()))
         network = build_seeded(choice.build, self.settings.seed)
-        inputs = torch.rand(self.settings.batch_size, *choice.shape)
+        batch = self.settings.batch_size
         with torch.no_grad():
-            classes = network.eval()(inputs[:1]).shape[1]
-        arrays = Arrays(inputs, torch.randint(classes, (len(inputs),)))
-        batches = ArrayBatches(arrays, self.settings.batch_size, shuffle=True)
-        return Task(self.task, network, F.cross_entropy, batches, batches)
+            classes = network.eval()(torch.zeros(1, *choice.shape)).shape[1]
+
+        def random(samples: int) -> ArrayBatches:
+            return ArrayBatches(
+                Arrays(torch.rand(samples, *choice.shape), torch.arange(samples) % classes), samples, False
+            )
+
+        return Task(self.task, network, F.cross_entropy, random(batch), random(EVALUATION_BATCH))
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What training takes: seconds per step; ``above`` bytes on top of the ``base`` that the process holds without."""
+    """What a step of training takes: FLOPs; ``above`` bytes on top of the ``base`` held without it; seconds."""
 
+    flops: int
     base: int
     above: int
     seconds: float
 
     @property
     def memory(self) -> int:
-        """Bytes in all."""
+        """Bytes in all, at the peak."""
         return self.base + self.above
 
 
 @dataclass(frozen=True)
 class Row:
-    """One budget. flops: per step, counted. measured: None where the process did not live to tell."""
+    """One budget. needed: bytes that ``join`` asks for, of whole rounds: evaluation and held models included.
+    measured: None where that is more than there is, or the process did not live to tell."""
 
     budget: float
-    flops: int
+    needed: int
     predicted: Taken
     measured: Taken | None
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was found. samples: of a step. whole_model: the method trains all of it, whatever the budget."""
+    """What was found. samples: of a step. limit: bytes that may be held. whole_model: the method trains all of it,
+    whatever the budget."""
 
     subject: Subject
     samples: int
+    limit: int
     whole_model: bool
     rows: tuple[Row, ...]
 
-    def largest_fitting(self, limit: int) -> float | None:
-        """The largest budget whose predicted memory is at most ``limit`` bytes."""
-        return max((row.budget for row in self.rows if row.predicted.memory <= limit), default=None)
+    @property
+    def largest_fitting(self) -> float | None:
+        """The largest of the budgets whose rounds fit into ``limit``."""
+        return max((row.budget for row in self.rows if row.needed <= self.limit), default=None)
 
 
 def profile(
-    subject: Subject, budgets: Sequence[float] = BUDGETS, *, steps: int = STEPS, limit: int | None = None
+    subject: Subject,
+    budgets: Sequence[float] = BUDGETS,
+    *,
+    steps: int = STEPS,
+    limit: int | None = None,
+    progress: Callable[[str], object] = lambda doing: None,
 ) -> Profile:
     """Predict and measure what training takes at each of ``budgets``, in (0, 1].
 
-    steps: how many are measured. limit: bytes that this process may use, what there is by default; a budget that does
-    not fit is not measured. Raises UnknownTask, UnknownMethod, DataError, UnsupportedLayer, Unpredictable.
+    steps: how many are measured. limit: bytes that a process may hold, what there is by default; a budget that does not
+    fit is not measured. progress: told what is done next, ``2 * len(budgets) + 1`` times. Raises UnknownTask,
+    UnknownMethod, DataError, UnsupportedLayer, Unpredictable, TrainingDiverged.
     """
     task, manifest = subject.load()
     method = load_method(subject.settings.method)
     masks = {budget: method.sample_mask(manifest, budget) for budget in sorted(budgets)}
     rehearsal = Rehearsal(task, manifest, subject.settings)
-    samples = rehearsal.samples
-    above = {budget: predict_training(rehearsal, mask) for budget, mask in masks.items()}
-    base, limit = held(subject.compute.device), limit or room(subject.compute.device)
-    few = samples
+    device = subject.compute.device
+    added = {}
+    for budget, mask in masks.items():
+        progress(f"memory at {budget:g}")
+        added[budget] = (predict_training(rehearsal, mask), predict_round(rehearsal, mask))
+    base, limit = held(device), limit or room(device)
+    few = rehearsal.samples
     while few > 2 and base + predict_training(rehearsal, None, few) > limit:
         few //= 2
+    progress("seconds")
     pace = measure_pace(rehearsal, manifest, few)
     rows = []
     for budget, mask in masks.items():
-        predicted = Taken(base, above[budget], pace.predict(mask))
-        measured = _measured(subject, budget, steps) if predicted.memory <= limit else None
-        flops = training_flops(manifest, samples, weight_gradients=mask)
-        rows.append(Row(budget, flops, predicted, measured))
-    whole = min(budgets) < 1 and all(mask is None for mask in masks.values())
-    return Profile(subject, samples, whole, tuple(rows))
+        progress(f"measuring {budget:g}")
+        above, whole_round = added[budget]
+        flops = training_flops(manifest, rehearsal.samples, weight_gradients=mask)
+        predicted = Taken(flops, base, above, pace.predict(mask))
+        measured = _measured(subject, budget, steps) if base + whole_round <= limit else None
+        rows.append(Row(budget, base + whole_round, predicted, measured))
+    whole_model = min(budgets) < 1 and all(mask is None for mask in masks.values())
+    return Profile(subject, rehearsal.samples, limit, whole_model, tuple(rows))
 
 
 def _measured(subject: Subject, budget: float, steps: int) -> Taken | None:
@@ -168,47 +200,50 @@ def measure(subject: Subject, budget: float, steps: int) -> Taken:
         memory.forget_peak()
     seconds = median(rehearsal.train(1 + steps, mask=mask))
     peak = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else memory.peak_resident()
-    return Taken(base, max(0, peak - base), seconds)
+    with FlopCounterMode(display=False) as counter:
+        rehearsal.train(1, mask=mask)
+    return Taken(counter.get_total_flops(), base, max(0, peak - base), seconds)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def table(found: Profile, limit: int) -> str:
-    """What was found, for a person; ``limit`` is in bytes."""
+def table(found: Profile) -> str:
+    """What was found, for a person."""
     lines = [
         f"{found.subject.task}, {found.subject.settings.method}, {found.samples} samples a step; "
         f"on {found.subject.compute}",
         "",
-        "          |                | peak memory, MiB: above the process, in all |  seconds per step   ",
-        "   budget | FLOPs per step |      predicted      |       measured      | predicted  measured ",
-        "  --------+----------------+---------------------+---------------------+---------------------",
+        "         |     FLOPs per step    |     peak memory, MiB (above base)     |  seconds per step   |   join",
+        "  budget |  predicted    counted |      predicted           measured     | predicted  measured | needs, MiB",
+        "  -------+-----------------------+---------------------------------------+---------------------+-----------",
     ]
     for row in found.rows:
-        lines.append(
-            f"  {row.budget:7.2f} | {row.flops:14.3e} | {_memory(row.predicted)} | {_memory(row.measured)} | "
-            f"{_seconds(row.predicted)} {_seconds(row.measured)}"
-        )
-    fits = found.largest_fitting(limit)
-    where = f"{limit / MIB:,.0f} MiB"
-    lines += ["", f"The largest budget that fits into {where}: {fits:g}" if fits else f"No budget fits into {where}."]
-    if not fits and found.samples > 1:
-        lines[-1] += " Try a smaller --batch-size."
+        pairs = zip(_cells(row.predicted), _cells(row.measured), strict=True)
+        flops, bytes_, seconds = ("  ".join(pair) for pair in pairs)
+        lines.append(f"  {row.budget:6.2f} | {flops} | {bytes_} | {seconds} | {row.needed / MIB:9,.0f}")
+    fits, where = found.largest_fitting, f"{found.limit / MIB:,.0f} MiB"
+    lines += ["", f"The largest of these budgets that fits into {where}: {fits:g}" if fits else ""]
+    if not fits:
+        lines[-1] = f"None of these budgets fits into {where}."
+        if not found.whole_model:
+            lines[-1] += " Try a smaller one."
+        if found.samples > 1:
+            lines[-1] += " A smaller --batch-size needs less."
     if found.whole_model:
         method = found.subject.settings.method
-        lines.append(f"{method} trains the whole model; a device whose budget is below 1 is not drawn.")
+        lines.append(f"{method} trains the whole model; a device whose budget is too small for that is not drawn.")
     return "\n".join(lines)
 
 
-def _memory(taken: Taken | None) -> str:
-    return f"{'does not fit':>19}" if taken is None else f"{taken.above / MIB:9.1f} {taken.memory / MIB:9.1f}"
+def _cells(taken: Taken | None) -> tuple[str, str, str]:
+    if taken is None:
+        return f"{'-':>10}", f"{'does not fit':>18}", f"{'-':>9}"
+    inside = f"({taken.above / MIB:,.1f})"
+    return f"{taken.flops:10.3e}", f"{taken.memory / MIB:8,.1f} {inside:>9}", f"{taken.seconds:9.4f}"
 
 
-def _seconds(taken: Taken | None) -> str:
-    return f"{'-':>9}" if taken is None else f"{taken.seconds:9.4f}"
-
-
-def as_json(found: Profile, limit: int) -> str:
+def as_json(found: Profile) -> str:
     """What was found, for a program: bytes, seconds and FLOPs."""
     compute = found.subject.compute
     return json.dumps(
@@ -219,8 +254,8 @@ def as_json(found: Profile, limit: int) -> str:
             "device": str(compute.device),
             "threads": torch.get_num_threads(),
             "bfloat16": compute.bfloat16,
-            "memory_limit": limit,
-            "largest_budget": found.largest_fitting(limit),
+            "memory_limit": found.limit,
+            "largest_budget": found.largest_fitting,
             "budgets": [asdict(row) for row in found.rows],
         }
     )
@@ -240,18 +275,26 @@ def main(arguments: list[str] | None = None) -> int:
         )
         compute = Compute(choose_device(options.accelerator), options.threads, bfloat16=options.bfloat16)
         subject = Subject(options.task, settings, options.data, compute)
-        limit = options.memory * MIB if options.memory else None
-        found = profile(subject, options.budget or BUDGETS, steps=options.steps, limit=limit)
+        budgets = options.budget or BUDGETS
+        # Shown on a terminal only.
+        with tqdm(total=2 * len(budgets) + 1, unit="part", disable=None, leave=False) as bar:
+            found = profile(
+                subject, budgets, steps=options.steps, limit=options.memory_limit, progress=partial(_show, bar)
+            )
     except ValidationError as error:
         for fault in error.errors(include_url=False):
             print(f"edge_sdk.profile: {'.'.join(map(str, fault['loc']))}: {fault['msg']}", file=sys.stderr)
         return 2
-    except (SdkError, ProtocolError, UnknownMethod, UnknownTask, DataError, UnsupportedLayer, Unpredictable) as error:
+    except FORESEEN as error:
         print(f"edge_sdk.profile: {error}", file=sys.stderr)
         return 1
-    limit = limit or room(compute.device)
-    print(as_json(found, limit) if options.json else table(found, limit))
+    print(as_json(found) if options.json else table(found))
     return 0
+
+
+def _show(bar: tqdm[Any], doing: str) -> None:
+    bar.set_description(doing, refresh=False)
+    bar.update()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -263,12 +306,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", help="this device's data, as for join (default: random inputs of the task's shape)")
     parser.add_argument("--method", default="fedspu", help="the federated method (default: %(default)s)")
     parser.add_argument(
-        "--budget", type=_budget, action="append", help=f"may be given again (default: {', '.join(map(str, BUDGETS))})"
+        "--budget",
+        type=read.budget,
+        action="append",
+        help="may be given again (default: {', '.join(map(str, BUDGETS))})",
     )
     parser.add_argument("--batch-size", type=int, default=16, help="samples per step (default: %(default)s)")
-    parser.add_argument("--steps", type=_count, default=STEPS, help="steps that are measured (default: %(default)s)")
-    parser.add_argument("--memory", type=_count, metavar="MIB", help="what may be used, MiB (default: what there is)")
-    parser.add_argument("--threads", type=_count, help="CPU threads (default: torch's choice)")
+    parser.add_argument(
+        "--steps", type=read.count, default=STEPS, help="steps that are measured (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--memory-limit", type=read.mebibytes, metavar="MIB", help="what may be held (default: what there is)"
+    )
+    parser.add_argument("--threads", type=read.count, help="CPU threads (default: torch's choice)")
     parser.add_argument("--accelerator", choices=ACCELERATORS, default="auto", help="default: %(default)s")
     parser.add_argument("--bfloat16", action="store_true", help="forward passes in bfloat16, by torch's autocast")
     parser.add_argument(
@@ -282,19 +332,6 @@ def _parser() -> argparse.ArgumentParser:
     add_method_set(parser)
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, FLOPs")
     return parser
-
-
-def _budget(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < float(text) <= 1:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
-
-
-def _count(text: str) -> int:
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
 
 
 if __name__ == "__main__":

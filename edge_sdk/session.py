@@ -87,9 +87,10 @@ class Session:
 
     make_task: gives the task once the federation's settings are known. telemetry: made from the transport's counters.
     profile: what the device says of itself, this machine by default. progress: called with (assignment, steps done,
-    steps in all, loss) while the device trains. known: what else would be asked for; the task is then trusted to fit.
-    announce: whether a device that is enrolled says that it is there. Raises what ``errors`` lists; the state folder
-    stays usable.
+    steps in all, loss) while the device trains. prepare: given task, manifest and federation before the device enrols;
+    returns the task as it is to be computed, or raises where that cannot be. known: what else would be asked for; the
+    task is then trusted to fit. announce: whether a device that is enrolled says that it is there. Raises what
+    ``errors`` lists; the state folder stays usable.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Session:
         telemetry: Callable[[Traffic], Meter] = lambda traffic: Meter(EnergyMeter(), traffic),
         profile: DeviceProfile | None = None,
         progress: Callable[[Assignment, int, int, float], None] = lambda assignment, done, total, loss: None,
+        prepare: Callable[[Task, Manifest, FederationInfo], Task] = lambda task, manifest, info: task,
         known: Known | None = None,
         announce: bool = True,
     ) -> None:
@@ -123,6 +125,7 @@ class Session:
         if known is None:
             check_model(self.task.model, self.manifest)
         self._method = load_method(self.info.method)
+        self.task = prepare(self.task, self.manifest, self.info)
         self.personal, self.progress = folder.load(self.manifest)
         if self._identity.token is None:
             self._enrol()

@@ -2,11 +2,12 @@
 
 Two short trainings, on 4 and on 8 samples, allocate and free the same blocks in the same order; only their sizes
 differ, and each of them by so much a sample. So the sizes at any batch follow from those two, and the peak is the
-largest of the running sums. What counts is what torch's allocator hands out, copies made inside its kernels included.
+largest of the running sums. What counts is what torch's allocator hands out, copies made inside its kernels included:
+exact, and the same every time.
 
 What a process holds is more: blocks of up to 32 MiB come from the C library's heap, where what is free lies between
-what is not. By how much follows from nothing that we could count: in 70 trainings (docs/results/profile.md) it was from
-1.1 to 1.5, and even the same training differed by a tenth from one time to the next. ``HEAP`` is in the middle.
+what is not, the more so the longer it trains. By how much follows from nothing that we could count
+(docs/results/prediction.md has the spread); ``HEAP`` is in the middle.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ HEAP = 1.3
 FEW = (4, 8)
 """The batches that are tried. Not 1: a convolution of one sample runs in another kernel."""
 
+MODELS_HELD = 2
+"""What a session holds of models while it trains, beside the one that is trained: its personal one, and what came."""
+
 
 class Unpredictable(RuntimeError):
     """The trainings that were tried allocate differently: nothing can be said of others."""
@@ -45,9 +49,15 @@ def predict_training(rehearsal: Rehearsal, mask: NeuronMask | None, samples: int
     return _peak(rehearsal, lambda few: rehearsal.train(2, mask=mask, samples=few), samples or rehearsal.samples)
 
 
-def predict_evaluation(rehearsal: Rehearsal, samples: int) -> int:
-    """Bytes that an evaluation adds at its peak, in batches of ``samples``. Raises as ``predict_training``."""
-    return _peak(rehearsal, rehearsal.evaluate, samples)
+def predict_evaluation(rehearsal: Rehearsal) -> int:
+    """Bytes that an evaluation adds at its peak, in the task's batches. Raises as ``predict_training``."""
+    return _peak(rehearsal, rehearsal.evaluate, rehearsal.held_out)
+
+
+def predict_round(rehearsal: Rehearsal, mask: NeuronMask | None) -> int:
+    """Bytes that a device's rounds add at their peak: training or evaluation, whichever takes more, beside what a
+    session holds meanwhile. Raises as ``predict_training``."""
+    return MODELS_HELD * rehearsal.model_bytes + max(predict_training(rehearsal, mask), predict_evaluation(rehearsal))
 
 
 def held(device: torch.device) -> int:
@@ -64,27 +74,27 @@ def room(device: torch.device) -> int:
 def _peak(rehearsal: Rehearsal, work: Callable[[int], object], samples: int) -> int:
     device = rehearsal.task.compute.device
     few = [min(number, rehearsal.samples) for number in FEW]
-    # What the first leaves allocated the second may free; from then on all are alike.
-    _, one, other = (_allocations(partial(work, number), device) for number in (few[0], *few))
+    gc.collect()
+    gc.disable()  # it would free at moments of its own
+    try:
+        # What the first leaves allocated the second may free; from then on all are alike.
+        _, one, other = (_allocations(partial(work, number), device) for number in (few[0], *few))
+    finally:
+        gc.enable()
     if len(one) != len(other):
         raise Unpredictable(f"{few[0]} samples are trained in {len(one)} blocks of memory, {few[1]} in {len(other)}")
-    held = peak = 0.0
+    in_use = peak = 0.0
     for small, large in zip(one, other, strict=True):
         per_sample = (large - small) / (few[1] - few[0]) if few[1] > few[0] else small / few[0]
-        held += small + per_sample * (samples - few[0])
-        peak = max(peak, held)
+        in_use += small + per_sample * (samples - few[0])
+        peak = max(peak, in_use)
     return round(peak * (HEAP if device.type == "cpu" else 1))
 
 
 def _allocations(work: Callable[[], object], device: torch.device) -> list[int]:
     """Bytes of every block that ``work`` has the device allocate (above 0) and free (below), in order."""
-    gc.collect()
-    gc.disable()  # it would free at moments of its own
-    try:
-        with _silence(), profiler.profile(profile_memory=True, use_device=_profiled(device)) as profile:
-            work()
-    finally:
-        gc.enable()
+    with _silence(), profiler.profile(profile_memory=True, use_device=_profiled(device)) as profile:
+        work()
     on_processor = device.type == "cpu"
     return [
         event.nbytes()

@@ -1,19 +1,23 @@
 """Which thread count and memory format train a task's model fastest on this processor, found by trying.
 
 Trying must pay: it may take a twentieth of what a round's training takes, and never more than about two seconds. Rounds
-of less than a second or two are left as they are. What is found differs from machine to machine and from start to
-start, and with it the last bits of a result.
+of so little work that this would not do for one try are left as they are. What is found differs from machine to machine
+and from start to start, and with it the last bits of a result.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from edge_sdk.protocol.flops import training_flops
+from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronMask
+from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.training.compute import Compute
 from edge_sdk.training.layout import gains
 from edge_sdk.training.rehearsal import Rehearsal
@@ -23,6 +27,9 @@ SHARE_OF_ROUND = 0.05
 STEPS = 4
 """Steps of each candidate: one that does not count, and three of which the fastest does."""
 
+WORTH_TRYING = 2e10
+"""FLOPs of a round: seconds on a small board, one on a large."""
+
 FEW = 8
 """Samples that the first guess is made on."""
 
@@ -30,41 +37,40 @@ WORTH = 0.95
 """A candidate replaces another that takes longer than this times as long: chance alone makes a few per cent."""
 
 
-def quickest(rehearsal: Rehearsal, steps: int, mask: NeuronMask | None = None) -> Compute:
+def quickest(
+    rehearsal: Rehearsal, manifest: Manifest, settings: FederationSettings, mask: NeuronMask | None = None
+) -> Compute:
     """The task's compute with the thread count and memory format that are fastest; as it is where trying cannot pay.
 
-    steps: those of a round. mask: as the rounds have it. Tried are the process's threads, half of them, and so on down
+    settings: how long rounds are. mask: as they have it. Tried are the process's threads, half of them, and so on down
     to 1, unless the compute says how many; then the other memory format. Big batches are tried in part. This process
-    has the threads of what is returned.
+    has the threads of what is returned. Raises what training raises.
     """
     usual = rehearsal.task.compute
-    if usual.device.type != "cpu":
+    steps = settings.local_steps or settings.local_epochs * len(rehearsal.task.train)
+    flops = training_flops(manifest, steps * rehearsal.samples, weight_gradients=mask)
+    if usual.device.type != "cpu" or flops < WORTH_TRYING:
         return usual
     begin = time.monotonic()
-    per_sample = min(rehearsal.train(STEPS, mask=mask, samples=FEW)) / min(FEW, rehearsal.samples)
+    few = min(FEW, rehearsal.samples)
+    per_sample = min(rehearsal.train(STEPS, mask=mask, samples=few)) / few
     allowed = min(SECONDS, SHARE_OF_ROUND * steps * rehearsal.samples * per_sample)
-    samples = max(FEW, min(rehearsal.samples, int(allowed / 5 / STEPS / max(per_sample, 1e-9))))
-
-    def seconds(compute: Compute) -> float:
-        torch.set_num_threads(compute.threads or default)
-        return min(rehearsal.train(STEPS, mask=mask, samples=samples, compute=compute))
-
+    samples = max(few, min(rehearsal.samples, int(allowed / 5 / STEPS / max(per_sample, 1e-9))))
     default = torch.get_num_threads()
-    best, least = usual, None
-    for candidate in _candidates(usual, default, rehearsal.model):
+    best, least = usual, math.inf
+
+    def attempt(candidate: Compute) -> None:
+        nonlocal best, least
         if time.monotonic() - begin > allowed - STEPS * samples * per_sample:
-            break
-        taken = seconds(replace(best, **candidate))
-        if least is None or taken < WORTH * least:
-            best, least = replace(best, **candidate), taken
+            return
+        torch.set_num_threads(candidate.threads or default)
+        taken = min(rehearsal.train(STEPS, mask=mask, samples=samples, compute=candidate))
+        if taken < WORTH * least:
+            best, least = candidate, taken
+
+    for threads in [usual.threads] if usual.threads else [default >> shift for shift in range(default.bit_length())]:
+        attempt(replace(usual, threads=threads))
+    if usual.channels_last is None and any(isinstance(module, nn.Conv2d) for module in rehearsal.model.modules()):
+        attempt(replace(best, channels_last=not gains(rehearsal.model)))
     torch.set_num_threads(best.threads or default)
     return best
-
-
-def _candidates(usual: Compute, threads: int, model: nn.Module) -> list[dict[str, int | bool]]:
-    """What is changed of the best so far, in turn; the first is the usual one."""
-    numbers = [usual.threads] if usual.threads else [threads >> shift for shift in range(threads.bit_length())]
-    changes: list[dict[str, int | bool]] = [{"threads": number} for number in numbers]
-    if usual.channels_last is None and any(isinstance(module, nn.Conv2d) for module in model.modules()):
-        changes.append({"channels_last": not gains(model)})
-    return changes

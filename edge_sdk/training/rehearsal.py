@@ -13,7 +13,7 @@ from torch import nn
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import FederationSettings
-from edge_sdk.tasks import Task
+from edge_sdk.tasks import Batches, Task
 from edge_sdk.training.compute import Compute
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import evaluate, train_locally
@@ -22,7 +22,8 @@ from edge_sdk.training.local import evaluate, train_locally
 class Rehearsal:
     """Training as a round does it, on the task's first batch again and again, with a learning rate of 0.
 
-    ``samples`` is what that batch holds. The task's model stays as it is, and so do torch's random numbers.
+    ``samples`` is what that batch holds, ``held_out`` the first one of the task's held-out data. The task's model stays
+    as it is, and so do torch's random numbers. Raises ValueError where there is nothing to train on.
     """
 
     def __init__(self, task: Task, manifest: Manifest, settings: FederationSettings) -> None:
@@ -30,13 +31,19 @@ class Rehearsal:
         self._manifest = manifest
         self._settings = settings
         with torch.random.fork_rng(devices=[]):
-            self._batch = next(iter(task.train))
+            self._batch = _first(task.train)
+            self.held_out = len(_first(task.held_out)[1])
         self.samples = len(self._batch[1])
 
     @property
     def model(self) -> nn.Module:
         """The copy."""
         return self.task.model
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of the model's parameters and buffers."""
+        return sum(tensor.nbytes for tensor in self.model.state_dict().values())
 
     def train(
         self, steps: int, *, mask: NeuronMask | None = None, samples: int | None = None, compute: Compute | None = None
@@ -72,3 +79,9 @@ class Rehearsal:
     def _now(self) -> float:
         self.task.compute.wait()
         return time.perf_counter()
+
+
+def _first(batches: Batches) -> tuple[torch.Tensor, torch.Tensor]:
+    for batch in batches:
+        return batch
+    raise ValueError("the task's data has no batches; give it at least one sample")

@@ -1,0 +1,28 @@
+"""What several commands read from their command lines, for argparse's ``type``."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import suppress
+
+MIB = 2**20
+
+
+def budget(text: str) -> float:
+    """A share of a full training step, in (0, 1]."""
+    with suppress(ValueError):
+        if 0 < float(text) <= 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
+
+
+def count(text: str) -> int:
+    """A whole number above 0."""
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+
+
+def mebibytes(text: str) -> int:
+    """Bytes, from MiB."""
+    return count(text) * MIB
