@@ -259,6 +259,40 @@ def _is_channels_last(x: Tensor) -> bool:
     return x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.index, ctx.channels = index, x.shape[1]
+        return _channels(x, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
+        return _spread(error, ctx.index, ctx.channels), None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, index: Tensor, channels: int) -> Tensor:
+        ctx.index = index
+        return _spread(part, index, channels)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
+        return _channels(error, ctx.index), None, None
+
+
+def gather_channels(x: Tensor, index: Tensor | None) -> Tensor:
+    """The channels of x [N, C, ...] that ``index`` names, int64; None for all. Differentiable."""
+    return x if index is None else cast(Tensor, _Gather.apply(x, index))  # type: ignore[no-untyped-call]
+
+
+def spread_channels(part: Tensor, index: Tensor | None, channels: int) -> Tensor:
+    """[N, ``channels``, ...]: ``part`` at the channels that ``index`` names, zeros elsewhere. Differentiable."""
+    return part if index is None else cast(Tensor, _Spread.apply(part, index, channels))  # type: ignore[no-untyped-call]
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, leaf: Tensor, block: ActiveBlock, layer: nn.Embedding) -> Tensor:
@@ -298,7 +332,8 @@ def embedding(layer: nn.Embedding, x: Tensor, leaf: Tensor, bias: Tensor | None,
     return result
 
 
-Kernel = Callable[[Any, Tensor, Tensor, Tensor | None, ActiveBlock], Tensor]
+Kernel = Callable[[Any, Tensor, Tensor, Tensor | None, Any], Tensor]
+"""(layer, inputs, leaf, bias, what of its weight the leaf holds) -> outputs."""
 
 
 def kernel_of(layer: nn.Module, block: ActiveBlock) -> Kernel | None:

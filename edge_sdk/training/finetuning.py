@@ -14,6 +14,7 @@ from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tasks import Task
+from edge_sdk.training.elements import nonzero
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import LocalResult, train_locally
 
@@ -44,7 +45,7 @@ def fine_tune(
         task,
         settings,
         learning_rate=learning_rate,
-        freezing=Freezing(model, manifest, mask, keep_zeros=keep_zeros),
+        freezing=Freezing(model, manifest, mask, nonzero(model) if keep_zeros else None),
         seed=seed,
         progress=progress,
     )

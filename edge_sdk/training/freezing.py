@@ -6,12 +6,15 @@ move nothing else, and clipping counts nothing else. Layers run on the whole par
 the leaves after each step; what is frozen is never written, so it stays bit for bit. The backward pass computes the
 gradients of the leaves alone (``active``). The forward pass uses the whole network and the error signal still flows
 back through frozen neurons (method card, 4.4), and no mask outlives its round.
+
+Where elements of weights are masked away (FedSGC, DM-PFL, fine-tuning of a sparse model) what is left out is zero, and
+stays zero; layers may then skip it in the forward pass, too (``elements``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, cast
@@ -24,54 +27,73 @@ from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronMask, block_of
 from edge_sdk.training.active import ActiveBlock, Kernel, kernel_of
+from edge_sdk.training.elements import Bits, Elements, run_of
 
 
 @dataclass
 class _Part:
     """A parameter and what is trained of it.
 
-    leaf: the parameter itself, where all its neurons are active, else the values of ``block``. zeros: where the leaf is
-    to stay zero, and ``kept`` what it was there, for a zero has a sign.
+    leaf: the parameter itself, where that is all of it, else the values that ``trained`` takes of it. kernel: what runs
+    its layer; None where autograd's own do. bits: zeroes the leaf's gradient where no element exists.
     """
 
-    name: str
     parameter: nn.Parameter
-    block: ActiveBlock | None
-    leaf: torch.Tensor
-    zeros: torch.Tensor | None = None
-    kept: torch.Tensor | None = None
+    trained: ActiveBlock | Elements | None = None
+    kernel: Kernel | None = None
+    bits: Bits | None = None
+    leaf: torch.Tensor = field(init=False)
 
 
 class Freezing:
     """One round's frozen entries of a model's parameters; entered while the model trains.
 
-    Made after the round's weights are loaded. Frozen is what ``mask`` does not name (None freezes nothing) and, with
-    ``keep_zeros``, every weight of two or more axes that is exactly zero: the pattern of an element-sparse model, which
-    leaves biases and norms alone. Parameters that are active as a whole cost nothing. Raises ManifestError, naming the
-    parameter, when the model is not the manifest's.
+    Made after the round's weights are loaded. Frozen is what ``mask`` does not name (None freezes nothing), and what
+    does not exist by ``elements``: name -> bool of the parameter's shape. What does not exist must be zero, and stays
+    zero. Parameters that are trained as a whole cost nothing. Raises ManifestError, naming the parameter, when the
+    model is not the manifest's, and ValueError for elements of no parameter, of another shape, or that are not zero.
     """
 
     def __init__(
-        self, model: nn.Module, manifest: Manifest, mask: NeuronMask | None, *, keep_zeros: bool = False
+        self,
+        model: nn.Module,
+        manifest: Manifest,
+        mask: NeuronMask | None,
+        elements: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self._model = model
+        self._modules: list[tuple[nn.Module, _Part]] = []
         self._undo: list[Callable[[], object]] = []
-        self._keep_zeros = keep_zeros
-        self._blocks: dict[str, ActiveBlock] = {}
         self._parts: list[_Part] = []
         specs = {spec.name: spec for spec in manifest.tensors}
         layers = {name: layer for layer in manifest.layers for name in layer.tensors}
+        exist = dict(elements or {})
+        modules = {f"{path}.weight".lstrip("."): module for path, module in model.named_modules()}
         for name, parameter in model.named_parameters():
             if name not in specs or specs[name].shape != tuple(parameter.shape):
                 raise ManifestError(
                     f"{name}: the model's parameter of shape {tuple(parameter.shape)} is not the manifest's; "
                     f"publish and train the same model"
                 )
+            exists = _checked(name, parameter, exist.pop(name, None))
+            if not parameter.requires_grad:
+                continue
+            part, module = _Part(parameter), modules.get(name)
             block = block_of(manifest, specs[name], mask)
-            if parameter.requires_grad and (block.rows is not None or block.columns is not None):
+            told = layers[name].model_dump(include={"input_error", "positions"}) if name in layers else {}
+            if block.rows is not None or block.columns is not None:
                 rows, columns = (_index(index, parameter.device) for index in (block.rows, block.columns))
-                told = layers[name].model_dump(include={"input_error", "positions"}) if name in layers else {}
-                self._blocks[name] = ActiveBlock(parameter, block.view, rows, columns, **told)
+                part.trained = ActiveBlock(parameter, block.view, rows, columns, **told)
+                part.kernel = None if module is None else kernel_of(module, part.trained)
+            elif exists is not None:
+                part.kernel, part.trained = run_of(module, parameter, exists, told.get("positions", 1))
+            if exists is not None and not isinstance(part.trained, Elements):
+                left = exists if part.trained is None else part.trained.take(exists)
+                part.bits = None if bool(left.all()) else Bits(left)
+            self._parts.append(part)
+            if module is not None and part.kernel is not None:
+                self._modules.append((module, part))
+        if exist:
+            raise ValueError(f"there are elements for {', '.join(sorted(exist))}, which the model does not have")
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -79,26 +101,19 @@ class Freezing:
         return [part.leaf for part in self._parts]
 
     def __enter__(self) -> Freezing:
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad:
-                block = self._blocks.get(name)
-                leaf = parameter if block is None else block.take(parameter.detach()).requires_grad_()
-                part = _Part(name, parameter, block, leaf)
-                if self._keep_zeros and parameter.dim() > 1 and not bool(leaf.detach().all()):
-                    part.zeros, part.kept = leaf.detach() == 0, leaf.detach().clone()
-                self._parts.append(part)
-        partly = {part.name: part for part in self._parts if part.block is not None}
-        for path, module in self._model.named_modules():
-            name = f"{path}.weight".lstrip(".")
-            if name in partly and (kernel := kernel_of(module, self._blocks[name])):
-                part = partly.pop(name)
-                part.parameter.requires_grad_(False)
-                module.forward = partial(_run, kernel, module, part)
-                self._undo += [partial(part.parameter.requires_grad_, True), partial(delattr, module, "forward")]
-        for part in partly.values():
-            # Autograd's own kernels make the whole gradient, which is gone before the next parameter's is made.
-            hook = part.parameter.register_post_accumulate_grad_hook(partial(_hand_over, part))  # type: ignore[no-untyped-call]
-            self._undo.append(hook.remove)
+        for part in self._parts:
+            part.leaf = part.parameter
+            if part.trained is not None:
+                part.leaf = part.trained.take(part.parameter.detach()).requires_grad_()
+        for module, part in self._modules:
+            part.parameter.requires_grad_(False)
+            module.forward = partial(_run, module, part)
+            self._undo += [partial(part.parameter.requires_grad_, True), partial(delattr, module, "forward")]
+        for part in self._parts:
+            if part.trained is not None and part.kernel is None:
+                # Autograd makes the whole gradient, which is gone before the next parameter's is made.
+                hook = part.parameter.register_post_accumulate_grad_hook(partial(_hand_over, part))  # type: ignore[no-untyped-call]
+                self._undo.append(hook.remove)
         return self
 
     def __exit__(
@@ -106,40 +121,52 @@ class Freezing:
     ) -> None:
         while self._undo:
             self._undo.pop()()
-        self._parts.clear()
+        for part in self._parts:
+            del part.leaf
 
     def zero_gradients(self) -> None:
-        """Zero the gradients of entries that are to stay zero, in place: after backward, before clipping."""
-        for part in self._parts:
-            if part.zeros is not None and part.leaf.grad is not None:
-                # Filled, not multiplied by 0: a gradient may be infinite, and inf * 0 is NaN.
-                part.leaf.grad.masked_fill_(part.zeros, 0.0)
+        """Zero the gradients of what does not exist, in place: after backward, before clipping.
 
-    @torch.no_grad()
-    def restore_zeros(self) -> None:
-        """Put back, bit for bit, what is to stay zero: after a step of an optimiser that moves it all the same."""
+        Of optimisers that start afresh and see no other gradient none moves a zero, with momentum or weight decay.
+        """
         for part in self._parts:
-            if part.zeros is not None:
-                part.leaf.copy_(torch.where(part.zeros, cast(torch.Tensor, part.kept), part.leaf))
+            if part.bits is not None and part.leaf.grad is not None:
+                part.bits.mask(part.leaf.grad)
 
     def write_back(self) -> None:
         """Bring the leaves into the model: after the optimiser's step."""
         for part in self._parts:
-            if part.block is not None:
-                part.block.put(part.leaf.detach())
+            if part.trained is not None:
+                part.trained.put(part.leaf.detach())
+
+
+def _checked(name: str, parameter: nn.Parameter, exists: torch.Tensor | None) -> torch.Tensor | None:
+    """What exists of a parameter; None where that is all."""
+    if exists is None or bool(exists.all()):
+        return None
+    if exists.shape != parameter.shape or exists.dtype != torch.bool:
+        raise ValueError(
+            f"{name}: elements of type {exists.dtype} and shape {tuple(exists.shape)} for a parameter of shape "
+            f"{tuple(parameter.shape)}; give booleans of its shape"
+        )
+    if bool((parameter.detach() != 0).logical_and_(~exists).any()):
+        raise ValueError(f"{name}: weights that do not exist are not zero; multiply it by its mask before training")
+    return exists
 
 
 def _index(index: Any, device: torch.device) -> torch.Tensor | None:
     return None if index is None else torch.from_numpy(np.array(index, dtype=np.int64)).to(device)
 
 
-def _run(kernel: Kernel, module: Any, part: _Part, x: torch.Tensor) -> torch.Tensor:
+def _run(module: Any, part: _Part, x: torch.Tensor) -> torch.Tensor:
     """The forward pass of a layer with a kernel."""
-    return kernel(module, x, part.leaf, getattr(module, "bias", None), cast(ActiveBlock, part.block))
+    assert part.kernel is not None
+    return part.kernel(module, x, part.leaf, getattr(module, "bias", None), part.trained)
 
 
 def _hand_over(part: _Part, parameter: torch.Tensor) -> None:
-    """Move the active values of a parameter's gradient to its leaf, adding to what is there."""
-    gradient = cast(ActiveBlock, part.block).take(cast(torch.Tensor, parameter.grad))
+    """Move what is trained of a parameter's gradient to its leaf, adding to what is there."""
+    assert part.trained is not None
+    gradient = part.trained.take(cast(torch.Tensor, parameter.grad))
     part.leaf.grad = gradient if part.leaf.grad is None else part.leaf.grad.add_(gradient)
     parameter.grad = None

@@ -70,8 +70,6 @@ def train_locally(
     with freezing, Layout(model, task) as layout:
         parameters = freezing.parameters
         optimizer = _optimizer(parameters, settings, learning_rate)
-        # Plain SGD adds 0 to what has no gradient, which changes no bit; every other optimiser moves kept zeros.
-        drifts = not isinstance(optimizer, _PlainSGD) or settings.weight_decay > 0
         for step, (inputs, targets) in enumerate(islice(chain.from_iterable(repeat(task.train)), total), start=1):
             _forget_gradients(parameters)
             inputs, targets = inputs.to(device), targets.to(device)
@@ -89,8 +87,6 @@ def train_locally(
             if settings.clip is not None:
                 nn.utils.clip_grad_norm_(parameters, settings.clip)
             optimizer.step()
-            if drifts:
-                freezing.restore_zeros()
             freezing.write_back()
             seen += len(targets)
             loss_sum += value * len(targets)

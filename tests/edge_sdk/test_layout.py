@@ -73,9 +73,6 @@ class _NothingFrozen(contextlib.nullcontext):
     def zero_gradients(self):
         pass
 
-    def restore_zeros(self):
-        pass
-
     def write_back(self):
         pass
 

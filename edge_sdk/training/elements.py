@@ -1,0 +1,211 @@
+"""Weights of which only some elements exist, the others being zero: the fastest way to run and to train them.
+
+Unstructured sparsity gains little on a processor (docs/training.md has the figures): dense kernels are faster than
+sparse ones unless nine weights in ten are gone. So a weight is run in one of four ways, by its density:
+
+    ``SparseRows``   linear, density up to 0.1   compressed rows, in the forward pass and for both gradients
+    ``ActiveBlock``  rows or columns are empty   dense, on the others only (``packed_linear``, ``packed_convolution``)
+    ``Elements``     density up to 0.25          dense; the optimiser holds what exists alone
+    bits             above                       dense; the gradient is masked where it lies
+
+Which saves memory, too: an index of eight bytes for what exists is more than a byte for everything.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from edge_sdk.training.active import FEW_INPUTS, FEW_PRODUCTS, ActiveBlock, Kernel, gather_channels, spread_channels
+
+DENSEST_ROWS = 0.1
+"""Up to this density compressed rows are faster than dense ones (measured on one core, batches of 32 and 128: a step
+of a linear layer takes 0.2 to 0.4 of the dense time at 0.05, 0.5 to 0.8 at 0.1, and more than all of it at 0.2)."""
+
+DENSEST_INDEX = 0.25
+"""Up to this density gathering and scattering what exists costs no more than masking everything."""
+
+_WORTH_PACKING = 0.7
+"""Up to this share of rows times columns packing pays: gathering and spreading them takes some time itself."""
+
+
+@dataclass(frozen=True)
+class Elements:
+    """The elements of ``parameter`` that exist, by their flat row-major indices, sorted, int64 [n]."""
+
+    parameter: nn.Parameter
+    index: Tensor
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """The elements of a tensor of the parameter's shape, [n], copied."""
+        return tensor.reshape(-1).index_select(0, self.index)
+
+    def put(self, values: Tensor) -> None:
+        """Overwrite the parameter's elements in place."""
+        whole = self.parameter.detach()
+        if whole.is_contiguous():
+            whole.view(-1).index_copy_(0, self.index, values)
+        else:  # a convolution in channels last
+            whole.copy_(whole.contiguous().view(-1).index_copy_(0, self.index, values).view(whole.shape))
+
+
+class SparseRows(Elements):
+    """Elements of a linear layer's weight as compressed rows; and as compressed columns, for its input's gradient."""
+
+    def __init__(self, parameter: nn.Parameter, index: Tensor) -> None:
+        _warned()
+        super().__init__(parameter, index)
+        outputs, inputs = parameter.shape
+        rows, columns = index // inputs, index % inputs
+        self._size = (outputs, inputs)
+        # Indices of four bytes: the products are faster with them.
+        self._by_row = (_ends(rows, outputs), columns.int())
+        self._order = columns.sort(stable=True).indices  # stable, so that the rows of each column stay in order
+        self._by_column = (_ends(columns, inputs), rows[self._order].int())
+
+    def matrix(self, values: Tensor) -> Tensor:
+        """The weight [outputs, inputs] of these values, sparse."""
+        return _compressed(*self._by_row, values, self._size)
+
+    def transposed(self, values: Tensor) -> Tensor:
+        """The weight's transpose [inputs, outputs], sparse."""
+        return _compressed(*self._by_column, values.index_select(0, self._order), self._size[::-1])
+
+
+@cache
+def _warned() -> None:
+    """Let torch say once that compressed rows are in beta, to nobody: what they give here is tested."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.eye(1).to_sparse_csr()
+
+
+def _compressed(ends: Tensor, indices: Tensor, values: Tensor, size: tuple[int, ...]) -> Tensor:
+    return torch.sparse_csr_tensor(ends, indices, values, size, check_invariants=False)
+
+
+def _ends(lines: Tensor, count: int) -> Tensor:
+    """How many entries lie before each of ``count`` lines, and behind the last, if ``lines`` are theirs; int32."""
+    return F.pad(torch.bincount(lines, minlength=count).cumsum(0), (1, 0)).int()
+
+
+class _SparseLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, rows: SparseRows) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1]).to(values.dtype)
+        ctx.rows, ctx.shape, ctx.dtype = rows, x.shape, x.dtype
+        ctx.save_for_backward(flat, values)
+        result = torch.mm(rows.matrix(values.detach()), flat.t())
+        if bias is not None:
+            result += bias.unsqueeze(1)
+        return result.t().reshape(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
+        flat, values = ctx.saved_tensors
+        across = error.reshape(-1, error.shape[-1]).to(values.dtype).t().contiguous()
+        into_x = None
+        if ctx.needs_input_grad[0]:
+            into_x = torch.mm(ctx.rows.transposed(values), across).t().reshape(ctx.shape).to(ctx.dtype)
+        products = torch.sparse.sampled_addmm(ctx.rows.matrix(values), across, flat, beta=0.0)
+        return into_x, products.values(), across.sum(1) if ctx.needs_input_grad[2] else None, None
+
+
+def sparse_linear(layer: nn.Linear, x: Tensor, leaf: Tensor, bias: Tensor | None, rows: SparseRows) -> Tensor:
+    """``layer(x)``, x [..., in_features], with a weight of elements ``leaf`` [n] where ``rows`` says, else 0."""
+    result: Tensor = _SparseLinear.apply(x, leaf, bias, rows)  # type: ignore[no-untyped-call]
+    return result
+
+
+def packed_linear(layer: nn.Linear, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock) -> Tensor:
+    """``layer(x)``, x [..., in_features], with a weight that is ``leaf`` at the block and 0 elsewhere."""
+    flat = x.reshape(-1, x.shape[-1])
+    result = spread_channels(F.linear(gather_channels(flat, block.columns), leaf), block.rows, layer.out_features)
+    return (result if bias is None else result + bias).view(*x.shape[:-1], -1)
+
+
+def packed_convolution(
+    layer: nn.Conv1d | nn.Conv2d, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock
+) -> Tensor:
+    """``layer(x)``, x [N, C, ...], with a weight that is ``leaf`` at the block and 0 elsewhere."""
+    convolve = F.conv1d if isinstance(layer, nn.Conv1d) else F.conv2d
+    part = convolve(gather_channels(x, block.columns), leaf, None, layer.stride, layer.padding, layer.dilation)
+    result = spread_channels(part, block.rows, layer.out_channels)
+    return result if bias is None else result + bias.view(-1, *(1,) * (result.dim() - 2))
+
+
+def run_of(
+    layer: nn.Module | None, parameter: nn.Parameter, exists: Tensor, positions: int
+) -> tuple[Kernel | None, ActiveBlock | Elements | None]:
+    """How the weight of ``layer`` is run, and what of it is trained; see the module.
+
+    exists: bool, of the parameter's shape. layer: None where it is no layer's ``weight``. No kernel: autograd's own, on
+    the whole weight; nothing trained in particular: all of it, with a gradient that is masked.
+    """
+    density = float(exists.sum()) / exists.numel()
+    linear = type(layer) is nn.Linear and parameter.numel() * positions >= FEW_PRODUCTS
+    # Only Intel's library multiplies compressed rows at this speed.
+    if linear and density <= DENSEST_ROWS and parameter.device.type == "cpu" and torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        return cast(Kernel, sparse_linear), SparseRows(parameter, _flat(exists))
+    convolution = (
+        type(layer) in (nn.Conv1d, nn.Conv2d)
+        and cast(nn.Conv2d, layer).groups == 1
+        and cast(nn.Conv2d, layer).padding_mode == "zeros"
+        and parameter[0].numel() >= FEW_INPUTS
+    )
+    if linear or convolution:
+        rows, columns = (
+            exists.flatten(2).any(2).any(axis) if exists.dim() > 2 else exists.any(axis) for axis in (1, 0)
+        )
+        if 0 < float(rows.sum() * columns.sum()) <= _WORTH_PACKING * len(rows) * len(columns):
+            block = ActiveBlock(parameter, tuple(parameter.shape), _where(rows), _where(columns))
+            return cast(Kernel, packed_linear if linear else packed_convolution), block
+    if density <= DENSEST_INDEX:
+        return None, Elements(parameter, _flat(exists))
+    return None, None
+
+
+def _flat(exists: Tensor) -> Tensor:
+    return exists.reshape(-1).nonzero().flatten()
+
+
+def _where(flags: Tensor) -> Tensor | None:
+    return None if bool(flags.all()) else flags.nonzero().flatten()
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By their bytes."""
+
+
+class Bits:
+    """Zeroes gradients in place where nothing exists, whatever they are there: infinite ones, too.
+
+    A byte for each value: all its bits are set where the value exists, and none where not. A gradient's bits and those
+    are what stays of it, which is twice as fast as multiplying by booleans, and knows no inf * 0.
+    """
+
+    def __init__(self, exists: Tensor) -> None:
+        self._bits = -exists.to(torch.int8)
+
+    def mask(self, gradient: Tensor) -> None:
+        """Zero ``gradient``, of the shape of what exists, in place."""
+        if self._bits.stride() != gradient.stride():  # a convolution's in channels last
+            self._bits = torch.empty_like(gradient, dtype=torch.int8).copy_(self._bits)
+        gradient.view(_INTEGERS[gradient.element_size()]).bitwise_and_(self._bits)
+
+
+def nonzero(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> bool of the parameter's shape: the weights of two or more axes that are not zero, where some are.
+
+    The pattern of an element-sparse model, which leaves biases and norms alone.
+    """
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.dim() > 1}
+    return {name: weight != 0 for name, weight in weights.items() if not bool(weight.all())}
