@@ -82,7 +82,7 @@ class GatedModel:
         layer give M * (I - G.detach() + G). ``selected``: bool [L], the blocks that are on, I. Running statistics move
         as those of the masked whole model would. Raises ValueError for gates that do not fit.
         """
-        scales = gates.numpy(force=True)
+        scales = gates.detach().cpu().numpy()
         if len(scales) != self._length or len(selected) != self._length:
             raise ValueError(f"{len(scales)} gates and {len(selected)} choices for {self._length} blocks")
         if scales[~selected].any():
@@ -91,7 +91,7 @@ class GatedModel:
         if not heard:
             gates = gates * torch.from_numpy(selected).to(gates)
         before = np.concatenate([[0], np.cumsum(selected)])
-        batch = Batch(gates, scales.tolist(), selected, before, heard, len(inputs) / max(1, heard))
+        batch = Batch(gates, scales, selected, before, heard, len(inputs) / max(1, heard))
         training = self._model.training
         if training not in self._runs:  # forward may ask which mode it is in; tracing writes the answer down
             self._runs[training] = _Run(self._model, self._tensors)
@@ -176,8 +176,10 @@ class _Run(fx.Interpreter):
             operator = gates_layers.operator_of(module)
             if operator is not None:
                 return partial(self._matrix, node, module, source, operator)
+            if type(module) in _NORMS:
+                return partial(self._norm, module, source)
             name, function = _function(node, module)
-            rule = self._rule(module, name)
+            rule = _rule(module, name)
             if rule is not None and node.all_input_nodes[0] is source:
                 fixed = node.all_input_nodes == [source]
                 call = _Call(node, module, name, function, node.args[1:], dict(node.kwargs), fixed)
@@ -230,29 +232,28 @@ class _Run(fx.Interpreter):
             self.env[source] = result
         return result
 
-    def _rule(self, module: nn.Module | None, name: str) -> Rule | None:
-        """How a module or a function goes about a partial value; None where it never can."""
-        kind = type(module)
-        if kind in _EACH_MODULES or name in _EACH:
-            rectifies = kind is nn.ReLU or name == "relu"
-            return lambda call, value: value.each(call, rectifies=rectifies)
-        if name in ("size", "getattr"):
-            return lambda call, value: call(torch.empty(value.shape, device="meta", dtype=value.computed.dtype))
-        if kind in _NORMS:
-            return self._normalised
-        if kind in _POOLS or name in _POOL_FUNCTIONS:
-            return _pooled
-        if kind is nn.Dropout or name == "dropout":
-            return _dropped
-        return _flattened if kind is nn.Flatten or name in ("flatten", "view", "reshape") else None
-
-    def _normalised(self, call: _Call, value: Partial) -> Partial | None:
-        module = call.module
-        assert isinstance(module, nn.modules.batchnorm._BatchNorm)
-        if value.axis != 1:
-            return None
+    def _norm(self, module: Any, source: fx.Node) -> Any:
+        """Batch norm."""
+        value = self.env[source]
+        if isinstance(value, Partial) and value.axis != 1:
+            value = value.whole()
         weight, bias = (self._whole(module.weight), self._whole(module.bias)) if module.affine else (None, None)
         return gates_layers.normalise(module, weight, bias, value)
+
+
+def _rule(module: nn.Module | None, name: str) -> Rule | None:
+    """How a module or a function goes about a partial value; None where it never can."""
+    kind = type(module)
+    if kind in _EACH_MODULES or name in _EACH:
+        rectifies = kind is nn.ReLU or name == "relu"
+        return lambda call, value: value.each(call, rectifies=rectifies)
+    if name in ("size", "getattr"):
+        return lambda call, value: call(torch.empty(value.shape, device="meta", dtype=value.computed.dtype))
+    if kind in _POOLS or name in _POOL_FUNCTIONS:
+        return _pooled
+    if kind is nn.Dropout or name == "dropout":
+        return _dropped
+    return _flattened if kind is nn.Flatten or name in ("flatten", "view", "reshape") else None
 
 
 def _function(node: fx.Node, module: nn.Module | None) -> tuple[str, Callable[..., Any]]:

@@ -7,8 +7,8 @@ and a position near the border sees less of the constant, into a bias per positi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from edge_sdk.training.gates_tensors import Batch, BlockedTensor, Channels, Index, Piece, index, total
+from edge_sdk.training.gates_tensors import Batch, BlockedTensor, Channels, Cut, Index, index, total, true
 from edge_sdk.training.gates_values import Echo, Partial
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -99,7 +99,7 @@ class Convolution:
     ) -> Gradients:
         """Gradients of inputs, weight and bias, where ``needed``, from that of the output."""
         none = (0,) * len(self.stride)
-        found = torch.ops.aten.convolution_backward(
+        found = torch.ops.aten.convolution_backward.default(
             *(output, inputs, weight, [len(weight)], self.stride, self.padding, self.dilation, False, none, 1, needed)
         )
         return cast(Gradients, found)
@@ -134,23 +134,16 @@ def apply(
         inputs, constants, columns = value.computed, value.constants, value.channels
         seen = np.flatnonzero(value.matters)
         echo, heard = value.listened()
-    layer = _Layer(operator, weight, batch, rows, weight.pieces(batch, rows.runs), columns, seen, heard)
-    leaves = weight.trained(layer.pieces)
-    output, fixed = _Apply.apply(layer, batch.gates, bias, inputs, constants, echo, *leaves)  # type: ignore[no-untyped-call]
+    layer = _Layer(operator, Cut(weight, batch, rows), columns, seen, heard)
+    output, fixed = _Apply.apply(layer, batch.gates, bias, inputs, constants, echo, *layer.cut.leaves)  # type: ignore[no-untyped-call]
     if not len(rows.off):
         return cast(torch.Tensor, output)
     learns = torch.is_grad_enabled()
     hears = learns and batch.heard > 0
     off = None
     if hears:
-        off = _OffRows(
-            layer,
-            rows.off,
-            fixed.detach(),
-            cast(torch.Tensor, inputs).detach(),
-            None if constants is None else constants.detach(),
-            output.shape,
-        )
+        given = cast(torch.Tensor, inputs).detach(), None if constants is None else constants.detach()
+        off = _OffRows(layer, rows.off, fixed.detach(), *given, output.shape)
     return Partial(
         computed=output,
         channels=rows,
@@ -169,20 +162,17 @@ _NONE: Index = np.zeros(0, dtype=np.intp)
 class _Layer:
     """A layer in one batch.
 
-    rows: those that are computed, in ``pieces``; columns: the computed channels of its input, None where all are;
-    seen: which of the input's constants are not left out; heard: to which of them gradients go back per sample.
+    cut: its weight; columns: the computed channels of its input, None where all are; seen: which of the input's
+    constants are not left out; heard: to which of them gradients go back per sample.
     """
 
     operator: Operator
-    weight: BlockedTensor
-    batch: Batch
-    rows: Channels
-    pieces: Sequence[Piece]
+    cut: Cut
     columns: Channels | None
     seen: Index
     heard: Index
 
-    @property
+    @cached_property
     def channels(self) -> torch.Tensor:
         """The columns of the constants that are seen."""
         assert self.columns is not None
@@ -207,15 +197,16 @@ class _Apply(torch.autograd.Function):
         echo: torch.Tensor | None,
         *leaves: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        operator, rows, columns = layer.operator, layer.rows, layer.columns
-        weight = layer.weight.adapted(layer.batch, layer.pieces, len(rows.on))
-        cut = weight if columns is None else columns.computed(weight, 1)
+        operator, cut, columns = layer.operator, layer.cut, layer.columns
+        rows, values = cut.rows, cut.tensor.values(cut.segments)
+        computed = values if columns is None else columns.computed(values, 1)
+        weight = cut.adapted(computed)
         shift = None if bias is None else rows.computed(bias)
         known = seen = None
         if constants is not None and len(layer.seen):
             known = constants.index_select(0, index(layer.seen, constants.device))
-            seen = weight.index_select(1, layer.channels)
-            added = operator.run(operator.still(known, inputs), seen, None)
+            seen = values.index_select(1, layer.channels)
+            added = operator.run(operator.still(known, inputs), cut.adapted(seen), None)
             if not operator.pads:
                 added = added.flatten()
             elif shift is not None:
@@ -223,8 +214,8 @@ class _Apply(torch.autograd.Function):
             shift = added if shift is None else shift + added
         ctx.layer, ctx.per_position = layer, shift is not None and shift.dim() > 1
         ctx.echo = None if echo is None else echo.detach()
-        ctx.save_for_backward(inputs, cut, seen, known)
-        output = operator.run(inputs, cut, None if ctx.per_position else shift)
+        ctx.save_for_backward(inputs, weight, computed, seen, known)
+        output = operator.run(inputs, weight, None if ctx.per_position else shift)
         if ctx.per_position:
             output += cast(torch.Tensor, shift)
         fixed = rows.others(bias) if bias is not None else output.new_zeros(len(rows.off))
@@ -234,51 +225,43 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, for_fixed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        layer, (inputs, cut, seen, known) = ctx.layer, ctx.saved_tensors
-        operator, rows, columns, weight = layer.operator, layer.rows, layer.columns, layer.weight
-        _, needs_gates, needs_bias, needs_inputs, needs_constants, needs_echo, *leaves = ctx.needs_input_grad
-        needs_shift = needs_bias or seen is not None
-        inward, for_cut, for_shift = operator.gradients(
-            gradient, inputs, cut, (needs_inputs, True, needs_shift and not ctx.per_position)
-        )
+        layer, (inputs, weight, computed, seen, known) = ctx.layer, ctx.saved_tensors
+        operator, cut, columns = layer.operator, layer.cut, layer.columns
+        _, _, needs_bias, needs_inputs, needs_constants, needs_echo, *leaves = ctx.needs_input_grad
+        needed = needs_inputs, True, (needs_bias or seen is not None) and not ctx.per_position
+        inward, for_weight, for_shift = operator.gradients(gradient, inputs, weight, needed)
         if ctx.per_position:
             for_shift = gradient.sum(0, keepdim=True)
         for_bias = for_constants = along = None
         if needs_bias:
             summed = for_shift.flatten(2).sum((0, 2)) if ctx.per_position else for_shift
-            for_bias = rows.joined(summed, for_fixed)
-        whole = for_cut
+            for_bias = cut.rows.joined(summed, for_fixed)
+        products, whole = cut.products(for_weight, computed), for_weight
         if seen is not None:
-            whole, for_constants = _of_constants(ctx, for_shift, inputs, seen, known, needs_constants)
+            adapted = cut.adapted(seen)
+            still, wide = operator.still(known, inputs), known.new_zeros(len(columns.flags))
+            signal = for_shift if ctx.per_position else for_shift.view(1, -1, *(1,) * (still.dim() - 2))
+            # As if of one sample that is 0 wherever it is computed: writing many columns one by one is far slower.
+            sample = operator.still(wide.index_copy_(0, layer.channels, known), inputs)
+            whole = operator.gradients(signal, sample, cut.tensor.parameter[: len(cut.rows.on)], _WEIGHT)[1]
+            products += cut.products(whole.index_select(1, layer.channels), seen)
+            if needs_constants:
+                found = operator.gradients(signal, still, adapted, _INPUTS)[0].view(len(known), -1).sum(1)
+                places = index(layer.seen, known.device)
+                for_constants = known.new_zeros(len(columns.off)).index_copy_(0, places, found)
+            if needs_echo:
+                among = index(np.searchsorted(layer.seen, layer.heard), known.device)
+                signal, heard = gradient[: len(ctx.echo)], adapted.index_select(1, among)
+                along = operator.gradients(signal, ctx.echo, heard, _INPUTS)[0]
         elif columns is not None and len(columns.off):
-            whole = for_cut.new_zeros(len(rows.on), *weight.parameter.shape[1:])
-        if whole is not for_cut:
-            columns.put(whole, 1, for_cut)
-        if needs_echo:
-            heard = seen.index_select(1, index(np.searchsorted(layer.seen, layer.heard), seen.device))
-            along, _, _ = operator.gradients(gradient[: len(ctx.echo)], ctx.echo, heard, (True, False, False))
-        for_gates, parts = weight.gradients(layer.batch, layer.pieces, whole.contiguous(), leaves)
-        return None, for_gates if needs_gates else None, for_bias, inward, for_constants, along, *parts
+            whole = for_weight.new_zeros(len(cut.rows.on), *cut.tensor.parameter.shape[1:])
+        if whole is not for_weight:
+            columns.put(whole, 1, for_weight)
+        for_gates = total(cut.batch, cut.segments.blocks, products)
+        return None, for_gates, for_bias, inward, for_constants, along, *cut.gradients(whole.contiguous(), leaves)
 
 
-def _of_constants(
-    ctx: Any, for_shift: torch.Tensor, inputs: torch.Tensor, seen: torch.Tensor, known: torch.Tensor, needed: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients of the weight, all its columns, and of all constants, through what the seen constants added."""
-    layer = ctx.layer
-    operator, columns = layer.operator, layer.columns
-    # As if of one sample, with 0 for whatever is computed: writing the columns of many constants one by one is slower.
-    wide = known.new_zeros(len(columns.flags)).index_copy_(0, layer.channels, known)
-    still = operator.still(wide, inputs)
-    signal = for_shift if ctx.per_position else for_shift.view(1, -1, *(1,) * (still.dim() - 2))
-    shape_only = layer.weight.parameter.detach()[: len(layer.rows.on)]
-    _, for_weight, _ = operator.gradients(signal, still, shape_only, (False, True, False))
-    if not needed:
-        return cast(torch.Tensor, for_weight), None
-    inward, _, _ = operator.gradients(signal, operator.still(known, inputs), seen, (True, False, False))
-    found = cast(torch.Tensor, inward).flatten(2).sum((0, 2)) if still.dim() > 2 else cast(torch.Tensor, inward)[0]
-    for_constants = known.new_zeros(len(columns.off)).index_copy_(0, index(layer.seen, known.device), found)
-    return cast(torch.Tensor, for_weight), for_constants
+_INPUTS, _WEIGHT = (True, False, False), (False, True, False)
 
 
 @dataclass(frozen=True)
@@ -302,27 +285,26 @@ class _OffRows:
         if len(which) < len(self.rows):
             fixed = self.fixed.index_select(0, index(which, self.fixed.device))
             chosen = replace(self, rows=self.rows[which], fixed=fixed)
-        return cast(torch.Tensor, _Start.apply(self.layer.batch.gates, chosen))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, _Start.apply(self.layer.cut.batch.gates, chosen))  # type: ignore[no-untyped-call]
 
     def products(self, signal: torch.Tensor) -> torch.Tensor:
         """<δ, z_b> for every block b of the model, [L]: δ is ``signal``, and z_b what block b's weights alone give.
 
         That is e_b of the card, 4.5, since z_b is linear in θ_b; it needs no gradient as large as the weight.
         """
-        layer, batch = self.layer, self.layer.batch
-        operator, columns, device = layer.operator, layer.columns, self.inputs.device
-        values, which, block = layer.weight.by_block(self.rows)
-        weight = values.view(len(values), *layer.weight.parameter.shape[1:])
-        inputs = self.inputs[: batch.heard]
-        result = operator.run(inputs, weight if columns is None else columns.computed(weight, 1), None)
+        layer, operator, columns = self.layer, self.layer.operator, self.layer.columns
+        batch, weight = layer.cut.batch, layer.cut.tensor
+        segments = weight.segments(self.rows)
+        values, inputs = weight.values(segments), self.inputs[: batch.heard]
+        result = operator.run(inputs, values if columns is None else columns.computed(values, 1), None)
         if self.constants is not None and len(layer.seen):
-            known = self.constants.index_select(0, index(layer.seen, device))
-            result += operator.run(operator.still(known, inputs), weight.index_select(1, layer.channels), None)
+            known = self.constants.index_select(0, index(layer.seen, inputs.device))
+            result += operator.run(operator.still(known, inputs), values.index_select(1, layer.channels), None)
         axis = operator.axis(result)
-        if len(values) > len(self.rows):
-            signal = signal.index_select(axis, index(which, device))
+        if segments.rows is not None:
+            signal = signal.index_select(axis, segments.rows)
         products = (signal * result).sum([dim for dim in range(result.dim()) if dim != axis])
-        return total(batch, index(block, device), products * batch.factor)
+        return total(batch, segments.blocks, products * batch.factor)
 
 
 class _Start(torch.autograd.Function):
@@ -332,7 +314,7 @@ class _Start(torch.autograd.Function):
     def forward(ctx: Any, gates: torch.Tensor, off: _OffRows) -> torch.Tensor:
         ctx.off = off
         axis = off.layer.operator.axis(off.inputs)
-        shape = [off.layer.batch.heard, *off.shape[1:]]
+        shape = [off.layer.cut.batch.heard, *off.shape[1:]]
         shape[axis] = len(off.rows)
         return off.fixed.view(-1, *(1,) * (len(shape) - axis - 1)).expand(shape)
 
@@ -345,38 +327,44 @@ def normalise(
     module: nn.modules.batchnorm._BatchNorm,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    value: Partial,
-) -> Partial:
+    value: torch.Tensor | Partial,
+) -> torch.Tensor | Partial:
     """Batch norm under θ' ``weight`` and ``bias`` [channels]; its running statistics move as if all were computed.
 
     Over a batch a constant channel has no variance: its output is the bias. Still a signal passes, through the mean.
     """
+    of_batch = module.training or module.running_mean is None
+    statistics: tuple[Any, Any] = (module.running_mean, module.running_var)
+    moves = module.training and module.track_running_stats and module.running_mean is not None
+    share = _share(module) if moves else 0.0
+    if not isinstance(value, Partial):
+        mean, variance = statistics if moves or not of_batch else (None, None)
+        return F.batch_norm(value, mean, variance, weight, bias, of_batch, share, module.eps)
     channels = value.channels
     weight = value.constants.new_ones(len(channels.flags)) if weight is None else weight
     bias = value.constants.new_zeros(len(channels.flags)) if bias is None else bias
-    constants, gain = channels.others(bias), channels.others(weight.detach())
-    scaled = channels.computed(weight), channels.computed(bias)
-    of_batch = module.training or module.running_mean is None
+    constants, scaled = channels.others(bias), (channels.computed(weight), channels.computed(bias))
+    deviation: torch.Tensor | None = None
     if of_batch:
-        moves = module.training and module.track_running_stats and module.running_mean is not None
         # The computed channels' own statistics: with momentum 1, nothing is left of what these tensors hold.
-        mean, variance = value.computed.new_zeros(2, len(channels.on)) if moves else (None, None)
+        own: Any = value.computed.new_zeros(2, len(channels.on)) if moves else (None, None)
+        mean, variance = own
         computed = F.batch_norm(value.computed, mean, variance, *scaled, True, 1.0, module.eps)
-        gain = gain * module.eps**-0.5
         if moves:
-            share = _share(module)
-            still = value.constants.detach()
-            cast(torch.Tensor, module.running_mean).lerp_(channels.joined(cast(torch.Tensor, mean), still), share)
-            still = torch.zeros_like(still)
-            cast(torch.Tensor, module.running_var).lerp_(channels.joined(cast(torch.Tensor, variance), still), share)
+            channels.drawn(statistics[0], mean, value.constants.detach(), share)
+            channels.drawn(statistics[1], variance, None, share)
     else:
-        mean, variance = cast(torch.Tensor, module.running_mean), cast(torch.Tensor, module.running_var)
-        known = channels.computed(mean), channels.computed(variance)
-        computed = F.batch_norm(value.computed, *known, *scaled, False, 0.0, module.eps)
-        deviation = (channels.others(variance) + module.eps).sqrt()
-        constants = (value.constants - channels.others(mean)) / deviation * channels.others(weight) + constants
-        gain = gain / deviation
-    fixed = constants.detach()
+        (mean, still), (variance, others) = ((channels.computed(s), channels.others(s)) for s in statistics)
+        computed = F.batch_norm(value.computed, mean, variance, *scaled, False, 0.0, module.eps)
+        deviation = (others + module.eps).sqrt()
+        constants = (value.constants - still) / deviation * channels.others(weight) + constants
+    value = replace(
+        value, computed=computed, constants=constants, live=np.full(len(channels.off), torch.is_grad_enabled())
+    )
+    if value.echo is None:
+        return value
+    fixed, gain = constants.detach(), channels.others(weight.detach())
+    gain = gain * module.eps**-0.5 if deviation is None else gain / deviation
 
     def step(echo: torch.Tensor, rows: Index) -> torch.Tensor:
         which, wide = index(rows, echo.device), (-1, *(1,) * (echo.dim() - 2))
@@ -384,17 +372,9 @@ def normalise(
         signal = echo - echo.detach()
         if of_batch:
             signal = signal - signal.mean([dim for dim in range(signal.dim()) if dim != 1], keepdim=True)
-        result: torch.Tensor = fixed[which].view(wide) + gain[which].view(wide) * signal
-        return result
+        return fixed.index_select(0, which).view(wide) + gain.index_select(0, which).view(wide) * signal
 
-    return replace(
-        value,
-        computed=computed,
-        constants=constants,
-        live=np.full(len(channels.off), torch.is_grad_enabled()),
-        heard=value.heard & (gain != 0).numpy(force=True),
-        echo=value.after(step),
-    )
+    return replace(value, heard=value.heard & true(gain != 0), echo=value.after(step))
 
 
 def _share(module: nn.modules.batchnorm._BatchNorm) -> float:

@@ -5,13 +5,13 @@ that is off in a batch has no gradient and is passed over, and nothing as large 
 adapted weights θ' = θ ⊛ M' of a batch (pFedGate, arXiv:2305.02776; its method card, section 2) are made of the output
 rows that some block touches which is on, one below the other; where such a row is cut, zeros stand for what is off.
 
-On a small network a batch takes a few milliseconds and a call of torch some microseconds, so what is the same for all
-batches is worked out once, choices of rows and channels are made in numpy, and vectors are adapted all at once.
+On a small network a batch takes a few milliseconds and each call of torch some microseconds, more than its work. So
+what can be is done to all blocks of a tensor at once, by ``Segments``, choices are made in numpy, and what is the same
+for all batches is worked out once.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +28,14 @@ Flags = NDArray[np.bool_]
 
 def index(places: Index, device: torch.device) -> torch.Tensor:
     """``places`` as torch wants them to index a tensor on ``device``."""
-    return torch.from_numpy(places).to(device)
+    made = torch.from_numpy(places)
+    return made if device.type == "cpu" else made.to(device)
+
+
+def true(flags: torch.Tensor) -> Flags:
+    """``flags``, a tensor of booleans, as numpy has them."""
+    found: Flags = (flags if flags.device.type == "cpu" else flags.cpu()).numpy()
+    return found
 
 
 class Channels:
@@ -63,9 +70,15 @@ class Channels:
         whole = computed.new_empty(len(self.flags))
         return whole.index_copy_(0, self._on, computed).index_copy_(0, self._off, others)
 
+    def drawn(self, whole: torch.Tensor, computed: torch.Tensor, others: torch.Tensor | None, share: float) -> None:
+        """Move ``whole`` [size] by ``share`` of the way to what both parts are; ``others`` None stands for zeros."""
+        whole.mul_(1 - share).index_add_(0, self._on, computed, alpha=share)
+        if others is not None:
+            whole.index_add_(0, self._off, others, alpha=share)
+
     def put(self, tensor: torch.Tensor, dim: int, computed: torch.Tensor) -> None:
         """Write the computed channels into ``tensor``, which has all; by ranges, far faster than one by one."""
-        parts = torch.split(computed, [stop - start for start, stop in self.runs], dim)
+        parts = torch.split_with_sizes(computed, [stop - start for start, stop in self.runs], dim)
         for (start, stop), part in zip(self.runs, parts, strict=True):
             tensor.narrow(dim, start, stop - start).copy_(part)
 
@@ -74,29 +87,30 @@ class Channels:
 class Batch:
     """What holds for one batch.
 
-    gates: float [L], M' of the card, 0 at blocks that are off; scales: the same as numbers. selected: bool [L], which
+    gates: float [L], M' of the card, 0 at blocks that are off; scales: the same in numpy. selected: bool [L], which
     blocks are on; before: how many of the first so many are, [L+1]. heard: samples, from the first on, from which
     gradients of gates of off rows are estimated; factor: what they are multiplied by, so that they stand for the whole
     batch. With heard 0 off blocks' gates get none: ``gates`` passes no gradients to them.
     """
 
     gates: torch.Tensor
-    scales: Sequence[float]
+    scales: NDArray[np.floating]
     selected: Flags
     before: Index
     heard: int
     factor: float
 
 
-class Piece(NamedTuple):
-    """A run of values in computed rows that belong to one block: the block's place in the parameter and whether it is
-    on (then the run is the whole block), where in the parameter, where in the copy."""
+class Segments(NamedTuple):
+    """Rows of a parameter, each as often as it has blocks: what one block has of one row is a segment, T in all.
 
-    place: int
-    on: bool
-    start: int
-    stop: int
-    target: int
+    sources: the row of each [T]; rows: its place among the rows asked for [T], None where no row is cut and the two
+    count alike; blocks: its block's number in the model [T].
+    """
+
+    sources: Index
+    rows: torch.Tensor | None
+    blocks: torch.Tensor
 
 
 class BlockedTensor:
@@ -115,104 +129,125 @@ class BlockedTensor:
         self.flat = parameter.detach().view(-1)
         self.rows = len(parameter) if parameter.dim() else 1
         self.row_size = self.flat.numel() // max(1, self.rows)
-        self._bounds: list[int] = [0, *np.cumsum(sizes).tolist()]
-        self._values = torch.split(self.flat, list(sizes))
-        self.leaves = [part.detach().requires_grad_() for part in self._values]
+        self.leaves = [part.detach().requires_grad_() for part in torch.split(self.flat, list(sizes))]
+        self._bounds = np.concatenate([[0], np.cumsum(sizes)])
 
     @cached_property
-    def _of_rows(self) -> tuple[Index, Index]:
-        """The first and the last block of every row, by their places in the parameter."""
-        bounds, starts = np.array(self._bounds), np.arange(self.rows) * self.row_size
-        first = np.searchsorted(bounds, starts, side="right") - 1
-        return first, np.searchsorted(bounds, starts + self.row_size - 1, side="right") - 1
+    def _by_row(self) -> torch.Tensor:
+        return self.flat.view(self.rows, *self.parameter.shape[1:])
+
+    @cached_property
+    def _of_rows(self) -> tuple[Index, Index, bool]:
+        """The first and the last block of every row, by their places in the parameter; whether any row is cut."""
+        starts = np.arange(self.rows) * self.row_size
+        first = np.searchsorted(self._bounds, starts, side="right") - 1
+        last = np.searchsorted(self._bounds, starts + self.row_size - 1, side="right") - 1
+        return first, last, bool((first < last).any())
 
     def computed(self, batch: Batch) -> Channels:
         """Rows that a block touches which is on. Without any it is the first, so that no layer is empty."""
-        first, last = self._of_rows
+        first, last, _ = self._of_rows
         before = batch.before[self.first :]
         flags = before[last + 1] > before[first]
         if not flags.any():
             flags[0] = True
         return Channels(flags, self.flat.device)
 
+    def segments(self, rows: Index) -> Segments:
+        """What the blocks have of ``rows``."""
+        first, last, cut = self._of_rows
+        device = self.flat.device
+        if not cut:
+            return Segments(rows, None, index(first[rows] + self.first, device))
+        times = (last - first + 1)[rows]
+        places = np.repeat(np.arange(len(rows)), times)
+        begins = np.cumsum(times) - times
+        blocks = first[rows][places] + np.arange(len(places)) - begins[places]
+        return Segments(rows[places], index(places, device), index(blocks + self.first, device))
+
+    def values(self, segments: Segments) -> torch.Tensor:
+        """θ at ``segments``, with zeros in place of what other blocks have of their rows: [T, ...]. May be θ itself."""
+        if segments.rows is None and len(segments.sources) == self.rows:
+            return self._by_row
+        values = self._by_row.index_select(0, index(segments.sources, self.flat.device))
+        if segments.rows is not None:
+            places, flat = segments.blocks.cpu().numpy() - self.first, values.view(len(values), -1)
+            starts = segments.sources * self.row_size
+            begins, ends = self._bounds[places] - starts, self._bounds[places + 1] - starts
+            for row in np.flatnonzero(begins > 0).tolist():
+                flat[row, : begins[row]] = 0
+            for row in np.flatnonzero(ends < self.row_size).tolist():
+                flat[row, ends[row] :] = 0
+        return values
+
+    def trained(self, batch: Batch, rows: Channels) -> tuple[list[int], list[int]]:
+        """Which blocks are on, by place, and where each begins in ``rows``, written one below the other."""
+        on = np.flatnonzero(batch.selected[self.first : self.first + len(self.leaves)])
+        first, start = np.divmod(self._bounds[on], max(1, self.row_size))
+        return on.tolist(), (np.searchsorted(rows.on, first) * self.row_size + start).tolist()
+
     def whole(self, batch: Batch) -> torch.Tensor:
         """θ' in the parameter's own shape."""
-        pieces = self.pieces(batch, [(0, self.rows)])
-        made: torch.Tensor = _Whole.apply(batch.gates, self, batch, pieces, *self.trained(pieces))  # type: ignore[no-untyped-call]
-        return made
+        rows = Channels(np.ones(self.rows, dtype=bool), self.flat.device)
+        cut = Cut(self, batch, rows)
+        made: torch.Tensor = _Whole.apply(batch.gates, cut, *cut.leaves)  # type: ignore[no-untyped-call]
+        return made.view(self.parameter.shape)
 
-    def pieces(self, batch: Batch, rows: Sequence[tuple[int, int]]) -> list[Piece]:
-        """The runs of blocks in ``rows``, ranges of ``computed`` ones or more, written one below the other."""
-        found, target = [], 0
-        on = batch.selected[self.first : self.first + len(self.leaves)].tolist()
-        for first, last in rows:
-            start, end = first * self.row_size, last * self.row_size
-            place = bisect_right(self._bounds, start) - 1
-            while start < end:
-                stop = min(end, self._bounds[place + 1])
-                found.append(Piece(place, on[place], start, stop, target))
-                target += stop - start
-                start, place = stop, place + 1
+
+class Cut:
+    """The ``rows`` of a parameter that a batch computes, and the ``leaves`` in them that it trains."""
+
+    def __init__(self, tensor: BlockedTensor, batch: Batch, rows: Channels) -> None:
+        self.tensor = tensor
+        self.batch = batch
+        self.rows = rows
+        self.segments = tensor.segments(rows.on)
+        self._on, self._starts = tensor.trained(batch, rows)
+        self.leaves = [tensor.leaves[place] for place in self._on]
+
+    @cached_property
+    def scales(self) -> torch.Tensor:
+        """M' of every segment, [T, 1, ...]."""
+        scales = self.batch.gates.detach().index_select(0, self.segments.blocks)
+        return scales.to(self.tensor.flat.dtype).view(-1, *(1,) * (self.tensor.parameter.dim() - 1))
+
+    def adapted(self, values: torch.Tensor) -> torch.Tensor:
+        """θ' of the rows, [rows, ...], made of some or all columns of θ at their segments, [T, ...]."""
+        made = values * self.scales
+        if self.segments.rows is None:
+            return made
+        return made.new_zeros(len(self.rows.on), *made.shape[1:]).index_add_(0, self.segments.rows, made)
+
+    def products(self, gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """<g, θ> of every segment, [T]: both at some or all columns, g [rows, ...] = ∂f/∂θ' and θ [T, ...]."""
+        if self.segments.rows is not None:
+            gradient = gradient.index_select(0, self.segments.rows)
+        return (gradient * values).flatten(1).sum(1)
+
+    def gradients(self, gradient: torch.Tensor, needed: Sequence[bool]) -> list[torch.Tensor | None]:
+        """∂f/∂θ_b = M'_b g_b of the ``leaves``, where ``needed``, from g at all columns; overwrites it."""
+        if self.segments.rows is None:
+            gradient *= self.scales
+        flat, found = gradient.view(-1), list[torch.Tensor | None]()
+        for place, start, leaf, need in zip(self._on, self._starts, self.leaves, needed, strict=True):
+            part = flat[start : start + len(leaf)] if need else None
+            if part is not None and self.segments.rows is not None:
+                part *= float(self.batch.scales[self.tensor.first + place])
+            found.append(part)
         return found
-
-    def trained(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """The leaves of blocks that are on."""
-        return [self.leaves[piece.place] for piece in pieces if piece.on]
-
-    def adapted(self, batch: Batch, pieces: Sequence[Piece], rows: int) -> torch.Tensor:
-        """θ' at the ``rows`` rows of ``pieces``; not followed by autograd."""
-        made = self.flat.new_empty(rows * self.row_size)
-        for place, on, start, stop, target in pieces:
-            part = made[target : target + stop - start]
-            if on:
-                torch.mul(self._values[place], batch.scales[self.first + place], out=part)
-            else:
-                part.zero_()
-        return made.view(rows, *self.parameter.shape[1:])
-
-    def gradients(
-        self, batch: Batch, pieces: Sequence[Piece], gradient: torch.Tensor, needed: Sequence[bool]
-    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """From g = ∂f/∂θ' at the rows of ``pieces``: ∂f/∂M' [L], which is e_b = <g_b, θ_b>, also of off blocks (card,
-        4.5), and of every one of the ``trained`` leaves ∂f/∂θ_b = M'_b g_b, where ``needed``. Overwrites ``gradient``.
-        """
-        products, parts, wanted = [], [], iter(needed)
-        runs = torch.split(gradient.view(-1), [piece.stop - piece.start for piece in pieces])
-        for (place, on, start, stop, _), run in zip(pieces, runs, strict=True):
-            products.append(torch.dot(run, self._values[place] if on else self.flat[start:stop]))
-            if on:
-                parts.append(run.mul_(batch.scales[self.first + place]) if next(wanted) else None)
-        blocks = index(np.array([self.first + piece.place for piece in pieces]), self.flat.device)
-        return total(batch, blocks, torch.stack(products)), parts
-
-    def by_block(self, rows: Index) -> tuple[torch.Tensor, Index, Index]:
-        """θ at ``rows``, a row for every block in it: values [T, row_size], which of ``rows``, which block (both [T]).
-
-        A row that is cut comes as often as it has blocks, each time with zeros in place of the other blocks.
-        """
-        first, last = (blocks[rows] for blocks in self._of_rows)
-        times = last - first + 1
-        which = np.repeat(np.arange(len(rows)), times)
-        begins = np.cumsum(times) - times
-        block = first[which] + np.arange(len(which)) - begins[which]
-        values = self.flat.view(self.rows, self.row_size).index_select(0, index(rows[which], self.flat.device))
-        for copy in np.flatnonzero(times[which] > 1).tolist():
-            start, stop = (self._bounds[block[copy] + end] - rows[which[copy]] * self.row_size for end in (0, 1))
-            values[copy, : max(0, start)] = 0
-            values[copy, stop:] = 0
-        return values, which, block + self.first
 
 
 class Vectors:
-    """The parameters of one axis (biases, scales of norms), adapted all at once: a step for each block would cost more
+    """The parameters of one axis (biases, scales of norms), adapted all at once: a step for each tensor would cost more
     than the work in it, and what is off is not worth leaving out."""
 
     def __init__(self, tensors: Sequence[BlockedTensor]) -> None:
         self._tensors = tensors
         self._leaves = [leaf for tensor in tensors for leaf in tensor.leaves]
         self._blocks = np.array([t.first + place for t in tensors for place in range(len(t.leaves))], dtype=np.intp)
-        self.sizes = [len(leaf) for leaf in self._leaves]
-        self.of_values = torch.from_numpy(np.repeat(self._blocks, self.sizes))
+        sizes = [len(leaf) for leaf in self._leaves]
+        self._ends = np.cumsum(sizes).tolist()
+        self.of_values = torch.from_numpy(np.repeat(self._blocks, sizes))
         if tensors:
             self.of_values = self.of_values.to(tensors[0].flat.device)
 
@@ -222,7 +257,8 @@ class Vectors:
             return {}
         on = np.flatnonzero(batch.selected[self._blocks]).tolist()
         leaves = [self._leaves[place] for place in on]
-        values: torch.Tensor = _Scale.apply(batch.gates, self, batch, on, *leaves)  # type: ignore[no-untyped-call]
+        ends = [self._ends[place] for place in on]
+        values: torch.Tensor = _Scale.apply(batch, batch.gates, self, ends, *leaves)  # type: ignore[no-untyped-call]
         parts = torch.split(values, [tensor.flat.numel() for tensor in self._tensors])
         return {tensor.name: part for tensor, part in zip(self._tensors, parts, strict=True)}
 
@@ -232,43 +268,46 @@ class Vectors:
 
 
 class _Scale(torch.autograd.Function):
-    """θ' of vectors; gradients as of ``BlockedTensor``."""
+    """θ' of vectors; gradients as of ``Cut``."""
 
     @staticmethod
     def forward(
-        ctx: Any, gates: torch.Tensor, vectors: Vectors, batch: Batch, on: list[int], *leaves: torch.Tensor
+        ctx: Any, batch: Batch, gates: torch.Tensor, vectors: Vectors, ends: list[int], *leaves: torch.Tensor
     ) -> torch.Tensor:
-        ctx.vectors, ctx.batch, ctx.on = vectors, batch, on
         values = vectors.values()
         scales = gates.index_select(0, vectors.of_values).to(values.dtype)
+        ctx.batch, ctx.vectors, ctx.spans = (
+            batch,
+            vectors,
+            [(e - len(leaf), e) for e, leaf in zip(ends, leaves, strict=True)],
+        )
         ctx.save_for_backward(values, scales)
         return values * scales
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values, scales = ctx.saved_tensors
-        vectors, needed = ctx.vectors, ctx.needs_input_grad[4:]
-        for_gates = total(ctx.batch, vectors.of_values, gradient * values)
-        parts = (gradient * scales).split(vectors.sizes)
-        on = (parts[place] if need else None for place, need in zip(ctx.on, needed, strict=True))
-        return for_gates, None, None, None, *on
+        for_gates = total(ctx.batch, ctx.vectors.of_values, gradient * values)
+        parts, needed = gradient * scales, ctx.needs_input_grad[4:]
+        leaves = (parts[start:stop] if need else None for (start, stop), need in zip(ctx.spans, needed, strict=True))
+        return None, for_gates, None, None, *leaves
 
 
 class _Whole(torch.autograd.Function):
-    """θ' of a whole parameter."""
+    """θ' of a whole parameter. Backward: ∂f/∂θ = M'·g and ∂f/∂M'_b = e_b = <g_b, θ_b>, also of off blocks (4.5)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, gates: torch.Tensor, tensor: BlockedTensor, batch: Batch, pieces: list[Piece], *leaves: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.tensor, ctx.batch, ctx.pieces = tensor, batch, pieces
-        return tensor.adapted(batch, pieces, tensor.rows).view(tensor.parameter.shape)
+    def forward(ctx: Any, gates: torch.Tensor, cut: Cut, *leaves: torch.Tensor) -> torch.Tensor:
+        ctx.cut = cut
+        return cut.adapted(cut.tensor.values(cut.segments))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cut = ctx.cut
+        products = cut.products(gradient, cut.tensor.values(cut.segments))
         own = gradient.clone(memory_format=torch.contiguous_format)
-        for_gates, parts = ctx.tensor.gradients(ctx.batch, ctx.pieces, own, ctx.needs_input_grad[4:])
-        return for_gates, None, None, None, *parts
+        for_gates = total(cut.batch, cut.segments.blocks, products)
+        return for_gates, None, *cut.gradients(own, ctx.needs_input_grad[2:])
 
 
 def total(batch: Batch, blocks: torch.Tensor, products: torch.Tensor) -> torch.Tensor:

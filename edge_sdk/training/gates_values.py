@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from edge_sdk.training.gates_tensors import Channels, Flags, Index, index
+from edge_sdk.training.gates_tensors import Channels, Flags, Index, index, true
 
 Step = Callable[[torch.Tensor, Index], torch.Tensor]
 """What an operation does to the echo's channels [P, Q, ...], given which of the constant channels they are."""
@@ -83,20 +83,20 @@ class Partial:
     @property
     def matters(self) -> Flags:
         """Which constants the next layer cannot leave out, [others]: those that are not 0, or that gradients reach."""
-        return cast(Flags, self.live | self.heard | (self.constants.detach() != 0).numpy(force=True))
+        return self.live | self.heard | true(self.constants.detach() != 0)
 
     def each(self, operation: Callable[[torch.Tensor], torch.Tensor], *, rectifies: bool = False) -> Partial:
         """``operation``, which works on every entry alone, done to this value; whether it is a ReLU saves finding its
         slope."""
         constants, live, heard = operation(self.constants), self.live, self.heard
         if rectifies:
-            passes = (self.constants.detach() > 0).numpy(force=True)
+            passes = true(self.constants.detach() > 0)
             live, heard = live & passes, heard & passes
         elif torch.is_grad_enabled() and live.any():
             with torch.enable_grad():
                 point = self.constants.detach().requires_grad_()
                 operation(point).sum().backward()  # type: ignore[no-untyped-call]
-            passes = cast(torch.Tensor, point.grad).numpy(force=True) != 0
+            passes = true(cast(torch.Tensor, point.grad) != 0)
             live, heard = live & passes, heard & passes
         return replace(
             self,
