@@ -20,7 +20,6 @@ from edge_sdk.training.finetuning import fine_tune
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import evaluate, evaluate_held_out, get_tensors, set_tensors, train_locally
 from edge_sdk.training.merging import whole_model
-from edge_sdk.training.proximal import Pull
 
 
 class FedAvg(DeviceMethod):
@@ -37,16 +36,16 @@ class FedAvg(DeviceMethod):
             settings,
             learning_rate=settings.learning_rate_of(job.assignment.round),
             freezing=Freezing(job.model, job.manifest, None),
-            pull=self.pull(job),
+            proximal_weight=self.proximal_weight(job),
             seed=job.seed("train"),
             progress=job.progress,
         )
         trained = pack(job.manifest, get_tensors(job.model, job.manifest), None)
         return conclude(job, result, personal=None, update=Update(trained))
 
-    def pull(self, job: Job) -> Pull | None:
-        """What holds the round's training back, made when the weights are loaded: nothing."""
-        return None
+    def proximal_weight(self, job: Job) -> float:
+        """μ of the pull back to the weights received: none."""
+        return 0.0
 
     def evaluate(self, job: Job) -> Evaluated:
         """The global model on held-out data and, with ``finetune_epochs``, a fine-tuned copy of it beside it."""

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from edge_sdk.methods import Job
 from edge_sdk.methods.fedavg import FedAvg
-from edge_sdk.training.proximal import Pull
 
 
 class FedProx(FedAvg):
     """FedAvg with a proximal term of weight μ = ``method_settings["proximal_weight"]``; 0 is FedAvg bit for bit."""
 
-    def pull(self, job: Job) -> Pull:
-        """Towards the weights received."""
-        return Pull(job.model, float(job.assignment.settings.method_settings["proximal_weight"]))
+    def proximal_weight(self, job: Job) -> float:
+        """μ, a setting."""
+        return float(job.assignment.settings.method_settings["proximal_weight"])

@@ -50,14 +50,14 @@ def train_locally(
     learning_rate: float,
     freezing: Freezing,
     seed: int,
-    pull: Pull | None = None,
+    proximal_weight: float = 0.0,
     progress: Callable[[int, int, float], None] = lambda done, total, loss: None,
 ) -> LocalResult:
     """Train ``model`` in place on the task's training data for ``local_steps``, or else ``local_epochs``.
 
-    Steps wrap round the data. The optimiser starts afresh; ``seed`` decides shuffling and dropout; ``pull`` adds a
-    proximal term, which the losses reported leave out. Raises TrainingDiverged for a loss or weight that is not finite,
-    ValueError where there is nothing to train on.
+    Steps wrap round the data. The optimiser starts afresh; ``seed`` decides shuffling and dropout. ``proximal_weight`` μ
+    adds a pull back to the start (``proximal``), which the losses reported leave out. Raises TrainingDiverged for a
+    loss or weight that is not finite, ValueError where there is nothing to train on.
     """
     if len(task.train) == 0:
         raise ValueError("the task's training data has no batches; give it at least one sample")
@@ -70,6 +70,7 @@ def train_locally(
     with freezing, Layout(model, task) as layout:
         parameters = freezing.parameters
         optimizer = _optimizer(parameters, settings, learning_rate)
+        pull = Pull(parameters, proximal_weight)
         for step, (inputs, targets) in enumerate(islice(chain.from_iterable(repeat(task.train)), total), start=1):
             _forget_gradients(parameters)
             inputs, targets = inputs.to(device), targets.to(device)
@@ -81,8 +82,7 @@ def train_locally(
                     f"the loss is {value} at step {step} of {total}; {_advice(settings, learning_rate)}"
                 )
             loss.backward()  # type: ignore[no-untyped-call]
-            if pull is not None:
-                pull.add_to_gradients()
+            pull.add_to_gradients()
             freezing.zero_gradients()
             if settings.clip is not None:
                 nn.utils.clip_grad_norm_(parameters, settings.clip)

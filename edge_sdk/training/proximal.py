@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import nn
 
 
 class Pull:
-    """Pulls a model's parameters back to where they are now, with ``weight`` μ >= 0; 0 does nothing at all.
+    """Pulls what is trained back to where it is now, with ``weight`` μ >= 0; 0 does nothing at all.
 
-    Made after the round's weights are loaded. Its memory is a second copy of the parameters.
+    Its memory is a second copy of ``parameters``.
     """
 
-    def __init__(self, model: nn.Module, weight: float) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], weight: float) -> None:
         self._weight = weight
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad and weight]
+        self._parameters = list(parameters) if weight else []
         self._centre = [parameter.detach().clone() for parameter in self._parameters]
 
     @torch.no_grad()

@@ -8,8 +8,7 @@ from edge_sdk.training.proximal import Pull
 
 def test_the_pull_adds_its_weight_times_the_distance():
     model = nn.Linear(2, 1)
-    model.bias.requires_grad_(False)
-    pull = Pull(model, 0.5)
+    pull = Pull([model.weight], 0.5)
     start = model.weight.detach().clone()
     with torch.no_grad():
         model.weight.add_(torch.tensor([[1.0, -2.0]]))
@@ -21,8 +20,8 @@ def test_the_pull_adds_its_weight_times_the_distance():
 
 def test_a_parameter_without_gradient_is_left_alone_and_a_weight_of_zero_keeps_no_copy():
     model = nn.Linear(2, 1)
-    Pull(model, 0.5).add_to_gradients()
+    Pull([model.weight], 0.5).add_to_gradients()
     assert model.weight.grad is None
     model.weight.grad = torch.full((1, 2), -0.0)
-    Pull(model, 0.0).add_to_gradients()
+    Pull([model.weight], 0.0).add_to_gradients()
     assert torch.signbit(model.weight.grad).all(), "not even a sign changes"
