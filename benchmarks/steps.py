@@ -1,0 +1,230 @@
+"""Training steps to be timed against each other: the same network and batch, dense, masked, skipped, and small.
+
+    dense   autograd and torch.optim on the whole network
+    hooks   what the papers' code does: the whole gradient times a mask, and frozen weights put back after the step
+    small   a physically smaller network, of the active neurons alone: what no masked training can be faster than
+    ours    ``Freezing`` or ``GatedModel``
+
+Each is made by a function of the same shape and is a callable that does one step. All run in the memory format in which
+the product trains on a processor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from edge_sdk.protocol.blocks import BlockTable, Selection
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons
+from edge_sdk.tasks.models import MODELS
+from edge_sdk.tracing import describe
+from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.gates import GatedModel
+from edge_sdk.training.layout import gains
+
+Step = Callable[[], None]
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A network of the tasks, its manifest, and a batch of random samples."""
+
+    model: nn.Module
+    manifest: Manifest
+    inputs: Tensor
+    targets: Tensor
+
+    @classmethod
+    def of(cls, name: str, batch: int) -> Setting:
+        """``name`` as in ``mnist:leaf``."""
+        task, _, choice = name.partition(":")
+        chosen = MODELS[task][choice]
+        torch.manual_seed(0)
+        model = chosen.build()
+        inputs = torch.randn(batch, *chosen.shape)
+        classes = model.eval()(inputs[:1]).shape[1]
+        manifest = describe(model, inputs[:1], task=name)
+        if gains(model):
+            inputs = inputs.to(memory_format=torch.channels_last)
+        return cls(_in_layout(model).train(), manifest, inputs, torch.randint(classes, (batch,)))
+
+    def mask(self, budget: float) -> NeuronMask:
+        """FedSPU's mask at a budget."""
+        return draw_neurons(self.manifest, NeuronDraw("benchmark", 1, "device", budget))
+
+    def network(self) -> nn.Module:
+        """A copy, to train."""
+        return copy.deepcopy(self.model)
+
+
+def _optimiser(parameters: Iterable[Tensor], momentum: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(parameters), lr=LEARNING_RATE, momentum=momentum)
+
+
+def dense(setting: Setting, momentum: float = 0.0, network: nn.Module | None = None) -> Step:
+    """``network``, by default the setting's, trained as a whole."""
+    model = network or setting.network()
+    optimiser = _optimiser(model.parameters(), momentum)
+
+    def step() -> None:
+        optimiser.zero_grad()
+        F.cross_entropy(model(setting.inputs), setting.targets).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+
+    return step
+
+
+def hooks(setting: Setting, trained: Mapping[str, Tensor], momentum: float = 0.0) -> Step:
+    """Gradients times ``trained`` (name -> bool), by a hook on every parameter; what is frozen is put back."""
+    model = setting.network()
+    masks = {name: exists.to(torch.float32) for name, exists in trained.items()}
+    frozen = {name: parameter.detach() * (1 - masks[name]) for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: gradient * masks[name])  # type: ignore[no-untyped-call]
+    step = dense(setting, momentum, model)
+
+    def masked() -> None:
+        step()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.mul_(masks[name]).add_(frozen[name])
+
+    return masked
+
+
+def freezing(
+    setting: Setting, mask: NeuronMask | None, elements: Mapping[str, Tensor] | None = None, momentum: float = 0.0
+) -> Step:
+    """Ours: frozen neurons, or elements that do not exist."""
+    model = setting.network()
+    with torch.no_grad():
+        for name, exists in (elements or {}).items():
+            model.get_parameter(name).mul_(exists)
+    frozen = Freezing(model, setting.manifest, mask, elements).__enter__()
+    optimiser = _optimiser(frozen.parameters, momentum)
+
+    def step() -> None:
+        optimiser.zero_grad()
+        F.cross_entropy(model(setting.inputs), setting.targets).backward()  # type: ignore[no-untyped-call]
+        frozen.zero_gradients()
+        optimiser.step()
+        frozen.write_back()
+
+    return step
+
+
+def trained_values(setting: Setting, mask: NeuronMask) -> dict[str, Tensor]:
+    """Name -> bool: what a mask lets train."""
+    found = {}
+    for spec in setting.manifest.tensors:
+        where = np.zeros(spec.shape, dtype=bool)
+        block = block_of(setting.manifest, spec, mask)
+        block.put(where, np.ones(block.shape, dtype=bool))
+        found[spec.name] = torch.from_numpy(where)
+    return found
+
+
+def small(setting: Setting, widths: Mapping[str, int], momentum: float = 0.0) -> Step:
+    """A network of ``widths`` (layer -> neurons) instead of the setting's; the output layer is whole."""
+    return dense(setting, momentum, smaller(setting.model, widths, setting.inputs))
+
+
+def smaller(model: nn.Module, widths: Mapping[str, int], inputs: Tensor) -> nn.Module:
+    """A chain of layers like ``model`` in which layer ``name`` has ``widths[name]`` neurons."""
+    layers: dict[str, nn.Module] = {}
+    channels, spatial = inputs.shape[1], True
+    positions = 1
+    value = inputs[:1].clone()
+    for name, layer in model.named_children():
+        if isinstance(layer, (nn.Conv1d, nn.Conv2d)):
+            kind = type(layer)
+            same = (layer.kernel_size, layer.stride, layer.padding)
+            made: nn.Module = kind(channels, widths.get(name, layer.out_channels), *same, bias=layer.bias is not None)  # type: ignore[arg-type]
+            channels = widths.get(name, layer.out_channels)
+        elif isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            made = type(layer)(channels)
+        elif isinstance(layer, nn.Linear):
+            wide = channels * positions if spatial else channels
+            made, spatial = nn.Linear(wide, widths.get(name, layer.out_features), bias=layer.bias is not None), False
+            channels = widths.get(name, layer.out_features)
+        else:
+            made = copy.deepcopy(layer)
+        with torch.no_grad():
+            value = made.eval()(value)
+        if isinstance(layer, nn.Flatten):
+            positions = value.shape[1] // channels
+        layers[name] = made.train()
+    result = nn.Sequential()
+    for name, layer in layers.items():
+        result.add_module(name, layer)
+    return _in_layout(result)
+
+
+def _in_layout(model: nn.Module) -> nn.Module:
+    """The model in the memory format in which the product trains it."""
+    return model.to(memory_format=torch.channels_last) if gains(model) else model  # type: ignore[call-overload]
+
+
+def by_rows(table: BlockTable, share: float, generator: np.random.Generator) -> Selection:
+    """About ``share`` of the blocks of every tensor, the first among them."""
+    chosen = []
+    for sizes in table.tensors.values():
+        on = np.zeros(len(sizes), dtype=bool)
+        on[0] = True
+        more = min(len(sizes) - 1, max(0, round(share * len(sizes)) - 1))
+        on[1 + generator.permutation(len(sizes) - 1)[:more]] = True
+        chosen.append(on)
+    return np.concatenate(chosen)
+
+
+def gated(setting: Setting, table: BlockTable, selections: Sequence[Selection], probe: float) -> Step:
+    """Ours: block gates, other ones in every batch; both paths of a gating layer learn."""
+    model = setting.network()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()  # blocks are runs of values in memory
+    gates = GatedModel(model, table, probe=probe)
+    optimiser = _optimiser(gates.leaves, 0.9)
+    scales, importances = torch.rand(len(table.sizes)), torch.rand(len(table.sizes))
+    taken = 0
+
+    def step() -> None:
+        nonlocal taken
+        selected = selections[taken % len(selections)]
+        taken += 1
+        of_batch, of_blocks = scales.clone().requires_grad_(), importances.clone().requires_grad_()
+        on = torch.from_numpy(selected).float()
+        straight_through = of_batch * (on + of_blocks - of_blocks.detach())
+        optimiser.zero_grad()
+        output = gates(setting.inputs, straight_through, selected)
+        F.cross_entropy(output, setting.targets).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+
+    return step
+
+
+def rows_on(setting: Setting, table: BlockTable, selected: Selection) -> dict[str, int]:
+    """Layer -> how many of its rows some block that is on touches."""
+    widths, place = {}, 0
+    shapes = {name: parameter.shape for name, parameter in setting.model.named_parameters()}
+    for name, sizes in table.tensors.items():
+        ends = [0, *accumulate(sizes)]
+        row = shapes[name][1:].numel()
+        rows = {r for b in np.flatnonzero(selected[place : place + len(sizes)]) for r in _touched(ends, int(b), row)}
+        place += len(sizes)
+        if len(shapes[name]) > 1:
+            widths[name.removesuffix(".weight")] = max(1, len(rows))
+    last = list(widths)[-1]
+    return {name: width for name, width in widths.items() if name != last}
+
+
+def _touched(ends: Sequence[int], block: int, row: int) -> range:
+    return range(ends[block] // row, -(-ends[block + 1] // row))
