@@ -55,9 +55,9 @@ def train_locally(
 ) -> LocalResult:
     """Train ``model`` in place on the task's training data for ``local_steps``, or else ``local_epochs``.
 
-    Steps wrap round the data. The optimiser starts afresh; ``seed`` decides shuffling and dropout. ``proximal_weight`` μ
-    adds a pull back to the start (``proximal``), which the losses reported leave out. Raises TrainingDiverged for a
-    loss or weight that is not finite, ValueError where there is nothing to train on.
+    Steps wrap round the data. The optimiser starts afresh; ``seed`` decides shuffling and dropout. A pull back to the
+    start (``proximal``) of weight μ ``proximal_weight`` is left out of the losses reported. Raises TrainingDiverged for
+    a loss or weight that is not finite, ValueError where there is nothing to train on.
     """
     if len(task.train) == 0:
         raise ValueError("the task's training data has no batches; give it at least one sample")
