@@ -29,14 +29,13 @@ from functools import partial
 from types import FunctionType
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
 from edge_sdk.protocol.blocks import BlockTable, Selection
 from edge_sdk.training import gates_layers
-from edge_sdk.training.gates_tensors import Batch, BlockedTensor, Vectors
+from edge_sdk.training.gates_tensors import Batch, BlockedTensor, Cut, Vectors, adapt
 from edge_sdk.training.gates_values import Partial, like
 
 
@@ -90,12 +89,11 @@ class GatedModel:
         heard = math.ceil(self._probe * len(inputs) - 1e-9)
         if not heard:
             gates = gates * torch.from_numpy(selected).to(gates)
-        before = np.concatenate([[0], np.cumsum(selected)])
-        batch = Batch(gates, scales, selected, before, heard, len(inputs) / max(1, heard))
+        batch = Batch(gates, scales, selected, heard, len(inputs) / max(1, heard))
         training = self._model.training
         if training not in self._runs:  # forward may ask which mode it is in; tracing writes the answer down
-            self._runs[training] = _Run(self._model, self._tensors)
-        return self._runs[training].batch(inputs, batch, self._vectors.adapted(batch))
+            self._runs[training] = _Run(self._model, self._tensors, self._vectors)
+        return self._runs[training].batch(inputs, batch)
 
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -149,23 +147,33 @@ class _Run(fx.Interpreter):
     How each node is run is decided once: a small network's batch is over before all questions would be asked again.
     """
 
-    def __init__(self, model: nn.Module, tensors: dict[int, BlockedTensor]) -> None:
+    def __init__(self, model: nn.Module, tensors: dict[int, BlockedTensor], vectors: Vectors) -> None:
         super().__init__(fx.GraphModule(model, fx.Tracer().trace(model)))
         self._tensors = tensors
+        self._vectors = vectors
+        self._matrices: dict[str, BlockedTensor] = {}
         self._batch: Batch
+        self._cuts: dict[str, Cut]
         self._adapted: dict[str, torch.Tensor]
         self._steps = [(node, self._planned(node), self.user_to_last_uses.get(node, [])) for node in self.graph.nodes]
 
-    def batch(self, inputs: torch.Tensor, batch: Batch, adapted: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The model's output for one batch; ``adapted`` are those θ' that are there already, by name."""
-        self._batch, self._adapted, self.args_iter = batch, adapted, iter([inputs])
+    def batch(self, inputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The model's output for one batch."""
+        self._batch, self.args_iter = batch, iter([inputs])
+        self._cuts = {name: tensor.cut(batch) for name, tensor in self._matrices.items()}
+        vectors = self._vectors if self._vectors.sizes else None
+        made = adapt(batch, list(self._cuts.values()), vectors)
+        self._adapted = dict(zip(self._cuts, made, strict=False))
+        if vectors is not None:
+            parts = torch.split(made[-1], list(vectors.sizes.values()))
+            self._adapted.update(zip(vectors.sizes, parts, strict=True))
         self.env = {}
         result: Any = None
         for node, step, spent in self._steps:
             result = self.env[node] = step()
             for used in spent:
                 del self.env[used]
-        self.env = {}
+        self.env, self._adapted = {}, {}
         return cast(torch.Tensor, result)
 
     def _planned(self, node: fx.Node) -> Callable[[], Any]:
@@ -175,6 +183,8 @@ class _Run(fx.Interpreter):
         if source is not None:
             operator = gates_layers.operator_of(module)
             if operator is not None:
+                tensor = self._tensors[id(cast(Any, module).weight)]
+                self._matrices[tensor.name] = tensor
                 return partial(self._matrix, node, module, source, operator)
             if type(module) in _NORMS:
                 return partial(self._norm, module, source)
@@ -202,7 +212,7 @@ class _Run(fx.Interpreter):
 
     def _whole(self, parameter: nn.Parameter) -> torch.Tensor:
         tensor = self._tensors[id(parameter)]
-        return self._adapted[tensor.name] if tensor.name in self._adapted else tensor.whole(self._batch)
+        return self._adapted[tensor.name] if tensor.name in self._vectors.sizes else tensor.whole(self._batch)
 
     def _matrix(self, node: fx.Node, module: Any, source: fx.Node, operator: gates_layers.Operator) -> Any:
         """A linear layer or convolution."""
@@ -213,7 +223,8 @@ class _Run(fx.Interpreter):
         elif value.dim() < operator.dims:
             return self._any(node, module)
         bias = None if module.bias is None else self._whole(module.bias)
-        return gates_layers.apply(operator, self._tensors[id(module.weight)], bias, value, self._batch)
+        name = self._tensors[id(module.weight)].name
+        return gates_layers.apply(operator, self._cuts[name], self._adapted[name], bias, value, self._batch)
 
     def _partial(self, call: _Call, source: fx.Node, rule: Rule, in_place: bool) -> Any:
         """``call`` on a partial value, if that is what it is given and if its rule allows."""

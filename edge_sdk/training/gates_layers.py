@@ -122,37 +122,34 @@ def operator_of(module: object) -> Operator | None:
 
 
 def apply(
-    operator: Operator, weight: BlockedTensor, bias: torch.Tensor | None, value: torch.Tensor | Partial, batch: Batch
+    operator: Operator,
+    cut: Cut,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    value: torch.Tensor | Partial,
+    batch: Batch,
 ) -> torch.Tensor | Partial:
-    """A layer's output under a batch's gates. ``bias`` is its whole θ' [rows], or None.
+    """A layer's output under a batch's gates.
 
-    ``value`` is the layer's input; where it is partial, its channels lie on the operator's axis.
+    ``weight`` is θ' of the rows of ``cut``, ``bias`` the whole θ' [rows], or None; ``value`` is the layer's input;
+    where it is partial, its channels lie on the operator's axis.
     """
-    rows = weight.computed(batch)
+    rows = cut.rows
     inputs, constants, echo, columns, seen, heard = value, None, None, None, _NONE, _NONE
     if isinstance(value, Partial):
         inputs, constants, columns = value.computed, value.constants, value.channels
         seen = np.flatnonzero(value.matters)
         echo, heard = value.listened()
-    layer = _Layer(operator, Cut(weight, batch, rows), columns, seen, heard)
-    output, fixed = _Apply.apply(layer, batch.gates, bias, inputs, constants, echo, *layer.cut.leaves)  # type: ignore[no-untyped-call]
+    layer = _Layer(operator, cut.tensor, batch, rows, columns, seen, heard)
+    output, fixed = _Apply.apply(layer, weight, bias, inputs, constants, echo)  # type: ignore[no-untyped-call]
     if not len(rows.off):
         return cast(torch.Tensor, output)
-    learns = torch.is_grad_enabled()
-    hears = learns and batch.heard > 0
-    off = None
-    if hears:
-        given = cast(torch.Tensor, inputs).detach(), None if constants is None else constants.detach()
-        off = _OffRows(layer, rows.off, fixed.detach(), *given, output.shape)
-    return Partial(
-        computed=output,
-        channels=rows,
-        axis=operator.axis(output),
-        constants=fixed,
-        live=np.full(len(rows.off), learns),
-        heard=np.full(len(rows.off), hears),
-        echo=None if off is None else Echo(off.start, len(rows.off)),
-    )
+    live = rows.all_others if torch.is_grad_enabled() else ~rows.all_others
+    if not batch.heard or not torch.is_grad_enabled():
+        return Partial(output, rows, operator.axis(output), fixed, live, ~rows.all_others, None)
+    given = cast(torch.Tensor, inputs).detach(), None if constants is None else constants.detach()
+    off = _OffRows(layer, rows.off, fixed.detach(), *given, output.shape)
+    return Partial(output, rows, operator.axis(output), fixed, live, live, Echo(off.start, len(rows.off)))
 
 
 _NONE: Index = np.zeros(0, dtype=np.intp)
@@ -162,12 +159,14 @@ _NONE: Index = np.zeros(0, dtype=np.intp)
 class _Layer:
     """A layer in one batch.
 
-    cut: its weight; columns: the computed channels of its input, None where all are; seen: which of the input's
-    constants are not left out; heard: to which of them gradients go back per sample.
+    weight: all of it; rows: those that are computed; columns: the computed channels of its input, None where all are;
+    seen: which of the input's constants are not left out; heard: to which of them gradients go back per sample.
     """
 
     operator: Operator
-    cut: Cut
+    weight: BlockedTensor
+    batch: Batch
+    rows: Channels
     columns: Channels | None
     seen: Index
     heard: Index
@@ -190,23 +189,20 @@ class _Apply(torch.autograd.Function):
     def forward(
         ctx: Any,
         layer: _Layer,
-        gates: torch.Tensor,
+        weight: torch.Tensor,
         bias: torch.Tensor | None,
         inputs: torch.Tensor,
         constants: torch.Tensor | None,
         echo: torch.Tensor | None,
-        *leaves: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        operator, cut, columns = layer.operator, layer.cut, layer.columns
-        rows, values = cut.rows, cut.tensor.values(cut.segments)
-        computed = values if columns is None else columns.computed(values, 1)
-        weight = cut.adapted(computed)
+        operator, rows, columns = layer.operator, layer.rows, layer.columns
+        computed = weight if columns is None else columns.computed(weight, 1)
         shift = None if bias is None else rows.computed(bias)
         known = seen = None
         if constants is not None and len(layer.seen):
             known = constants.index_select(0, index(layer.seen, constants.device))
-            seen = values.index_select(1, layer.channels)
-            added = operator.run(operator.still(known, inputs), cut.adapted(seen), None)
+            seen = weight.index_select(1, layer.channels)
+            added = operator.run(operator.still(known, inputs), seen, None)
             if not operator.pads:
                 added = added.flatten()
             elif shift is not None:
@@ -214,8 +210,8 @@ class _Apply(torch.autograd.Function):
             shift = added if shift is None else shift + added
         ctx.layer, ctx.per_position = layer, shift is not None and shift.dim() > 1
         ctx.echo = None if echo is None else echo.detach()
-        ctx.save_for_backward(inputs, weight, computed, seen, known)
-        output = operator.run(inputs, weight, None if ctx.per_position else shift)
+        ctx.save_for_backward(inputs, computed, seen, known)
+        output = operator.run(inputs, computed, None if ctx.per_position else shift)
         if ctx.per_position:
             output += cast(torch.Tensor, shift)
         fixed = rows.others(bias) if bias is not None else output.new_zeros(len(rows.off))
@@ -225,40 +221,38 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, for_fixed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        layer, (inputs, weight, computed, seen, known) = ctx.layer, ctx.saved_tensors
-        operator, cut, columns = layer.operator, layer.cut, layer.columns
-        _, _, needs_bias, needs_inputs, needs_constants, needs_echo, *leaves = ctx.needs_input_grad
+        layer, (inputs, computed, seen, known) = ctx.layer, ctx.saved_tensors
+        operator, rows, columns, shape = layer.operator, layer.rows, layer.columns, layer.weight.parameter.shape
+        _, _, needs_bias, needs_inputs, needs_constants, needs_echo = ctx.needs_input_grad
         needed = needs_inputs, True, (needs_bias or seen is not None) and not ctx.per_position
-        inward, for_weight, for_shift = operator.gradients(gradient, inputs, weight, needed)
+        inward, for_computed, for_shift = operator.gradients(gradient, inputs, computed, needed)
         if ctx.per_position:
             for_shift = gradient.sum(0, keepdim=True)
         for_bias = for_constants = along = None
         if needs_bias:
             summed = for_shift.flatten(2).sum((0, 2)) if ctx.per_position else for_shift
-            for_bias = cut.rows.joined(summed, for_fixed)
-        products, whole = cut.products(for_weight, computed), for_weight
+            for_bias = rows.joined(summed, for_fixed)
+        for_weight = for_computed
         if seen is not None:
-            adapted = cut.adapted(seen)
             still, wide = operator.still(known, inputs), known.new_zeros(len(columns.flags))
             signal = for_shift if ctx.per_position else for_shift.view(1, -1, *(1,) * (still.dim() - 2))
             # As if of one sample that is 0 wherever it is computed: writing many columns one by one is far slower.
             sample = operator.still(wide.index_copy_(0, layer.channels, known), inputs)
-            whole = operator.gradients(signal, sample, cut.tensor.parameter[: len(cut.rows.on)], _WEIGHT)[1]
-            products += cut.products(whole.index_select(1, layer.channels), seen)
+            like_weight = layer.weight.parameter[: len(rows.on)]  # its shape is all that is looked at
+            for_weight = operator.gradients(signal, sample, like_weight, _WEIGHT)[1]
             if needs_constants:
-                found = operator.gradients(signal, still, adapted, _INPUTS)[0].view(len(known), -1).sum(1)
+                found = operator.gradients(signal, still, seen, _INPUTS)[0].view(len(known), -1).sum(1)
                 places = index(layer.seen, known.device)
                 for_constants = known.new_zeros(len(columns.off)).index_copy_(0, places, found)
             if needs_echo:
                 among = index(np.searchsorted(layer.seen, layer.heard), known.device)
-                signal, heard = gradient[: len(ctx.echo)], adapted.index_select(1, among)
+                signal, heard = gradient[: len(ctx.echo)], seen.index_select(1, among)
                 along = operator.gradients(signal, ctx.echo, heard, _INPUTS)[0]
         elif columns is not None and len(columns.off):
-            whole = for_weight.new_zeros(len(cut.rows.on), *cut.tensor.parameter.shape[1:])
-        if whole is not for_weight:
-            columns.put(whole, 1, for_weight)
-        for_gates = total(cut.batch, cut.segments.blocks, products)
-        return None, for_gates, for_bias, inward, for_constants, along, *cut.gradients(whole.contiguous(), leaves)
+            for_weight = for_computed.new_zeros(len(rows.on), *shape[1:])
+        if for_weight is not for_computed:
+            columns.put(for_weight, 1, for_computed)
+        return None, for_weight, for_bias, inward, for_constants, along
 
 
 _INPUTS, _WEIGHT = (True, False, False), (False, True, False)
@@ -285,7 +279,7 @@ class _OffRows:
         if len(which) < len(self.rows):
             fixed = self.fixed.index_select(0, index(which, self.fixed.device))
             chosen = replace(self, rows=self.rows[which], fixed=fixed)
-        return cast(torch.Tensor, _Start.apply(self.layer.cut.batch.gates, chosen))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, _Start.apply(self.layer.batch.gates, chosen))  # type: ignore[no-untyped-call]
 
     def products(self, signal: torch.Tensor) -> torch.Tensor:
         """<δ, z_b> for every block b of the model, [L]: δ is ``signal``, and z_b what block b's weights alone give.
@@ -293,7 +287,7 @@ class _OffRows:
         That is e_b of the card, 4.5, since z_b is linear in θ_b; it needs no gradient as large as the weight.
         """
         layer, operator, columns = self.layer, self.layer.operator, self.layer.columns
-        batch, weight = layer.cut.batch, layer.cut.tensor
+        batch, weight = layer.batch, layer.weight
         segments = weight.segments(self.rows)
         values, inputs = weight.values(segments), self.inputs[: batch.heard]
         result = operator.run(inputs, values if columns is None else columns.computed(values, 1), None)
@@ -314,7 +308,7 @@ class _Start(torch.autograd.Function):
     def forward(ctx: Any, gates: torch.Tensor, off: _OffRows) -> torch.Tensor:
         ctx.off = off
         axis = off.layer.operator.axis(off.inputs)
-        shape = [off.layer.cut.batch.heard, *off.shape[1:]]
+        shape = [off.layer.batch.heard, *off.shape[1:]]
         shape[axis] = len(off.rows)
         return off.fixed.view(-1, *(1,) * (len(shape) - axis - 1)).expand(shape)
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -46,6 +46,18 @@ class Channels:
         self.device = device
         self.on, self.off = np.flatnonzero(flags), np.flatnonzero(~flags)
         self._on, self._off = index(self.on, device), index(self.off, device)
+        self._repeated: dict[int, Channels] = {}
+
+    @cached_property
+    def all_others(self) -> Flags:
+        """As many flags as there are other channels, all set."""
+        return np.ones(len(self.off), dtype=bool)
+
+    def repeated(self, times: int) -> Channels:
+        """Where every channel becomes ``times``, one after the other: which of these are computed."""
+        if times not in self._repeated:
+            self._repeated[times] = Channels(self.flags.repeat(times), self.device)
+        return self._repeated[times]
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
@@ -88,17 +100,20 @@ class Batch:
     """What holds for one batch.
 
     gates: float [L], M' of the card, 0 at blocks that are off; scales: the same in numpy. selected: bool [L], which
-    blocks are on; before: how many of the first so many are, [L+1]. heard: samples, from the first on, from which
-    gradients of gates of off rows are estimated; factor: what they are multiplied by, so that they stand for the whole
-    batch. With heard 0 off blocks' gates get none: ``gates`` passes no gradients to them.
+    blocks are on. heard: samples, from the first on, from which gradients of gates of off rows are estimated; factor:
+    what they are multiplied by, so that they stand for the whole batch. With heard 0 off blocks' gates get none:
+    ``gates`` passes no gradients to them.
     """
 
     gates: torch.Tensor
     scales: NDArray[np.floating]
     selected: Flags
-    before: Index
     heard: int
     factor: float
+
+
+_KEPT = 32
+"""For how many choices of a tensor's blocks it is kept which rows they are."""
 
 
 class Segments(NamedTuple):
@@ -130,7 +145,8 @@ class BlockedTensor:
         self.rows = len(parameter) if parameter.dim() else 1
         self.row_size = self.flat.numel() // max(1, self.rows)
         self.leaves = [part.detach().requires_grad_() for part in torch.split(self.flat, list(sizes))]
-        self._bounds = np.concatenate([[0], np.cumsum(sizes)])
+        self.bounds = np.concatenate([[0], np.cumsum(sizes)])
+        self._cut = lru_cache(maxsize=_KEPT)(self._cut_for)  # often a batch is like one not long ago
 
     @cached_property
     def _by_row(self) -> torch.Tensor:
@@ -140,18 +156,22 @@ class BlockedTensor:
     def _of_rows(self) -> tuple[Index, Index, bool]:
         """The first and the last block of every row, by their places in the parameter; whether any row is cut."""
         starts = np.arange(self.rows) * self.row_size
-        first = np.searchsorted(self._bounds, starts, side="right") - 1
-        last = np.searchsorted(self._bounds, starts + self.row_size - 1, side="right") - 1
+        first = np.searchsorted(self.bounds, starts, side="right") - 1
+        last = np.searchsorted(self.bounds, starts + self.row_size - 1, side="right") - 1
         return first, last, bool((first < last).any())
 
-    def computed(self, batch: Batch) -> Channels:
-        """Rows that a block touches which is on. Without any it is the first, so that no layer is empty."""
+    def cut(self, batch: Batch) -> Cut:
+        """The rows that a block touches which is on. Without any it is the first, so that no layer is empty."""
+        return self._cut(batch.selected[self.first : self.first + len(self.leaves)].tobytes())
+
+    def _cut_for(self, selected: bytes) -> Cut:
+        on = np.frombuffer(selected, dtype=bool)
+        before = np.concatenate([[0], np.cumsum(on)])
         first, last, _ = self._of_rows
-        before = batch.before[self.first :]
         flags = before[last + 1] > before[first]
         if not flags.any():
             flags[0] = True
-        return Channels(flags, self.flat.device)
+        return Cut(self, on, Channels(flags, self.flat.device))
 
     def segments(self, rows: Index) -> Segments:
         """What the blocks have of ``rows``."""
@@ -173,68 +193,64 @@ class BlockedTensor:
         if segments.rows is not None:
             places, flat = segments.blocks.cpu().numpy() - self.first, values.view(len(values), -1)
             starts = segments.sources * self.row_size
-            begins, ends = self._bounds[places] - starts, self._bounds[places + 1] - starts
+            begins, ends = self.bounds[places] - starts, self.bounds[places + 1] - starts
             for row in np.flatnonzero(begins > 0).tolist():
                 flat[row, : begins[row]] = 0
             for row in np.flatnonzero(ends < self.row_size).tolist():
                 flat[row, ends[row] :] = 0
         return values
 
-    def trained(self, batch: Batch, rows: Channels) -> tuple[list[int], list[int]]:
-        """Which blocks are on, by place, and where each begins in ``rows``, written one below the other."""
-        on = np.flatnonzero(batch.selected[self.first : self.first + len(self.leaves)])
-        first, start = np.divmod(self._bounds[on], max(1, self.row_size))
-        return on.tolist(), (np.searchsorted(rows.on, first) * self.row_size + start).tolist()
-
     def whole(self, batch: Batch) -> torch.Tensor:
         """θ' in the parameter's own shape."""
         rows = Channels(np.ones(self.rows, dtype=bool), self.flat.device)
-        cut = Cut(self, batch, rows)
-        made: torch.Tensor = _Whole.apply(batch.gates, cut, *cut.leaves)  # type: ignore[no-untyped-call]
+        cut = Cut(self, batch.selected[self.first : self.first + len(self.leaves)], rows)
+        (made,) = adapt(batch, [cut], None, own=False)
         return made.view(self.parameter.shape)
 
 
 class Cut:
-    """The ``rows`` of a parameter that a batch computes, and the ``leaves`` in them that it trains."""
+    """The ``rows`` of a parameter that are computed where ``selected`` of its blocks are on, and their ``leaves``."""
 
-    def __init__(self, tensor: BlockedTensor, batch: Batch, rows: Channels) -> None:
+    def __init__(self, tensor: BlockedTensor, selected: Flags, rows: Channels) -> None:
         self.tensor = tensor
-        self.batch = batch
         self.rows = rows
         self.segments = tensor.segments(rows.on)
-        self._on, self._starts = tensor.trained(batch, rows)
-        self.leaves = [tensor.leaves[place] for place in self._on]
+        on = np.flatnonzero(selected)
+        first, start = np.divmod(tensor.bounds[on], max(1, tensor.row_size))
+        starts = np.searchsorted(rows.on, first) * tensor.row_size + start
+        self._spans = list(
+            zip(starts.tolist(), (starts + tensor.bounds[on + 1] - tensor.bounds[on]).tolist(), strict=True)
+        )
+        self._blocks = (on + tensor.first).tolist()
+        self.leaves = [tensor.leaves[place] for place in on]
 
-    @cached_property
-    def scales(self) -> torch.Tensor:
-        """M' of every segment, [T, 1, ...]."""
-        scales = self.batch.gates.detach().index_select(0, self.segments.blocks)
-        return scales.to(self.tensor.flat.dtype).view(-1, *(1,) * (self.tensor.parameter.dim() - 1))
-
-    def adapted(self, values: torch.Tensor) -> torch.Tensor:
-        """θ' of the rows, [rows, ...], made of some or all columns of θ at their segments, [T, ...]."""
-        made = values * self.scales
+    def adapted(self, batch: Batch) -> torch.Tensor:
+        """θ' of the rows, [rows, ...], one below the other."""
+        made = self.tensor.values(self.segments) * self._scales(batch)
         if self.segments.rows is None:
             return made
         return made.new_zeros(len(self.rows.on), *made.shape[1:]).index_add_(0, self.segments.rows, made)
 
-    def products(self, gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """<g, θ> of every segment, [T]: both at some or all columns, g [rows, ...] = ∂f/∂θ' and θ [T, ...]."""
+    def products(self, gradient: torch.Tensor) -> torch.Tensor:
+        """<g, θ> of every segment, [T], where g [rows, ...] = ∂f/∂θ'."""
         if self.segments.rows is not None:
             gradient = gradient.index_select(0, self.segments.rows)
-        return (gradient * values).flatten(1).sum(1)
+        return (gradient * self.tensor.values(self.segments)).view(len(gradient), -1).sum(1)
 
-    def gradients(self, gradient: torch.Tensor, needed: Sequence[bool]) -> list[torch.Tensor | None]:
-        """∂f/∂θ_b = M'_b g_b of the ``leaves``, where ``needed``, from g at all columns; overwrites it."""
+    def gradients(self, batch: Batch, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """∂f/∂θ_b = M'_b g_b of the ``leaves``, from g, which it overwrites."""
         if self.segments.rows is None:
-            gradient *= self.scales
-        flat, found = gradient.view(-1), list[torch.Tensor | None]()
-        for place, start, leaf, need in zip(self._on, self._starts, self.leaves, needed, strict=True):
-            part = flat[start : start + len(leaf)] if need else None
-            if part is not None and self.segments.rows is not None:
-                part *= float(self.batch.scales[self.tensor.first + place])
-            found.append(part)
-        return found
+            gradient *= self._scales(batch)
+        flat = gradient.view(-1)
+        parts = [flat[start:stop] for start, stop in self._spans]
+        if self.segments.rows is not None:
+            for part, block in zip(parts, self._blocks, strict=True):
+                part *= float(batch.scales[block])
+        return parts
+
+    def _scales(self, batch: Batch) -> torch.Tensor:
+        scales = batch.gates.detach().index_select(0, self.segments.blocks)
+        return scales.to(self.tensor.flat.dtype).view(-1, *(1,) * (self.tensor.parameter.dim() - 1))
 
 
 class Vectors:
@@ -242,72 +258,91 @@ class Vectors:
     than the work in it, and what is off is not worth leaving out."""
 
     def __init__(self, tensors: Sequence[BlockedTensor]) -> None:
-        self._tensors = tensors
         self._leaves = [leaf for tensor in tensors for leaf in tensor.leaves]
         self._blocks = np.array([t.first + place for t in tensors for place in range(len(t.leaves))], dtype=np.intp)
         sizes = [len(leaf) for leaf in self._leaves]
         self._ends = np.cumsum(sizes).tolist()
-        self.of_values = torch.from_numpy(np.repeat(self._blocks, sizes))
-        if tensors:
-            self.of_values = self.of_values.to(tensors[0].flat.device)
+        self._flat = [tensor.flat for tensor in tensors]
+        self.sizes = {tensor.name: tensor.flat.numel() for tensor in tensors}
+        self.blocks = index(np.repeat(self._blocks, sizes), self._flat[0].device) if tensors else torch.zeros(0)
 
-    def adapted(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Name -> θ' of every parameter."""
-        if not self._tensors:
-            return {}
+    def trained(self, batch: Batch) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+        """The leaves of blocks that are on, and where each lies (start, stop) in ``values``."""
         on = np.flatnonzero(batch.selected[self._blocks]).tolist()
         leaves = [self._leaves[place] for place in on]
-        ends = [self._ends[place] for place in on]
-        values: torch.Tensor = _Scale.apply(batch, batch.gates, self, ends, *leaves)  # type: ignore[no-untyped-call]
-        parts = torch.split(values, [tensor.flat.numel() for tensor in self._tensors])
-        return {tensor.name: part for tensor, part in zip(self._tensors, parts, strict=True)}
+        return leaves, [
+            (self._ends[place] - len(leaf), self._ends[place]) for place, leaf in zip(on, leaves, strict=True)
+        ]
 
     def values(self) -> torch.Tensor:
         """θ of all, one after the other."""
-        return torch.cat([tensor.flat for tensor in self._tensors])
+        return torch.cat(self._flat)
 
 
-class _Scale(torch.autograd.Function):
-    """θ' of vectors; gradients as of ``Cut``."""
+def adapt(batch: Batch, cuts: Sequence[Cut], vectors: Vectors | None, *, own: bool = True) -> tuple[torch.Tensor, ...]:
+    """θ' of every one of ``cuts``, [rows, ...], and, where ``vectors`` are given, of all of these, one after the other.
+
+    With ``own``, what uses a cut makes a new tensor of its gradients, which is overwritten; otherwise that is copied.
+    """
+    leaves = [leaf for cut in cuts for leaf in cut.leaves]
+    of_vectors, spans = vectors.trained(batch) if vectors is not None else ([], [])
+    made = _Adapt.apply(batch, batch.gates, cuts, vectors, spans, own, *leaves, *of_vectors)  # type: ignore[no-untyped-call]
+    return cast(tuple[torch.Tensor, ...], made)
+
+
+class _Adapt(torch.autograd.Function):
+    """θ' from leaves and gates. Backward: ∂f/∂θ = M'·g and ∂f/∂M'_b = e_b = <g_b, θ_b>, also of off blocks (4.5).
+
+    One step of autograd for the whole model: between the layers' large kernels all code has left the processor's
+    caches, and the same work costs a multiple of what it does here, in a loop.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, batch: Batch, gates: torch.Tensor, vectors: Vectors, ends: list[int], *leaves: torch.Tensor
-    ) -> torch.Tensor:
-        values = vectors.values()
-        scales = gates.index_select(0, vectors.of_values).to(values.dtype)
-        ctx.batch, ctx.vectors, ctx.spans = (
-            batch,
-            vectors,
-            [(e - len(leaf), e) for e, leaf in zip(ends, leaves, strict=True)],
-        )
-        ctx.save_for_backward(values, scales)
-        return values * scales
+        ctx: Any,
+        batch: Batch,
+        gates: torch.Tensor,
+        cuts: Sequence[Cut],
+        vectors: Vectors | None,
+        spans: list[tuple[int, int]],
+        own: bool,
+        *leaves: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.batch, ctx.cuts, ctx.vectors, ctx.spans, ctx.own = batch, cuts, vectors, spans, own
+        made = [cut.adapted(batch) for cut in cuts]
+        if vectors is not None:
+            values = vectors.values()
+            scales = gates.index_select(0, vectors.blocks).to(values.dtype)
+            ctx.save_for_backward(values, scales)
+            made.append(values * scales)
+        return tuple(made)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        values, scales = ctx.saved_tensors
-        for_gates = total(ctx.batch, ctx.vectors.of_values, gradient * values)
-        parts, needed = gradient * scales, ctx.needs_input_grad[4:]
-        leaves = (parts[start:stop] if need else None for (start, stop), need in zip(ctx.spans, needed, strict=True))
-        return None, for_gates, None, None, *leaves
-
-
-class _Whole(torch.autograd.Function):
-    """θ' of a whole parameter. Backward: ∂f/∂θ = M'·g and ∂f/∂M'_b = e_b = <g_b, θ_b>, also of off blocks (4.5)."""
-
-    @staticmethod
-    def forward(ctx: Any, gates: torch.Tensor, cut: Cut, *leaves: torch.Tensor) -> torch.Tensor:
-        ctx.cut = cut
-        return cut.adapted(cut.tensor.values(cut.segments))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cut = ctx.cut
-        products = cut.products(gradient, cut.tensor.values(cut.segments))
-        own = gradient.clone(memory_format=torch.contiguous_format)
-        for_gates = total(cut.batch, cut.segments.blocks, products)
-        return for_gates, None, *cut.gradients(own, ctx.needs_input_grad[2:])
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        batch, vectors = ctx.batch, ctx.vectors
+        blocks, products, parts = [], [], list[torch.Tensor | None]()
+        for cut, gradient in zip(ctx.cuts, gradients, strict=False):
+            if gradient is None:
+                parts += [None] * len(cut.leaves)
+                continue
+            own = gradient.contiguous() if ctx.own else gradient.clone(memory_format=torch.contiguous_format)
+            blocks.append(cut.segments.blocks)
+            products.append(cut.products(own))
+            parts += cut.gradients(batch, own)
+        if vectors is not None:
+            values, scales = ctx.saved_tensors
+            gradient = gradients[-1]
+            if gradient is None:
+                parts += [None] * len(ctx.spans)
+            else:
+                blocks.append(vectors.blocks)
+                products.append(gradient * values)
+                flat = gradient * scales
+                parts += [flat[start:stop] for start, stop in ctx.spans]
+        for_gates = total(batch, torch.cat(blocks), torch.cat(products)) if blocks else None
+        parts = [part if need else None for part, need in zip(parts, ctx.needs_input_grad[6:], strict=True)]
+        return None, for_gates, None, None, None, None, *parts
 
 
 def total(batch: Batch, blocks: torch.Tensor, products: torch.Tensor) -> torch.Tensor:

@@ -117,7 +117,7 @@ class Partial:
         return replace(
             self,
             computed=self.computed.flatten(1),
-            channels=Channels(self.channels.flags.repeat(times), self.channels.device),
+            channels=self.channels.repeated(times),
             constants=self.constants.repeat_interleave(times),
             live=self.live.repeat(times),
             heard=self.heard.repeat(times),
