@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from edge_sdk.arguments import MIB
@@ -12,7 +13,7 @@ from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationInfo
 from edge_sdk.tasks import Task
 from edge_sdk.training.compute import Compute
-from edge_sdk.training.footprint import Unpredictable, held, predict_round, room
+from edge_sdk.training.footprint import Unpredictable, held, predict_evaluation, predict_training, room, whole_round
 from edge_sdk.training.local import TrainingDiverged
 from edge_sdk.training.quickest import quickest
 from edge_sdk.training.rehearsal import Rehearsal
@@ -61,9 +62,11 @@ class Preparation:
         if held(device) + PLENTY * (rehearsal.model_bytes + samples * _outputs_bytes(manifest)) < limit:
             return
 
+        evaluation = predict_evaluation(rehearsal)
+
         def needed(budget: float) -> int:
-            added = predict_round(rehearsal, method.sample_mask(manifest, budget))
-            return held(device) + added
+            training = predict_training(rehearsal, method.sample_mask(manifest, budget))
+            return held(device) + whole_round(rehearsal, training, evaluation)
 
         wanted = needed(self.budget)
         if wanted <= limit:
@@ -72,10 +75,12 @@ class Preparation:
             f"a budget of {self.budget:g} needs {wanted / MIB:,.0f} MiB of memory (predicted, of which "
             f"{held(device) / MIB:,.0f} are held already), and there are {limit / MIB:,.0f}"
         )
-        for tenths in range(9, 0, -1):
-            less = tenths / 10
-            if less < self.budget and (takes := needed(less)) <= limit:
-                raise DoesNotFit(f"{said}; a budget of {less:g} fits, with {takes / MIB:,.0f}: give --budget {less:g}")
+        smaller = [tenths / 10 for tenths in range(1, 10) if tenths / 10 < self.budget]
+        fitting = bisect_right(smaller, limit, key=needed)  # the larger the budget, the more it needs
+        if fitting:
+            raise DoesNotFit(
+                f"{said}; a budget of {smaller[fitting - 1]:g} fits: give --budget {smaller[fitting - 1]:g}"
+            )
         raise DoesNotFit(
             f"{said}; no budget fits: free memory, or join a federation of smaller batches (here {rehearsal.samples} "
             f"samples) or a smaller model"

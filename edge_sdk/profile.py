@@ -1,8 +1,8 @@
 """``python -m edge_sdk.profile --task cifar10 --budget 0.4``: what a step of local training takes at a budget, here.
 
 Prints FLOPs, peak memory and seconds per step, predicted and measured. Predicted memory comes from trainings on a
-handful of samples (``training.footprint``), predicted seconds from steps at other budgets and from the weight gradients
-of single layers (``training.pace``). Measured is a process of its own for each budget, which trains as a round does.
+handful of samples (``training.footprint``), predicted seconds from steps under two other masks and counted FLOPs
+(``training.pace``). Measured is a process of its own for each budget, which trains as a round does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, DataE
 from edge_sdk.tasks.models import MODELS
 from edge_sdk.tracing import UnsupportedLayer, describe
 from edge_sdk.training.compute import ACCELERATORS, USUAL, Compute, choose_device
-from edge_sdk.training.footprint import Unpredictable, held, predict_round, predict_training, room
+from edge_sdk.training.footprint import Unpredictable, held, predict_evaluation, predict_training, room, whole_round
 from edge_sdk.training.local import TrainingDiverged
 from edge_sdk.training.pace import measure_pace
 from edge_sdk.training.rehearsal import Rehearsal
@@ -53,7 +52,7 @@ FORESEEN = (
 """What its user can do something about: the text says what."""
 
 BUDGETS = (0.2, 0.4, 0.6, 0.8, 1.0)
-STEPS = 10
+STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,8 @@ class Subject:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a step of training takes: FLOPs; ``above`` bytes on top of the ``base`` held without it; seconds."""
+    """What a step of training takes: FLOPs; ``above`` bytes on top of the ``base`` held without it; seconds, the least
+    of several steps, for whatever else runs on the machine only adds."""
 
     flops: int
     base: int
@@ -155,10 +155,11 @@ def profile(
     masks = {budget: method.sample_mask(manifest, budget) for budget in sorted(budgets)}
     rehearsal = Rehearsal(task, manifest, subject.settings)
     device = subject.compute.device
-    added = {}
+    evaluation, added = predict_evaluation(rehearsal), {}
     for budget, mask in masks.items():
         progress(f"memory at {budget:g}")
-        added[budget] = (predict_training(rehearsal, mask), predict_round(rehearsal, mask))
+        training = predict_training(rehearsal, mask)
+        added[budget] = (training, whole_round(rehearsal, training, evaluation))
     base, limit = held(device), limit or room(device)
     few = rehearsal.samples
     while few > 2 and base + predict_training(rehearsal, None, few) > limit:
@@ -168,11 +169,11 @@ def profile(
     rows = []
     for budget, mask in masks.items():
         progress(f"measuring {budget:g}")
-        above, whole_round = added[budget]
+        above, in_all = added[budget]
         flops = training_flops(manifest, rehearsal.samples, weight_gradients=mask)
-        predicted = Taken(flops, base, above, pace.predict(mask))
-        measured = _measured(subject, budget, steps) if base + whole_round <= limit else None
-        rows.append(Row(budget, base + whole_round, predicted, measured))
+        predicted = Taken(flops, base, above, pace.predict(manifest, rehearsal.samples, mask))
+        measured = _measured(subject, budget, steps) if base + in_all <= limit else None
+        rows.append(Row(budget, base + in_all, predicted, measured))
     whole_model = min(budgets) < 1 and all(mask is None for mask in masks.values())
     return Profile(subject, rehearsal.samples, limit, whole_model, tuple(rows))
 
@@ -198,7 +199,7 @@ def measure(subject: Subject, budget: float, steps: int) -> Taken:
         torch.cuda.reset_peak_memory_stats(device)
     else:
         memory.forget_peak()
-    seconds = median(rehearsal.train(1 + steps, mask=mask))
+    seconds = min(rehearsal.train(1 + steps, mask=mask))
     peak = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else memory.peak_resident()
     with FlopCounterMode(display=False) as counter:
         rehearsal.train(1, mask=mask)

@@ -26,8 +26,8 @@ from devices import memory
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.training.rehearsal import Rehearsal
 
-HEAP = 1.3
-"""Memory held over memory in use, where the C library manages it."""
+HEAP = 1.75
+"""Memory held over memory in use, where the C library manages it (glibc 2.36)."""
 
 FEW = (4, 8)
 """The batches that are tried. Not 1: a convolution of one sample runs in another kernel."""
@@ -54,15 +54,20 @@ def predict_evaluation(rehearsal: Rehearsal) -> int:
     return _peak(rehearsal, rehearsal.evaluate, rehearsal.held_out)
 
 
-def predict_round(rehearsal: Rehearsal, mask: NeuronMask | None) -> int:
-    """Bytes that a device's rounds add at their peak: training or evaluation, whichever takes more, beside what a
-    session holds meanwhile. Raises as ``predict_training``."""
-    return MODELS_HELD * rehearsal.model_bytes + max(predict_training(rehearsal, mask), predict_evaluation(rehearsal))
+def whole_round(rehearsal: Rehearsal, training: int, evaluation: int) -> int:
+    """Bytes that a device's rounds add at their peak, where training and evaluation add so many: the larger, beside
+    what a session holds meanwhile."""
+    return MODELS_HELD * rehearsal.model_bytes + max(training, evaluation)
 
 
 def held(device: torch.device) -> int:
-    """Bytes that this process holds now, of the memory that training on ``device`` takes from."""
-    return memory.resident() if device.type == "cpu" else torch.cuda.memory_reserved(device)
+    """Bytes that this process holds now, of the memory that training on ``device`` takes from; what is free among them
+    is given back first."""
+    if device.type == "cpu":
+        memory.give_back()
+        return memory.resident()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
 
 
 def room(device: torch.device) -> int:
@@ -74,7 +79,6 @@ def room(device: torch.device) -> int:
 def _peak(rehearsal: Rehearsal, work: Callable[[int], object], samples: int) -> int:
     device = rehearsal.task.compute.device
     few = [min(number, rehearsal.samples) for number in FEW]
-    gc.collect()
     gc.disable()  # it would free at moments of its own
     try:
         # What the first leaves allocated the second may free; from then on all are alike.
