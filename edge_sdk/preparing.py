@@ -81,9 +81,14 @@ class Preparation:
             raise DoesNotFit(
                 f"{said}; a budget of {smaller[fitting - 1]:g} fits: give --budget {smaller[fitting - 1]:g}"
             )
+        if held(device) + whole_round(rehearsal, 0, evaluation) > limit:
+            raise DoesNotFit(
+                f"{said}; no budget fits, for judging the model on {rehearsal.held_out} samples at once takes more by "
+                f"itself: free memory, or join a federation with a smaller model"
+            )
         raise DoesNotFit(
-            f"{said}; no budget fits: free memory, or join a federation of smaller batches (here {rehearsal.samples} "
-            f"samples) or a smaller model"
+            f"{said}; no budget fits: free memory, or join a federation with smaller batches (here "
+            f"{rehearsal.samples} samples) or a smaller model"
         )
 
 

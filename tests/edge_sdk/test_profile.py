@@ -255,9 +255,14 @@ def _refused(*what, **how):
     pytest.fail("not refused")
 
 
-def test_where_no_budget_fits_it_says_what_else_helps(client, large, tmp_path):
-    with pytest.raises(DoesNotFit, match=r"no budget fits: free memory, or join a federation of smaller batches"):
-        take_part(client, large, tmp_path / "pi", memory_limit=MIB)
+def test_where_no_budget_fits_it_says_what_else_helps(client, large, needs, tmp_path):
+    said = _refused(client, large, tmp_path / "pi", memory_limit=needs(0.1) - 4 * MIB)
+    assert "no budget fits: free memory, or join a federation with smaller batches (here 8 samples)" in said
+
+
+def test_where_judging_takes_too_much_smaller_batches_would_not_help(client, large, tmp_path):
+    said = _refused(client, large, tmp_path / "pi", memory_limit=MIB)
+    assert "no budget fits, for judging the model on 8 samples at once takes more by itself" in said
 
 
 def test_where_there_is_plenty_nothing_is_tried(client, large, tmp_path, monkeypatch):
