@@ -71,7 +71,7 @@ def _compare(predictor: Predictor, task: Task) -> tuple[float, int]:
     try:
         with torch.inference_mode():
             for inputs, _ in task.held_out:
-                wanted = task.model(inputs).cpu().numpy()
+                wanted = task.model(inputs.to(task.compute.device)).cpu().numpy()
                 got = predictor(inputs.cpu().numpy())
                 largest = max(largest, float(np.abs(wanted - got).max()))
                 scale = max(scale, float(np.abs(wanted).max()))

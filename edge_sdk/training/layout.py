@@ -56,7 +56,9 @@ class Layout:
 
     def _choose(self, inputs: torch.Tensor, targets: torch.Tensor) -> bool:
         wanted = self._task.compute.channels_last
-        if not (inputs.device.type == "cpu" and gains(self._model) if wanted is None else wanted):
+        if wanted is None:
+            wanted = inputs.device.type == "cpu" and gains(self._model)
+        if not wanted:
             return False
         for parameter in self._model.parameters():
             if parameter.dim() == 4:
