@@ -94,6 +94,13 @@ def test_an_accelerator_is_served_by_one_process():
         fleet.run_fleet("http://127.0.0.1:9", plan, processes=2)
 
 
+def test_the_workers_of_a_cluster_train_on_their_processors(capsys):
+    with pytest.raises(SystemExit) as stop:
+        fleet.main([*SERVER, "--devices", "2", "--ray", "auto", "--accelerator", "cuda"])
+    assert stop.value.code == 2
+    assert "leave --ray out" in capsys.readouterr().err
+
+
 # --- how -------------------------------------------------------------------------------------------------------------
 
 
