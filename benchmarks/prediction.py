@@ -1,9 +1,10 @@
 """``python -m benchmarks.prediction``: how well ``edge_sdk.profile`` predicts what a training step takes.
 
-Every network of the built-in tasks, under FedSPU's masks at five budgets, in batches of 32 and 128, one thread. A cell
-is predicted and measured in turn, several times over: a shared machine is now and then slower, never faster, so the
-smallest seconds of each are compared. Memory is compared by its medians, in all and, harder, above what the process
-holds without training. ``--only`` measures some of the tasks again and keeps the rows of the others.
+Every network of the built-in tasks, under FedSPU's masks at five budgets, in batches of 32 and 128, one thread. Each
+run predicts and measures a cell in turn, and adds a row to ``docs/results/prediction.jsonl``. A shared machine is now
+and then slower, never faster, so of all runs of a cell the smallest seconds are compared, predicted and measured.
+Memory is compared by its medians, in all and, harder, above what the process holds without training. To begin anew,
+remove the file.
 """
 
 from __future__ import annotations
@@ -34,36 +35,36 @@ SECONDS_BOUND = 0.25
 Row = dict[str, Any]
 
 
-def measure(task: str, batch: int, repetitions: int, steps: int) -> list[Row]:
-    """A row per budget."""
-    settings = FederationSettings(method="fedspu", batch_size=batch)
-    subject = Subject(task, settings, compute=Compute(threads=1))
-    found = [profile(subject, BUDGETS, steps=steps) for _ in range(repetitions)]
+def measure(task: str, batch: int, steps: int) -> list[Row]:
+    """One run: a row per budget."""
+    subject = Subject(task, FederationSettings(method="fedspu", batch_size=batch), compute=Compute(threads=1))
     rows = []
-    for cells in zip(*(each.rows for each in found), strict=True):
-        measured = [cell.measured for cell in cells if cell.measured is not None]
-        assert len(measured) == repetitions, "a machine for benchmarks has the memory"
-        rows.append(
-            {
-                "task": task,
-                "batch": batch,
-                "budget": cells[0].budget,
-                "repetitions": repetitions,
-                "machine": machine(),
-                "predicted": _summary([cell.predicted for cell in cells]),
-                "measured": _summary(measured),
-            }
-        )
+    for cell in profile(subject, BUDGETS, steps=steps).rows:
+        assert cell.measured is not None, "a machine for benchmarks has the memory"
+        found = {"predicted": _figures(cell.predicted), "measured": _figures(cell.measured)}
+        rows.append({"task": task, "batch": batch, "budget": cell.budget, "machine": machine(), **found})
     return rows
 
 
-def _summary(taken: Sequence[Taken]) -> Row:
-    return {
-        "flops": taken[0].flops,
-        "above": median(each.above for each in taken),
-        "memory": median(each.memory for each in taken),
-        "seconds": min(each.seconds for each in taken),
-    }
+def _figures(taken: Taken) -> Row:
+    return {"flops": taken.flops, "above": taken.above, "memory": taken.memory, "seconds": taken.seconds}
+
+
+def cells(rows: Sequence[Row]) -> list[Row]:
+    """The runs of each cell as one row, in the order of the page."""
+    found: dict[tuple[int, int, float], list[Row]] = {}
+    for row in rows:
+        found.setdefault((TASKS.index(row["task"]), row["batch"], row["budget"]), []).append(row)
+    return [
+        {**found[key][0], "runs": len(found[key])}
+        | {which: _summary([row[which] for row in found[key]]) for which in ("predicted", "measured")}
+        for key in sorted(found)
+    ]
+
+
+def _summary(figures: Sequence[Row]) -> Row:
+    medians = {what: median(each[what] for each in figures) for what in ("flops", "above", "memory")}
+    return {**medians, "seconds": min(each["seconds"] for each in figures)}
 
 
 def off(row: Row, what: str) -> float:
@@ -74,15 +75,15 @@ def off(row: Row, what: str) -> float:
 HEAD = """# What a training step takes, predicted and measured
 
 Made with `python -m benchmarks.prediction` on {machine}; the figures lie in `prediction.jsonl`. FedSPU's masks, one
-thread, batches of 32 and 128. Each cell was predicted and measured {repetitions} times in turn; memory is the median,
-seconds the smallest of each. *In all* is what the process holds at its peak, *above* what of it training adds.
+thread, batches of 32 and 128. Each cell was predicted and measured in turn, {runs} times; memory is the median, seconds
+are the smallest of each. *In all* is what the process holds at its peak, *above* what of it training adds.
 """
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The rows as Markdown."""
+    """The cells as Markdown."""
     lines = [
-        HEAD.format(machine=rows[0]["machine"], repetitions=rows[0]["repetitions"]),
+        HEAD.format(machine=rows[0]["machine"], runs=_span([row["runs"] for row in rows])),
         "| | within | cells | median error | largest |",
         "|---|---|---|---|---|",
         _share(rows, "memory", "peak memory in all", MEMORY_BOUND),
@@ -104,6 +105,11 @@ def page(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _span(numbers: Sequence[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return str(least) if least == most else f"{least} to {most}"
+
+
 def _share(rows: Sequence[Row], what: str, name: str, bound: float) -> str:
     errors = [abs(off(row, what)) for row in rows]
     within = sum(error <= bound for error in errors)
@@ -118,21 +124,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction", description=__doc__.split("\n")[0])
     parser.add_argument("--only", choices=TASKS, action="append", help="may be given again (default: all)")
     parser.add_argument("--batch", type=int, choices=BATCHES, action="append", help="likewise")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20, help="that are measured each time (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=3, help="of each cell (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="that a run measures (default: %(default)s)")
     options = parser.parse_args(arguments)
-    cells = [(task, batch) for task in options.only or TASKS for batch in options.batch or BATCHES]
+    turns = [(t, b) for _ in range(options.runs) for t in options.only or TASKS for b in options.batch or BATCHES]
     path = RESULTS / "prediction.jsonl"
-    kept = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    rows = [row for row in kept if (row["task"], row["batch"]) not in cells]
-    with tqdm(cells) as bar:
+    with tqdm(turns) as bar:
         for task, batch in bar:
             bar.set_description(f"{task}, {batch}")
-            rows += measure(task, batch, options.repetitions, options.steps)
-    rows.sort(key=lambda row: (TASKS.index(row["task"]), row["batch"], row["budget"]))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (RESULTS / "prediction.md").write_text(page(rows))
-    print(page(rows))
+            rows = measure(task, batch, options.steps)
+            with path.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+    text = page(cells([json.loads(line) for line in path.read_text().splitlines()]))
+    (RESULTS / "prediction.md").write_text(text)
+    print(text)
     return 0
 
 
