@@ -12,6 +12,7 @@ the product trains on a processor.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -152,6 +153,8 @@ def smaller(model: nn.Module, widths: Mapping[str, int], inputs: Tensor) -> nn.M
             channels = widths.get(name, layer.out_channels)
         elif isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)):
             made = type(layer)(channels)
+        elif isinstance(layer, nn.GroupNorm):
+            made = nn.GroupNorm(math.gcd(layer.num_groups, channels), channels)
         elif isinstance(layer, nn.Linear):
             wide = channels * positions if spatial else channels
             made, spatial = nn.Linear(wide, widths.get(name, layer.out_features), bias=layer.bias is not None), False
