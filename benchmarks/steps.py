@@ -116,7 +116,7 @@ def freezing(
     def step() -> None:
         optimiser.zero_grad()
         F.cross_entropy(model(setting.inputs), setting.targets).backward()  # type: ignore[no-untyped-call]
-        frozen.zero_gradients()
+        frozen.collect_gradients()
         optimiser.step()
         frozen.write_back()
 

@@ -29,6 +29,10 @@ from edge_sdk.protocol.masks import NeuronMask, block_of
 from edge_sdk.training.active import ActiveBlock, Kernel, kernel_of
 from edge_sdk.training.elements import Bits, Elements, run_of
 
+_LARGE = 2**16
+"""From this many values on a parameter's whole gradient goes before the next one is made. Small ones wait until all are
+there: to be called in the middle of a backward pass takes longer than the work."""
+
 
 @dataclass
 class _Part:
@@ -43,6 +47,11 @@ class _Part:
     kernel: Kernel | None = None
     bits: Bits | None = None
     leaf: torch.Tensor = field(init=False)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether autograd makes the whole gradient, of which the leaf's is then taken."""
+        return self.trained is not None and self.kernel is None
 
 
 class Freezing:
@@ -110,8 +119,7 @@ class Freezing:
             module.forward = partial(_run, module, part)
             self._undo += [partial(part.parameter.requires_grad_, True), partial(delattr, module, "forward")]
         for part in self._parts:
-            if part.trained is not None and part.kernel is None:
-                # Autograd makes the whole gradient, which is gone before the next parameter's is made.
+            if part.gathers and part.parameter.numel() >= _LARGE:
                 hook = part.parameter.register_post_accumulate_grad_hook(partial(_hand_over, part))  # type: ignore[no-untyped-call]
                 self._undo.append(hook.remove)
         return self
@@ -124,12 +132,14 @@ class Freezing:
         for part in self._parts:
             del part.leaf
 
-    def zero_gradients(self) -> None:
-        """Zero the gradients of what does not exist, in place: after backward, before clipping.
+    def collect_gradients(self) -> None:
+        """Bring all gradients to the leaves, zero where nothing exists: after backward, before clipping.
 
-        Of optimisers that start afresh and see no other gradient none moves a zero, with momentum or weight decay.
+        Optimisers that start afresh and see gradients of zero alone move no zero, with momentum or weight decay.
         """
         for part in self._parts:
+            if part.gathers and part.parameter.grad is not None:
+                _hand_over(part, part.parameter)
             if part.bits is not None and part.leaf.grad is not None:
                 part.bits.mask(part.leaf.grad)
 

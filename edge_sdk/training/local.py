@@ -82,8 +82,8 @@ def train_locally(
                     f"the loss is {value} at step {step} of {total}; {_advice(settings, learning_rate)}"
                 )
             loss.backward()  # type: ignore[no-untyped-call]
+            freezing.collect_gradients()
             pull.add_to_gradients()
-            freezing.zero_gradients()
             if settings.clip is not None:
                 nn.utils.clip_grad_norm_(parameters, settings.clip)
             optimizer.step()

@@ -139,6 +139,7 @@ def train_frozen(model, manifest, mask, inputs, targets, optimise, steps):
         for _ in range(steps):
             optimizer.zero_grad()
             F.cross_entropy(model(inputs), targets).backward()
+            freezing.collect_gradients()
             optimizer.step()
             freezing.write_back()
         return freezing.parameters, optimizer

@@ -122,7 +122,7 @@ def test_training_equals_masked_dense_training(name, pattern, optimise):
 
     train(reference, list(reference.parameters()), optimise, inputs, mask_gradients, lambda: None)
     with Freezing(model, manifest, None, elements) as freezing:
-        train(model, freezing.parameters, optimise, inputs, freezing.zero_gradients, freezing.write_back)
+        train(model, freezing.parameters, optimise, inputs, freezing.collect_gradients, freezing.write_back)
     for key, wanted in reference.state_dict().items():
         value = model.state_dict()[key]
         torch.testing.assert_close(value, wanted, rtol=0, atol=1e-10, msg=key)
@@ -136,7 +136,7 @@ def test_elements_and_frozen_neurons_together():
     mask = draw_neurons(manifest, NeuronDraw("job", 1, "pi", 0.5))
     before = copy.deepcopy(model.state_dict())
     with Freezing(model, manifest, mask, elements) as freezing:
-        train(model, freezing.parameters, OPTIMISERS["adamw"], inputs, freezing.zero_gradients, freezing.write_back)
+        train(model, freezing.parameters, OPTIMISERS["adamw"], inputs, freezing.collect_gradients, freezing.write_back)
     rows, columns = (torch.tensor(mask.active[name].tolist()) for name in ("fc2", "fc1"))
     moved = model.fc2.weight != before["fc2.weight"]
     may = torch.zeros_like(moved)
@@ -149,7 +149,15 @@ def test_the_optimiser_keeps_state_for_what_exists():
     model, manifest, inputs, elements = made("images", "a fifth")
     with Freezing(model, manifest, None, elements) as freezing:
         optimizer = train(
-            *(model, freezing.parameters, OPTIMISERS["adam"], inputs, freezing.zero_gradients, freezing.write_back, 1)
+            *(
+                model,
+                freezing.parameters,
+                OPTIMISERS["adam"],
+                inputs,
+                freezing.collect_gradients,
+                freezing.write_back,
+                1,
+            )
         )
         kept = sum(optimizer.state[leaf]["exp_avg"].numel() for leaf in freezing.parameters)
     others = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)
@@ -183,7 +191,7 @@ def test_an_infinite_gradient_of_what_does_not_exist_counts_as_zero():
     with Freezing(model, manifest, None, elements) as freezing:
         model(inputs).sum().backward()
         model.fc2.weight.grad.fill_(torch.inf)
-        freezing.zero_gradients()
+        freezing.collect_gradients()
         assert torch.equal(model.fc2.weight.grad == torch.inf, elements["fc2.weight"])
         assert not model.fc2.weight.grad[~elements["fc2.weight"]].any()
 

@@ -70,7 +70,7 @@ class _NothingFrozen(contextlib.nullcontext):
         super().__init__(self)
         self.parameters = list(model.parameters())
 
-    def zero_gradients(self):
+    def collect_gradients(self):
         pass
 
     def write_back(self):
