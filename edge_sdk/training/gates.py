@@ -23,7 +23,7 @@ import copy
 import inspect
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType
@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from edge_sdk.protocol.blocks import BlockTable, Selection
 from edge_sdk.training import gates_layers
-from edge_sdk.training.gates_tensors import Batch, BlockedTensor, Cut, Vectors, adapt
+from edge_sdk.training.gates_tensors import Batch, BlockedTensor, Vectors, Wanted, adapt
 from edge_sdk.training.gates_values import Partial, like
 
 
@@ -151,30 +151,52 @@ class _Run(fx.Interpreter):
         super().__init__(fx.GraphModule(model, fx.Tracer().trace(model)))
         self._tensors = tensors
         self._vectors = vectors
-        self._matrices: dict[str, BlockedTensor] = {}
+        self._layers: dict[str, tuple[BlockedTensor, str | None]] = {}  # weight and bias, by node
+        self._sources: dict[str, tuple[str, int]] = {}  # of the channels of its input in the last batch, by node
         self._batch: Batch
-        self._cuts: dict[str, Cut]
+        self._matrices: dict[str, gates_layers.Adapted]
         self._adapted: dict[str, torch.Tensor]
         self._steps = [(node, self._planned(node), self.user_to_last_uses.get(node, [])) for node in self.graph.nodes]
 
     def batch(self, inputs: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The model's output for one batch."""
         self._batch, self.args_iter = batch, iter([inputs])
-        self._cuts = {name: tensor.cut(batch) for name, tensor in self._matrices.items()}
-        vectors = self._vectors if self._vectors.sizes else None
-        made = adapt(batch, list(self._cuts.values()), vectors)
-        self._adapted = dict(zip(self._cuts, made, strict=False))
-        if vectors is not None:
-            parts = torch.split(made[-1], list(vectors.sizes.values()))
-            self._adapted.update(zip(vectors.sizes, parts, strict=True))
+        self._prepare(batch)
         self.env = {}
         result: Any = None
         for node, step, spent in self._steps:
             result = self.env[node] = step()
             for used in spent:
                 del self.env[used]
-        self.env, self._adapted = {}, {}
+        self.env, self._adapted, self._matrices = {}, {}, {}
         return cast(torch.Tensor, result)
+
+    def _prepare(self, batch: Batch) -> None:
+        """Adapt all weights at once (see ``_Adapt``), cut for the inputs that the layers had in the last batch."""
+        cuts = {name: tensor.cut(batch) for name, (tensor, _) in self._layers.items()}
+        rows = {cut.tensor.name: cut.rows for cut in cuts.values()}
+        columns = {name: rows[of].repeated(times) for name, (of, times) in self._sources.items()}
+        foreseen = [columns[name] if name in columns and len(columns[name].off) else None for name in cuts]
+        biases = {name: bias for name, (_, bias) in self._layers.items() if bias is not None}
+        wanted = Wanted(list(cuts.values()), foreseen)
+        if self._vectors.sizes:
+            order = self._vectors.order([(bias, cuts[name].rows) for name, bias in biases.items()])
+            wanted = replace(wanted, vectors=self._vectors, order=order)
+        made = iter(adapt(batch, wanted))
+        weights = [next(made) for _ in cuts]
+        of_columns = [None if channels is None else next(made) for channels in foreseen]
+        parts: dict[str, Sequence[torch.Tensor]] = {}
+        if self._vectors.sizes:
+            vectors, in_order = made
+            split = torch.split(vectors, list(self._vectors.sizes.values()))
+            self._adapted = dict(zip(self._vectors.sizes, split, strict=True))
+            sizes = [len(part) for name in biases for part in (cuts[name].rows.on, cuts[name].rows.off)]
+            split = torch.split(in_order, sizes)
+            parts = dict(zip(biases, zip(split[::2], split[1::2], strict=True), strict=True))
+        self._matrices = {
+            name: gates_layers.Adapted(cut, weight, channels, part, *parts.get(name, (None, None)))
+            for (name, cut), weight, channels, part in zip(cuts.items(), weights, foreseen, of_columns, strict=True)
+        }
 
     def _planned(self, node: fx.Node) -> Callable[[], Any]:
         """What runs ``node`` on the values of ``self.env``."""
@@ -183,8 +205,9 @@ class _Run(fx.Interpreter):
         if source is not None:
             operator = gates_layers.operator_of(module)
             if operator is not None:
-                tensor = self._tensors[id(cast(Any, module).weight)]
-                self._matrices[tensor.name] = tensor
+                layer = cast(Any, module)
+                bias = None if layer.bias is None else self._tensors[id(layer.bias)].name
+                self._layers[node.name] = self._tensors[id(layer.weight)], bias
                 return partial(self._matrix, node, module, source, operator)
             if type(module) in _NORMS:
                 return partial(self._norm, module, source)
@@ -222,9 +245,9 @@ class _Run(fx.Interpreter):
                 value = value.whole()
         elif value.dim() < operator.dims:
             return self._any(node, module)
-        bias = None if module.bias is None else self._whole(module.bias)
-        name = self._tensors[id(module.weight)].name
-        return gates_layers.apply(operator, self._cuts[name], self._adapted[name], bias, value, self._batch)
+        if isinstance(value, Partial) and value.channels.source is not None:
+            self._sources[node.name] = value.channels.source
+        return gates_layers.apply(operator, self._matrices[node.name], value, self._batch)
 
     def _partial(self, call: _Call, source: fx.Node, rule: Rule, in_place: bool) -> Any:
         """``call`` on a partial value, if that is what it is given and if its rule allows."""

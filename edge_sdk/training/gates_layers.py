@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from edge_sdk.training.gates_tensors import Batch, BlockedTensor, Channels, Cut, Index, index, total, true
+from edge_sdk.training.gates_tensors import Batch, BlockedTensor, Channels, Cut, Index, columns_of, index, total
 from edge_sdk.training.gates_values import Echo, Partial
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -121,35 +121,58 @@ def operator_of(module: object) -> Operator | None:
     return Convolution.of(module) if type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) else None  # type: ignore[arg-type]
 
 
-def apply(
-    operator: Operator,
-    cut: Cut,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    value: torch.Tensor | Partial,
-    batch: Batch,
-) -> torch.Tensor | Partial:
+@dataclass(frozen=True)
+class Adapted:
+    """A layer's θ' in one batch.
+
+    weight: of the rows of ``cut``, [rows, ...]; of_columns: ``columns`` of these, where it was foreseen that the input
+    would have them. bias: of the rows, and fixed: of the other rows; None where the layer has no bias.
+    """
+
+    cut: Cut
+    weight: torch.Tensor
+    columns: Channels | None
+    of_columns: torch.Tensor | None
+    bias: torch.Tensor | None
+    fixed: torch.Tensor | None
+
+    def computed(self, columns: Channels) -> torch.Tensor:
+        """The weight's ``columns``. Those that were foreseen cost less: see ``_Adapt``."""
+        if self.columns is not None and self.columns.source == columns.source:
+            return cast(torch.Tensor, self.of_columns)
+        return columns_of(self.weight, columns)
+
+
+def apply(operator: Operator, adapted: Adapted, value: torch.Tensor | Partial, batch: Batch) -> torch.Tensor | Partial:
     """A layer's output under a batch's gates.
 
-    ``weight`` is θ' of the rows of ``cut``, ``bias`` the whole θ' [rows], or None; ``value`` is the layer's input;
-    where it is partial, its channels lie on the operator's axis.
+    ``value`` is the layer's input; where it is partial, its channels lie on the operator's axis.
     """
-    rows = cut.rows
-    inputs, constants, echo, columns, seen, heard = value, None, None, None, _NONE, _NONE
+    rows, bias, fixed = adapted.cut.rows, adapted.bias, adapted.fixed
+    layer = _Layer(operator, adapted.cut.tensor, batch, rows, None, _NONE, _NONE)
+    inputs, weight, constants, along = value, adapted.weight, None, None
     if isinstance(value, Partial):
-        inputs, constants, columns = value.computed, value.constants, value.channels
-        seen = np.flatnonzero(value.matters)
-        echo, heard = value.listened()
-    layer = _Layer(operator, cut.tensor, batch, rows, columns, seen, heard)
-    output, fixed = _Apply.apply(layer, weight, bias, inputs, constants, echo)  # type: ignore[no-untyped-call]
+        inputs, weight = value.computed, adapted.computed(value.channels)
+        seen, heard = np.flatnonzero(value.matters), _NONE
+        if len(seen):
+            constants = value.known()
+            along, heard = value.listened()
+        layer = replace(layer, columns=value.channels, seen=seen, heard=heard)
+    inputs = cast(torch.Tensor, inputs)
+    if constants is None:
+        output = operator.run(inputs, weight, bias)
+    else:
+        output = _Apply.apply(layer, weight, adapted.weight, bias, inputs, constants, along)  # type: ignore[no-untyped-call]
     if not len(rows.off):
-        return cast(torch.Tensor, output)
-    live = rows.all_others if torch.is_grad_enabled() else ~rows.all_others
-    if not batch.heard or not torch.is_grad_enabled():
-        return Partial(output, rows, operator.axis(output), fixed, live, ~rows.all_others, None)
-    given = cast(torch.Tensor, inputs).detach(), None if constants is None else constants.detach()
-    off = _OffRows(layer, rows.off, fixed.detach(), *given, output.shape)
-    return Partial(output, rows, operator.axis(output), fixed, live, live, Echo(off.start, len(rows.off)))
+        return output
+    learns = torch.is_grad_enabled()
+    hears = learns and batch.heard > 0
+    echo = None
+    if hears:
+        off = _OffRows(layer, rows.off, fixed, inputs, constants, output.shape)
+        echo = Echo(off.start, len(rows.off))
+    live = np.full(len(rows.off), learns and (hears or fixed is not None))
+    return Partial(output, rows, operator.axis(output), fixed, live, np.full(len(rows.off), hears), echo)
 
 
 _NONE: Index = np.zeros(0, dtype=np.intp)
@@ -179,7 +202,7 @@ class _Layer:
 
 
 class _Apply(torch.autograd.Function):
-    """The layer itself: the output of the rows that are computed, and what the others are everywhere, [off rows].
+    """The layer itself, where its input has constants that are seen: the output of the rows that are computed.
 
     Backward also takes the signal back along the echo's channels, which add nothing forward. All of it is one step of
     autograd, since with one for every cut, sum and copy a small layer would spend its time between them.
@@ -189,70 +212,52 @@ class _Apply(torch.autograd.Function):
     def forward(
         ctx: Any,
         layer: _Layer,
+        computed: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         inputs: torch.Tensor,
-        constants: torch.Tensor | None,
+        constants: torch.Tensor,
         echo: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        operator, rows, columns = layer.operator, layer.rows, layer.columns
-        computed = weight if columns is None else columns.computed(weight, 1)
-        shift = None if bias is None else rows.computed(bias)
-        known = seen = None
-        if constants is not None and len(layer.seen):
-            known = constants.index_select(0, index(layer.seen, constants.device))
-            seen = weight.index_select(1, layer.channels)
-            added = operator.run(operator.still(known, inputs), seen, None)
-            if not operator.pads:
-                added = added.flatten()
-            elif shift is not None:
-                shift = shift.view(1, -1, *(1,) * (added.dim() - 2))
-            shift = added if shift is None else shift + added
-        ctx.layer, ctx.per_position = layer, shift is not None and shift.dim() > 1
-        ctx.echo = None if echo is None else echo.detach()
+    ) -> torch.Tensor:
+        operator = layer.operator
+        known = constants.index_select(0, index(layer.seen, constants.device))
+        seen = weight.index_select(1, layer.channels)
+        shift = operator.run(operator.still(known, inputs), seen, None)
+        ctx.layer, ctx.echo = layer, None if echo is None else echo.detach()
         ctx.save_for_backward(inputs, computed, seen, known)
-        output = operator.run(inputs, computed, None if ctx.per_position else shift)
-        if ctx.per_position:
-            output += cast(torch.Tensor, shift)
-        fixed = rows.others(bias) if bias is not None else output.new_zeros(len(rows.off))
-        if bias is None:
-            ctx.mark_non_differentiable(fixed)
-        return output, fixed
+        if operator.pads:
+            if bias is not None:
+                shift += bias.view(1, -1, *(1,) * (shift.dim() - 2))
+            return operator.run(inputs, computed, None).add_(shift)
+        return operator.run(inputs, computed, shift.flatten() if bias is None else shift.flatten() + bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, for_fixed: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layer, (inputs, computed, seen, known) = ctx.layer, ctx.saved_tensors
-        operator, rows, columns, shape = layer.operator, layer.rows, layer.columns, layer.weight.parameter.shape
-        _, _, needs_bias, needs_inputs, needs_constants, needs_echo = ctx.needs_input_grad
-        needed = needs_inputs, True, (needs_bias or seen is not None) and not ctx.per_position
-        inward, for_computed, for_shift = operator.gradients(gradient, inputs, computed, needed)
-        if ctx.per_position:
-            for_shift = gradient.sum(0, keepdim=True)
-        for_bias = for_constants = along = None
-        if needs_bias:
-            summed = for_shift.flatten(2).sum((0, 2)) if ctx.per_position else for_shift
-            for_bias = rows.joined(summed, for_fixed)
-        for_weight = for_computed
-        if seen is not None:
-            still, wide = operator.still(known, inputs), known.new_zeros(len(columns.flags))
-            signal = for_shift if ctx.per_position else for_shift.view(1, -1, *(1,) * (still.dim() - 2))
-            # As if of one sample that is 0 wherever it is computed: writing many columns one by one is far slower.
-            sample = operator.still(wide.index_copy_(0, layer.channels, known), inputs)
-            like_weight = layer.weight.parameter[: len(rows.on)]  # its shape is all that is looked at
-            for_weight = operator.gradients(signal, sample, like_weight, _WEIGHT)[1]
-            if needs_constants:
-                found = operator.gradients(signal, still, seen, _INPUTS)[0].view(len(known), -1).sum(1)
-                places = index(layer.seen, known.device)
-                for_constants = known.new_zeros(len(columns.off)).index_copy_(0, places, found)
-            if needs_echo:
-                among = index(np.searchsorted(layer.seen, layer.heard), known.device)
-                signal, heard = gradient[: len(ctx.echo)], seen.index_select(1, among)
-                along = operator.gradients(signal, ctx.echo, heard, _INPUTS)[0]
-        elif columns is not None and len(columns.off):
-            for_weight = for_computed.new_zeros(len(rows.on), *shape[1:])
-        if for_weight is not for_computed:
-            columns.put(for_weight, 1, for_computed)
-        return None, for_weight, for_bias, inward, for_constants, along
+        operator, columns = layer.operator, layer.columns
+        _, _, _, needs_bias, needs_inputs, needs_constants, needs_echo = ctx.needs_input_grad
+        needed = needs_inputs, True, not operator.pads
+        inward, for_computed, for_bias = operator.gradients(gradient, inputs, computed, needed)
+        still, wide = operator.still(known, inputs), known.new_zeros(len(columns.flags))
+        if operator.pads:
+            signal = gradient.sum(0, keepdim=True)
+            for_bias = signal.flatten(2).sum((0, 2))
+        else:
+            signal = for_bias.view(1, -1, *(1,) * (still.dim() - 2))
+        # As if of one sample that is 0 wherever it is computed: writing many columns one by one is far slower.
+        sample = operator.still(wide.index_copy_(0, layer.channels, known), inputs)
+        like_weight = layer.weight.parameter[: len(layer.rows.on)]  # its shape is all that is looked at
+        for_weight = operator.gradients(signal, sample, like_weight, _WEIGHT)[1]
+        for_constants = along = None
+        if needs_constants:
+            found = operator.gradients(signal, still, seen, _INPUTS)[0].view(len(known), -1).sum(1)
+            places = index(layer.seen, known.device)
+            for_constants = known.new_zeros(len(columns.off)).index_copy_(0, places, found)
+        if needs_echo:
+            among = index(np.searchsorted(layer.seen, layer.heard), known.device)
+            heard = seen.index_select(1, among)
+            along = operator.gradients(gradient[: len(ctx.echo)], ctx.echo, heard, _INPUTS)[0]
+        return None, for_computed, for_weight, for_bias if needs_bias else None, inward, for_constants, along
 
 
 _INPUTS, _WEIGHT = (True, False, False), (False, True, False)
@@ -262,13 +267,13 @@ _INPUTS, _WEIGHT = (True, False, False), (False, True, False)
 class _OffRows:
     """A layer's off rows: what would have to be computed to know how their gates matter.
 
-    rows: which they are; fixed: their output as it is, [rows]. inputs: the computed channels of the layer's input;
-    constants: the others. shape: of the layer's output.
+    rows: which they are; fixed: their output as it is, [rows], None where that is 0. inputs: the computed channels of
+    the layer's input; constants: the others. shape: of the layer's output.
     """
 
     layer: _Layer
     rows: Index
-    fixed: torch.Tensor
+    fixed: torch.Tensor | None
     inputs: torch.Tensor
     constants: torch.Tensor | None
     shape: torch.Size
@@ -277,7 +282,9 @@ class _OffRows:
         """The output of the rows ``which`` of these for the samples that are heard (see ``Echo``)."""
         chosen = self
         if len(which) < len(self.rows):
-            fixed = self.fixed.index_select(0, index(which, self.fixed.device))
+            fixed = self.fixed
+            if fixed is not None:
+                fixed = fixed.detach().index_select(0, index(which, fixed.device))
             chosen = replace(self, rows=self.rows[which], fixed=fixed)
         return cast(torch.Tensor, _Start.apply(self.layer.batch.gates, chosen))  # type: ignore[no-untyped-call]
 
@@ -291,7 +298,7 @@ class _OffRows:
         segments = weight.segments(self.rows)
         values, inputs = weight.values(segments), self.inputs[: batch.heard]
         result = operator.run(inputs, values if columns is None else columns.computed(values, 1), None)
-        if self.constants is not None and len(layer.seen):
+        if self.constants is not None:
             known = self.constants.index_select(0, index(layer.seen, inputs.device))
             result += operator.run(operator.still(known, inputs), values.index_select(1, layer.channels), None)
         axis = operator.axis(result)
@@ -310,7 +317,8 @@ class _Start(torch.autograd.Function):
         axis = off.layer.operator.axis(off.inputs)
         shape = [off.layer.batch.heard, *off.shape[1:]]
         shape[axis] = len(off.rows)
-        return off.fixed.view(-1, *(1,) * (len(shape) - axis - 1)).expand(shape)
+        fixed = off.inputs.new_zeros(len(off.rows)) if off.fixed is None else off.fixed.detach()
+        return fixed.view(-1, *(1,) * (len(shape) - axis - 1)).expand(shape)
 
     @staticmethod
     def backward(ctx: Any, signal: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -335,40 +343,79 @@ def normalise(
         mean, variance = statistics if moves or not of_batch else (None, None)
         return F.batch_norm(value, mean, variance, weight, bias, of_batch, share, module.eps)
     channels = value.channels
-    weight = value.constants.new_ones(len(channels.flags)) if weight is None else weight
-    bias = value.constants.new_zeros(len(channels.flags)) if bias is None else bias
-    constants, scaled = channels.others(bias), (channels.computed(weight), channels.computed(bias))
+    weight = value.computed.new_ones(len(channels.flags)) if weight is None else weight
+    bias = value.computed.new_zeros(len(channels.flags)) if bias is None else bias
+    computed: torch.Tensor
+    constants: torch.Tensor
     deviation: torch.Tensor | None = None
     if of_batch:
-        # The computed channels' own statistics: with momentum 1, nothing is left of what these tensors hold.
-        own: Any = value.computed.new_zeros(2, len(channels.on)) if moves else (None, None)
-        mean, variance = own
-        computed = F.batch_norm(value.computed, mean, variance, *scaled, True, 1.0, module.eps)
+        if value.computed.numel() == len(channels.on):
+            raise ValueError("in training mode batch norm needs more than one value of every channel")
+        computed, constants, own = _Normalise.apply(value.computed, weight, bias, channels, moves, module.eps)  # type: ignore[no-untyped-call]
         if moves:
-            channels.drawn(statistics[0], mean, value.constants.detach(), share)
-            channels.drawn(statistics[1], variance, None, share)
+            still = None if value.constants is None else value.constants.detach()
+            statistics[0].lerp_(channels.joined(own[0], still), share)
+            statistics[1].lerp_(channels.joined(own[1], None), share)
     else:
+        scaled = channels.computed(weight), channels.computed(bias)
         (mean, still), (variance, others) = ((channels.computed(s), channels.others(s)) for s in statistics)
         computed = F.batch_norm(value.computed, mean, variance, *scaled, False, 0.0, module.eps)
         deviation = (others + module.eps).sqrt()
-        constants = (value.constants - still) / deviation * channels.others(weight) + constants
-    value = replace(
-        value, computed=computed, constants=constants, live=np.full(len(channels.off), torch.is_grad_enabled())
-    )
-    if value.echo is None:
-        return value
-    fixed, gain = constants.detach(), channels.others(weight.detach())
-    gain = gain * module.eps**-0.5 if deviation is None else gain / deviation
+        constants = (value.known() - still) / deviation * channels.others(weight) + channels.others(bias)
 
     def step(echo: torch.Tensor, rows: Index) -> torch.Tensor:
         which, wide = index(rows, echo.device), (-1, *(1,) * (echo.dim() - 2))
+        fixed, gain = constants.detach(), channels.others(weight.detach())
+        gain = gain * module.eps**-0.5 if deviation is None else gain / deviation
         # 0, exactly: deviations from a constant are rounding errors, and grow by eps^-1/2
         signal = echo - echo.detach()
         if of_batch:
             signal = signal - signal.mean([dim for dim in range(signal.dim()) if dim != 1], keepdim=True)
         return fixed.index_select(0, which).view(wide) + gain.index_select(0, which).view(wide) * signal
 
-    return replace(value, heard=value.heard & true(gain != 0), echo=value.after(step))
+    live = np.full(len(channels.off), torch.is_grad_enabled())
+    return replace(value, computed=computed, constants=constants, live=live, echo=value.after(step))
+
+
+class _Normalise(torch.autograd.Function):
+    """Batch norm by the batch's own statistics: computed channels, the others' constants, and the statistics.
+
+    The statistics are mean and variance [2, computed]: with momentum 1, nothing is left of what they held.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        channels: Channels,
+        moves: bool,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        own = values.new_zeros(2, len(channels.on)) if moves else None
+        mean, variance = (None, None) if own is None else own
+        scale, constants = channels.computed(weight), channels.others(bias)
+        found = torch.native_batch_norm(values, scale, channels.computed(bias), mean, variance, True, 1.0, eps)
+        output, *saved = found
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(values, scale, *saved)
+        ctx.channels, ctx.eps = channels, eps
+        if own is not None:
+            ctx.mark_non_differentiable(own)
+        return output, constants, own
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient: torch.Tensor | None, for_constants: torch.Tensor | None, _: None
+    ) -> tuple[torch.Tensor | None, ...]:
+        values, scale, mean, deviation = ctx.saved_tensors
+        gradient = torch.zeros_like(values) if gradient is None else gradient
+        inward, for_scale, for_bias = torch.ops.aten.native_batch_norm_backward.default(
+            *(gradient, values, scale, None, None, mean, deviation, True, ctx.eps, [True, True, True])
+        )
+        joined = ctx.channels.joined
+        return inward, joined(for_scale, None), joined(for_bias, for_constants), None, None, None
 
 
 def _share(module: nn.modules.batchnorm._BatchNorm) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -39,25 +40,33 @@ def true(flags: torch.Tensor) -> Flags:
 
 
 class Channels:
-    """Which channels of a value, or rows of a weight, are computed: ``flags`` [size], ``on`` and ``off`` by number."""
+    """Which channels of a value, or rows of a weight, are computed: ``flags`` [size], ``on`` and ``off`` by number.
 
-    def __init__(self, flags: Flags, device: torch.device) -> None:
+    ``source``: the weight whose rows they are, by name, and how many channels each row became; None where they are not
+    simply that.
+    """
+
+    def __init__(self, flags: Flags, device: torch.device, source: tuple[str, int] | None = None) -> None:
         self.flags = flags
         self.device = device
+        self.source = source
         self.on, self.off = np.flatnonzero(flags), np.flatnonzero(~flags)
         self._on, self._off = index(self.on, device), index(self.off, device)
         self._repeated: dict[int, Channels] = {}
 
-    @cached_property
-    def all_others(self) -> Flags:
-        """As many flags as there are other channels, all set."""
-        return np.ones(len(self.off), dtype=bool)
-
     def repeated(self, times: int) -> Channels:
         """Where every channel becomes ``times``, one after the other: which of these are computed."""
+        if times == 1:
+            return self
         if times not in self._repeated:
-            self._repeated[times] = Channels(self.flags.repeat(times), self.device)
+            source = None if self.source is None else (self.source[0], self.source[1] * times)
+            self._repeated[times] = Channels(self.flags.repeat(times), self.device, source)
         return self._repeated[times]
+
+    @cached_property
+    def order(self) -> Index:
+        """Those that are computed, then the others."""
+        return np.concatenate([self.on, self.off])
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
@@ -75,24 +84,17 @@ class Channels:
         """The entries of ``tensor`` [size] of the other channels."""
         return tensor.index_select(0, self._off)
 
-    def joined(self, computed: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-        """The vector [size] of both parts."""
-        if not len(self.off):
-            return computed
-        whole = computed.new_empty(len(self.flags))
-        return whole.index_copy_(0, self._on, computed).index_copy_(0, self._off, others)
+    def joined(self, computed: torch.Tensor, others: torch.Tensor | None) -> torch.Tensor:
+        """The vector [size] of both parts; ``others`` None stands for zeros."""
+        whole = computed.new_zeros(len(self.flags)).index_copy_(0, self._on, computed)
+        return whole if others is None else whole.index_copy_(0, self._off, others)
 
-    def drawn(self, whole: torch.Tensor, computed: torch.Tensor, others: torch.Tensor | None, share: float) -> None:
-        """Move ``whole`` [size] by ``share`` of the way to what both parts are; ``others`` None stands for zeros."""
-        whole.mul_(1 - share).index_add_(0, self._on, computed, alpha=share)
-        if others is not None:
-            whole.index_add_(0, self._off, others, alpha=share)
-
-    def put(self, tensor: torch.Tensor, dim: int, computed: torch.Tensor) -> None:
-        """Write the computed channels into ``tensor``, which has all; by ranges, far faster than one by one."""
-        parts = torch.split_with_sizes(computed, [stop - start for start, stop in self.runs], dim)
+    def add(self, tensor: torch.Tensor, computed: torch.Tensor) -> None:
+        """Add the computed channels to those of ``tensor``, which has all, along axis 1; by ranges, far faster than one
+        by one."""
+        parts = torch.split_with_sizes(computed, [stop - start for start, stop in self.runs], 1)
         for (start, stop), part in zip(self.runs, parts, strict=True):
-            tensor.narrow(dim, start, stop - start).copy_(part)
+            tensor.narrow(1, start, stop - start).add_(part)
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class BlockedTensor:
         flags = before[last + 1] > before[first]
         if not flags.any():
             flags[0] = True
-        return Cut(self, on, Channels(flags, self.flat.device))
+        return Cut(self, on, Channels(flags, self.flat.device, (self.name, 1)))
 
     def segments(self, rows: Index) -> Segments:
         """What the blocks have of ``rows``."""
@@ -204,7 +206,7 @@ class BlockedTensor:
         """θ' in the parameter's own shape."""
         rows = Channels(np.ones(self.rows, dtype=bool), self.flat.device)
         cut = Cut(self, batch.selected[self.first : self.first + len(self.leaves)], rows)
-        (made,) = adapt(batch, [cut], None, own=False)
+        (made,) = adapt(batch, Wanted([cut], [None], own=False))
         return made.view(self.parameter.shape)
 
 
@@ -218,31 +220,33 @@ class Cut:
         on = np.flatnonzero(selected)
         first, start = np.divmod(tensor.bounds[on], max(1, tensor.row_size))
         starts = np.searchsorted(rows.on, first) * tensor.row_size + start
-        self._spans = list(
-            zip(starts.tolist(), (starts + tensor.bounds[on + 1] - tensor.bounds[on]).tolist(), strict=True)
-        )
+        spans = zip(starts.tolist(), (starts + tensor.bounds[on + 1] - tensor.bounds[on]).tolist(), strict=True)
+        self._sizes = _sizes(list(spans), len(rows.on) * tensor.row_size)
         self._blocks = (on + tensor.first).tolist()
         self.leaves = [tensor.leaves[place] for place in on]
 
-    def adapted(self, batch: Batch) -> torch.Tensor:
+    def values(self) -> torch.Tensor:
+        """θ of the rows' segments, [T, ...]."""
+        return self.tensor.values(self.segments)
+
+    def adapted(self, batch: Batch, values: torch.Tensor) -> torch.Tensor:
         """θ' of the rows, [rows, ...], one below the other."""
-        made = self.tensor.values(self.segments) * self._scales(batch)
+        made = values * self._scales(batch)
         if self.segments.rows is None:
             return made
         return made.new_zeros(len(self.rows.on), *made.shape[1:]).index_add_(0, self.segments.rows, made)
 
-    def products(self, gradient: torch.Tensor) -> torch.Tensor:
+    def products(self, gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """<g, θ> of every segment, [T], where g [rows, ...] = ∂f/∂θ'."""
         if self.segments.rows is not None:
             gradient = gradient.index_select(0, self.segments.rows)
-        return (gradient * self.tensor.values(self.segments)).view(len(gradient), -1).sum(1)
+        return (gradient * values).view(len(gradient), -1).sum(1)
 
-    def gradients(self, batch: Batch, gradient: torch.Tensor) -> list[torch.Tensor]:
+    def gradients(self, batch: Batch, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
         """∂f/∂θ_b = M'_b g_b of the ``leaves``, from g, which it overwrites."""
         if self.segments.rows is None:
             gradient *= self._scales(batch)
-        flat = gradient.view(-1)
-        parts = [flat[start:stop] for start, stop in self._spans]
+        parts = torch.split_with_sizes(gradient.view(-1), self._sizes)[1::2]
         if self.segments.rows is not None:
             for part, block in zip(parts, self._blocks, strict=True):
                 part *= float(batch.scales[block])
@@ -251,6 +255,12 @@ class Cut:
     def _scales(self, batch: Batch) -> torch.Tensor:
         scales = batch.gates.detach().index_select(0, self.segments.blocks)
         return scales.to(self.tensor.flat.dtype).view(-1, *(1,) * (self.tensor.parameter.dim() - 1))
+
+
+def _sizes(spans: Sequence[tuple[int, int]], length: int) -> list[int]:
+    """Sizes that cut ``length`` values into what is before, within and between ``spans`` (start, stop), and behind."""
+    ends = [0, *(end for span in spans for end in span), length]
+    return [stop - start for start, stop in pairwise(ends)]
 
 
 class Vectors:
@@ -264,29 +274,47 @@ class Vectors:
         self._ends = np.cumsum(sizes).tolist()
         self._flat = [tensor.flat for tensor in tensors]
         self.sizes = {tensor.name: tensor.flat.numel() for tensor in tensors}
+        self._starts = dict(zip(self.sizes, np.cumsum([0, *self.sizes.values()]).tolist(), strict=False))
         self.blocks = index(np.repeat(self._blocks, sizes), self._flat[0].device) if tensors else torch.zeros(0)
 
-    def trained(self, batch: Batch) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
-        """The leaves of blocks that are on, and where each lies (start, stop) in ``values``."""
+    def trained(self, batch: Batch) -> tuple[list[torch.Tensor], list[int]]:
+        """The leaves of blocks that are on, and the sizes that cut ``values`` into these and what lies between."""
         on = np.flatnonzero(batch.selected[self._blocks]).tolist()
         leaves = [self._leaves[place] for place in on]
-        return leaves, [
-            (self._ends[place] - len(leaf), self._ends[place]) for place, leaf in zip(on, leaves, strict=True)
-        ]
+        spans = [(self._ends[place] - len(leaf), self._ends[place]) for place, leaf in zip(on, leaves, strict=True)]
+        return leaves, _sizes(spans, sum(self.sizes.values()))
 
     def values(self) -> torch.Tensor:
         """θ of all, one after the other."""
         return torch.cat(self._flat)
 
+    def order(self, biases: Sequence[tuple[str, Channels]]) -> torch.Tensor:
+        """Where in ``values`` the entries of ``biases`` lie, of each those of the rows that are computed first."""
+        places = [rows.order + self._starts[name] for name, rows in biases]
+        return index(np.concatenate(places) if places else np.zeros(0, dtype=np.intp), self.blocks.device)
 
-def adapt(batch: Batch, cuts: Sequence[Cut], vectors: Vectors | None, *, own: bool = True) -> tuple[torch.Tensor, ...]:
-    """θ' of every one of ``cuts``, [rows, ...], and, where ``vectors`` are given, of all of these, one after the other.
 
-    With ``own``, what uses a cut makes a new tensor of its gradients, which is overwritten; otherwise that is copied.
+@dataclass(frozen=True)
+class Wanted:
+    """Which θ' a batch needs.
+
+    Of every one of ``cuts`` [rows, ...]; of those with ``columns`` then these columns of it, again; where there are
+    ``vectors``, all of them, one after the other, and their entries in ``order``. With ``own``, what uses a cut makes a
+    new tensor of its gradients, which is overwritten; otherwise that is copied.
     """
-    leaves = [leaf for cut in cuts for leaf in cut.leaves]
-    of_vectors, spans = vectors.trained(batch) if vectors is not None else ([], [])
-    made = _Adapt.apply(batch, batch.gates, cuts, vectors, spans, own, *leaves, *of_vectors)  # type: ignore[no-untyped-call]
+
+    cuts: Sequence[Cut]
+    columns: Sequence[Channels | None]
+    vectors: Vectors | None = None
+    order: torch.Tensor | None = None
+    own: bool = True
+
+
+def adapt(batch: Batch, wanted: Wanted) -> tuple[torch.Tensor, ...]:
+    """θ' as ``wanted``."""
+    leaves = [leaf for cut in wanted.cuts for leaf in cut.leaves]
+    of_vectors, sizes = wanted.vectors.trained(batch) if wanted.vectors is not None else ([], [])
+    made = _Adapt.apply(batch, batch.gates, wanted, sizes, *leaves, *of_vectors)  # type: ignore[no-untyped-call]
     return cast(tuple[torch.Tensor, ...], made)
 
 
@@ -299,50 +327,81 @@ class _Adapt(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        batch: Batch,
-        gates: torch.Tensor,
-        cuts: Sequence[Cut],
-        vectors: Vectors | None,
-        spans: list[tuple[int, int]],
-        own: bool,
-        *leaves: torch.Tensor,
+        ctx: Any, batch: Batch, gates: torch.Tensor, wanted: Wanted, sizes: list[int], *leaves: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.batch, ctx.cuts, ctx.vectors, ctx.spans, ctx.own = batch, cuts, vectors, spans, own
-        made = [cut.adapted(batch) for cut in cuts]
-        if vectors is not None:
-            values = vectors.values()
-            scales = gates.index_select(0, vectors.blocks).to(values.dtype)
-            ctx.save_for_backward(values, scales)
-            made.append(values * scales)
+        ctx.batch, ctx.wanted, ctx.sizes = batch, wanted, sizes
+        saved = [cut.values() for cut in wanted.cuts]
+        made = [cut.adapted(batch, values) for cut, values in zip(wanted.cuts, saved, strict=True)]
+        made += [
+            columns.computed(weight, 1)
+            for columns, weight in zip(wanted.columns, made, strict=True)
+            if columns is not None
+        ]
+        if wanted.vectors is not None:
+            assert wanted.order is not None
+            values = wanted.vectors.values()
+            scales = gates.index_select(0, wanted.vectors.blocks).to(values.dtype)
+            scaled = values * scales
+            made += [scaled, scaled.index_select(0, wanted.order)]
+            saved += [values, scales]
+        ctx.save_for_backward(*saved)
         return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        batch, vectors = ctx.batch, ctx.vectors
+        batch, wanted, saved = ctx.batch, ctx.wanted, ctx.saved_tensors
         blocks, products, parts = [], [], list[torch.Tensor | None]()
-        for cut, gradient in zip(ctx.cuts, gradients, strict=False):
-            if gradient is None:
+        further = iter(gradients[len(wanted.cuts) :])
+        for cut, columns, values, gradient in zip(wanted.cuts, wanted.columns, saved, gradients, strict=False):
+            of_columns = None if columns is None else next(further)
+            if gradient is not None:
+                own = gradient.contiguous() if wanted.own else gradient.clone(memory_format=torch.contiguous_format)
+            elif of_columns is not None:
+                own = of_columns.new_zeros(len(cut.rows.on), *cut.tensor.parameter.shape[1:])
+            else:
                 parts += [None] * len(cut.leaves)
                 continue
-            own = gradient.contiguous() if ctx.own else gradient.clone(memory_format=torch.contiguous_format)
+            if of_columns is not None:
+                columns.add(own, of_columns)
             blocks.append(cut.segments.blocks)
-            products.append(cut.products(own))
+            products.append(cut.products(own, values))
             parts += cut.gradients(batch, own)
-        if vectors is not None:
-            values, scales = ctx.saved_tensors
-            gradient = gradients[-1]
+        if wanted.vectors is not None:
+            values, scales = saved[-2:]
+            gradient, in_order = further
+            if in_order is not None:
+                gradient = torch.zeros_like(values) if gradient is None else gradient
+                gradient = gradient.index_add(0, wanted.order, in_order)
             if gradient is None:
-                parts += [None] * len(ctx.spans)
+                parts += [None] * (len(ctx.sizes) // 2)
             else:
-                blocks.append(vectors.blocks)
+                blocks.append(wanted.vectors.blocks)
                 products.append(gradient * values)
-                flat = gradient * scales
-                parts += [flat[start:stop] for start, stop in ctx.spans]
+                parts += torch.split_with_sizes(gradient * scales, ctx.sizes)[1::2]
         for_gates = total(batch, torch.cat(blocks), torch.cat(products)) if blocks else None
-        parts = [part if need else None for part, need in zip(parts, ctx.needs_input_grad[6:], strict=True)]
-        return None, for_gates, None, None, None, None, *parts
+        parts = [part if need else None for part, need in zip(parts, ctx.needs_input_grad[4:], strict=True)]
+        return None, for_gates, None, None, *parts
+
+
+class _Columns(torch.autograd.Function):
+    """The columns of a weight that ``columns`` says are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, columns: Channels) -> torch.Tensor:
+        ctx.shape, ctx.columns = weight.shape, columns
+        return columns.computed(weight, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        whole = gradient.new_zeros(ctx.shape)
+        ctx.columns.add(whole, gradient)
+        return whole, None
+
+
+def columns_of(weight: torch.Tensor, columns: Channels) -> torch.Tensor:
+    """The columns of ``weight`` that are computed; differentiable, and that faster than by an index."""
+    return cast(torch.Tensor, _Columns.apply(weight, columns)) if len(columns.off) else weight  # type: ignore[no-untyped-call]
 
 
 def total(batch: Batch, blocks: torch.Tensor, products: torch.Tensor) -> torch.Tensor:

@@ -61,14 +61,15 @@ class Partial:
     """A value [N, ..., channels, ...] of which only some channels are computed.
 
     computed holds those that ``channels`` says are on, along ``axis``; constants [others] is what the others are,
-    everywhere. live: which of the others' constants depend on a gate or weight, as far as is known; heard: along which
-    the echo's signal passes (never more than live); echo is None where gates of off rows get no gradients.
+    everywhere, None where that is 0 for all. live: which of the others' constants depend on a gate or weight, as far as
+    is known; heard: along which the echo's signal passes (never more than live); echo is None where gates of off rows
+    get no gradients.
     """
 
     computed: torch.Tensor
     channels: Channels
     axis: int
-    constants: torch.Tensor
+    constants: torch.Tensor | None
     live: Flags
     heard: Flags
     echo: Echo | None
@@ -83,21 +84,28 @@ class Partial:
     @property
     def matters(self) -> Flags:
         """Which constants the next layer cannot leave out, [others]: those that are not 0, or that gradients reach."""
-        return self.live | self.heard | true(self.constants.detach() != 0)
+        moved = self.live | self.heard
+        return moved if self.constants is None else moved | true(self.constants.detach() != 0)
+
+    def known(self) -> torch.Tensor:
+        """The constants, zeros too."""
+        return self.computed.new_zeros(len(self.channels.off)) if self.constants is None else self.constants
 
     def each(self, operation: Callable[[torch.Tensor], torch.Tensor], *, rectifies: bool = False) -> Partial:
         """``operation``, which works on every entry alone, done to this value; whether it is a ReLU saves finding its
         slope."""
-        constants, live, heard = operation(self.constants), self.live, self.heard
-        if rectifies:
-            passes = true(self.constants.detach() > 0)
-            live, heard = live & passes, heard & passes
-        elif torch.is_grad_enabled() and live.any():
-            with torch.enable_grad():
-                point = self.constants.detach().requires_grad_()
-                operation(point).sum().backward()  # type: ignore[no-untyped-call]
-            passes = true(cast(torch.Tensor, point.grad) != 0)
-            live, heard = live & passes, heard & passes
+        constants, passes = self.constants, np.zeros(len(self.live), dtype=bool)
+        if not rectifies:
+            constants = operation(self.known())
+            if torch.is_grad_enabled() and self.live.any():
+                with torch.enable_grad():
+                    point = self.known().detach().requires_grad_()
+                    operation(point).sum().backward()  # type: ignore[no-untyped-call]
+                passes = true(cast(torch.Tensor, point.grad) != 0)
+        elif constants is not None:
+            passes = ~true(constants.detach() <= 0)
+            constants = operation(constants) if passes.any() else None
+        live, heard = self.live & passes, self.heard & passes
         return replace(
             self,
             computed=operation(self.computed),
@@ -118,7 +126,7 @@ class Partial:
             self,
             computed=self.computed.flatten(1),
             channels=self.channels.repeated(times),
-            constants=self.constants.repeat_interleave(times),
+            constants=None if self.constants is None else self.constants.repeat_interleave(times),
             live=self.live.repeat(times),
             heard=self.heard.repeat(times),
             echo=self.after(lambda echo, _: echo.flatten(1)),
@@ -140,7 +148,8 @@ class Partial:
 
     def whole(self) -> torch.Tensor:
         """The value itself, every channel written out."""
-        return self.widened(np.ones(len(self.live), dtype=bool)).computed
+        echo, channels = self.listened()
+        return self._written(self.known(), echo, self.channels.on, self.channels.off, self.channels.off[channels])
 
     def widened(self, which: Flags) -> Partial:
         """The same value with those constant channels written out that ``which`` [others] names: all heard, or more."""
@@ -151,19 +160,24 @@ class Partial:
         flags[old.off[which]] = True
         place = np.cumsum(flags) - 1
         echo, channels = self.listened()
-        places = [index(place[part], device) for part in (old.on, old.off[which], old.off[channels])]
         written, left = index(np.flatnonzero(which), device), index(np.flatnonzero(~which), device)
         return replace(
             self,
-            computed=_Write.apply(  # type: ignore[no-untyped-call]
-                self.computed, self.constants.index_select(0, written), echo, self.axis, *places
+            computed=self._written(
+                *(self.known().index_select(0, written), echo),
+                *(place[part] for part in (old.on, old.off[which], old.off[channels])),
             ),
             channels=Channels(flags, device),
-            constants=self.constants.index_select(0, left),
+            constants=None if self.constants is None else self.constants.index_select(0, left),
             live=self.live[~which],
             heard=self.heard[~which],
             echo=None,
         )
+
+    def _written(self, constants: torch.Tensor, echo: torch.Tensor | None, *places: Index) -> torch.Tensor:
+        """Computed channels and ``constants`` at the first two ``places``; at the third ``echo`` is heard."""
+        where = (index(part, constants.device) for part in places)
+        return cast(torch.Tensor, _Write.apply(self.computed, constants, echo, self.axis, *where))  # type: ignore[no-untyped-call]
 
 
 class _Write(torch.autograd.Function):

@@ -177,28 +177,31 @@ def by_block(model, table):
     return torch.cat([gradient.flatten() for gradient in flat]).split(table.sizes.tolist())
 
 
-def assert_same(model, inputs, *, aligned, seed):
+def assert_same(model, inputs, *, aligned, seed, batches=2):
     table = table_of(model, aligned=aligned)
     dense = copy.deepcopy(model)
     # Batch norm makes exact zeros of constants whose shift is off; those of the dense model have rounding errors, whose
     # sign would decide whether its ReLU lets gradients pass.
     shifts = [name + ".bias" for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
-    gates, selected = draw(table, seed=seed, on=shifts)
-    dense_gates = gates.detach().clone().requires_grad_()
     gated = GatedModel(model, table)
+    for batch in range(batches):  # how the second is run follows from what the first one showed
+        gates, selected = draw(table, seed=seed + 10 * batch, on=shifts)
+        dense_gates = gates.detach().clone().requires_grad_()
+        for tensor in (*gated.leaves, *dense.parameters()):
+            tensor.grad = None
 
-    output = gated_output(gated, inputs, gates, selected)
-    expected = reference(dense, table, inputs, dense_gates)
-    torch.testing.assert_close(output, expected, **TOLERANCE)
-    weigh(output).backward()
-    weigh(expected).backward()
-    torch.testing.assert_close(gates.grad, dense_gates.grad, **TOLERANCE)
-    for leaf, gradient, on in zip(gated.leaves, by_block(dense, table), selected, strict=True):
-        assert on or leaf.grad is None
-        if leaf.grad is not None:
-            torch.testing.assert_close(leaf.grad, gradient, **TOLERANCE)
-        elif on:  # autograd may know that nothing depends on it
-            assert not gradient.any()
+        output = gated_output(gated, inputs, gates, selected)
+        expected = reference(dense, table, inputs, dense_gates)
+        torch.testing.assert_close(output, expected, **TOLERANCE)
+        weigh(output).backward()
+        weigh(expected).backward()
+        torch.testing.assert_close(gates.grad, dense_gates.grad, **TOLERANCE)
+        for leaf, gradient, on in zip(gated.leaves, by_block(dense, table), selected, strict=True):
+            assert on or leaf.grad is None
+            if leaf.grad is not None:
+                torch.testing.assert_close(leaf.grad, gradient, **TOLERANCE)
+            elif on:  # autograd may know that nothing depends on it
+                assert not gradient.any()
     for buffer, dense_buffer in zip(model.buffers(), dense.buffers(), strict=True):
         torch.testing.assert_close(buffer, dense_buffer, **TOLERANCE)
 
@@ -224,7 +227,8 @@ def test_gated_is_masked_dense_in_evaluation_mode(name):
 @pytest.mark.parametrize("name", ["padding", "batch-norm", "dropout"])
 def test_gated_is_masked_dense_in_channels_last(name):
     model, inputs = build(name)
-    assert_same(model, inputs.to(memory_format=torch.channels_last), aligned=True, seed=1)
+    # One batch: with other gates an activation may have another layout, in which dropout draws in another order.
+    assert_same(model, inputs.to(memory_format=torch.channels_last), aligned=True, seed=1, batches=1)
 
 
 def test_a_mode_may_change_between_batches():
