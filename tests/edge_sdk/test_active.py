@@ -63,6 +63,7 @@ class Words(nn.Module):
         return self.out(self.norm(torch.relu(self.fc(self.words(x)))).mean(1))
 
 
+# No bias before a batch norm: its gradient is zero but for rounding, which Adam blows up.
 IMAGES = {
     "wide": lambda: nn.Conv2d(12, 16, 3),
     "strided": lambda: nn.Conv2d(12, 16, (3, 5), stride=(2, 1), padding=(1, 2), dilation=(1, 2), bias=False),
@@ -72,14 +73,14 @@ IMAGES = {
     "depthwise, two a channel": lambda: nn.Conv2d(12, 24, 3, groups=12),
     "same": lambda: nn.Conv2d(12, 16, 3, padding="same"),
     "reflected": lambda: nn.Conv2d(12, 16, 3, padding=1, padding_mode="reflect"),
-    "batch norm": lambda: nn.Sequential(nn.Conv2d(12, 16, 3), nn.BatchNorm2d(16)),
+    "batch norm": lambda: nn.Sequential(nn.Conv2d(12, 16, 3, bias=False), nn.BatchNorm2d(16)),
     "group norm": lambda: nn.Sequential(nn.Conv2d(12, 16, 3), nn.GroupNorm(4, 16)),
     "prelu": lambda: nn.Sequential(nn.Conv2d(12, 16, 3), nn.PReLU(16)),
 }
 SERIES = {
     "wide in time": lambda: nn.Conv1d(12, 12, 9, padding=4),
     "depthwise in time": lambda: nn.Conv1d(12, 12, 3, groups=12),
-    "batch norm in time": lambda: nn.Sequential(nn.Conv1d(12, 12, 9, padding=4), nn.BatchNorm1d(12)),
+    "batch norm in time": lambda: nn.Sequential(nn.Conv1d(12, 12, 9, padding=4, bias=False), nn.BatchNorm1d(12)),
 }
 NETS = {
     **{name: (lambda make=make: Images(make), torch.randn(6, 3, 9, 9)) for name, make in IMAGES.items()},
