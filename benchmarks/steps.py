@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -57,6 +57,13 @@ class Setting:
         if gains(model):
             inputs = inputs.to(memory_format=torch.channels_last)
         return cls(_in_layout(model).train(), manifest, inputs, torch.randint(classes, (batch,)))
+
+    def channels_first(self) -> Setting:
+        """The same in torch's usual memory format, which is faster for networks of very few channels."""
+        model = copy.deepcopy(self.model)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()
+        return replace(self, model=model, inputs=self.inputs.contiguous())
 
     def mask(self, budget: float) -> NeuronMask:
         """FedSPU's mask at a budget."""
@@ -136,7 +143,8 @@ def trained_values(setting: Setting, mask: NeuronMask) -> dict[str, Tensor]:
 
 def small(setting: Setting, widths: Mapping[str, int], momentum: float = 0.0) -> Step:
     """A network of ``widths`` (layer -> neurons) instead of the setting's; the output layer is whole."""
-    return dense(setting, momentum, smaller(setting.model, widths, setting.inputs))
+    model = smaller(setting.model, widths, setting.inputs)
+    return dense(setting, momentum, model if setting.inputs.is_contiguous() else _in_layout(model))
 
 
 def smaller(model: nn.Module, widths: Mapping[str, int], inputs: Tensor) -> nn.Module:
@@ -169,7 +177,7 @@ def smaller(model: nn.Module, widths: Mapping[str, int], inputs: Tensor) -> nn.M
     result = nn.Sequential()
     for name, layer in layers.items():
         result.add_module(name, layer)
-    return _in_layout(result)
+    return result
 
 
 def _in_layout(model: nn.Module) -> nn.Module:
