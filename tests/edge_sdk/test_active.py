@@ -151,6 +151,7 @@ def always_gathering(monkeypatch):
     """Kernels run however small the layer is: those of tests are."""
     monkeypatch.setattr(active, "FEW_INPUTS", 0)
     monkeypatch.setattr(active, "FEW_PRODUCTS", 0)
+    monkeypatch.setattr(active, "FEW_SAVED", 0)
 
 
 @pytest.mark.parametrize("optimise", OPTIMISERS.values(), ids=OPTIMISERS)
