@@ -144,8 +144,10 @@ class Freezing:
                 part.bits.mask(part.leaf.grad)
 
     def write_back(self) -> None:
-        """Bring the leaves into the model: after the optimiser's step."""
+        """Bring the leaves into the model: after the optimiser's step. Raises RuntimeError where it had no gradients."""
         for part in self._parts:
+            if part.gathers and part.parameter.grad is not None:
+                raise RuntimeError("gradients were not collected; call collect_gradients() between backward and step")
             if part.trained is not None:
                 part.trained.put(part.leaf.detach())
 

@@ -73,6 +73,7 @@ def test_a_masked_step_changes_active_values_only(task, model):
     before = {name: value.detach().numpy().copy() for name, value in network.named_parameters()}
     with Freezing(network, manifest, mask) as freezing:
         torch.nn.functional.cross_entropy(network(torch.randn(4, *choice.shape)), torch.tensor([0, 1, 2, 3])).backward()
+        freezing.collect_gradients()
         torch.optim.SGD(freezing.parameters, lr=0.1).step()
         freezing.write_back()
     changed = 0
