@@ -144,7 +144,7 @@ class Freezing:
                 part.bits.mask(part.leaf.grad)
 
     def write_back(self) -> None:
-        """Bring the leaves into the model: after the optimiser's step. Raises RuntimeError where it had no gradients."""
+        """Bring the leaves into the model: after the optimiser steps. Raises RuntimeError where it had no gradients."""
         for part in self._parts:
             if part.gathers and part.parameter.grad is not None:
                 raise RuntimeError("gradients were not collected; call collect_gradients() between backward and step")
