@@ -22,6 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.markdown import markdown_table
 from benchmarks.peers.memory import measure
 from benchmarks.server import machine
 
@@ -94,10 +95,12 @@ def page(rows: Sequence[Row]) -> str:
     if runs:
         turns = max(row["turn"] for row in runs) + 1
         parts.append(f"{turns} turns of {runs[0]['rounds']} rounds, medians; {runs[0]['machine']}.\n")
-        parts.append(_table(["", *COLUMNS.values(), "accuracy"], [_speeds(runs, peer) for peer in _peers(runs)]))
+        parts.append(
+            markdown_table(["", *COLUMNS.values(), "accuracy"], [_speeds(runs, peer) for peer in _peers(runs)])
+        )
         parts.append("Ratios turn by turn: minimum, **median**, maximum.\n")
         parts.append(
-            _table(
+            markdown_table(
                 ["sparrow against", "device-rounds/s", "whole command, start-up included"],
                 [
                     [
@@ -117,7 +120,7 @@ def page(rows: Sequence[Row]) -> str:
         )
         kinds = ("pss", "rss", "uss")
         table = [[row["peer"], *(f"{row['peak_memory_bytes'][kind] / 1e6:.0f}" for kind in kinds)] for row in watched]
-        parts.append(_table(["", "PSS", "RSS", "USS"], table))
+        parts.append(markdown_table(["", "PSS", "RSS", "USS"], table))
     scaled = [row for row in rows if row["row"] == "scale"]
     if scaled:
         parts.append(SCALE)
@@ -129,13 +132,8 @@ def page(rows: Sequence[Row]) -> str:
             "peak RSS of the coordinator",
             "state",
         ]
-        parts.append(_table(head, [_scaled(row) for row in scaled]))
+        parts.append(markdown_table(head, [_scaled(row) for row in scaled]))
     return "\n".join(parts)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _peers(rows: Sequence[Row]) -> list[str]:

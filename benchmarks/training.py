@@ -26,6 +26,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import steps
+from benchmarks.markdown import markdown_table
 from benchmarks.plots import Curve, colours, curves
 from benchmarks.server import machine
 from benchmarks.steps import Setting, Step
@@ -272,7 +273,7 @@ def page(rows: Sequence[Row]) -> str:
             [*_named(row), f"{row['point']:g}", *_ratios(row, "hooks", "ours", "small"), f"{row['flops']:.2f}"]
             for row in of["freezing"]
         ]
-        parts.append(_table(head, table))
+        parts.append(markdown_table(head, table))
     if of["gates"]:
         parts.append(
             f"## Block gates (pFedGate)\n\ns = {SHARE}, up to {BLOCKS} blocks a tensor, other gates in each batch,"
@@ -283,7 +284,7 @@ def page(rows: Sequence[Row]) -> str:
             " faster with two of six channels on.\n"
         )
         head = ["model", "blocks", "values on", "dense, ms", "exact", "estimated", "none", "small", "estimated / small"]
-        parts.append(_table(head, [_gated(row) for row in of["gates"]]))
+        parts.append(markdown_table(head, [_gated(row) for row in of["gates"]]))
     if of["elements"]:
         parts.append("## Element masks (FedSGC, DM-PFL)\n\n![ratios](training-elements.png)\n")
         head = ["model", "density", "momentum", "dense, ms", "hooks", "**ours**"]
@@ -291,7 +292,7 @@ def page(rows: Sequence[Row]) -> str:
             [row["model"], f"{row['point']:g}", f"{row['momentum']:g}", *_ratios(row, "hooks", "ours")]
             for row in of["elements"]
         ]
-        parts.append(_table(head, table))
+        parts.append(markdown_table(head, table))
     if of["memory"]:
         parts.append(
             "## Peak memory above the base process\n\nBatch 128, momentum 0.9, a process of its own for each.\n"
@@ -301,7 +302,7 @@ def page(rows: Sequence[Row]) -> str:
             for row in of["memory"]
             for kind, held in row["bytes"].items()
         ]
-        parts.append(_table(["model", "what", "MB", "of dense"], table))
+        parts.append(markdown_table(["model", "what", "MB", "of dense"], table))
     return "\n".join(parts)
 
 
@@ -318,10 +319,6 @@ def _gated(row: Row) -> list[str]:
     ratio = row["seconds"]["estimated"] / row["seconds"]["small"]
     ratios = _ratios(row, "exact", "estimated", "none", "small")
     return [row["model"], row["blocks"], f"{row['kept']:.2f}", *ratios, f"{ratio:.2f}"]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *rows])
 
 
 def plot(rows: Sequence[Row], folder: Path) -> None:
