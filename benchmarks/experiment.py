@@ -7,6 +7,8 @@
     rounds = 150
     evaluate_every = 25
     seeds = [0, 1, 2]
+    data = { test = "published" }   further options of --data, for every trial
+    upload_caps = [100, 200]        MiB: one more table, the best accuracy so far at these cumulative uploads
 
     [settings]                      of every method: fields of FederationSettings
     cohort = 10
@@ -19,11 +21,17 @@
     method = "fedspu"
     budgets = [0.2, 0.4, 0.6, 0.8, 1.0]
 
+    [[methods]]
+    label = "FedProx"
+    method = "fedprox"
+    grid = { "method_settings.proximal_weight" = [0.1, 1.0] }      to be tuned for this method alone
+
     [tune]                          the same trials for every method, judged on validation data
     grid = { learning_rate = [0.01, 0.03, 0.1] }
     rounds = 40
 
-A *trial* is one federation: a method on one point of the axes with one seed.
+``method_settings`` is a table inside ``settings``. Its entries are merged one by one, and may have dotted names, as in
+a grid. A *trial* is one federation: a method on one point of the axes with one seed.
 """
 
 from __future__ import annotations
@@ -32,7 +40,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -60,11 +68,12 @@ class MethodRun(_Part):
     method: str
     settings: dict[str, Any] = {}
     budgets: tuple[float, ...] = (1.0,)
-    tuned_as: str | None = Field(default=None, description="Takes the tuned settings of this label: the same training")
+    tuned_as: str | None = Field(default=None, description="Takes the tuned settings of this label")
+    grid: dict[str, tuple[Value, ...]] = Field(default={}, description="What is tuned for this method beside the rest")
 
 
 class Tuning(_Part):
-    """Trials that choose settings: every combination of ``grid``, for every method alike."""
+    """Trials that choose settings: every combination of ``grid``, for every method alike, and of the method's own."""
 
     grid: dict[str, tuple[Value, ...]] = Field(min_length=1)
     rounds: int = Field(ge=1)
@@ -85,6 +94,8 @@ class Experiment(_Part):
     evaluate_every: int = Field(ge=0)
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
     boards: tuple[str, ...] = ()
+    data: dict[str, Value] = {}
+    upload_caps: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = ()
     settings: dict[str, Any] = {}
     axes: dict[str, tuple[Value, ...]] = {}
     methods: tuple[MethodRun, ...] = Field(min_length=1)
@@ -99,10 +110,24 @@ class Experiment(_Part):
         for run in self.methods:
             if run.tuned_as is not None and run.tuned_as not in tuned:
                 raise ValueError(f"{run.label}: tuned_as is {run.tuned_as!r}; tuned by themselves: {', '.join(tuned)}")
-            both = sorted(set(run.settings) & set(self.tune.grid)) if self.tune else []
+            if run.grid and (self.tune is None or run.tuned_as is not None):
+                raise ValueError(f"{run.label}: has a grid but is not tuned; add [tune] and leave tuned_as out")
+            both = sorted(set(flat(run.settings)) & set(self.grid_of(run)))
             if both:
                 raise ValueError(f"{run.label}: {', '.join(both)} is set and is to be tuned; leave one of them out")
+        decided = sorted(set(self.data) & {"partition", "seed", "index", "of", *self.axes})
+        if decided:
+            raise ValueError(f"data: {', '.join(decided)} is said elsewhere in the experiment; leave it out of data")
         return self
+
+    def grid_of(self, run: MethodRun) -> dict[str, tuple[Value, ...]]:
+        """What is tuned for a method: nothing where the experiment has no ``[tune]``."""
+        return {} if self.tune is None else {**self.tune.grid, **run.grid}
+
+    @property
+    def tests_on_published(self) -> bool:
+        """Whether the devices' test samples together are the published test set, so that weighted means are of it."""
+        return self.data.get("test") == "published"
 
 
 class Trial(_Part):
@@ -120,6 +145,7 @@ class Trial(_Part):
     boards: tuple[str, ...]
     budgets: tuple[float, ...]
     settings: dict[str, Any]
+    data: dict[str, Value] = {}
 
     @property
     def name(self) -> str:
@@ -128,10 +154,30 @@ class Trial(_Part):
         return "/".join([self.label, *axes, f"seed={self.seed}"])
 
     @property
-    def data(self) -> str:
+    def data_text(self) -> str:
         """How the data are dealt, as ``--data`` of the tasks has it; the path goes before it."""
-        axes = [f"{key}={value}" for key, value in self.axes.items()]
-        return ",".join([f"partition={self.partition}", *axes, f"seed={self.seed}"])
+        options = [f"{key}={value}" for key, value in {**self.axes, **self.data}.items()]
+        return ",".join([f"partition={self.partition}", *options, f"seed={self.seed}"])
+
+
+def flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with those of a table one by one, by dotted names: {"a": {"b": 1}} is {"a.b": 1}."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {key: value}
+    return found
+
+
+def merged(*parts: dict[str, Any]) -> dict[str, Any]:
+    """Settings as ``FederationSettings`` has them, from parts with or without dotted names; later ones win."""
+    settings: dict[str, Any] = {}
+    for key, value in {name: value for part in parts for name, value in flat(part).items()}.items():
+        table, dot, name = key.partition(".")
+        if dot:
+            settings.setdefault(table, {})[name] = value
+        else:
+            settings[key] = value
+    return settings
 
 
 def load_experiment(name: str) -> Experiment:
@@ -166,10 +212,9 @@ def trials(
     for seed, axes in itertools.product(experiment.seeds, _combinations(experiment.axes)):
         for run in experiment.methods:
             chosen = tuned.get(run.tuned_as or run.label, {})
-            settings = {**experiment.settings, **chosen, **run.settings}
-            yield _trial(
-                experiment, name, run, axes, seed, {"rounds": rounds, "evaluation_interval": every, **settings}
-            )
+            first = {"rounds": rounds, "evaluation_interval": every}
+            settings = merged(first, experiment.settings, chosen, run.settings)
+            yield _trial(experiment, name, run, axes, seed, settings)
 
 
 def tuning_trials(
@@ -182,9 +227,10 @@ def tuning_trials(
     for run in experiment.methods:
         if run.tuned_as is not None:
             continue
-        for point in _combinations(experiment.tune.grid):
+        for point in _combinations(experiment.grid_of(run)):
             for seed in experiment.tune.seeds:
-                settings = {**experiment.settings, **run.settings, **point, "rounds": rounds, "evaluation_interval": 0}
+                last = {"rounds": rounds, "evaluation_interval": 0}
+                settings = merged(experiment.settings, run.settings, point, last)
                 trial = _trial(experiment, name, run, {**experiment.tune.axes}, seed, settings)
                 yield run.label, point, trial
 
@@ -208,6 +254,7 @@ def _trial(
         boards=experiment.boards,
         budgets=run.budgets,
         settings=complete,
+        data=experiment.data,
     )
 
 

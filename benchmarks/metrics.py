@@ -8,7 +8,7 @@ are counted from shapes and masks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,3 +116,9 @@ def rounds_to(points: Sequence[Point], share: float) -> int | None:
     known = [(point.round, point.accuracy.mean) for point in points if point.accuracy]
     best = max((mean for _, mean in known), default=None)
     return next((number for number, mean in known if best is not None and mean >= share * best), None)
+
+
+def best_within(points: Sequence[Point], bytes_up: float, figure: Callable[[Accuracy], float]) -> float | None:
+    """The best accuracy after any judged round up to which at most ``bytes_up`` were uploaded; None without one."""
+    known = [figure(point.accuracy) for point in points if point.accuracy and point.bytes_up <= bytes_up]
+    return max(known, default=None)

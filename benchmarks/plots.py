@@ -41,13 +41,17 @@ def colours(labels: Sequence[str]) -> Colours:
     return {label: matplotlib.colors.to_rgb(palette[i % len(palette)]) for i, label in enumerate(labels)}
 
 
-def curves(panels: Panels[Curve], colour: Colours, path: Path, *, x: str, y: str) -> None:
-    """Lines with bands."""
+def curves(panels: Panels[Curve], colour: Colours, path: Path, *, x: str, y: str, marks: Sequence[float] = ()) -> None:
+    """Lines with bands. ``marks``: dotted lines at these ``x``; the axis ends a little behind the last."""
     figure, row = _row(panels)
     for axes, (title, by_label) in zip(row, panels.items(), strict=True):
         for label, curve in by_label.items():
             axes.plot(curve.x, curve.y, "o-", ms=2.5, lw=1.2, color=colour[label], label=label)
             axes.fill_between(curve.x, curve.low, curve.high, color=colour[label], alpha=0.15, lw=0)
+        for mark in marks:
+            axes.axvline(mark, color="black", ls=":", lw=0.8)
+        if marks:
+            axes.set_xlim(0, 1.05 * max(marks))
         axes.set(title=title, xlabel=x)
     row[0].set_ylabel(y)
     _finish(figure, [label for label in colour if any(label in each for each in panels.values())], colour, path)

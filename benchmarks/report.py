@@ -1,7 +1,8 @@
 """Tables and pictures of an experiment from its recorded trials.
 
-Every figure is the mean over seeds of what one trial came to; nothing is chosen among rounds. Two labels are compared
-device by device: on the same point of the axes and with the same seed, devices of the same name have the same data.
+Every figure is the mean over seeds of what one trial came to; nothing is chosen among rounds, but for the best accuracy
+so far at given uploads. Two labels are compared device by device: on the same point of the axes and with the same seed,
+devices of the same name have the same data.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import numpy as np
 from scipy import stats
 
 from benchmarks import plots
-from benchmarks.experiment import Experiment, MethodRun, Trial, Value, trials
-from benchmarks.metrics import Accuracy, Point, accuracy_over, rounds_to
+from benchmarks.experiment import Experiment, MethodRun, Trial, Value, flat, trials
+from benchmarks.metrics import Accuracy, Point, accuracy_over, best_within, rounds_to
 from benchmarks.rows import DeviceResult, Recorded
 
 RESAMPLES = 10_000
 STOP_RULE = {"early_stopping", "patience", "min_improvement", "stop_weight"}
 ABSENT = "–"
+ENDED = "†"
+MIB = 2**20
+MEAN_ACCURACY = "accuracy, %, mean over devices"
 
 
 @dataclass(frozen=True)
@@ -95,17 +99,24 @@ def paired(first: Sequence[Recorded], other: Sequence[Recorded]) -> Paired | Non
     values = [value for by_device in by_seed.values() for value in by_device.values()]
     means = [fmean(by_device.values()) for by_device in by_seed.values()]
     mean, bootstrap = fmean(means), _bootstrap(by_seed)
-    half = float(stats.t.ppf(0.975, len(means) - 1) * stats.sem(means)) if len(means) > 1 else 0.0
     return Paired(
         seeds=len(means),
         pairs=len(values),
         mean=mean,
-        interval=(mean - half, mean + half) if len(means) > 1 else bootstrap,
+        interval=_students(means) or bootstrap,
         bootstrap=bootstrap,
         better=sum(value > 0 for value in values) / len(values),
         equal=sum(value == 0 for value in values) / len(values),
         worse=sum(value < 0 for value in values) / len(values),
     )
+
+
+def _students(means: Sequence[float]) -> tuple[float, float] | None:
+    """Student's 95 % interval of the mean over seeds; None for one seed, of which it knows nothing."""
+    if len(means) < 2:
+        return None
+    half = float(stats.t.ppf(0.975, len(means) - 1) * stats.sem(means))
+    return fmean(means) - half, fmean(means) + half
 
 
 def _bootstrap(by_seed: dict[int, dict[str, float]]) -> tuple[float, float]:
@@ -192,6 +203,14 @@ def _end(trial: Recorded) -> Point:
 
 def _device_rounds(trial: Recorded) -> int:
     return sum(device.rounds for device in _participants(trial))
+
+
+def _counting(experiment: Experiment) -> Callable[[Accuracy], float]:
+    """Which mean over devices stands for a round: by test samples where those are the published set, else unweighted.
+
+    With slices of the published test set the weighted mean of a global model is its accuracy on the whole set.
+    """
+    return (lambda each: each.weighted) if experiment.tests_on_published else (lambda each: each.mean)
 
 
 def _stopped(trial: Recorded) -> int:
@@ -318,13 +337,14 @@ def _interval(mean: float, interval: tuple[float, float]) -> str:
 
 
 def _settings(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{key} = {value}" for key, value in settings.items())
+    return ", ".join(f"{key} = {value}" for key, value in flat(settings).items())
 
 
 def _tuned(experiment: Experiment, run: MethodRun, done: Sequence[Recorded]) -> str:
     """The settings that trials chose for a label, from its rows."""
-    keys = [] if experiment.tune is None else [key for key in experiment.tune.grid if key not in run.settings]
-    values = {key: sorted({str(trial.trial.settings.get(key, ABSENT)) for trial in done}) for key in keys}
+    as_tuned = next((each for each in experiment.methods if each.label == run.tuned_as), run)
+    keys = [key for key in experiment.grid_of(as_tuned) if key not in flat(run.settings)]
+    values = {key: sorted({str(flat(trial.trial.settings).get(key, ABSENT)) for trial in done}) for key in keys}
     text = _settings({key: " or ".join(value) for key, value in values.items()}) if done else ""
     return f"{text}, as {run.tuned_as}" if text and run.tuned_as else text or ABSENT
 
@@ -337,6 +357,7 @@ def _head(experiment: Experiment, recorded: Sequence[Recorded], command: str) ->
     facts = {
         "Task": f"{experiment.task}, {', '.join(f'{count:,}' for count in parameters)} parameters",
         "Partition": f"{experiment.partition}{f'; {axes}' if axes else ''}",
+        "Data": _settings(experiment.data),
         "Devices": f"{experiment.devices}{f', and {experiment.new} new ones' if experiment.new else ''}",
         "Boards": ", ".join(experiment.boards),
         "Rounds": f"at most {experiment.rounds}, judged {judged}",
@@ -366,7 +387,10 @@ def _tuning(experiment: Experiment) -> str:
     tune = experiment.tune
     if tune is None:
         return ""
-    grid = "; ".join(f"{key} in {', '.join(map(str, values))}" for key, values in tune.grid.items())
+    grids = [("", tune.grid), *((f"{run.label}: ", run.grid) for run in experiment.methods)]
+    grid = "; ".join(
+        f"{of}{key} in {', '.join(map(str, values))}" for of, points in grids for key, values in points.items()
+    )
     where = f", {_title(tune.axes)}" if tune.axes else ""
     return f"{grid}; {tune.rounds} rounds, seeds {', '.join(map(str, tune.seeds))}{where}, on validation data"
 
@@ -385,7 +409,7 @@ def _warnings(experiment: Experiment, recorded: Sequence[Recorded]) -> list[str]
     strangers = {trial.trial.name for trial in recorded} - set(expected)
     if strangers:
         lines += [f"**Left out: {len(strangers)} recorded trials that are not of this experiment (any more).**", ""]
-    tuned = set() if experiment.tune is None else set(experiment.tune.grid)
+    tuned = {key for run in experiment.methods for key in experiment.grid_of(run)}
     changed: dict[str, set[str]] = {}
     for name, trial in done.items():
         for key, (ran, says) in _departures(trial, expected[name], tuned).items():
@@ -401,7 +425,7 @@ def _warnings(experiment: Experiment, recorded: Sequence[Recorded]) -> list[str]
 def _departures(ran: Trial, expected: Trial, tuned: set[str]) -> dict[str, tuple[Any, Any]]:
     """Where a trial was not run as the experiment's file has it: name -> (as run, as in the file)."""
     parts = [each.model_dump(exclude={"experiment", "label", "axes", "seed", "settings"}) for each in (ran, expected)]
-    now, then = ({**part, **each.settings} for part, each in zip(parts, (ran, expected), strict=True))
+    now, then = ({**flat(part), **flat(each.settings)} for part, each in zip(parts, (ran, expected), strict=True))
     keys = sorted((now.keys() | then.keys()) - tuned)
     return {key: (now.get(key), then.get(key)) for key in keys if now.get(key) != then.get(key)}
 
@@ -413,7 +437,7 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
     lines = [
         "## Accuracy after the last round",
         "",
-        "On each device's own test data, of its personal model or, where the method has none, of the "
+        f"On {_test_data(experiment)}, of its personal model or, where the method has none, of the "
         "global one. Means over devices count each alike, weighted ones by test samples; all are means over seeds"
         f"{', ± is the standard deviation over seeds' if seeds > 1 else ''}. The bottom decile is the floor(N/10)-th "
         "worst of N devices. Nothing is chosen among rounds.",
@@ -423,6 +447,9 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
         rows = [[label, *(_headline(group.trials[label]) for group in found)] for label in labels]
         lines += _table(["mean, %", *(group.title for group in found)], rows)
     lines += _for_each(found, lambda group: _by_label(group.trials, _accuracy_columns(experiment)))
+    if experiment.upload_caps:
+        lines += ["## Accuracy at fixed upload", "", _upload_note(experiment), ""]
+        lines += _for_each(found, lambda group: _by_label(group.trials, _upload_columns(experiment)))
     if len(labels) > 1:
         lines += [
             f"## {labels[0]} against the others",
@@ -466,6 +493,45 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
         *_for_each(found, lambda group: _by_label(group.trials, TIME_COLUMNS)),
     ]
     return lines
+
+
+def _test_data(experiment: Experiment) -> str:
+    """What a device is judged on, in words."""
+    if not experiment.tests_on_published:
+        return "each device's own test data"
+    rest = ", whose weighted mean for a global model is its accuracy on the whole set" if not experiment.new else ""
+    return f"each device's slice of the published test set{rest}"
+
+
+def _upload_columns(experiment: Experiment) -> list[Column]:
+    return [(f"{cap:g} MiB, %", _best_within(cap * MIB, _counting(experiment))) for cap in experiment.upload_caps]
+
+
+def _best_within(bytes_up: float, figure: Callable[[Accuracy], float]) -> Callable[[Sequence[Recorded]], str]:
+    """Mean over seeds of the best accuracy so far at that upload; absent unless every trial has one."""
+
+    def cell(done: Sequence[Recorded]) -> str:
+        best = [best_within(trial.points, bytes_up, figure) for trial in done]
+        known = [100 * each for each in best if each is not None]
+        if len(known) < len(best):
+            return ABSENT
+        interval = _students(known)
+        text = f"**{fmean(known):.1f}**" + (f" ({interval[0]:.1f} to {interval[1]:.1f})" if interval else "")
+        return f"{text} {ENDED}" if any(_end(trial).bytes_up < bytes_up for trial in done) else text
+
+    return cell
+
+
+def _upload_note(experiment: Experiment) -> str:
+    mean = "by test samples" if experiment.tests_on_published else "each alike"
+    seeds = " In brackets Student's 95 % interval over seeds." if len(experiment.seeds) > 1 else ""
+    return (
+        f"The best accuracy so far, devices counted {mean}, at the last judged round up to which all devices together "
+        "have uploaded at most so much: bodies of updates as counted on the wire, MiB = 2^20 bytes, evaluation apart. "
+        "The best is chosen on the test data, as papers do, so it lies above what a deployment could choose, and no "
+        f"finer than the rounds between evaluations; mean over seeds.{seeds} {ENDED}: a trial ended before the cap, so "
+        f"it is the best of fewer bytes. {ABSENT}: no judged round fits."
+    )
 
 
 def _for_each(found: Sequence[Group], table: Callable[[Group], list[str]]) -> list[str]:
@@ -558,7 +624,7 @@ def write_report(experiment: Experiment, recorded: Sequence[Recorded], folder: P
     report_text(experiment, recorded, command=command)  # complain before anything is written
     name = recorded[0].trial.experiment
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = draw(groups(experiment, recorded), folder, name)
+    pictures = draw(experiment, groups(experiment, recorded), folder, name)
     page = folder / f"{name}.md"
     page.write_text(report_text(experiment, recorded, command=command, pictures=pictures))
     return [page, *(path for _, path in pictures)]
@@ -567,14 +633,20 @@ def write_report(experiment: Experiment, recorded: Sequence[Recorded], folder: P
 # --- pictures ----------------------------------------------------------------------------------------------------
 
 
-def draw(found: Sequence[Group], folder: Path, name: str) -> list[tuple[str, Path]]:
+def draw(experiment: Experiment, found: Sequence[Group], folder: Path, name: str) -> list[tuple[str, Path]]:
     """Every picture that has something to show, as (caption, file)."""
     labels = list(found[0].trials)
     colour = plots.colours(labels)
     pictures = []
 
-    by_round = _panels(found, lambda group, label: curve(group.trials[label], lambda point: point.round))
-    by_upload = _panels(found, lambda group, label: curve(group.trials[label], lambda point: point.bytes_up / 1e6))
+    figure, caps = _counting(experiment), experiment.upload_caps
+    by_round = _panels(found, lambda group, label: curve(group.trials[label], lambda point: point.round, figure))
+    by_upload = _panels(
+        found,
+        lambda group, label: curve(
+            group.trials[label], lambda point: point.bytes_up / (MIB if caps else 1e6), figure, best=bool(caps)
+        ),
+    )
     accuracies = _panels(found, lambda group, label: _device_accuracies(group.trials[label]))
     first = labels[0]
     against = _panels(
@@ -582,12 +654,18 @@ def draw(found: Sequence[Group], folder: Path, name: str) -> list[tuple[str, Pat
         lambda group, label: None if label == first else _flat(differences(group.trials[first], group.trials[label])),
     )
     if any(by_round.values()):
+        judged = "accuracy on the test set, %" if experiment.tests_on_published else MEAN_ACCURACY
+        band = "mean over seeds, the band from the worst to the best seed"
         path = folder / f"{name}-rounds.png"
-        plots.curves(by_round, colour, path, x="round", y="accuracy, %, mean over devices")
-        pictures.append(("Accuracy by round: mean over seeds, the band from the worst to the best seed", path))
+        plots.curves(by_round, colour, path, x="round", y=judged)
+        pictures.append((f"Accuracy by round: {band}", path))
         path = folder / f"{name}-upload.png"
-        plots.curves(by_upload, colour, path, x="uploaded by all devices, MB", y="accuracy, %, mean over devices")
-        pictures.append(("Accuracy by upload: mean over seeds, the band from the worst to the best seed", path))
+        if caps:
+            plots.curves(by_upload, colour, path, x="uploaded by all devices, MiB", y=f"best {judged}", marks=caps)
+            pictures.append((f"Best accuracy so far by upload, up to the largest cap: {band}; dotted: the caps", path))
+        else:
+            plots.curves(by_upload, colour, path, x="uploaded by all devices, MB", y=judged)
+            pictures.append((f"Accuracy by upload: {band}", path))
     if any(accuracies.values()):
         path = folder / f"{name}-devices.png"
         plots.histograms(accuracies, colour, path, x="accuracy of a device, %")
@@ -631,22 +709,28 @@ def _flat(by_seed: dict[int, dict[str, float]]) -> list[float]:
     return [value for by_device in by_seed.values() for value in by_device.values()]
 
 
-def curve(done: Sequence[Recorded], x: Callable[[Point], float]) -> plots.Curve | None:
+def curve(
+    done: Sequence[Recorded],
+    x: Callable[[Point], float],
+    figure: Callable[[Accuracy], float],
+    *,
+    best: bool = False,
+) -> plots.Curve | None:
     """Mean over trials of ``x`` and of accuracy in per cent, after each round that any of them judged.
 
-    A trial that has ended stays where it ended: neither its models nor its costs change any more. Rounds before the
-    first evaluation of every trial are left out. None where nothing was judged.
+    ``best``: each trial's best accuracy so far instead. A trial that has ended stays where it ended: neither its models
+    nor its costs change any more. Rounds before the first evaluation of every trial are left out. None where nothing
+    was judged.
     """
-    known = [[point for point in trial.points if point.accuracy] for trial in done]
+    known = [[(point, 100 * figure(point.accuracy)) for point in trial.points if point.accuracy] for trial in done]
     if not known or not all(known):
         return None
     xs, bands = [], []
-    for number in sorted({point.round for points in known for point in points}):
-        reached = [[point for point in points if point.round <= number] for points in known]
+    for number in sorted({point.round for judged in known for point, _ in judged}):
+        reached = [[each for each in judged if each[0].round <= number] for judged in known]
         if all(reached):
-            latest = [points[-1] for points in reached]
-            xs.append(fmean(map(x, latest)))
-            bands.append([100 * point.accuracy.mean for point in latest if point.accuracy])
+            xs.append(fmean(x(judged[-1][0]) for judged in reached))
+            bands.append([max(each for _, each in judged) if best else judged[-1][1] for judged in reached])
     return plots.Curve(
         xs, [fmean(band) for band in bands], [min(band) for band in bands], [max(band) for band in bands]
     )

@@ -148,7 +148,7 @@ def run_trial(trial: Trial, where: Where) -> Recorded:
             FEDERATION,
             devices=trial.devices,
             new=trial.new,
-            data=f"{where.data},{trial.data}".lstrip(","),  # some tasks bring their data along
+            data=f"{where.data},{trial.data_text}".lstrip(","),  # some tasks bring their data along
             budgets=trial.budgets,
             boards=load_boards(",".join(trial.boards)) if trial.boards else (),
         )

@@ -44,6 +44,8 @@ class Sharing:
     the number of parts, None for the usual one. options: of the partition, by name. held_out: the test share of each
     device's part; validation: that of the rest. part: whether the published test part is dealt too (``all``) or left
     alone (``train``). shift: the share of the device's test samples that is replaced from everybody's, 0 for none.
+    test: whether the device tests on a share of its ``own`` part or on its slice of the ``published`` test part, with
+    nothing of its own held out.
     """
 
     path: str | None
@@ -56,6 +58,7 @@ class Sharing:
     validation: float = 0.15
     part: Literal["train", "all"] = "train"
     shift: float = 0.0
+    test: Literal["own", "published"] = "own"
 
     def __post_init__(self) -> None:
         if self.of is not None and self.of < 1:
@@ -64,8 +67,20 @@ class Sharing:
             raise DataError(f"--data: index={self.index}; parts are counted from 0")
         if self.part not in ("train", "all"):
             raise DataError(f"--data: part={self.part}; choose train or all")
+        if self.test not in ("own", "published"):
+            raise DataError(f"--data: test={self.test}; choose own or published")
         if not 0 <= self.shift <= 1:
             raise DataError(f"--data: shift={self.shift:g}; it is a share between 0 and 1")
+        if self.test == "published" and self.part == "all":
+            raise DataError(
+                "--data: part=all deals the published test part to be trained on, and test=published tests on it; "
+                "leave one of them out"
+            )
+        if self.test == "published" and self.shift:
+            raise DataError(
+                f"--data: shift={self.shift:g} draws from the devices' own test samples, and with test=published they "
+                "have none; leave one of them out"
+            )
 
     def place(self, device: str, of: int) -> int:
         """The part, of ``of``, of the device so named: the one given, or else the one its name ends in or hashes to.
@@ -113,13 +128,15 @@ def read_sharing(
             fields[key] = _number(key, text, _FIELDS[key])
         elif key in option_types:
             options.append((key, _number(key, text, option_types[key])))
-        elif key == "part":
+        elif key in ("part", "test"):
             fields[key] = text
         else:
             raise DataError(
                 f"--data: {key + '=' + text!r} is not understood; {task} takes {_grammar(needs_path)}, and "
                 f"partition={name} takes {', '.join(option_types) or 'no options'}"
             )
+    if "held_out" in fields and fields.get("test") == "published":
+        raise DataError("--data: with test=published no sample of the device's own is held out; leave held_out out")
     return Sharing(**{"path": path, "seed": seed, **fields, "partition": name, "options": tuple(sorted(options))})  # type: ignore[arg-type]
 
 
@@ -136,7 +153,9 @@ _FIELDS: Mapping[str, type] = {
 
 
 def _grammar(needs_path: bool) -> str:
-    return f"{'PATH, ' if needs_path else ''}{', '.join(_FIELDS)}, part and partition, as in index=2,of=5,alpha=0.3"
+    return (
+        f"{'PATH, ' if needs_path else ''}{', '.join(_FIELDS)}, part, test and partition, as in index=2,of=5,alpha=0.3"
+    )
 
 
 def _number(key: str, text: str, kind: type) -> float:
@@ -183,6 +202,8 @@ def share(dataset: Dataset, sharing: Sharing, *, device: str) -> Split:
         of = len(np.unique(dataset.people)) if by_person else DEVICES  # type: ignore[arg-type]
     index = sharing.place(device, of)
     dealt = _deal(dataset, sharing.part, sharing.partition, of, sharing.seed, sharing.options)
+    if sharing.test == "published":
+        return _tested_on_published(dataset, dealt[index], sharing, index=index, of=of)
     shares = (sharing.seed, sharing.held_out, sharing.validation)
     own = _split(dealt[index], *shares)
     if sharing.shift == 0:
@@ -228,3 +249,28 @@ def _test_union(
 def _split(samples: Index, seed: int, held_out: float, validation: float) -> Split:
     parts = split(len(samples), seed, held_out, validation)
     return Split(samples[parts.train], samples[parts.validation], samples[parts.test])
+
+
+def _tested_on_published(dataset: Dataset, samples: Index, sharing: Sharing, *, index: int, of: int) -> Split:
+    """``samples`` for training and validation; for testing, every ``of``-th of the published test part from ``index``.
+
+    So all devices' test samples together are that part, each once, and their accuracies weighted by test samples have
+    the accuracy on the whole of it as their mean.
+    """
+    count = len(dataset.targets) - dataset.published
+    if count == 0:
+        raise DataError("--data: test=published, but the data have no published test part; give one, or leave it out")
+    if count < of:
+        raise DataError(
+            f"--data: test=published, but {count} published test samples are too few for {of} devices; use fewer "
+            "devices, or leave it out"
+        )
+    if not 0 < sharing.validation < 1:
+        raise DataError(f"--data: validation={sharing.validation:g}; it must lie between 0 and 1")
+    if len(samples) < 2:
+        raise DataError(f"{len(samples)} samples cannot be split into training and validation; give at least 2")
+    # The stream and the rounding of ``partition.split``, of which this is the case without a test share.
+    order = samples[np.random.RandomState([sharing.seed & 0xFFFFFFFF, sharing.seed >> 32]).permutation(len(samples))]
+    kept = min(max(math.floor(sharing.validation * len(samples) + 1e-9), 1), len(samples) - 1)
+    test = np.arange(dataset.published + index, len(dataset.targets), of)
+    return Split(np.sort(order[kept:]), np.sort(order[:kept]), test)

@@ -1,8 +1,10 @@
 """A trial's figures against sums done by hand."""
 
+import dataclasses
+
 import pytest
 
-from benchmarks.metrics import Accuracy, Point, accuracy_of, own, point_after, rounds_to
+from benchmarks.metrics import Accuracy, Point, accuracy_of, best_within, own, point_after, rounds_to
 from edge_sdk.protocol.messages import DeviceReport, Evaluation, Kind, Phase, PhaseSum, Receipt, RoundRecord
 
 
@@ -44,6 +46,16 @@ def test_rounds_to_where_little_or_nothing_was_judged():
     assert rounds_to(points(None, 0.5, None), 0.8) == 20
     assert rounds_to(points(None, None), 0.8) is None
     assert rounds_to([], 0.8) is None
+
+
+def test_the_best_within_an_upload_is_of_the_rounds_up_to_it():
+    uploads = zip((100, 200, 300, 400), points(0.45, 0.65, None, 0.8), strict=True)
+    judged_points = [dataclasses.replace(each, bytes_up=bytes_up) for bytes_up, each in uploads]
+    falling = [*judged_points, dataclasses.replace(judged_points[0], bytes_up=500)]
+    found = [best_within(falling, cap, lambda each: each.mean) for cap in (99.5, 100, 350, 400, 1000)]
+    assert found == [None, 0.45, 0.65, 0.8, 0.8]
+    assert best_within(falling, 100, lambda each: each.weighted) == falling[0].accuracy.weighted
+    assert best_within([], 100, lambda each: each.mean) is None
 
 
 def test_a_devices_own_model_counts_before_the_global_one():

@@ -263,6 +263,29 @@ def test_trials_that_were_run_otherwise_are_said(plan):
     assert "FedSPU+ES" not in page
 
 
+def test_settings_of_a_table_are_told_and_compared_one_by_one():
+    fedprox = {"label": "FedProx", "method": "fedprox", "grid": {"method_settings.proximal_weight": [0.1, 1.0]}}
+    other = {
+        "label": "FedProx+",
+        "method": "fedprox",
+        "tuned_as": "FedProx",
+        "settings": {"method_settings": {"cut": 2}},
+    }
+    plan = experiment(axes={}, seeds=[0], methods=[fedprox, other], data={"validation": 0.1})
+    chosen = {"FedProx": {"learning_rate": 0.2, "method_settings.proximal_weight": 0.1}}
+    done = [record(trial, (0.5, 0.5)) for trial in trials(plan, "tiny", chosen)]
+    page = report_text(plan, done, command=COMMAND)
+    tuned = "learning_rate = 0.2, method_settings.proximal_weight = 0.1"
+    assert f"| FedProx | fedprox | 1.0 | – | {tuned} |" in page
+    assert f"| FedProx+ | fedprox | 1.0 | method_settings.cut = 2 | {tuned}, as FedProx |" in page
+    assert "- Tuned: learning_rate in 0.1, 0.2; FedProx: method_settings.proximal_weight in 0.1, 1.0; 5 rounds" in page
+    assert "trials ran with" not in page
+    changed = experiment(axes={}, seeds=[0], methods=[fedprox, {**other, "settings": {}}], data={"validation": 0.2})
+    page = report_text(changed, done, command=COMMAND)
+    assert "**1 of 2 trials ran with method_settings.cut = 2, the file says None.**" in page
+    assert "**2 of 2 trials ran with data.validation = 0.1, the file says 0.2.**" in page
+
+
 def test_the_last_rows_of_a_trial_that_was_run_again_count(plan, recorded):
     again = record(recorded[0].trial, (1.0, 1.0))
     assert groups(plan, [*recorded, again])[0].trials["FedSPU"][0] is again
@@ -282,12 +305,103 @@ def test_a_curve_stays_where_a_trial_ended(plan):
     [trial, *_] = trials(plan, "tiny", {})
     early = record(trial, (0.5, 0.5), (point(10, 0.4), point(15, 0.6)))
     late = record(trial, (0.5, 0.5), (point(5, 0.1), point(10, 0.2), point(20, 0.4)))
-    drawn = curve([early, late], lambda each: each.round)
+    drawn = curve([early, late], lambda each: each.round, lambda each: each.mean)
     assert drawn.x == [10, 12.5, 17.5]
     assert drawn.y == pytest.approx([30, 40, 50])
     assert drawn.low == pytest.approx([20, 20, 40])
     assert drawn.high == pytest.approx([40, 60, 60])
-    assert curve([], lambda each: each.round) is None
+    assert curve([], lambda each: each.round, lambda each: each.mean) is None
+
+
+# --- at fixed upload ------------------------------------------------------------------------------------------------
+
+
+def uploads(*accuracies, weighted=None, step=10 * 2**20):
+    """Points after rounds 1, 2, ... that upload ``step`` bytes each."""
+    return tuple(
+        point(number, mean, bytes_up=step * number)
+        if weighted is None
+        else point(number, 0.0, bytes_up=step * number, accuracy=Accuracy(2, mean, weighted[number - 1], 0.0, mean))
+        for number, mean in enumerate(accuracies, start=1)
+    )
+
+
+def capped(**changes):
+    return experiment(axes={}, methods=[FEDSPU, FEDAVG], tune=None, upload_caps=[5, 10, 25, 40], **changes)
+
+
+def test_the_best_accuracy_so_far_at_fixed_upload_is_a_mean_with_students_interval():
+    plan = capped()
+    points = {
+        ("FedSPU", 0): uploads(0.3, 0.5, 0.4),
+        ("FedSPU", 1): uploads(0.4, 0.3, 0.6),
+        ("FedAvg", 0): uploads(0.2, 0.1, 0.7, 0.8, step=8 * 2**20),
+        ("FedAvg", 1): uploads(0.2, 0.1, 0.7, 0.8, step=10 * 2**20 + 1),
+    }
+    done = [record(trial, (0.5, 0.5), points[trial.label, trial.seed]) for trial in trials(plan, "tiny", {})]
+    page = report_text(plan, done, command=COMMAND)
+    assert "| | 5 MiB" in page.replace("|  |", "| |")
+    # 10 MiB are reached, not passed, by the first round. Half an interval over two seeds: 12.706 * spread / 2.
+    # At 25 MiB: best of 0.3, 0.5 and of 0.4, 0.3. Neither seed uploaded 40 MiB.
+    assert cells(page, "FedSPU", "Accuracy at fixed") == [
+        "–",
+        "35.0 (-28.5 to 98.5)",
+        "45.0 (-18.5 to 108.5)",
+        "55.0 (-8.5 to 118.5) †",
+    ]
+    # One seed's first round is a byte over 10 MiB, so there is no figure of both; only the other ended before 40 MiB.
+    assert cells(page, "FedAvg", "Accuracy at fixed") == [
+        "–",
+        "–",
+        "45.0 (-272.7 to 362.7)",
+        "75.0 (11.5 to 138.5) †",
+    ]
+    assert "†: a trial ended before the cap" in page
+    assert "devices counted each alike" in page
+
+
+def test_with_one_seed_there_is_no_interval_and_without_caps_no_table(plan, recorded):
+    single = capped(seeds=[0])
+    done = [record(trial, (0.5, 0.5), uploads(0.2, 0.3, 0.25, 0.4)) for trial in trials(single, "tiny", {})]
+    page = report_text(single, done, command=COMMAND)
+    assert cells(page, "FedSPU", "Accuracy at fixed") == ["–", "20.0", "30.0", "40.0"]
+    assert "In brackets Student's" not in page
+    assert "fixed upload" not in report_text(plan, recorded, command=COMMAND)
+
+
+def test_on_the_published_test_set_devices_count_by_test_samples():
+    plan = capped(seeds=[0], data={"test": "published"})
+    points = uploads(0.9, 0.9, 0.9, 0.9, weighted=(0.2, 0.3, 0.25, 0.4))
+    done = [record(trial, (0.5, 0.5), points) for trial in trials(plan, "tiny", {})]
+    page = report_text(plan, done, command=COMMAND)
+    assert cells(page, "FedSPU", "Accuracy at fixed") == ["–", "20.0", "30.0", "40.0"]
+    assert "- Data: test = published" in page
+    assert "devices counted by test samples" in page
+    assert (
+        "slice of the published test set, whose weighted mean for a global model is its accuracy on the whole" in page
+    )
+
+
+def test_a_curve_of_the_best_so_far_never_falls(plan):
+    [trial, *_] = trials(plan, "tiny", {})
+    early = record(trial, (0.5, 0.5), (point(10, 0.6), point(15, 0.4)))
+    late = record(trial, (0.5, 0.5), (point(10, 0.2), point(20, 0.4)))
+    drawn = curve([early, late], lambda each: each.round, lambda each: each.mean, best=True)
+    assert drawn.x == [10, 12.5, 17.5]
+    assert drawn.y == pytest.approx([40, 40, 50])
+    assert drawn.low == pytest.approx([20, 20, 40])
+    assert drawn.high == pytest.approx([60, 60, 60])
+
+
+def test_the_picture_by_upload_shows_the_best_so_far_where_there_are_caps(tmp_path):
+    plan = capped()
+    done = [record(trial, (0.5, 0.5), uploads(0.2, 0.3, 0.25, 0.4)) for trial in trials(plan, "tiny", {})]
+    [picture] = [path for caption, path in draw(plan, groups(plan, done), tmp_path, "tiny") if "so far" in caption]
+    assert picture.name == "tiny-upload.png"
+    assert is_png(picture)
+
+
+# --- the files ------------------------------------------------------------------------------------------------------
 
 
 def is_png(path):
@@ -307,7 +421,7 @@ def test_the_page_and_its_pictures_are_written(plan, recorded, tmp_path):
 def test_where_nothing_was_judged_only_costs_are_drawn(tmp_path):
     plan = experiment(seeds=[0], axes={}, methods=[FEDSPU, FEDAVG], tune=None)
     done = [record(trial, (None, None), (point(20, 0, accuracy=None),)) for trial in trials(plan, "tiny", {})]
-    assert [path.name for _, path in draw(groups(plan, done), tmp_path, "tiny")] == ["tiny-costs.png"]
+    assert [path.name for _, path in draw(plan, groups(plan, done), tmp_path, "tiny")] == ["tiny-costs.png"]
     page = report_text(plan, done, command=COMMAND)
     assert cells(page, "FedSPU", "Accuracy after") == ["–", "–", "–", "–", "–", "1 of 1"]
     assert cells(page, "FedSPU", "Rounds, traffic")[:3] == ["20", "–", "–"]
@@ -315,7 +429,7 @@ def test_where_nothing_was_judged_only_costs_are_drawn(tmp_path):
 
 def test_a_partly_run_experiment_can_be_drawn(plan, recorded, tmp_path):
     some = [each for each in recorded if each.trial.axes["alpha"] == 0.1 and each.trial.label != "FedSPU"]
-    pictures = draw(groups(plan, some), tmp_path, "tiny")
+    pictures = draw(plan, groups(plan, some), tmp_path, "tiny")
     assert [path.name for _, path in pictures] == [
         f"tiny-{kind}.png" for kind in ("rounds", "upload", "devices", "costs")
     ]

@@ -20,6 +20,7 @@ def recorded(seed=0, seconds=12.5):
             "seeds": [seed],
             "axes": {"alpha": [0.12345678]},
             "boards": ["a"],
+            "data": {"validation": 0.1},
             "methods": [{"label": "FedSPU", "method": "fedspu", "budgets": [0.2, 1.0], "settings": {"clip": 1.0}}],
         }
     )
@@ -56,6 +57,15 @@ def test_figures_have_six_digits_and_the_trial_all(path):
     assert found.points[0].training_flops == 5 * 10**12
     assert found.trial == recorded().trial
     assert found.trial.axes == {"alpha": 0.12345678}
+
+
+def test_rows_from_before_there_were_data_options_are_read(path):
+    append(path, recorded())
+    lines = path.read_text().splitlines(keepends=True)
+    assert '"data": {"validation": 0.1}' in lines[0]
+    path.write_text("".join([lines[0].replace(', "data": {"validation": 0.1}', ""), *lines[1:]]))
+    [found] = read(path)
+    assert found.trial == recorded().trial.model_copy(update={"data": {}})
 
 
 @pytest.mark.parametrize("cut", [1, 3])

@@ -13,6 +13,7 @@ import pytest
 from benchmarks import rows
 from benchmarks.__main__ import main
 from benchmarks.experiment import FOLDER, load_experiment, trials, tuning_trials
+from edge_sdk.tasks.sharing import read_sharing
 
 TINY = """
 title = "Tiny"
@@ -203,6 +204,40 @@ def test_what_was_tuned_is_what_is_run(tmp_path):
     assert not {trial.seed for _, _, trial in tuning_trials(plan, "tiny")} & set(plan.seeds), "never on the runs' seeds"
 
 
+def test_a_method_may_have_a_grid_of_its_own_and_settings_of_its_table_are_merged(tmp_path):
+    file = tmp_path / "tiny.toml"
+    grid = '"method_settings.proximal_weight" = [0.1, 1.0]'
+    fedprox = f'[[methods]]\nlabel = "FedProx"\nmethod = "fedprox"\ngrid = {{ {grid} }}\n'
+    own = "settings = { method_settings = { epsilon = 2 } }\n"
+    file.write_text(TINY.replace("[axes]", "method_settings.delta = 1\n[axes]") + fedprox + own + TUNED)
+    plan = load_experiment(str(file))
+    tried = [
+        (trial.settings["learning_rate"], trial.settings["method_settings"])
+        for label, _, trial in tuning_trials(plan, "tiny")
+        if label == "FedProx"
+    ]
+    assert tried == [
+        (rate, {"delta": 1, "epsilon": 2, "proximal_weight": weight}) for rate in (0.0001, 0.1) for weight in (0.1, 1)
+    ]
+    assert [label for label, _, _ in tuning_trials(plan, "tiny")].count("FedAvg") == 2, "the others are as they were"
+    chosen = {"FedProx": {"learning_rate": 0.1, "method_settings.proximal_weight": 1.0}}
+    settings = {trial.label: trial.settings for trial in trials(plan, "tiny", chosen)}
+    assert settings["FedProx"]["method_settings"] == {"delta": 1, "proximal_weight": 1.0, "epsilon": 2}
+    assert settings["FedAvg"]["method_settings"] == {"delta": 1}
+
+
+def test_options_of_the_data_are_part_of_every_trial_and_its_data_text(tmp_path):
+    file = tmp_path / "tiny.toml"
+    file.write_text('data = { test = "published", validation = 0.1 }\n' + TINY + TUNED)
+    plan = load_experiment(str(file))
+    everything = [*trials(plan, "tiny", {}), *(trial for _, _, trial in tuning_trials(plan, "tiny"))]
+    assert {json.dumps(trial.data) for trial in everything} == {'{"test": "published", "validation": 0.1}'}
+    wanted = "partition=dirichlet,alpha=0.5,test=published,validation=0.1,seed=0"
+    assert {trial.data_text for trial in trials(plan, "tiny", {})} == {wanted}
+    sharing = read_sharing(everything[0].data_text, task="mnist", seed=1)
+    assert (sharing.test, sharing.validation, sharing.options) == ("published", 0.1, (("alpha", 0.5),))
+
+
 # --- what cannot be run ----------------------------------------------------------------------------------------------
 
 
@@ -218,6 +253,9 @@ def test_what_was_tuned_is_what_is_run(tmp_path):
         (('label = "FedAvg"', 'label = "FedSPU"'), "two methods have the same label"),
         (('method = "fedavg"', 'method = "fedavg"\nbudget = 1'), "budget"),
         (('method = "fedavg"', 'method = "fedavg"\ntuned_as = "FedProx"'), "tuned_as is 'FedProx'"),
+        (('method = "fedavg"', 'method = "fedavg"\ngrid = { clip = [1.0] }'), "FedAvg: has a grid but is not tuned"),
+        (("new = 1", "data = { of = 3, alpha = 1 }"), "data: alpha, of is said elsewhere in the experiment"),
+        (("new = 1", "upload_caps = [100, 0]"), "greater than 0"),
     ],
 )
 def test_a_file_that_describes_no_experiment_is_refused_with_what_is_wrong(tmp_path, change, said):
@@ -235,6 +273,10 @@ def test_a_setting_is_given_or_tuned(tmp_path):
     file = tmp_path / "wrong.toml"
     file.write_text(TINY + "settings = { learning_rate = 0.3 }\n" + TUNED)
     with pytest.raises(SystemExit, match="FedAvg: learning_rate is set and is to be tuned; leave one of them out"):
+        load_experiment(str(file))
+    own = 'settings = { method_settings.a = 1 }\ngrid = { "method_settings.a" = [1, 2] }\n'
+    file.write_text(TINY + own + TUNED)
+    with pytest.raises(SystemExit, match=r"FedAvg: method_settings\.a is set and is to be tuned"):
         load_experiment(str(file))
 
 

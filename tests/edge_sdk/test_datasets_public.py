@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from edge_sdk.tasks import load_task
+from edge_sdk.tasks.loading import DataError
 
 FOLDER = Path(os.environ.get("SPARROW_TEST_DATA") or Path(__file__).parents[3] / "shared" / "data")
 
@@ -40,6 +41,24 @@ def test_mnist_is_dealt_and_scaled():
     assert abs(deviation - 1) < 0.2
     pooled = load("mnist:leaf", f"{FOLDER},of=1,part=all")
     assert pooled.train.num_examples == 41_650
+
+
+@real("mnist.npz")
+def test_the_devices_share_mnists_published_test_part_and_keep_all_of_the_rest():
+    data = f"{FOLDER},of=100,partition=shards,test=published,validation=0.1,index="
+    tasks = [load("mnist:fedsgc", f"{data}{index}") for index in range(100)]
+    assert [task.test.num_examples for task in tasks] == [100] * 100
+    assert {(task.train.num_examples, task.validation.num_examples) for task in tasks} == {(540, 60)}
+    with np.load(FOLDER / "mnist.npz") as published:
+        counts = np.bincount(published["y_test"])
+    targets = torch.cat([labels for task in tasks for _, labels in task.test])
+    assert np.bincount(targets).tolist() == counts.tolist()
+
+
+@real("har_watch_phone.npz")
+def test_activities_have_no_published_test_part():
+    with pytest.raises(DataError, match="no published test part"):
+        load("har", f"{FOLDER},index=0,test=published")
 
 
 @real("mnist.npz")

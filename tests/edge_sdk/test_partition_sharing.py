@@ -35,6 +35,7 @@ def test_every_entry_is_read():
     assert read(text) == Sharing("/my data/x=1", 3, 2, 5, "shards", (("shards", 3),), 0.25, 0.1, "all", 0.4)
     assert read("alpha=0.5,minimum=3,of=7") == Sharing(None, 9, of=7, options=(("alpha", 0.5), ("minimum", 3)))
     assert read("data").path == "data"
+    assert read("test=published,validation=0.1") == Sharing(None, 9, validation=0.1, test="published")
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,10 @@ def test_every_entry_is_read():
         ("of=0", "of=0; the samples are dealt to at least 1"),
         ("part=test", "part=test; choose train or all"),
         ("shift=2", "shift=2; it is a share between 0 and 1"),
+        ("test=all", "test=all; choose own or published"),
+        ("test=published,part=all", "part=all deals the published test part .* leave one of them out"),
+        ("test=published,shift=0.5", "shift=0.5 draws from the devices' own test samples, .* leave one of them out"),
+        ("test=published,held_out=0.2", "no sample of the device's own is held out; leave held_out out"),
     ],
 )
 def test_misspelt_data_is_explained(data, message):
@@ -91,6 +96,42 @@ def test_the_published_test_part_is_dealt_only_if_asked_for():
     assert max(everything(share(data, read(f"index={index},of=3"), device="x")).max() for index in range(3)) == 499
     pooled = [everything(share(data, read(f"index={index},of=3,part=all"), device="x")) for index in range(3)]
     assert sorted(np.concatenate(pooled)) == list(range(600))
+
+
+def test_published_test_samples_are_sliced_and_all_of_the_own_part_is_trained_or_validated_on():
+    data = dataset(600, published=500)
+    text = "index={},of=7,validation=0.2,test=published"
+    parts = [share(data, read(text.format(index)), device="x") for index in range(7)]
+    own = [everything(share(data, read(f"index={index},of=7"), device="x")) for index in range(7)]
+    for index, part in enumerate(parts):
+        assert part.test.tolist() == list(range(500 + index, 600, 7))
+        assert len(part.validation) == int(0.2 * len(own[index]))
+        assert sorted([*part.train, *part.validation]) == sorted(own[index])
+    assert sorted(np.concatenate([part.test for part in parts])) == list(range(500, 600)), "each published sample once"
+    again = share(data, read(text.format(3)), device="other")
+    assert all(np.array_equal(getattr(again, use), getattr(parts[3], use)) for use in ("train", "validation", "test"))
+
+
+def test_devices_weighted_by_published_test_samples_have_the_accuracy_on_the_whole_set():
+    data = dataset(600, published=500)
+    right = np.random.default_rng(0).random(600) < 0.7
+    tests = [share(data, read(f"index={index},of=7,test=published"), device="x").test for index in range(7)]
+    weighted = np.average([right[test].mean() for test in tests], weights=[len(test) for test in tests])
+    assert weighted == pytest.approx(right[500:].mean())
+
+
+@pytest.mark.parametrize(
+    ("count", "published", "data", "message"),
+    [
+        (600, 600, "of=3", "the data have no published test part; give one, or leave it out"),
+        (600, 595, "of=6", "5 published test samples are too few for 6 devices; use fewer devices"),
+        (600, 500, "of=3,validation=1", "validation=1; it must lie between 0 and 1"),
+        (1100, 500, "of=500,partition=iid", "1 samples cannot be split into training and validation"),
+    ],
+)
+def test_a_published_test_part_that_cannot_be_sliced_is_explained(count, published, data, message):
+    with pytest.raises(DataError, match=message):
+        share(dataset(count, published), read(f"index=0,test=published,{data}"), device="x")
 
 
 def test_people_are_devices_and_of_may_be_left_out():
