@@ -1,15 +1,20 @@
 """Packed values on the wire: a bundle is a safetensors file that holds only what its mask names.
 
     8 bytes   length of the header, little endian
-    header    JSON: {"__metadata__": {...}, "values": {...}, "mask": {...}}
-    data      values: one vector, every active value of the shared tensors, packed as in ``masks``
-              mask:   only in the bits and index forms
+    header    JSON: {"__metadata__": {...}, "values": {...}, "mask": {...}, ...}
+    data      values:    one vector, every active value of the shared tensors, packed as in ``masks``
+              scales:    only beside int8 values, float32, one for each row (``quantization``)
+              mask:      only in the forms that say so
+              signs:     where a method sends a direction (-1, 0 or 1) for each of some weights
+              gradients: where a method wants them of all maskable weights, float32
 
 Metadata, all strings as safetensors wants them:
 
     sparrow   version of this format, "1"
     manifest  digest of the manifest that gives the values their names and shapes
-    mask      {"form": "full"} | {"form": "draw", job, round, device, ratio} | {"form": "bits"} | {"form": "index"}
+    mask      {"form": "full"} | of neurons: {"form": "draw", job, round, device, ratio}, {"form": "bits"},
+              {"form": "index"} | of elements: {"form": "known", digest}, {"form": "elements"},
+              {"form": "changed", digest}
     report    JSON that travels with the values (an update's ``UpdateReport``), or ""
     sha256    digest of the header without this entry, and of the data: a bundle can be checked on its own
 
@@ -19,13 +24,21 @@ the active neurons as uint16 or uint32. So the conv(1->3)-fc(5)-out(2) network o
 neurons 0 and 2 active packs as bits 0b010_10100 in one byte, then conv.weight[1], fc.weight[[0,2]][:, 4:8],
 out.weight[:, [0,2]].
 
+Masks of elements name one that both sides hold (``known``), list the bits of all maskable weights (``elements``), or
+say where they differ from the one of that digest (``changed``).
+
 Values are float32 (F32), float16 (F16) or bfloat16 (BF16, rounded to nearest even). Naming each tensor would cost about
 90 bytes apiece, more than the values of a small layer at a small budget: the manifest already knows names and counts.
+int8 values (I8) are not a model's but differences from what their sender was given.
+
+Signs are their number (uint32), a bit for each that says whether it is other than 0, and a bit for each of those, set
+where it is positive.
 
 Decoding is written here and not left to a library because its input is hostile: it copies nothing before every length
 is checked against the manifest, and touches no byte that the header did not account for. Beyond the bytes given, it
-uses at most ``MAX_MEMORY_FACTOR`` times their length (the float32 copy of 16-bit values, and the check for finiteness)
-plus ``MAX_MEMORY_FIXED`` bytes for the header and the mask.
+uses at most ``MAX_MEMORY_FACTOR`` times their length (the float32 copy of shorter values, and the check for finiteness)
+plus ``MAX_MEMORY_FIXED`` bytes for the header and the mask; a mask of elements takes a byte for every maskable weight,
+and eight for those that exist.
 """
 
 from __future__ import annotations
@@ -33,17 +46,20 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_sdk.protocol.elements import ElementMask, apply_difference, difference, from_bits
 from edge_sdk.protocol.errors import BundleError, ManifestError
 from edge_sdk.protocol.manifest import Array, Manifest
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, check_mask, count_values, draw_neurons, unpack
+from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, check_mask, count_values, draw_neurons, unpack
+from edge_sdk.protocol.quantization import LARGEST, Quantised, row_lengths
 
-Precision = Literal["fp32", "fp16", "bf16"]
+Precision = Literal["fp32", "fp16", "bf16", "int8"]
 
 FORMAT = "1"
 MEDIA_TYPE = "application/vnd.sparrow.bundle"
@@ -51,45 +67,78 @@ MAX_HEADER = 64 * 1024
 MAX_MEMORY_FACTOR = 4
 MAX_MEMORY_FIXED = 4 * 1024 * 1024
 
-_DTYPES: dict[Precision, tuple[str, int]] = {"fp32": ("F32", 4), "fp16": ("F16", 2), "bf16": ("BF16", 2)}
-_PRECISIONS: dict[str, Precision] = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+_DTYPES: dict[Precision, tuple[str, int]] = {
+    "fp32": ("F32", 4),
+    "fp16": ("F16", 2),
+    "bf16": ("BF16", 2),
+    "int8": ("I8", 1),
+}
+_PRECISIONS: dict[str, Precision] = {dtype: precision for precision, (dtype, _) in _DTYPES.items()}
+_PARTS = ("values", "scales", "mask", "signs", "gradients")
+"""What a bundle's data consist of, in this order."""
+
+Signs = NDArray[np.int8]
 
 
 @dataclass(frozen=True)
 class Bundle:
     """A decoded bundle: checked, so that nobody behind it needs to check again.
 
-    values: float32 [count_values(manifest, mask)], finite. mask: None where everything is active. draw: the seed form,
-    where the mask came as one. report: the JSON that travelled with it.
+    values: float32 [count_values(manifest, mask)], finite; of precision int8 they are a difference. mask: None where
+    everything is active. draw: the seed form, where the mask came as one. report: the JSON that travelled with it.
+    signs: int8 in -1..1. gradients: float32 [maskable weights], finite. parts: the bytes of each part of the data.
     """
 
     values: NDArray[np.float32]
-    mask: NeuronMask | None
+    mask: Mask | None
     draw: NeuronDraw | None
     precision: Precision
     report: str
+    signs: Signs | None = None
+    gradients: NDArray[np.float32] | None = None
+    parts: Mapping[str, int] = field(default_factory=dict)
 
 
 def encode(
     manifest: Manifest,
-    values: Array,
-    mask: NeuronMask | None,
+    values: Array | Quantised,
+    mask: Mask | None,
     *,
     draw: NeuronDraw | None = None,
     precision: Precision = "fp32",
     report: str = "",
+    known: ElementMask | None = None,
+    signs: Signs | None = None,
+    gradients: NDArray[np.float32] | None = None,
 ) -> bytes:
     """Write packed ``values`` (see ``masks.pack``) and their mask as a bundle.
 
-    ``draw``, where given, must be what ``mask`` was drawn from; it is used where it is the shortest form. Raises
-    BundleError when a value is not finite, or becomes infinite in the chosen precision.
+    ``draw``, where given, must be what ``mask`` was drawn from; it is used where it is the shortest form. known: the
+    mask of elements that the reader holds. Quantised values have precision int8, whatever is given. Raises BundleError
+    when a value is not finite, or becomes infinite in the chosen precision.
     """
     wanted = count_values(manifest, mask)
-    if values.shape != (wanted,):
-        raise BundleError(f"{values.shape} values given, the mask covers {wanted}; pack them with masks.pack")
-    dtype, _ = _DTYPES[precision]
-    data = _to_bytes(values, precision)
-    description, mask_bytes = _encode_mask(manifest, mask, draw)
+    quantised = isinstance(values, Quantised)
+    vector: Array = values.numbers if isinstance(values, Quantised) else values
+    if vector.shape != (wanted,):
+        raise BundleError(f"{vector.shape} values given, the mask covers {wanted}; pack them with masks.pack")
+    if precision == "int8" and not quantised:
+        raise BundleError("values of precision int8 are differences; quantise them with protocol.quantization")
+    dtype, _ = _DTYPES["int8" if quantised else precision]
+    description, mask_bytes = _encode_mask(manifest, mask, draw, known)
+    parts: dict[str, tuple[str, int, bytes | memoryview]] = {}
+    if isinstance(values, Quantised):
+        parts["values"] = (dtype, wanted, values.numbers.view(np.uint8).data)
+        parts["scales"] = ("F32", len(values.scales), _to_bytes(values.scales, "fp32"))
+    else:
+        parts["values"] = (dtype, wanted, _to_bytes(values, precision))
+    if mask_bytes:
+        parts["mask"] = ("U8", len(mask_bytes), mask_bytes)
+    if signs is not None:
+        packed = _pack_signs(signs)
+        parts["signs"] = ("U8", len(packed), packed)
+    if gradients is not None:
+        parts["gradients"] = ("F32", len(gradients), _to_bytes(gradients, "fp32"))
     header: dict[str, Any] = {
         "__metadata__": {
             "sparrow": FORMAT,
@@ -97,62 +146,136 @@ def encode(
             "mask": _canonical(description),
             "report": report,
         },
-        "values": {"dtype": dtype, "shape": [wanted], "data_offsets": [0, len(data)]},
     }
-    if mask_bytes:
-        end = len(data) + len(mask_bytes)
-        header["mask"] = {"dtype": "U8", "shape": [len(mask_bytes)], "data_offsets": [len(data), end]}
-    header["__metadata__"]["sha256"] = _digest(header, data, mask_bytes)
+    end = 0
+    for name, (kind, count, data) in parts.items():
+        header[name] = {"dtype": kind, "shape": [count], "data_offsets": [end, end + len(data)]}
+        end += len(data)
+    body = [data for _, _, data in parts.values()]
+    header["__metadata__"]["sha256"] = _digest(header, body)
     text = _canonical(header).encode()
     text += b" " * (-len(text) % 8)  # safetensors readers want the data aligned to 8 bytes
-    return b"".join((struct.pack("<Q", len(text)), text, data, mask_bytes))
+    return b"".join((struct.pack("<Q", len(text)), text, *body))
 
 
-def decode(body: bytes | memoryview, manifest: Manifest) -> Bundle:
+def decode(body: bytes | memoryview, manifest: Manifest, known: ElementMask | None = None) -> Bundle:
     """Read and check a bundle of ``manifest``: size, header, digest, mask, counts, types, finite, in this order.
 
-    Raises BundleError, saying what was met and what to do. Memory: see the module's first page.
+    known: the mask of elements that this side holds, which a bundle may name, or differ from. Raises BundleError,
+    saying what was met and what to do. Memory: see the module's first page.
     """
     buffer = memoryview(body).cast("B")
     header, start = _read_header(buffer)
     metadata = _metadata(header)
     if metadata["manifest"] != manifest.digest:
         raise BundleError("the bundle was made for another model; fetch the federation's manifest again and restart")
-    entries = {name: _entry(header, name) for name in header if name != "__metadata__"}
+    entries = {name: _entry(header, name) for name in _PARTS if name in header}
     _check_layout(entries, len(buffer) - start)
     data = {name: buffer[start + low : start + high] for name, (_, _, low, high) in entries.items()}
-    mask_bytes = data.get("mask", memoryview(b""))
-    if _digest(header, data["values"], mask_bytes) != metadata["sha256"]:
+    if _digest(header, list(data.values())) != metadata["sha256"]:
         raise BundleError("the bundle's digest does not match its content: it was damaged on the way; send it again")
-    mask, draw = _decode_mask(manifest, metadata["mask"], mask_bytes)
+    mask, draw = _decode_mask(manifest, metadata["mask"], data.get("mask", memoryview(b"")), known)
     dtype, count, _, _ = entries["values"]
     wanted = count_values(manifest, mask)
     if count != wanted:
         raise BundleError(f"the bundle holds {count} values, its mask covers {wanted}; pack it again")
     precision = _PRECISIONS[dtype]
-    values = _from_bytes(data["values"], precision)
+    if precision == "int8":
+        values = _decode_quantised(manifest, mask, data)
+    else:
+        if "scales" in data:
+            raise BundleError("scales belong to int8 values; encode with protocol.bundle")
+        values = _from_bytes(data["values"], precision)
     if not _all_finite(values):
         raise BundleError(
             f"{_first_not_finite(manifest, mask, values)}: a value is not finite; do not send this update"
         )
-    return Bundle(values, mask, draw, precision, metadata["report"])
+    return Bundle(
+        values,
+        mask,
+        draw,
+        precision,
+        metadata["report"],
+        signs=_unpack_signs(data["signs"]) if "signs" in data else None,
+        gradients=_decode_gradients(manifest, data["gradients"]) if "gradients" in data else None,
+        parts={"header": start, **{name: len(part) for name, part in data.items()}},
+    )
 
 
-def largest_bundle(values: int, precision: Precision, manifest: Manifest) -> int:
-    """Upper bound on the bytes of a bundle of ``values`` values: a longer body can be refused unread."""
-    return 8 + MAX_HEADER + values * _DTYPES[precision][1] + 4 * sum(manifest.group_sizes.values())
+def _decode_quantised(manifest: Manifest, mask: Mask | None, data: Mapping[str, memoryview]) -> NDArray[np.float32]:
+    lengths = row_lengths(manifest, mask)
+    scales = np.frombuffer(data.get("scales", b""), dtype="<f4")
+    if len(scales) != len(lengths):
+        raise BundleError(f"the bundle holds {len(scales)} scales for {len(lengths)} rows; quantise it again")
+    numbers = np.frombuffer(data["values"], dtype=np.int8)
+    # -128 is no number that quantise gives, and its absolute value none that int8 holds.
+    if (len(numbers) and numbers.min() < -LARGEST) or not _all_finite(scales) or (len(scales) and scales.min() < 0):
+        raise BundleError("whole numbers must lie in -127..127, scales be finite and not negative; quantise it again")
+    with np.errstate(over="ignore"):  # what does not fit becomes infinite, and is refused
+        return Quantised(numbers, scales).values(lengths)
+
+
+def _decode_gradients(manifest: Manifest, data: memoryview) -> NDArray[np.float32]:
+    gradients = _from_bytes(data, "fp32")
+    wanted = sum(spec.size for spec in manifest.maskable)
+    if len(gradients) != wanted or not _all_finite(gradients):
+        raise BundleError(f"gradients must be finite and those of all {wanted} maskable weights; send the update again")
+    return gradients
+
+
+def _pack_signs(signs: Signs) -> bytes:
+    nonzero = signs != 0
+    positive = np.compress(nonzero, signs) > 0
+    return struct.pack("<I", len(signs)) + np.packbits(nonzero).tobytes() + np.packbits(positive).tobytes()
+
+
+def _unpack_signs(data: memoryview) -> Signs:
+    count = struct.unpack("<I", data[:4])[0] if len(data) >= 4 else 0
+    end = 4 + (count + 7) // 8
+    if len(data) < end:
+        raise BundleError(f"the signs have {len(data)} bytes, {count} of them take more; send the whole file")
+    nonzero = np.unpackbits(np.frombuffer(data[4:end], dtype=np.uint8), count=count)
+    positions = np.flatnonzero(nonzero)
+    if len(data) != end + (len(positions) + 7) // 8:
+        raise BundleError(f"the signs have {len(data) - end} bytes of signs for {len(positions)} weights")
+    positive = np.unpackbits(np.frombuffer(data[end:], dtype=np.uint8), count=len(positions))
+    signs = np.zeros(count, dtype=np.int8)
+    signs[positions] = 2 * positive.astype(np.int8) - 1
+    return signs
+
+
+def parts_of(body: bytes) -> dict[str, int]:
+    """The bytes of each part of a bundle that was made here, and of its header."""
+    header, start = _read_header(memoryview(body))
+    sizes = {name: header[name]["data_offsets"] for name in _PARTS if name in header}
+    return {"header": start, **{name: high - low for name, (low, high) in sizes.items()}}
+
+
+def largest_bundle(
+    values: int, precision: Precision, manifest: Manifest, *, elements: bool = False, gradients: bool = False
+) -> int:
+    """Upper bound on the bytes of a bundle of ``values`` values: a longer body can be refused unread.
+
+    elements: whether it may bring a mask of elements, and gradients: whether it may bring those.
+    """
+    rows = sum(spec.shape[0] if len(spec.shape) > 1 else 1 for spec in manifest.shared)
+    scales = 4 * rows if precision == "int8" else 0
+    weights = sum(spec.size for spec in manifest.maskable)
+    mask = (weights + 7) // 8 if elements else 4 * sum(manifest.group_sizes.values()) + 4 * len(manifest.group_sizes)
+    dense = 4 * weights if gradients else 0
+    return 8 + MAX_HEADER + values * _DTYPES[precision][1] + scales + mask + dense
 
 
 def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-def _digest(header: dict[str, Any], values: bytes | memoryview, mask: bytes | memoryview) -> str:
+def _digest(header: dict[str, Any], parts: list[bytes | memoryview] | list[memoryview]) -> str:
     unsigned = dict(header)
     unsigned["__metadata__"] = {key: text for key, text in header["__metadata__"].items() if key != "sha256"}
     hasher = hashlib.sha256(_canonical(unsigned).encode("utf-8", "surrogatepass"))
-    hasher.update(values)
-    hasher.update(mask)
+    for part in parts:
+        hasher.update(part)
     return hasher.hexdigest()
 
 
@@ -192,7 +315,7 @@ def _from_bytes(data: memoryview, precision: Precision) -> NDArray[np.float32]:
     return (np.frombuffer(data, dtype="<u2").astype("<u4") << 16).view(np.float32)
 
 
-def _first_not_finite(manifest: Manifest, mask: NeuronMask | None, values: Array) -> str:
+def _first_not_finite(manifest: Manifest, mask: Mask | None, values: Array) -> str:
     return next(spec.name for spec, _, block in unpack(manifest, values, mask) if not np.isfinite(block).all())
 
 
@@ -208,12 +331,11 @@ def _read_header(buffer: memoryview) -> tuple[dict[str, Any], int]:
         header = json.loads(bytes(buffer[8 : 8 + length]))
     except (ValueError, RecursionError):
         raise BundleError("the header is not JSON; a bundle is a safetensors file") from None
-    if not isinstance(header, dict) or not {"__metadata__", "values"} <= set(header) <= {
-        "__metadata__",
-        "values",
-        "mask",
-    }:
-        raise BundleError("the header must hold __metadata__, values and at most a mask; encode with protocol.bundle")
+    required = {"__metadata__", "values"}
+    if not isinstance(header, dict) or not required <= set(header) <= required | set(_PARTS):
+        raise BundleError(
+            f"the header must hold __metadata__, values and at most {', '.join(_PARTS[1:])}; use protocol.bundle"
+        )
     return header, 8 + length
 
 
@@ -240,7 +362,7 @@ def _entry(header: dict[str, Any], name: str) -> tuple[str, int, int, int]:
             raise BundleError(f"{name}: the header must give a dtype, a shape of one number and two offsets")
     if any(isinstance(number, bool) or not 0 <= number < 2**53 for number in (count, low, high)):
         raise BundleError(f"{name}: shape and offsets must be whole numbers from 0 on, below 2**53")
-    allowed = {"U8": 1} if name == "mask" else dict(_DTYPES.values())
+    allowed = {"U8": 1} if name in ("mask", "signs") else dict(_DTYPES.values()) if name == "values" else {"F32": 4}
     if dtype not in allowed:
         raise BundleError(f"{name}: dtype {dtype[:20]!r}; accepted are {', '.join(allowed)}")
     if high - low != count * allowed[dtype]:
@@ -249,33 +371,41 @@ def _entry(header: dict[str, Any], name: str) -> tuple[str, int, int, int]:
 
 
 def _check_layout(entries: dict[str, tuple[str, int, int, int]], length: int) -> None:
-    """Values first, then the mask, without gap, overlap or rest: every byte belongs to exactly one tensor."""
+    """The parts in their order, without gap, overlap or rest: every byte belongs to exactly one tensor."""
     end = 0
-    for name in ("values", "mask"):
-        if name in entries:
-            _, _, low, high = entries[name]
-            if low != end:
-                raise BundleError(f"{name}: begins at byte {low} of the data, {end} expected; tensors must be adjacent")
-            end = high
+    for name, (_, _, low, high) in entries.items():
+        if low != end:
+            raise BundleError(f"{name}: begins at byte {low} of the data, {end} expected; tensors must be adjacent")
+        end = high
     if end != length:
         raise BundleError(f"the header accounts for {end} bytes of data, {length} follow; send the whole file")
 
 
-def _encode_mask(
-    manifest: Manifest, mask: NeuronMask | None, draw: NeuronDraw | None
-) -> tuple[dict[str, object], bytes]:
+_Form = tuple[dict[str, object], bytes]
+
+
+def _encode_mask(manifest: Manifest, mask: Mask | None, draw: NeuronDraw | None, known: ElementMask | None) -> _Form:
     """The shortest form of a mask: its description and the bytes of its tensor, if it has one."""
     if mask is None:
         return {"form": "full"}, b""
     check_mask(manifest, mask)
-    forms: list[tuple[dict[str, object], bytes]] = [
-        ({"form": "bits"}, _bits(manifest, mask)),
-        ({"form": "index"}, _index(manifest, mask)),
-    ]
-    if draw is not None:
-        forms.append(({"form": "draw", **asdict(draw)}, b""))
+    if isinstance(mask, ElementMask):
+        forms = _element_forms(mask, known)
+    else:
+        forms = [({"form": "bits"}, _bits(manifest, mask)), ({"form": "index"}, _index(manifest, mask))]
+        if draw is not None:
+            forms.append(({"form": "draw", **asdict(draw)}, b""))
     # A mask tensor costs its entry in the header too, about 60 bytes.
     return min(forms, key=lambda form: len(_canonical(form[0])) + (60 + len(form[1]) if form[1] else 0))
+
+
+def _element_forms(mask: ElementMask, known: ElementMask | None) -> list[_Form]:
+    if known is not None and known.digest == mask.digest:
+        return [({"form": "known", "digest": mask.digest}, b"")]
+    forms: list[_Form] = [({"form": "elements"}, mask.bits)]
+    if known is not None:
+        forms.append(({"form": "changed", "digest": known.digest}, difference(known, mask)))
+    return forms
 
 
 def _bits(manifest: Manifest, mask: NeuronMask) -> bytes:
@@ -300,7 +430,9 @@ def _index(manifest: Manifest, mask: NeuronMask) -> bytes:
     return b"".join(parts)
 
 
-def _decode_mask(manifest: Manifest, text: str, data: memoryview) -> tuple[NeuronMask | None, NeuronDraw | None]:
+def _decode_mask(
+    manifest: Manifest, text: str, data: memoryview, known: ElementMask | None
+) -> tuple[Mask | None, NeuronDraw | None]:
     try:
         description = json.loads(text)
     except (ValueError, RecursionError):
@@ -310,9 +442,16 @@ def _decode_mask(manifest: Manifest, text: str, data: memoryview) -> tuple[Neuro
             return _mask_from_bits(manifest, data), None
         case {"form": "index"} if len(description) == 1:
             return _mask_from_index(manifest, data), None
+        case {"form": "elements"} if len(description) == 1:
+            return _elements(lambda: from_bits(manifest, data)), None
+        case {"form": "changed", "digest": str(digest)} if len(description) == 2:
+            old = _held(known, digest)
+            return _elements(lambda: apply_difference(manifest, old, data)), None
     if len(data):
-        raise BundleError("a mask tensor is only allowed in the forms bits and index; encode with protocol.bundle")
+        raise BundleError("a mask tensor is not allowed in this form of mask; encode with protocol.bundle")
     match description:
+        case {"form": "known", "digest": str(digest)} if len(description) == 2:
+            return _held(known, digest), None
         case {"form": "full"} if len(description) == 1:
             return None, None
         case {"form": "draw", "job": str(job), "round": int(number), "device": str(device), "ratio": float() | int()}:
@@ -323,7 +462,25 @@ def _decode_mask(manifest: Manifest, text: str, data: memoryview) -> tuple[Neuro
                 return draw_neurons(manifest, draw), draw
             except (ValueError, OverflowError) as error:
                 raise BundleError(f"the mask cannot be drawn: {error}") from None
-    raise BundleError("the mask has none of the forms full, draw, bits and index; update the older side")
+    raise BundleError(
+        "the mask has none of the forms full, draw, bits, index, known, elements and changed; update the older side"
+    )
+
+
+def _held(known: ElementMask | None, digest: str) -> ElementMask:
+    if known is None or known.digest != digest:
+        raise BundleError(
+            f"the bundle speaks of the mask {digest[:12]}, which is not held here; ask for the assignment again, "
+            f"naming the mask that is"
+        )
+    return known
+
+
+def _elements(read: Callable[[], ElementMask]) -> ElementMask:
+    try:
+        return read()
+    except ManifestError as error:
+        raise BundleError(str(error)) from None
 
 
 def _mask_from_bits(manifest: Manifest, data: memoryview) -> NeuronMask:

@@ -13,36 +13,43 @@ pooling, look-ups of an embedding, the optimiser) is left out, as papers on spar
 
 from __future__ import annotations
 
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.masks import NeuronMask, block_of
-
-_MULTIPLYING = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
-"""Kinds of layers that multiply every input with a weight."""
+from edge_sdk.protocol.elements import ElementMask
+from edge_sdk.protocol.manifest import MULTIPLYING, Manifest
+from edge_sdk.protocol.masks import Mask, block_of
 
 
-def forward_flops(manifest: Manifest, mask: NeuronMask | None = None) -> int:
-    """FLOPs of one sample's forward pass; under ``mask``, of the network that its active neurons alone would form."""
+def forward_flops(manifest: Manifest, mask: Mask | None = None) -> int:
+    """FLOPs of one sample's forward pass; under ``mask``, of the network that its active neurons or elements form."""
     return sum(_layer_flops(manifest, mask))
 
 
-def training_flops(manifest: Manifest, samples: int, *, weight_gradients: NeuronMask | None = None) -> int:
+def training_flops(manifest: Manifest, samples: int, *, weight_gradients: Mask | None = None) -> int:
     """FLOPs of training on ``samples`` samples, each pass over one counted: forward, and both gradients.
 
     weight_gradients: the neurons between which the gradients of weights are computed, where the rest is skipped; None
     where all are. Forward pass and input gradients are those of the whole network: the error passes through frozen
     neurons (FedSPU's method card, 4.4). Masking a gradient after computing it saves nothing, and counts for nothing.
+
+    A mask of elements is another matter: what it leaves out does not exist, and is counted nowhere, as papers on sparse
+    training do (FedSGC's method card, 4.12). Dense kernels compute it all the same; docs/training.md says which do.
     """
-    forward = _layer_flops(manifest, None)
+    forward = _layer_flops(manifest, weight_gradients if isinstance(weight_gradients, ElementMask) else None)
     per_sample = sum(forward) + sum(forward[1:]) + forward_flops(manifest, weight_gradients)
     return samples * per_sample
 
 
-def _layer_flops(manifest: Manifest, mask: NeuronMask | None) -> list[int]:
+def growth_flops(manifest: Manifest, samples: int, mask: ElementMask) -> int:
+    """FLOPs of the whole weights' gradients on ``samples``, the rest of the pass being that of what exists."""
+    forward = _layer_flops(manifest, mask)
+    return samples * (sum(forward) + sum(forward[1:]) + forward_flops(manifest))
+
+
+def _layer_flops(manifest: Manifest, mask: Mask | None) -> list[int]:
     """Forward FLOPs per sample of each layer that counts, in forward order."""
     specs = {spec.name: spec for spec in manifest.tensors}
     flops = []
     for layer in manifest.layers:
-        if layer.kind in _MULTIPLYING:
+        if layer.kind in MULTIPLYING:
             weights = [specs[name] for name in layer.tensors if len(specs[name].shape) > 1]
             flops.append(2 * layer.positions * sum(block_of(manifest, spec, mask).size for spec in weights))
     return flops

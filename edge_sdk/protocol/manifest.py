@@ -120,6 +120,9 @@ class TensorSpec(_Record):
         return self
 
 
+MULTIPLYING = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
+"""Kinds of layers that multiply every input with a weight."""
+
 InputError = Literal["none", "active", "all"]
 
 
@@ -197,6 +200,12 @@ class Manifest(_Record):
     def trainable_values(self) -> int:
         """How many parameters the model has, running statistics and other buffers left out."""
         return sum(tensor.size for tensor in self.tensors if tensor.trainable)
+
+    @cached_property
+    def maskable(self) -> tuple[TensorSpec, ...]:
+        """The tensors that a sparse method may prune: shared weights of linear layers and convolutions, in order."""
+        weights = {name for layer in self.layers if layer.kind in MULTIPLYING for name in layer.tensors}
+        return tuple(spec for spec in self.shared if spec.name in weights and spec.trainable and len(spec.shape) > 1)
 
     @cached_property
     def group_sizes(self) -> dict[str, int]:

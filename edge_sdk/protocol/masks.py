@@ -5,6 +5,9 @@ them. A value of a tensor is active when the neurons on all its axes are (see ``
 tensor thus form a *block*, an outer product of index lists, and are packed row-major, tensor after tensor in state-dict
 order. No bitmap over parameters is ever built: index lists over rows and columns are 15 to 40 times cheaper.
 
+Methods that train one sparse model have an ``ElementMask`` in its place (see ``elements``): the existing elements of a
+tensor are *points*, packed in the same order.
+
 Seed form: both sides can draw a mask themselves from a ``NeuronDraw`` (FedSPU's method card, 4.7): the active neurons
 of a group are the ``a = max(1, floor(ratio * n))`` ones with the smallest SHA-256 of
 ``fedspu|job|round|device|group|i``.
@@ -21,10 +24,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_sdk.protocol.elements import ElementMask, Index, Points, check_elements
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Array, Manifest, NeuronGroup, Segment, Tensors, TensorSpec
-
-Index = NDArray[np.intp]
 
 FULL_RATIO = 0.99
 """Active ratios from here on count as 1 (method card, 4.2)."""
@@ -54,6 +56,10 @@ class NeuronMask:
     """Active neurons: group name -> their indices, sorted, int. Every hidden group of the manifest is named."""
 
     active: Mapping[str, Index]
+
+
+Mask = NeuronMask | ElementMask
+"""What of a model is active; None in its place means everything."""
 
 
 def active_count(size: int, ratio: float) -> int:
@@ -94,8 +100,15 @@ def _draw_groups(groups: tuple[NeuronGroup, ...], draw: NeuronDraw) -> NeuronMas
     return NeuronMask(active)
 
 
-def check_mask(manifest: Manifest, mask: NeuronMask) -> None:
-    """Raise ManifestError unless the mask names every group once, with sorted indices in range and at least one."""
+def check_mask(manifest: Manifest, mask: Mask) -> None:
+    """Raise ManifestError unless the mask is one of the manifest's model.
+
+    Of neurons: every group is named once, with sorted indices in range and at least one. Of elements: every maskable
+    tensor, with its shape.
+    """
+    if isinstance(mask, ElementMask):
+        check_elements(manifest, mask)
+        return
     if set(mask.active) != set(manifest.group_sizes):
         raise ManifestError(
             f"the mask names the groups {sorted(mask.active)}, the manifest {list(manifest.group_sizes)}"
@@ -108,10 +121,12 @@ def check_mask(manifest: Manifest, mask: NeuronMask) -> None:
             )
 
 
-def same_mask(one: NeuronMask | None, other: NeuronMask | None) -> bool:
-    """Whether two masks of one manifest name the same neurons."""
-    if one is None or other is None:
+def same_mask(one: Mask | None, other: Mask | None) -> bool:
+    """Whether two masks of one manifest name the same neurons, or the same elements."""
+    if one is other or one is None or other is None:
         return one is other
+    if isinstance(one, ElementMask) or isinstance(other, ElementMask):
+        return isinstance(one, ElementMask) and isinstance(other, ElementMask) and one.digest == other.digest
     return all(np.array_equal(index, other.active[group]) for group, index in one.active.items())
 
 
@@ -234,8 +249,16 @@ def neuron_view(manifest: Manifest, spec: TensorSpec) -> tuple[int, ...]:
     return spec.shape
 
 
-def block_of(manifest: Manifest, spec: TensorSpec, mask: NeuronMask | None) -> Block:
+def block_of(manifest: Manifest, spec: TensorSpec, mask: Mask | None) -> Block | Points:
     """Where the active values of ``spec`` lie under ``mask`` (None: everything is active)."""
+    if isinstance(mask, ElementMask):
+        index = mask.index.get(spec.name)
+        return neuron_block(manifest, spec, None) if index is None else Points(spec.shape, index)
+    return neuron_block(manifest, spec, mask)
+
+
+def neuron_block(manifest: Manifest, spec: TensorSpec, mask: NeuronMask | None) -> Block:
+    """Where the values of ``spec`` between active neurons lie."""
     view = neuron_view(manifest, spec)
     if mask is None or not any(spec.axes):
         return Block(view, None, None, view)
@@ -247,16 +270,18 @@ def block_of(manifest: Manifest, spec: TensorSpec, mask: NeuronMask | None) -> B
     return Block(view, rows, columns, (*active, *view[2:]))
 
 
-def blocks(manifest: Manifest, mask: NeuronMask | None) -> Iterator[tuple[TensorSpec, Block]]:
+def blocks(manifest: Manifest, mask: Mask | None) -> Iterator[tuple[TensorSpec, Block | Points]]:
     """Every shared tensor with its active block, in the order in which values are packed."""
     for spec in manifest.shared:
         yield spec, block_of(manifest, spec, mask)
 
 
-def count_values(manifest: Manifest, mask: NeuronMask | None) -> int:
+def count_values(manifest: Manifest, mask: Mask | None) -> int:
     """How many values cross the wire under ``mask``, running statistics included: V(k) of the method card, 3.3."""
     if mask is None:
         return manifest.shared_values
+    if isinstance(mask, ElementMask):
+        return manifest.shared_values - mask.size + mask.count
     active = {group: len(index) for group, index in mask.active.items()}
     total = 0
     for spec in manifest.shared:
@@ -267,7 +292,7 @@ def count_values(manifest: Manifest, mask: NeuronMask | None) -> int:
     return total
 
 
-def pack(manifest: Manifest, tensors: Tensors, mask: NeuronMask | None) -> NDArray[np.float32]:
+def pack(manifest: Manifest, tensors: Tensors, mask: Mask | None) -> NDArray[np.float32]:
     """The active values of the shared tensors as one vector [count_values]: block after block, row-major."""
     packed = np.empty(count_values(manifest, mask), dtype=np.float32)
     start = 0
@@ -277,7 +302,7 @@ def pack(manifest: Manifest, tensors: Tensors, mask: NeuronMask | None) -> NDArr
     return packed
 
 
-def unpack(manifest: Manifest, packed: Array, mask: NeuronMask | None) -> Iterator[tuple[TensorSpec, Block, Array]]:
+def unpack(manifest: Manifest, packed: Array, mask: Mask | None) -> Iterator[tuple[TensorSpec, Block | Points, Array]]:
     """Walk a packed vector: each shared tensor, its block, and the values of that block (views, no copy)."""
     start = 0
     for spec, block in blocks(manifest, mask):
@@ -285,7 +310,7 @@ def unpack(manifest: Manifest, packed: Array, mask: NeuronMask | None) -> Iterat
         start += block.size
 
 
-def merge_in_place(manifest: Manifest, tensors: Tensors, packed: Array, mask: NeuronMask | None) -> None:
+def merge_in_place(manifest: Manifest, tensors: Tensors, packed: Array, mask: Mask | None) -> None:
     """Overwrite the active values of ``tensors`` with received ones; what was not received stays (method card, 4.3)."""
     for spec, block, values in unpack(manifest, packed, mask):
         block.put(tensors[spec.name], values)

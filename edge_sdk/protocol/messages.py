@@ -81,7 +81,10 @@ class FederationSettings(_Request):
     evaluation_interval: int = Field(
         default=5, ge=0, le=1_000_000, description="Rounds between federated evaluations; 0 evaluates only at the end"
     )
-    precision: Precision = Field(default="fp32", description="Number format of values on the wire")
+    precision: Precision = Field(
+        default="fp32",
+        description="Number format of values on the wire; int8: updates alone, as differences, and fp32 downwards",
+    )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Decides initial weights, cohorts, masks and batches")
     finetune_epochs: int = Field(
         default=0,
@@ -99,6 +102,14 @@ class FederationSettings(_Request):
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(f"momentum belongs to the optimizer sgd; {self.optimizer} has its own, remove it")
         return self
+
+    def precision_of(self, direction: Literal["down", "up"], kind: Kind) -> Precision:
+        """Number format of an assignment's payload, or of its update.
+
+        int8 is for the differences that training makes: what goes down, and what is prepared, would lose too much.
+        """
+        differences = direction == "up" and kind is Kind.train
+        return "fp32" if self.precision == "int8" and not differences else self.precision
 
     def learning_rate_of(self, round_number: int) -> float:
         """Learning rate of a round, counted from 1; adapting before the first round has that of the first."""
@@ -146,6 +157,7 @@ class FederationInfo(_Answer):
     status: FederationStatus
     reason: str | None = Field(default=None, description="Why it ended: all_stopped, max_rounds or operator")
     waiting_for: str | None = Field(default=None, description="What keeps a running federation from its next round")
+    warning: str | None = Field(default=None, description="What its method finds wrong with how it goes")
     round: int = Field(description="Rounds closed so far")
     rounds: int
     devices: int
@@ -182,6 +194,7 @@ class Enrol(_Request):
     name: DeviceName
     enrolment_key: str = Field(min_length=32, max_length=128)
     budget: Share = 1.0
+    num_examples: int | None = Field(default=None, ge=1, le=2**40, description="Samples in the device's training data")
     profile: DeviceProfile = DeviceProfile()
 
 
@@ -265,6 +278,9 @@ class Assignment(_Answer):
     settings: FederationSettings
     payload: Payload | None = None
     work: Work | None = None
+    plan: dict[str, bool | int | float | str] = Field(
+        default_factory=dict, description="What the method asks of this round beyond the settings"
+    )
 
 
 class OpenAssignment(_Answer):
@@ -337,6 +353,12 @@ class UpdateReport(_Request):
     train_loss: Score
     validation_loss: Score | None = None
     stop_loss: Score | None = None
+    counts: dict[Annotated[str, Field(max_length=64)], Count] = Field(
+        default_factory=dict, max_length=32, description="What the method counted on the device"
+    )
+    received: dict[Annotated[str, Field(max_length=64)], Count] = Field(
+        default_factory=dict, max_length=16, description="Bytes of the payload's parts"
+    )
     telemetry: Telemetry = Telemetry()
 
 
@@ -385,8 +407,10 @@ class RoundRecord(_Answer):
     """``GET /v1/federations/{name}/rounds``: what happened in one round.
 
     ``updates`` counts each acknowledged update once. ``bytes_down`` and ``bytes_up`` are bodies of payloads and updates
-    of training as the devices counted them; evaluation is apart. ``accuracy`` and ``loss`` are means over devices,
-    unweighted, of the evaluation that followed the round; ``None`` where there was none.
+    of training as the devices counted them; evaluation is apart. ``parts_down`` and ``parts_up`` say what the payloads
+    and updates that counted consist of, bytes by part of a bundle. ``accuracy`` and ``loss`` are means over devices,
+    unweighted, of the evaluation that followed the round; ``None`` where there was none. ``notes`` are the method's own
+    counts: those of its devices added up, and what became of the model. Round 0 is the one that prepares the model.
     """
 
     round: int
@@ -406,6 +430,9 @@ class RoundRecord(_Answer):
     evaluated_devices: int
     bytes_down: int
     bytes_up: int
+    parts_down: dict[str, int] = {}
+    parts_up: dict[str, int] = {}
+    notes: dict[str, int] = {}
     evaluation_bytes_down: int
     evaluation_bytes_up: int
     download: PhaseSum

@@ -548,7 +548,7 @@ def assert_promises(decoded: Bundle, manifest: Manifest):
 WALLS = (
     "too few for a bundle", "header claims", "truncated", "not JSON", "must hold __metadata__", "metadata must hold",
     "must be a string", "has format", "another model", "must give a dtype", "whole numbers", "accepted are", "take",
-    "begins at byte", "accounts for", "digest does not match", "description is not JSON", "only allowed in the forms",
+    "begins at byte", "accounts for", "digest does not match", "description is not JSON", "not allowed in this form",
     "a draw has exactly", "cannot be drawn", "none of the forms", "neurons take", "padding bits", "end too early",
     "too few bytes", "index lists end after", "must be sorted", "its mask covers", "is not finite",
 )  # fmt: skip
