@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.training.active import FEW_INPUTS, FEW_PRODUCTS, ActiveBlock, Kernel, gather_channels, spread_channels
 
 DENSEST_ROWS = 0.1
@@ -202,10 +203,8 @@ class Bits:
         gradient.view(_INTEGERS[gradient.element_size()]).bitwise_and_(self._bits)
 
 
-def nonzero(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> bool of the parameter's shape: the weights of two or more axes that are not zero, where some are.
-
-    The pattern of an element-sparse model, which leaves biases and norms alone.
-    """
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.dim() > 1}
-    return {name: weight != 0 for name, weight in weights.items() if not bool(weight.all())}
+def flags_of(mask: ElementMask | None) -> dict[str, Tensor] | None:
+    """A mask as ``Freezing`` takes elements: name -> bool of the parameter's shape. None, where there is none."""
+    if mask is None:
+        return None
+    return {name: torch.tensor(flags) for name, flags in mask.exists.items()}

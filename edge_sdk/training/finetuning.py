@@ -6,15 +6,15 @@ the zeros of an element-sparse global model, whose pattern is what makes it smal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import torch
 from torch import nn
 
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tasks import Task
-from edge_sdk.training.elements import nonzero
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import LocalResult, train_locally
 
@@ -29,14 +29,13 @@ def fine_tune(
     learning_rate: float,
     seed: int,
     mask: NeuronMask | None = None,
-    keep_zeros: bool = False,
+    elements: Mapping[str, torch.Tensor] | None = None,
     progress: Callable[[int, int, float], None] = lambda done, total, loss: None,
 ) -> LocalResult:
     """Train ``model``, loaded with the global weights, in place for ``epochs`` >= 1; None: as long as in one round.
 
-    mask: the neurons that may change; None lets all. keep_zeros: weights of linear layers and convolutions that are
-    exactly zero stay so; biases and norms, which no sparse method prunes, may change. Raises what ``train_locally``
-    does.
+    mask: the neurons that may change; None lets all. elements: what exists of the model, as ``Freezing`` takes it.
+    Raises what ``train_locally`` does.
     """
     if epochs is not None:
         settings = settings.model_copy(update={"local_epochs": epochs, "local_steps": None})
@@ -45,7 +44,7 @@ def fine_tune(
         task,
         settings,
         learning_rate=learning_rate,
-        freezing=Freezing(model, manifest, mask, nonzero(model) if keep_zeros else None),
+        freezing=Freezing(model, manifest, mask, elements),
         seed=seed,
         progress=progress,
     )

@@ -25,7 +25,7 @@ from torch import nn
 
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.masks import NeuronMask, block_of
+from edge_sdk.protocol.masks import NeuronMask, neuron_block
 from edge_sdk.training.active import ActiveBlock, Kernel, kernel_of
 from edge_sdk.training.elements import Bits, Elements, run_of
 
@@ -70,9 +70,11 @@ class Freezing:
         mask: NeuronMask | None,
         elements: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
+        self.model, self._manifest, self._mask = model, manifest, mask
         self._modules: list[tuple[nn.Module, _Part]] = []
         self._undo: list[Callable[[], object]] = []
         self._parts: list[_Part] = []
+        self.names: list[str] = []
         specs = {spec.name: spec for spec in manifest.tensors}
         layers = {name: layer for layer in manifest.layers for name in layer.tensors}
         exist = dict(elements or {})
@@ -87,7 +89,7 @@ class Freezing:
             if not parameter.requires_grad:
                 continue
             part, module = _Part(parameter), modules.get(name)
-            block = block_of(manifest, specs[name], mask)
+            block = neuron_block(manifest, specs[name], mask)
             told = layers[name].model_dump(include={"input_error", "positions"}) if name in layers else {}
             if block.rows is not None or block.columns is not None:
                 rows, columns = (_index(index, parameter.device) for index in (block.rows, block.columns))
@@ -99,6 +101,7 @@ class Freezing:
                 left = exists if part.trained is None else part.trained.take(exists)
                 part.bits = None if bool(left.all()) else Bits(left)
             self._parts.append(part)
+            self.names.append(name)
             if module is not None and part.kernel is not None:
                 self._modules.append((module, part))
         if exist:
@@ -108,6 +111,25 @@ class Freezing:
     def parameters(self) -> list[torch.Tensor]:
         """What is trained, for the optimiser: whole parameters, and leaves of those that are frozen in part."""
         return [part.leaf for part in self._parts]
+
+    def with_elements(self, elements: Mapping[str, torch.Tensor]) -> Freezing:
+        """The same of a model of which other elements exist, now. Raises what making one does."""
+        return Freezing(self.model, self._manifest, self._mask, elements)
+
+    def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a tensor of the parameter's shape what lies where its leaf does; the tensor itself, where that is all."""
+        trained = self._parts[self.names.index(name)].trained
+        return tensor if trained is None else trained.take(tensor)
+
+    def spread(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """The inverse of ``take``: of the parameter's shape, and zero where its leaf is not."""
+        part = self._parts[self.names.index(name)]
+        if part.trained is None:
+            return values
+        positions = torch.arange(part.parameter.numel(), device=values.device).view(part.parameter.shape)
+        whole = values.new_zeros(part.parameter.numel())
+        whole[part.trained.take(positions).reshape(-1)] = values.reshape(-1)
+        return whole.view(part.parameter.shape)
 
     def __enter__(self) -> Freezing:
         for part in self._parts:
@@ -156,6 +178,7 @@ def _checked(name: str, parameter: nn.Parameter, exists: torch.Tensor | None) ->
     """What exists of a parameter; None where that is all."""
     if exists is None or bool(exists.all()):
         return None
+    exists = exists.to(parameter.device)
     if exists.shape != parameter.shape or exists.dtype != torch.bool:
         raise ValueError(
             f"{name}: elements of type {exists.dtype} and shape {tuple(exists.shape)} for a parameter of shape "

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any, Protocol
 
@@ -19,8 +21,9 @@ from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import Evaluation, FederationSettings
 from edge_sdk.tasks import Batches, Task
 from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.gradients import Batch
 from edge_sdk.training.layout import Layout
-from edge_sdk.training.proximal import Pull
+from edge_sdk.training.optimizer import Change, Optimisation
 
 
 class TrainingDiverged(ArithmeticError):
@@ -42,6 +45,25 @@ class LocalResult:
     train_loss: float
 
 
+class Adjustment(Protocol):
+    """Changes which elements of a model exist while it trains.
+
+    batches: how many of the last ones it is shown.
+    """
+
+    batches: int
+
+    @property
+    def steps(self) -> Collection[int]:
+        """The local steps, counted from 1, after which it does."""
+
+    def decide(self, step: int, batches: Sequence[Batch]) -> Change:
+        """Change the model's weights, and say what exists of them from now on.
+
+        batches: the last ones trained on, oldest first, (inputs, targets) as the model takes them.
+        """
+
+
 def train_locally(
     model: nn.Module,
     task: Task,
@@ -51,13 +73,15 @@ def train_locally(
     freezing: Freezing,
     seed: int,
     proximal_weight: float = 0.0,
+    adjustment: Adjustment | None = None,
     progress: Callable[[int, int, float], None] = lambda done, total, loss: None,
 ) -> LocalResult:
     """Train ``model`` in place on the task's training data for ``local_steps``, or else ``local_epochs``.
 
     Steps wrap round the data. The optimiser starts afresh; ``seed`` decides shuffling and dropout. A pull back to the
-    start (``proximal``) of weight μ ``proximal_weight`` is left out of the losses reported. Raises TrainingDiverged for
-    a loss or weight that is not finite, ValueError where there is nothing to train on.
+    start (``proximal``) of weight μ ``proximal_weight`` is left out of the losses reported. adjustment: changes what
+    exists of the model on the way. Raises TrainingDiverged for a loss or weight that is not finite, ValueError where
+    there is nothing to train on.
     """
     if len(task.train) == 0:
         raise ValueError("the task's training data has no batches; give it at least one sample")
@@ -67,31 +91,28 @@ def train_locally(
     _seed(device, seed)
     model.train()
     seen, loss_sum = 0, 0.0
-    with freezing, Layout(model, task) as layout:
-        parameters = freezing.parameters
-        optimizer = _optimizer(parameters, settings, learning_rate)
-        pull = Pull(parameters, proximal_weight)
+    recent: deque[Batch] = deque(maxlen=adjustment.batches if adjustment else 0)
+    optimisation = Optimisation(freezing, settings, learning_rate=learning_rate, proximal_weight=proximal_weight)
+    with optimisation, Layout(model, task) as layout:
         for step, (inputs, targets) in enumerate(islice(chain.from_iterable(repeat(task.train)), total), start=1):
-            _forget_gradients(parameters)
+            optimisation.forget_gradients()
             inputs, targets = inputs.to(device), targets.to(device)
+            inputs = layout(inputs, targets)
             with task.compute.precision():
-                loss = task.loss(model(layout(inputs, targets)), targets)
+                loss = task.loss(model(inputs), targets)
             value = loss.item()
             if not math.isfinite(value):
                 raise TrainingDiverged(
                     f"the loss is {value} at step {step} of {total}; {_advice(settings, learning_rate)}"
                 )
             loss.backward()  # type: ignore[no-untyped-call]
-            freezing.collect_gradients()
-            pull.add_to_gradients()
-            if settings.clip is not None:
-                nn.utils.clip_grad_norm_(parameters, settings.clip)
-            optimizer.step()
-            freezing.write_back()
+            optimisation.step()
+            recent.append((inputs, targets))
+            if adjustment is not None and step in adjustment.steps:
+                optimisation.change(partial(adjustment.decide, step, recent))
             seen += len(targets)
             loss_sum += value * len(targets)
             progress(step, total, loss_sum / seen)
-        _forget_gradients(parameters)  # as large as the model: free them until the next round
     for name, tensor in model.state_dict().items():  # running statistics overflow before weights do
         if not torch.isfinite(tensor).all():
             raise TrainingDiverged(f"{name} is not finite after {total} steps; {_advice(settings, learning_rate)}")
@@ -198,50 +219,6 @@ def _seed(device: torch.device, seed: int) -> None:
 def _device_of(model: nn.Module) -> torch.device:
     first = next(model.parameters(), None)
     return torch.device("cpu") if first is None else first.device
-
-
-class _Optimizer(Protocol):
-    def step(self) -> Any:
-        """Move the parameters by their gradients."""
-
-
-class _PlainSGD:
-    """w <- w - lr(g + weight_decay·w), bit for bit as torch.optim.SGD has it without momentum.
-
-    The first optimiser of torch.optim in a process imports its compiler, for 1.5 to 2 seconds: more than a round of the
-    small devices that a fleet is made of.
-    """
-
-    def __init__(self, parameters: list[torch.Tensor], learning_rate: float, weight_decay: float) -> None:
-        self._parameters = parameters
-        self._learning_rate = learning_rate
-        self._weight_decay = weight_decay
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Move the parameters; one that the loss does not depend on stays."""
-        moving: list[torch.Tensor] = [parameter for parameter in self._parameters if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in moving if parameter.grad is not None]
-        if self._weight_decay:
-            torch._foreach_add_(gradients, moving, alpha=self._weight_decay)
-        torch._foreach_add_(moving, gradients, alpha=-self._learning_rate)
-
-
-def _optimizer(parameters: list[torch.Tensor], settings: FederationSettings, learning_rate: float) -> _Optimizer:
-    if settings.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=learning_rate, weight_decay=settings.weight_decay)
-    if settings.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=settings.weight_decay)
-    if settings.momentum:
-        return torch.optim.SGD(
-            parameters, lr=learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay
-        )
-    return _PlainSGD(parameters, learning_rate, settings.weight_decay)
-
-
-def _forget_gradients(parameters: list[torch.Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
 
 
 def _advice(settings: FederationSettings, learning_rate: float) -> str:

@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edge_sdk.protocol.bundle import Bundle
+from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import NeuronMask, merge_in_place, pack, same_mask, unpack
+from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, pack, same_mask, unpack
 
 
 def whole_model(manifest: Manifest, received: Bundle | None) -> Tensors:
-    """A full payload as tensors by name, views into it. Raises BundleError for one that is partial or missing.
+    """A full payload as tensors by name, views into it where it is dense.
 
-    Tensors that never travel (running statistics that stay local) are not among them.
+    What does not exist of a sparse model is zero. Tensors that never travel (running statistics that stay local) are
+    not among them. Raises BundleError for a payload that is partial or missing.
     """
     if received is None:
         raise BundleError("the assignment came without its payload; fetch the payload and try again")
     if not is_whole(manifest, received):
         wanted = "hand the assignment back, so that the coordinator sends the whole model"
         raise BundleError(f"the payload holds a part of the model, with nothing here to merge it into; {wanted}")
+    if isinstance(received.mask, ElementMask):
+        tensors: Tensors = {spec.name: np.zeros(spec.shape, dtype=np.float32) for spec in manifest.shared}
+        merge_in_place(manifest, tensors, received.values, received.mask)
+        return tensors
     return {spec.name: values.reshape(spec.shape) for spec, _, values in unpack(manifest, received.values, None)}
+
+
+def sent_values(manifest: Manifest, received: Bundle | None, mask: Mask | None) -> NDArray[np.float32]:
+    """What was received where ``mask`` is, packed, and 0 where nothing was: what an update differs from.
+
+    Raises BundleError for a payload that is missing, or is a part of the model under another mask.
+    """
+    if received is not None and same_mask(received.mask, mask):
+        return received.values
+    return pack(manifest, whole_model(manifest, received), mask)
 
 
 def merge(manifest: Manifest, personal: Tensors, received: Bundle | None, mask: NeuronMask | None) -> Tensors:
@@ -41,5 +58,5 @@ def merge(manifest: Manifest, personal: Tensors, received: Bundle | None, mask: 
 
 
 def is_whole(manifest: Manifest, received: Bundle) -> bool:
-    """Whether nothing is left out: no mask, or one whose neurons are all active."""
-    return received.values.size == manifest.shared_values
+    """Whether nothing is left out: a sparse model, no mask, or one whose neurons are all active."""
+    return isinstance(received.mask, ElementMask) or received.values.size == manifest.shared_values

@@ -8,19 +8,15 @@ import torch
 
 
 class Pull:
-    """Pulls what is trained back to where it is now, with ``weight`` μ >= 0; 0 does nothing at all.
+    """Pulls each of ``parameters`` back to its tensor of ``centres``, with ``weight`` μ > 0."""
 
-    Its memory is a second copy of ``parameters``.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor], weight: float) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], centres: Sequence[torch.Tensor], weight: float) -> None:
         self._weight = weight
-        self._parameters = list(parameters) if weight else []
-        self._centre = [parameter.detach().clone() for parameter in self._parameters]
+        self._pairs = list(zip(parameters, centres, strict=True))
 
     @torch.no_grad()
     def add_to_gradients(self) -> None:
         """g <- g + μ(w - w^t), after the backward pass."""
-        for parameter, centre in zip(self._parameters, self._centre, strict=True):
+        for parameter, centre in self._pairs:
             if parameter.grad is not None:  # one that the forward pass does not use never moves
                 parameter.grad.add_(parameter - centre, alpha=self._weight)

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons
 from edge_sdk.tracing import describe
-from edge_sdk.training.elements import nonzero
 from edge_sdk.training.freezing import Freezing
 
 
@@ -194,14 +193,6 @@ def test_an_infinite_gradient_of_what_does_not_exist_counts_as_zero():
         freezing.collect_gradients()
         assert torch.equal(model.fc2.weight.grad == torch.inf, elements["fc2.weight"])
         assert not model.fc2.weight.grad[~elements["fc2.weight"]].any()
-
-
-def test_what_is_not_zero_exists():
-    model, _, _, elements = made("images", "two thirds")
-    found = nonzero(model)
-    assert found.keys() == elements.keys()
-    assert all(torch.equal(found[name], exists) for name, exists in elements.items())
-    assert nonzero(Images()) == {}
 
 
 def test_elements_that_do_not_fit_are_refused():

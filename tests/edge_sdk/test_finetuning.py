@@ -51,7 +51,7 @@ def tune(digits, *, epochs=2, mask=None, keep_zeros=False, **settings):
         learning_rate=0.05,
         seed=1,
         mask=mask,
-        keep_zeros=keep_zeros,
+        elements={name: each.detach() != 0 for name, each in model.named_parameters() if each.dim() > 1 and keep_zeros},
     )
 
 

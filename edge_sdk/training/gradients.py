@@ -1,0 +1,54 @@
+"""Gradients of whole weights, whatever of them exists: what decides where a sparse model grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from edge_sdk.tasks import Task
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def visit_gradients(
+    model: nn.Module,
+    task: Task,
+    batches: Sequence[Batch],
+    names: Collection[str],
+    visit: Callable[[str, torch.Tensor], None],
+) -> None:
+    """Hand ``visit`` the name and gradient of each parameter in ``names``, of the loss on ``batches`` taken as one.
+
+    One at a time: each is freed before the backward pass makes the next. ``visit`` must not change the model. Buffers
+    (running statistics) are as before afterwards, and no gradient is left.
+    """
+    inputs, targets = (torch.cat([batch[part] for batch in batches]) for part in (0, 1))
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    hooks = []
+    wanted = {name: parameter for name, parameter in model.named_parameters() if name in names}
+    for name, parameter in wanted.items():
+        hooks.append(parameter.register_post_accumulate_grad_hook(partial(_hand_over, name, visit)))  # type: ignore[no-untyped-call]
+    unwanted = [each for name, each in model.named_parameters() if name not in names and each.requires_grad]
+    for parameter in unwanted:
+        parameter.requires_grad_(False)
+    try:
+        with task.compute.precision():
+            loss = task.loss(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter in unwanted:
+            parameter.requires_grad_(True)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _hand_over(name: str, visit: Callable[[str, torch.Tensor], None], parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    visit(name, parameter.grad)
+    parameter.grad = None

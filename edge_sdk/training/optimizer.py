@@ -1,0 +1,156 @@
+"""One round's optimisation: what is trained, the optimiser that moves it, and the pull back to where it started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.proximal import Pull
+
+
+@dataclass(frozen=True)
+class Change:
+    """What exists of a model from now on.
+
+    elements: name -> bool of the parameter's shape, as ``Freezing`` takes them. renewed: name -> bool, what is new or
+    was taken away: there the optimiser's memory (momentum, moments) starts at zero, as in RigL (arXiv:1911.11134).
+    """
+
+    elements: Mapping[str, torch.Tensor]
+    renewed: Mapping[str, torch.Tensor]
+
+
+class Optimisation:
+    """Moves what ``freezing`` leaves to train; entered while the model trains. The optimiser starts afresh.
+
+    proximal_weight: μ >= 0 of a pull back to the weights at the start; 0 does nothing at all.
+    """
+
+    def __init__(
+        self, freezing: Freezing, settings: FederationSettings, *, learning_rate: float, proximal_weight: float
+    ) -> None:
+        self._freezing = freezing
+        self._settings = settings
+        self._learning_rate = learning_rate
+        self._proximal_weight = proximal_weight
+        self._start: dict[str, torch.Tensor] = {}
+
+    def __enter__(self) -> Optimisation:
+        if self._proximal_weight:
+            self._start = {name: value.detach().clone() for name, value in self._freezing.model.named_parameters()}
+        self._begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.forget_gradients()  # as large as the model: free them until the next round
+        self._freezing.__exit__(kind, error, trace)
+
+    def _begin(self) -> None:
+        self._freezing.__enter__()
+        self._parameters = self._freezing.parameters
+        self._optimizer = _optimizer(self._parameters, self._settings, self._learning_rate)
+        self._pull: Pull | None = None
+        if self._proximal_weight:
+            centres = [self._freezing.take(name, self._start[name]) for name in self._freezing.names]
+            self._pull = Pull(self._parameters, centres, self._proximal_weight)
+
+    def forget_gradients(self) -> None:
+        """Before a step's backward pass."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def step(self) -> None:
+        """Move the parameters, after a step's backward pass."""
+        self._freezing.collect_gradients()
+        if self._pull is not None:
+            self._pull.add_to_gradients()
+        if self._settings.clip is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self._settings.clip)
+        self._optimizer.step()
+        self._freezing.write_back()
+
+    def change(self, decide: Callable[[], Change]) -> None:
+        """Leave the model to ``decide``, which may change its weights, and go on with what it says exists of them.
+
+        What stays keeps its memory in the optimiser, and everything the place that it is pulled to.
+        """
+        before, memory = self._freezing, [dict(self._optimizer.state.get(leaf, {})) for leaf in self._parameters]
+        self.forget_gradients()
+        before.__exit__(None, None, None)
+        change = decide()
+        self._freezing = before.with_elements(change.elements)
+        self._begin()
+        for name, leaf, slots in zip(before.names, self._parameters, memory, strict=True):
+            carry = _Carry(before, self._freezing, name, change.renewed.get(name))
+            if slots:
+                self._optimizer.state[leaf] = {slot: carry(value) for slot, value in slots.items()}
+
+
+@dataclass(frozen=True)
+class _Carry:
+    """Brings what an optimiser remembers of a parameter's leaf to its new leaf."""
+
+    before: Freezing
+    after: Freezing
+    name: str
+    renewed: torch.Tensor | None
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:  # a count of steps
+            return value
+        whole = self.before.spread(self.name, value)
+        if self.renewed is not None:
+            whole = whole.masked_fill(self.renewed.to(whole.device), 0.0)
+        return self.after.take(self.name, whole)
+
+
+class _Optimizer(Protocol):
+    state: Any
+
+    def step(self) -> Any:
+        """Move the parameters by their gradients."""
+
+
+class _PlainSGD:
+    """w <- w - lr(g + weight_decay·w), bit for bit as torch.optim.SGD has it without momentum.
+
+    The first optimiser of torch.optim in a process imports its compiler, for 1.5 to 2 seconds: more than a round of the
+    small devices that a fleet is made of.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor], learning_rate: float, weight_decay: float) -> None:
+        self._parameters = parameters
+        self._learning_rate = learning_rate
+        self._weight_decay = weight_decay
+        self.state: dict[torch.Tensor, dict[str, Any]] = {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move the parameters; one that the loss does not depend on stays."""
+        moving: list[torch.Tensor] = [parameter for parameter in self._parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in moving if parameter.grad is not None]
+        if self._weight_decay:
+            torch._foreach_add_(gradients, moving, alpha=self._weight_decay)
+        torch._foreach_add_(moving, gradients, alpha=-self._learning_rate)
+
+
+def _optimizer(parameters: list[torch.Tensor], settings: FederationSettings, learning_rate: float) -> _Optimizer:
+    if settings.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=learning_rate, weight_decay=settings.weight_decay)
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=settings.weight_decay)
+    if settings.momentum:
+        return torch.optim.SGD(
+            parameters, lr=learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay
+        )
+    return _PlainSGD(parameters, learning_rate, settings.weight_decay)
