@@ -2,9 +2,10 @@
 
     w_i <- sum over the devices k that sent i of n_k * w_ki / sum over the same devices of n_k        (FedSPU, Alg. 1)
 
-Numerators are float64 arrays of the model's shapes. Weights need no array of that size: under neuron masks all values
-that join the same two neurons (a kernel's taps, the columns of a flattened channel) are sent by the same devices, so
-one weight per pair of neurons serves. Memory is that of one model in float64 and a little, whatever the cohort.
+Numerators are float64. Memory is that of one model in float64 and a little, whatever the cohort: under neuron masks all
+values that join the same two neurons (a kernel's taps, the columns of a flattened channel) are sent by the same
+devices, so one weight per pair of neurons serves; under the one mask of elements that a round's devices share there is
+one weight for all, and values are summed as they come, packed.
 
 Order: float64 sums depend on it in the last bits, so the caller folds updates in the cohort's fixed order and the same
 updates give the same model, bit for bit. A value that nobody sent keeps its old one; it is never averaged in as zero.
@@ -12,14 +13,32 @@ updates give the same model, bit for bit. A value that nobody sent keeps its old
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator
+from typing import Protocol
 
-from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import NeuronMask, neuron_view, unpack
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.protocol.elements import ElementMask, Points
+from edge_sdk.protocol.manifest import Array, Manifest, Tensors, TensorSpec
+from edge_sdk.protocol.masks import Mask, NeuronMask, blocks, count_values, neuron_block, neuron_view, same_mask, unpack
+
+Sum = NDArray[np.float64]
+
+
+class Sums(Protocol):
+    """Running sums of one round's updates, and how many there are."""
+
+    updates: int
+
+    def fold_in_place(
+        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
+    ) -> None:
+        """Add one update: float32 [count_values(manifest, mask)], weighted with its ``num_examples``."""
 
 
 class MaskedSums:
-    """Running numerators and weights of one round."""
+    """Numerators and weights of updates under neuron masks, or of whole models."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -28,12 +47,18 @@ class MaskedSums:
         self._weights = {name: np.zeros(view[:2], dtype=np.float64) for name, view in views.items()}
         self.updates = 0
 
-    def fold_in_place(self, values: Array, mask: NeuronMask | None, num_examples: int) -> None:
-        """Add one update: float32 [count_values(manifest, mask)], weighted with its ``num_examples``."""
+    def fold_in_place(
+        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
+    ) -> None:
+        """Add one update, whose mask is not of elements."""
+        assert mask is None or isinstance(mask, NeuronMask)
         weight = float(num_examples)
-        for spec, block, part in unpack(self._manifest, values, mask):
-            block.add(self._numerators[spec.name], part, scale=weight)
+        start = 0
+        for spec in self._manifest.shared:
+            block = neuron_block(self._manifest, spec, mask)
+            block.add(self._numerators[spec.name], values[start : start + block.size], scale=weight)
             block.pairs().add(self._weights[spec.name], weight)
+            start += block.size
         self.updates += 1
 
     def mean(self, previous: Tensors) -> Tensors:
@@ -46,3 +71,83 @@ class MaskedSums:
             old = previous[spec.name].reshape(numerator.shape)
             result[spec.name] = np.where(spread > 0, quotient, old).reshape(spec.shape)
         return result
+
+
+class ElementSums:
+    """Numerators and weights of updates under masks of elements, most of them under ``mask``, the round's.
+
+    Those are summed packed, and unpacked once. Of others, what is maskable is added to arrays of the model's shapes,
+    made for the first of them.
+    """
+
+    def __init__(self, manifest: Manifest, mask: ElementMask) -> None:
+        self._manifest = manifest
+        self._mask = mask
+        self._packed = np.zeros(count_values(manifest, mask), dtype=np.float64)
+        self._weight = 0.0
+        self._numerators: dict[str, Sum] = {}
+        self._weights: dict[str, Sum] = {}
+        self.updates = 0
+        self.num_examples = 0
+
+    def fold_in_place(
+        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
+    ) -> None:
+        """Add one update."""
+        assert isinstance(mask, ElementMask)
+        if same_mask(mask, self._mask):
+            self._packed += np.multiply(values, float(num_examples), dtype=np.float64)
+            self._weight += num_examples
+        else:
+            self._fold_apart(values, mask, float(num_examples))
+        self.updates += 1
+        self.num_examples += num_examples
+
+    def _fold_apart(self, values: Array, mask: ElementMask, weight: float) -> None:
+        shared = {spec.name: part for spec, _, part in unpack(self._manifest, self._packed, self._mask)}
+        for spec, block, part in unpack(self._manifest, values, mask):
+            if isinstance(block, Points):
+                for sums in (self._numerators, self._weights):
+                    if spec.name not in sums:
+                        sums[spec.name] = np.zeros(spec.size, dtype=np.float64)
+                block.add(self._numerators[spec.name], part, scale=weight)
+                block.add(self._weights[spec.name], weight)
+            else:
+                np.add(shared[spec.name], np.multiply(part, weight, dtype=np.float64), out=shared[spec.name])
+
+    def totals(self) -> Iterator[tuple[TensorSpec, Sum, Sum]]:
+        """Each shared tensor with its numerators and weights, float64 [size]: 0 and 0 where nobody sent a value."""
+        start = 0
+        for spec, block in blocks(self._manifest, self._mask):
+            part = self._packed[start : start + block.size]
+            start += block.size
+            if isinstance(block, Points):
+                numerator = self._numerators.get(spec.name, np.zeros(spec.size)).copy()
+                weights = self._weights.get(spec.name, np.zeros(spec.size)).copy()
+                block.add(numerator, part)
+                block.add(weights, self._weight)
+                yield spec, numerator, weights
+            else:
+                yield spec, part.copy(), np.full(spec.size, float(self.num_examples))
+
+    def mean(self, previous: Tensors) -> Tensors:
+        """The next global values: name -> float32; what nobody sent is taken from ``previous``."""
+        result: Tensors = {}
+        for spec, numerator, weights in self.totals():
+            quotient = (numerator / np.where(weights > 0, weights, 1.0)).astype(np.float32)
+            result[spec.name] = np.where(weights > 0, quotient, previous[spec.name].reshape(-1)).reshape(spec.shape)
+        return result
+
+
+class OneUpdate:
+    """The update of the one device that prepares a model, as it came."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def fold_in_place(
+        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
+    ) -> None:
+        """Keep it."""
+        self.values, self.mask = values, mask
+        self.updates += 1

@@ -76,7 +76,7 @@ class Devices:
                 self._callers.pop(device.token_sha256, None)
             device.token_sha256 = _sha256(token)
             device.profile = request.profile.model_dump(mode="json")
-            device.budget = request.budget
+            device.budget, device.num_examples = request.budget, request.num_examples
             device.seen_at = now
             return Enrolled(device_id=device.id, token=token, notice=_notice(federation, device))
 

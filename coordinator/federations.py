@@ -11,7 +11,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator.errors import BadContent, NameTaken, NoGlobalModel, NotFound, WrongState
-from coordinator.methods import load_method
+from coordinator.methods import CoordinatorMethod, Situation, load_method
 from coordinator.models import Models, settings_of
 from coordinator.rounds import explain, extend_deadlines, forget_adapted, what_is_missing, why_over
 from coordinator.storage.store import Store
@@ -66,11 +66,11 @@ class Federations:
         self, request: CreateFederation, manifest: Manifest, skeleton: bytes, published: Tensors
     ) -> FederationInfo:
         settings = completed(request.settings)
-        _check_model(settings.method, manifest)
+        method = _check_model(settings.method, manifest)
         if hashlib.sha256(skeleton).hexdigest() != manifest.skeleton_sha256:
             raise BadContent("skeleton_sha256 of the manifest is not that of the skeleton sent; publish both together")
         check_skeleton(skeleton, manifest)
-        tensors = initial_values(manifest, settings.seed, published)
+        model = method.start(initial_values(manifest, settings.seed, published), Situation(manifest, settings))
         with self._store.writing() as db:
             if db.scalar(select(Federation).where(Federation.name == request.name)):
                 raise NameTaken(f"a federation called {request.name!r} exists; choose another name")
@@ -91,7 +91,7 @@ class Federations:
             db.flush()
             # Blobs first, then the commit: a federation that can be seen has its model on disk.
             self._models.add(federation.id, manifest, skeleton)
-            federation.model_sha256 = self._models.save(federation.id, 0, tensors)
+            federation.model_sha256 = self._models.save(federation.id, 0, model)
             return self.describe(db, federation)
 
     def ensure_default(self, task: str, settings: FederationSettings) -> None:
@@ -147,6 +147,7 @@ class Federations:
             status=FederationStatus(federation.status),
             reason=federation.reason,
             waiting_for=what_is_missing(db, federation, self._clock()),
+            warning=self._warning(federation, manifest, settings),
             round=federation.round,
             rounds=settings.rounds,
             devices=counts.get("active", 0) + counts.get("stopped", 0),
@@ -187,8 +188,13 @@ class Federations:
             "method": federation.method,
             "round": str(federation.round),
         }
-        tensors = self._models.tensors(federation.id, federation.model_version)
+        tensors = self._models.model(federation, federation.model_version).tensors
         return fill(self._models.skeleton(federation.id), self._models.manifest(federation), tensors, metadata=note)
+
+    def _warning(self, federation: Federation, manifest: Manifest, settings: FederationSettings) -> str | None:
+        method = load_method(federation.method)
+        model = self._models.model(federation, federation.model_version)
+        return method.warning(model, Situation(manifest, settings, federation.round))
 
     def _check_usable(self, federation: Federation) -> None:
         reason = why_unusable(federation, self._models.manifest(federation))
@@ -210,14 +216,16 @@ def completed(settings: FederationSettings) -> FederationSettings:
     return settings.model_copy(update={"method_settings": own.model_dump(mode="json")})
 
 
-def _check_model(method: str, manifest: Manifest) -> None:
-    """Raise BadContent for statistics that are to stay on devices which keep nothing from round to round."""
+def _check_model(name: str, manifest: Manifest) -> CoordinatorMethod:
+    """The method. Raises BadContent for statistics that are to stay on devices which keep nothing between rounds."""
+    method = load_method(name)
     stays = [spec for spec in manifest.tensors if spec.policy == "personal" and spec.dtype == "float32" and spec.shape]
-    if stays and not load_method(method).personal_models:
+    if stays and not method.personal_models:
         raise BadContent(
-            f"{stays[0].name}: {method} keeps no model on a device from round to round, so this cannot stay there; "
+            f"{stays[0].name}: {name} keeps no model on a device from round to round, so this cannot stay there; "
             f"publish with --running-statistics shared"
         )
+    return method
 
 
 def find(db: Session, name: str) -> Federation:

@@ -1,8 +1,12 @@
 """Global models, manifests and skeletons of the federations, and the payloads cut from them.
 
-A payload is not stored: which values it holds follows from the assignment (model version, whether whole, active ratio),
-so it is packed when asked for, and a restarted coordinator packs the same bytes again. The last few are remembered,
-because a device asks twice (size and digest first, then the bytes) and a broken download asks again.
+A payload is not stored: which values it holds follows from the assignment (model version, whether whole, active ratio)
+and from the mask that the device holds, so it is packed when asked for, and a restarted coordinator packs the same
+bytes again. The last few are remembered, because a device asks twice (size and digest first, then the bytes) and a
+broken download asks again.
+
+What a method keeps beside a model's values lies in a second file of the same version. Masks of elements also lie by
+themselves, under their digests, as long as a device holds them: what changed since then is what it is sent.
 """
 
 from __future__ import annotations
@@ -13,15 +17,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 
+import numpy as np
 from sqlalchemy import select
 
 from coordinator.errors import NotFound
+from coordinator.methods import GlobalModel, Situation, load_method
 from coordinator.storage.store import Store
-from coordinator.storage.tables import Assignment, Federation
+from coordinator.storage.tables import Assignment, Device, Federation
 from edge_sdk.protocol import bundle, checkpoint
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, pack
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.elements import ElementMask, from_bits
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.masks import Mask, NeuronDraw, draw_neurons, pack
+from edge_sdk.protocol.messages import FederationSettings, Kind
 
 PAYLOAD_CACHE_BYTES = 64 * 1024 * 1024
 
@@ -42,7 +49,7 @@ class Models:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._manifests: dict[int, Manifest] = {}
-        self._latest: dict[int, tuple[int, Tensors]] = {}
+        self._latest: dict[int, tuple[int, GlobalModel]] = {}
         self._payloads: OrderedDict[Hashable, bytes] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -66,60 +73,117 @@ class Models:
         except FileNotFoundError:
             raise NotFound("this federation was published without an ONNX skeleton") from None
 
-    def save(self, federation_id: int, version: int, tensors: Tensors) -> str:
-        """Store a global model durably; returns the SHA-256 of its file."""
-        body = checkpoint.save(tensors, json.dumps({"version": version}))
+    def save(self, federation_id: int, version: int, model: GlobalModel) -> str:
+        """Store a global model durably; returns the SHA-256 of the file of its values."""
+        if model.mask is not None or model.own:
+            state = {f"own:{name}": array for name, array in model.own.items()}
+            if model.mask is not None:
+                state["mask"] = np.frombuffer(model.mask.bits, dtype=np.uint8)
+                self._keep_mask(federation_id, model.mask)
+            self._store.blobs.put(_state_key(federation_id, version), checkpoint.save(state))
+        body = checkpoint.save(model.tensors, json.dumps({"version": version}))
         self._store.blobs.put(_model_key(federation_id, version), body)
-        self._latest[federation_id] = (version, tensors)
+        self._latest[federation_id] = (version, model)
         return hashlib.sha256(body).hexdigest()
 
     def file(self, federation_id: int, version: int) -> bytes:
-        """A global model as stored: a checkpoint."""
+        """The values of a global model as stored: a checkpoint."""
         return self._store.blobs.get(_model_key(federation_id, version))
 
-    def tensors(self, federation_id: int, version: int) -> Tensors:
-        """A global model: name -> float32."""
-        latest = self._latest.get(federation_id)
+    def model(self, federation: Federation, version: int) -> GlobalModel:
+        """A global model."""
+        latest = self._latest.get(federation.id)
         if latest is None or latest[0] != version:
-            tensors, _ = checkpoint.load(self.file(federation_id, version))
+            model = self._load(federation, version)
             if latest is not None and latest[0] > version:
-                return tensors
-            latest = self._latest[federation_id] = (version, tensors)
+                return model
+            latest = self._latest[federation.id] = (version, model)
         return latest[1]
 
-    def forget(self, federation_id: int, in_use: set[int]) -> None:
-        """Delete the global models of versions that nothing refers to any more."""
-        keep = {_model_key(federation_id, version) for version in in_use}
-        for key in self._store.blobs.keys(f"{federation_id}/models"):
-            if key not in keep:
-                self._store.blobs.delete(key)
+    def _load(self, federation: Federation, version: int) -> GlobalModel:
+        tensors, _ = checkpoint.load(self.file(federation.id, version))
+        try:
+            state, _ = checkpoint.load(self._store.blobs.get(_state_key(federation.id, version)))
+        except FileNotFoundError:
+            return GlobalModel(tensors)
+        bits = state.pop("mask", None)
+        mask = None if bits is None else from_bits(self.manifest(federation), bits.tobytes())
+        return GlobalModel(tensors, mask, {name.removeprefix("own:"): array for name, array in state.items()})
+
+    def forget(self, federation_id: int, in_use: set[int], masks: set[str]) -> None:
+        """Delete the global models of versions, and the masks, that nothing refers to any more."""
+        keep = {key(federation_id, version) for version in in_use for key in (_model_key, _state_key)}
+        keep |= {_mask_key(federation_id, digest) for digest in masks}
+        for folder in ("models", "masks"):
+            for key in self._store.blobs.keys(f"{federation_id}/{folder}"):
+                if key not in keep:
+                    self._store.blobs.delete(key)
+
+    def _keep_mask(self, federation_id: int, mask: ElementMask) -> None:
+        key = _mask_key(federation_id, mask.digest)
+        if key not in self._store.blobs.keys(f"{federation_id}/masks"):
+            self._store.blobs.put(key, mask.bits)
+
+    def _held_mask(self, federation: Federation, device: Device) -> ElementMask | None:
+        """The mask of elements that a device said it holds, where that is one of this federation's."""
+        if device.mask is None:
+            return None
+        try:
+            bits = self._store.blobs.get(_mask_key(federation.id, device.mask))
+        except FileNotFoundError:
+            return None
+        return from_bits(self.manifest(federation), bits)
 
     def mask(
         self, federation: Federation, device: str, assignment: Assignment
-    ) -> tuple[NeuronMask | None, NeuronDraw | None]:
-        """The neurons that an assignment trains, and their seed form; (None, None) for everything."""
+    ) -> tuple[Mask | None, NeuronDraw | None]:
+        """What of the model an assignment trains, and its seed form, if any; (None, None) for everything."""
         if assignment.ratio is None:
-            return None, None
+            return self.model(federation, assignment.model_version).mask, None
         draw = NeuronDraw(job_of(federation), assignment.round, device, assignment.ratio)
         return draw_neurons(self.manifest(federation), draw), draw
 
-    def payload(self, federation: Federation, device: str, assignment: Assignment) -> bytes:
+    def payload(self, federation: Federation, device: Device, assignment: Assignment) -> bytes:
         """The bundle of global values that an assignment sends down."""
+        model = self.model(federation, assignment.model_version)
         key: Hashable = (federation.id, assignment.model_version, None if assignment.full else assignment.id)
+        if model.mask is not None:
+            key = (key, device.mask, json.dumps(assignment.plan))
         with self._lock:
             if key in self._payloads:
                 self._payloads.move_to_end(key)
                 return self._payloads[key]
-        manifest = self.manifest(federation)
-        mask, draw = (None, None) if assignment.full else self.mask(federation, device, assignment)
-        values = pack(manifest, self.tensors(federation.id, assignment.model_version), mask)
-        body = bundle.encode(manifest, values, mask, draw=draw, precision=settings_of(federation).precision)
+        body = self._pack(federation, device, assignment, model)
         with self._lock:
             self._payloads[key] = body
             while len(self._payloads) > 1 and sum(map(len, self._payloads.values())) > PAYLOAD_CACHE_BYTES:
                 self._payloads.popitem(last=False)
         return body
 
+    def _pack(self, federation: Federation, device: Device, assignment: Assignment, model: GlobalModel) -> bytes:
+        manifest, settings = self.manifest(federation), settings_of(federation)
+        mask, draw = self.mask(federation, device.name, assignment)
+        if assignment.full:
+            mask, draw = model.mask, None
+        situation = Situation(manifest, settings, assignment.round, assignment.plan or {})
+        return bundle.encode(
+            manifest,
+            pack(manifest, model.tensors, mask),
+            mask,
+            draw=draw,
+            precision=settings.precision_of("down", Kind(assignment.kind)),
+            known=self._held_mask(federation, device),
+            signs=load_method(federation.method).signs(model, situation),
+        )
+
 
 def _model_key(federation_id: int, version: int) -> str:
     return f"{federation_id}/models/{version:09d}.safetensors"
+
+
+def _state_key(federation_id: int, version: int) -> str:
+    return f"{federation_id}/models/{version:09d}.state.safetensors"
+
+
+def _mask_key(federation_id: int, digest: str) -> str:
+    return f"{federation_id}/masks/{digest}"

@@ -7,7 +7,8 @@ Bytes, seconds and joules are sums over devices; joules that were measured and j
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 
 from sqlalchemy import select
@@ -60,7 +61,7 @@ class Records:
         self._bring()
         with self._store.reading() as db:
             federation = find(db, federation_name)
-            if not 1 <= number <= federation.round + 1:
+            if not 0 <= number <= federation.round + 1:
                 raise NotFound(f"{federation_name} has had {federation.round} rounds; there is no round {number}")
             rows = db.execute(
                 select(Assignment, Device.name)
@@ -100,7 +101,7 @@ class Records:
 
 def report_of(assignment: Assignment) -> UpdateReport | Receipt:
     """The report of an assignment that is done."""
-    kind = UpdateReport if assignment.kind in ("train", "personalise") else Receipt
+    kind = UpdateReport if assignment.kind in COHORT_KINDS else Receipt
     return kind.model_validate(assignment.report)
 
 
@@ -147,6 +148,9 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         evaluated_devices=len(judged),
         bytes_down=sum(report.telemetry.download.bytes_down for report in reports),
         bytes_up=sum(upload.bytes_up for upload in uploads),
+        parts_down=_add_parts(report.received for report in reports),
+        parts_up=item.parts or {},
+        notes=item.notes or {},
         evaluation_bytes_down=sum(phase.bytes_down for phase in evaluation_phases),
         evaluation_bytes_up=sum(upload.bytes_up for upload in evaluation_uploads),
         download=_add(report.telemetry.download for report in reports),
@@ -170,6 +174,13 @@ def _upload(assignment: Assignment) -> Phase:
     if assignment.upload_cost is not None:
         return Phase.model_validate(assignment.upload_cost)
     return Phase(bytes_up=assignment.update_bytes or 0)
+
+
+def _add_parts(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for each in parts:
+        total.update(each)
+    return dict(total)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

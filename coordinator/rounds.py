@@ -5,6 +5,9 @@
     round        open --(all settled, quorum, or deadline)--> closed; then the next one opens
     assignment   open --> done (update accepted) | returned (handed back) | expired (deadline, or the quorum was met)
 
+Where a method has one device prepare the model, that is round 0; it is tried again, with whoever is there, until an
+update comes of it.
+
 Calls from devices only record facts, each in one transaction: enrolled, asked, handed back, sent an update.
 ``advance`` turns facts into progress: it opens rounds, folds updates into running sums, closes rounds. It is called by
 one thread at a time, whenever a fact has come and every tick for the deadlines.
@@ -14,7 +17,7 @@ memory: after a restart they are rebuilt from the stored updates. Updates are fo
 by device name); one that comes out of turn waits on disk. So the same updates give the same model bit for bit, in
 whatever order they arrive, and memory does not grow with the cohort.
 
-A round closes in two writes: first the new model's file, then one transaction that moves everything on. Killed between
+A round closes in two steps: first the new model's files, then one transaction that moves everything on. Killed between
 them, the coordinator finds the round still open, and does the same again.
 
 Devices that miss a deadline are not drawn again until they ask for work, those that hand back not for a minute. A round
@@ -29,33 +32,37 @@ import logging
 import math
 import threading
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
 from pydantic import ValidationError
-from sqlalchemy import Table, and_, bindparam, func, select, update
+from sqlalchemy import Table, and_, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
-from coordinator.aggregation import MaskedSums
+from coordinator.aggregation import Sums
 from coordinator.cohort import choose
 from coordinator.errors import BadContent, DifferentUpdate, Finished, NotAllowed, NotFound, RoundClosed, WrongMediaType
-from coordinator.methods import load_method
+from coordinator.methods import Situation, load_method
 from coordinator.models import Models, job_of, settings_of
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation, Round
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol import messages as wire
+from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.masks import count_values, pack, same_mask
 
 log = logging.getLogger(__name__)
 
 JSON_TYPE = "application/json"
 LARGEST_RECEIPT = 64 * 1024
-COHORT_KINDS = (wire.Kind.train.value, wire.Kind.personalise.value)
+COHORT_KINDS = (wire.Kind.train.value, wire.Kind.personalise.value, wire.Kind.prepare.value)
 """What a round's cohort can be asked to do; a federation's method decides which of them."""
+
+BUNDLE_KINDS = (wire.Kind.train.value, wire.Kind.prepare.value)
+"""What is answered with values of the model."""
 
 LOOK_SECONDS = 0.5
 """How often evaluations are looked through for late ones, while updates keep coming."""
@@ -67,11 +74,14 @@ pass, and a lone device would otherwise hand back a federation's rounds one afte
 
 @dataclass
 class _Folding:
-    """Running sums of one open round: how many of its assignments, in order, are in them."""
+    """Running sums of one open round: how many of its assignments, in order, are in them; bytes of their bundles by
+    part, and what the method counted on the devices."""
 
     round: int
-    sums: MaskedSums
+    sums: Sums
     position: int = 0
+    parts: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -97,20 +107,23 @@ class Rounds:
 
     # --- what devices ask ----------------------------------------------------------------------------------------
 
-    def next_assignment(self, device_id: str, *, asked: bool = True) -> Asked:
+    def next_assignment(self, device_id: str, mask: str | None = None, *, asked: bool = True) -> Asked:
         """The device's oldest open assignment, or none. Raises Finished when there will be none.
 
-        A device that comes after the end, without a model, is given ``adapt`` first. asked: False for another look
-        within one long poll: whoever has left since it asked, perhaps without a word to the poll, stays away.
+        A device that comes after the end, without a model, is given ``adapt`` first. mask: the digest of the mask of
+        elements that it holds. asked: False for another look within one long poll: whoever has left since it asked,
+        perhaps without a word to the poll, stays away.
         """
         now = self._clock()
         with self._store.reading() as db:
             device, federation, assignment = _open_assignment(db, device_id)
         away = asked and not device.present
-        # A poll is no fact worth a write, unless the device was thought away or has not been seen for a while.
-        if away or (asked and now - device.seen_at > 30):
+        # A poll is no fact worth a write, unless the device was thought away, has not been seen for a while, or holds
+        # another mask than it did.
+        if away or (asked and (now - device.seen_at > 30 or mask != device.mask)):
             with self._store.writing() as db:
-                db.execute(update(Device).where(Device.id == device_id).values(present=True, seen_at=now))
+                db.execute(update(Device).where(Device.id == device_id).values(present=True, seen_at=now, mask=mask))
+                device = db.get_one(Device, device_id)
         if federation.status == wire.FederationStatus.paused:
             return Asked(None, away)
         if assignment is None and federation.status in ("finished", "stopped"):
@@ -149,7 +162,7 @@ class Rounds:
     def _describe(self, federation: Federation, device: Device, assignment: Assignment, now: float) -> wire.Assignment:
         payload = None
         if self._has_payload(federation, assignment):
-            body = self._models.payload(federation, device.name, assignment)
+            body = self._models.payload(federation, device, assignment)
             payload = wire.Payload(bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
         work = None
         if assignment.ratio is not None:
@@ -162,6 +175,7 @@ class Rounds:
             settings=settings_of(federation),
             payload=payload,
             work=work,
+            plan=assignment.plan or {},
         )
 
     def _has_payload(self, federation: Federation, assignment: Assignment) -> bool:
@@ -177,7 +191,7 @@ class Rounds:
             raise RoundClosed(f"the assignment is {assignment.status}; ask for the next one")
         if not self._has_payload(federation, assignment):
             raise NotFound("this assignment has no payload; carry it out with the personal model")
-        return self._models.payload(federation, device.name, assignment)
+        return self._models.payload(federation, device, assignment)
 
     def hand_back(self, assignment_id: str, device_id: str, reason: str) -> None:
         """The device cannot do it: it is out of this round. Handing back twice is the same as once."""
@@ -224,14 +238,20 @@ class Rounds:
         """
         with self._store.reading() as db:
             assignment, device, federation = _owned(db, assignment_id, device_id)
-        wanted = bundle.MEDIA_TYPE if assignment.kind == wire.Kind.train else JSON_TYPE
+        wanted = bundle.MEDIA_TYPE if assignment.kind in BUNDLE_KINDS else JSON_TYPE
         if media_type != wanted:
             raise WrongMediaType(f"an update of kind {assignment.kind} is sent as {wanted}, not as {media_type!r}")
-        if assignment.kind != wire.Kind.train:
+        if assignment.kind not in BUNDLE_KINDS:
             return LARGEST_RECEIPT
         manifest = self._models.manifest(federation)
         mask, _ = self._models.mask(federation, device.name, assignment)
-        return bundle.largest_bundle(count_values(manifest, mask), settings_of(federation).precision, manifest)
+        return bundle.largest_bundle(
+            count_values(manifest, mask),
+            settings_of(federation).precision_of("up", wire.Kind(assignment.kind)),
+            manifest,
+            elements=isinstance(mask, ElementMask) or assignment.kind == wire.Kind.prepare,
+            gradients=load_method(federation.method).wants_gradients(assignment.plan or {}),
+        )
 
     def accept_update(self, assignment_id: str, device_id: str, body: bytes) -> bool:
         """Check, store and acknowledge an update; True when it is new, False for the same one again.
@@ -245,13 +265,15 @@ class Rounds:
         if self._settled(assignment, digest):
             return False
         report = self._check_update(federation, device, assignment, body)
-        if assignment.kind == wire.Kind.train:
+        if assignment.kind in BUNDLE_KINDS:
             self._store.blobs.put(_update_key(federation.id, assignment.id, digest), body)
         changed: dict[str, Any] = {}
         if not device.holds_model and _leaves_model(federation, assignment):
             changed["holds_model"] = True
         if isinstance(report, wire.UpdateReport) and report.status == "stopped":
             changed |= {"status": "stopped", "stopped_round": assignment.round}
+        if isinstance(report, wire.UpdateReport) and report.num_examples != device.num_examples:
+            changed["num_examples"] = report.num_examples
         with self._store.writing() as db:
             # Only while it is still open: the round may have closed since, or the same update have come twice.
             values = {"update_sha256": digest, "update_bytes": len(body), "report": report.model_dump(mode="json")}
@@ -283,25 +305,34 @@ class Rounds:
         try:
             if assignment.kind == wire.Kind.personalise:
                 return wire.UpdateReport.model_validate_json(body)
-            if assignment.kind != wire.Kind.train:
+            if assignment.kind not in BUNDLE_KINDS:
                 return wire.Receipt.model_validate_json(body)
-            decoded = bundle.decode(body, self._models.manifest(federation))
+            model = self._models.model(federation, assignment.model_version)
+            decoded = bundle.decode(body, self._models.manifest(federation), model.mask)
             report = wire.UpdateReport.model_validate_json(decoded.report)
         except ValidationError as error:
             raise BadContent(explain(error)) from None
-        precision = settings_of(federation).precision
+        precision = settings_of(federation).precision_of("up", wire.Kind(assignment.kind))
         if decoded.precision != precision:
             raise BadContent(f"values: sent as {decoded.precision}, the federation's precision is {precision}")
+        method, plan = load_method(federation.method), assignment.plan or {}
         mask, _ = self._models.mask(federation, device.name, assignment)
+        situation = Situation(self._models.manifest(federation), settings_of(federation), assignment.round, plan)
         if not same_mask(decoded.mask, mask):
-            raise BadContent(
-                f"mask: it is not the one of round {assignment.round} for {device.name}; fetch the assignment again"
-            )
+            if not isinstance(decoded.mask, ElementMask):
+                raise BadContent(
+                    f"mask: it is not the one of round {assignment.round} for {device.name}; fetch the assignment again"
+                )
+            method.check_mask(model, decoded.mask, situation)
+        if (decoded.gradients is not None) != method.wants_gradients(plan) or decoded.signs is not None:
+            wanted = "with" if method.wants_gradients(plan) else "without"
+            raise BadContent(f"an update of this round is sent {wanted} gradients, and without signs; update this SDK")
         limit = settings_of(federation).update_norm_limit
         if limit is not None:
-            tensors = self._models.tensors(federation.id, assignment.model_version)
-            sent = pack(self._models.manifest(federation), tensors, mask)
-            norm = float(np.linalg.norm(decoded.values.astype(np.float64) - sent))
+            change = decoded.values.astype(np.float64)
+            if decoded.precision != "int8":
+                change -= pack(self._models.manifest(federation), model.tensors, decoded.mask)
+            norm = float(np.linalg.norm(change))
             if norm > limit:
                 raise BadContent(
                     f"values: they moved by {norm:.3g} from what was sent (2-norm), the federation allows {limit:g}; "
@@ -383,14 +414,19 @@ class Rounds:
             active = {device.name: device for device in drawable(db, federation, now)}
             if not active:
                 return False
-            number = federation.round + 1
-            cohort = choose(active, settings.cohort, job=job_of(federation), round_number=number)
+            method = load_method(federation.method)
+            number, kind, size = federation.round + 1, method.round_kind, settings.cohort
+            if method.prepares and federation.model_version == 0:
+                number, kind, size = 0, wire.Kind.prepare, 1
+            cohort = choose(active, size, job=job_of(federation), round_number=number)
             current = Round(federation_id=federation.id, number=number, status="open", stale=True)
             current.opened_at, current.deadline_at = now, now + settings.deadline_seconds
             db.add(current)
-            kind = load_method(federation.method).round_kind
+            plan = dict(method.plan(self._situation(db, federation, number)))
             for position, name in enumerate(cohort):
-                db.add(_assign(federation, active[name], kind, number, position, now))
+                assignment = _assign(federation, active[name], kind, number, position, now)
+                assignment.plan = plan or None
+                db.add(assignment)
             log.info("%s: round %s opens for %s devices", federation.name, number, len(cohort))
             return True
 
@@ -456,26 +492,44 @@ class Rounds:
         """Add to the sums what is next in order and there; stop at the first that is still awaited."""
         folding = self._folding.get(federation.id)
         if folding is None or folding.round != number:
-            folding = self._folding[federation.id] = _Folding(number, MaskedSums(self._models.manifest(federation)))
+            with self._store.reading() as db:
+                situation = self._situation(db, federation, number)
+            model = self._models.model(federation, federation.model_version)
+            sums = load_method(federation.method).sums(model, situation)
+            folding = self._folding[federation.id] = _Folding(number, sums)
         while folding.position < len(cohort) and cohort[folding.position].status != "open":
             assignment = cohort[folding.position]
-            if assignment.status == "done" and assignment.kind == wire.Kind.train:
-                key = _update_key(federation.id, assignment.id, assignment.update_sha256 or "")
-                body = self._store.blobs.get(key)
-                decoded = bundle.decode(body, self._models.manifest(federation))
-                report = wire.UpdateReport.model_validate_json(decoded.report)
-                folding.sums.fold_in_place(decoded.values, decoded.mask, report.num_examples)
+            if assignment.status == "done" and assignment.kind in BUNDLE_KINDS:
+                self._fold_one(federation, folding, assignment)
             folding.position += 1
         return folding
+
+    def _fold_one(self, federation: Federation, folding: _Folding, assignment: _Member) -> None:
+        body = self._store.blobs.get(_update_key(federation.id, assignment.id, assignment.update_sha256 or ""))
+        manifest, model = self._models.manifest(federation), self._models.model(federation, federation.model_version)
+        decoded = bundle.decode(body, manifest, model.mask)
+        report = wire.UpdateReport.model_validate_json(decoded.report)
+        values = decoded.values
+        if decoded.precision == "int8":  # a difference from what was sent
+            values = values + pack(manifest, model.tensors, decoded.mask)
+        folding.sums.fold_in_place(values, decoded.mask, report.num_examples, decoded.gradients)
+        folding.parts.update(decoded.parts)
+        folding.counts.update(report.counts)
 
     def _close(self, federation: Federation, number: int, folding: _Folding) -> None:
         self.write_upload_costs()
         version, digest = federation.model_version, federation.model_sha256
+        method, notes = load_method(federation.method), dict(folding.counts)
         if folding.sums.updates:
-            previous = self._models.tensors(federation.id, version)
-            tensors = load_method(federation.method).close(previous, folding.sums, settings_of(federation))
+            with self._store.reading() as db:
+                situation = self._situation(db, federation, number)
+            model = method.close(self._models.model(federation, version), folding.sums, situation)
+            notes |= model.notes
             version += 1
-            digest = self._models.save(federation.id, version, tensors)
+            digest = self._models.save(federation.id, version, model)
+            warning = method.warning(model, situation)
+            if warning:
+                log.warning("%s: %s", federation.name, warning)
         now = self._clock()
         with self._store.writing() as db:
             federation = db.get_one(Federation, federation.id)
@@ -484,8 +538,11 @@ class Rounds:
                 select(Round).where(Round.federation_id == federation.id, Round.number == number)
             ).one()
             current.status, current.closed_at, current.model_sha256, current.stale = "closed", now, digest, True
+            current.notes, current.parts = notes, dict(folding.parts)
+            if method.prepares and version == 0:
+                self._withdraw(db, current)
             interval = settings_of(federation).evaluation_interval
-            if federation.status == "running" and interval and number % interval == 0:
+            if federation.status == "running" and interval and number and number % interval == 0:
                 self._ask_for_evaluation(db, federation, now)
             in_use = {version} | set(
                 db.scalars(
@@ -494,12 +551,40 @@ class Rounds:
                     )
                 )
             )
+            known = select(Device.mask).where(Device.federation_id == federation.id, Device.mask.is_not(None))
+            masks = {digest for digest in db.scalars(known) if digest}
+        current_mask = self._models.model(federation, version).mask
+        if current_mask is not None:
+            masks.add(current_mask.digest)
         del self._folding[federation.id]
         log.info("%s: round %s closes, %s updates in its model", federation.name, number, folding.sums.updates)
         # Only now, with the new model in the records, may what it was made from go.
-        self._models.forget(federation.id, in_use)
+        self._models.forget(federation.id, in_use, masks)
         for key in self._store.blobs.keys(_update_folder(federation.id)):
             self._store.blobs.delete(key)
+
+    @staticmethod
+    def _withdraw(db: Session, current: Round) -> None:
+        """Take back a preparation that nobody answered: its round is opened anew, with whoever is there."""
+        log.warning("the model was not prepared; another device, or the same one later, is asked to")
+        of_round = (Assignment.federation_id == current.federation_id, Assignment.round == current.number)
+        db.execute(delete(Assignment).where(*of_round, Assignment.kind == wire.Kind.prepare.value))
+        db.delete(current)
+
+    def _situation(self, db: Session, federation: Federation, number: int) -> Situation:
+        """What a method knows of round ``number`` when it opens, and when it closes."""
+        enrolled = _devices(db, federation, ("active",))
+        asked = select(Assignment.plan).where(
+            Assignment.federation_id == federation.id, Assignment.round == number, Assignment.kind.in_(COHORT_KINDS)
+        )
+        return Situation(
+            self._models.manifest(federation),
+            settings_of(federation),
+            number,
+            db.scalars(asked.limit(1)).first() or {},
+            devices=len(enrolled),
+            num_examples=sum(device.num_examples or 0 for device in enrolled),
+        )
 
     def _ask_for_evaluation(self, db: Session, federation: Federation, now: float) -> bool:
         """Ask every device that is there, stopped or not, to judge its personal model and the new global one.

@@ -26,10 +26,11 @@ from devices import EnergyMeter
 from edge_sdk.errors import FederationOver, Refused, RoundOver, SdkError
 from edge_sdk.methods import DeviceState, Job, Trained, Update, load_method
 from edge_sdk.protocol import bundle
+from edge_sdk.protocol.elements import ElementMask, from_bits
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.flops import forward_flops
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import merge_in_place
+from edge_sdk.protocol.manifest import Array, Manifest, Tensors
+from edge_sdk.protocol.masks import Mask
 from edge_sdk.protocol.messages import (
     Assignment,
     ChangeDevice,
@@ -45,16 +46,21 @@ from edge_sdk.protocol.messages import (
     UpdateReport,
     UploadCost,
 )
+from edge_sdk.protocol.quantization import Quantised
+from edge_sdk.rounding import round_update
 from edge_sdk.state import Pending, StateFolder, Totals
 from edge_sdk.tasks import Task
 from edge_sdk.telemetry import Telemetry as Meter
-from edge_sdk.training.local import TrainingDiverged, evaluate, get_tensors, set_tensors
+from edge_sdk.training.local import TrainingDiverged, count_examples, evaluate, get_tensors, set_tensors
+from edge_sdk.training.merging import is_whole, whole_model
 from edge_sdk.transport import Traffic, Transport
 
 log = logging.getLogger(__name__)
 
 JSON_TYPE = "application/json"
 PATIENCE_WHEN_LEAVING = 3.0
+MASK = "mask.bits"
+"""The file of the mask of elements that this device holds."""
 
 
 class Outcome(Enum):
@@ -127,6 +133,7 @@ class Session:
         self._method = load_method(self.info.method)
         self.task = prepare(self.task, self.manifest, self.info)
         self.personal, self.progress = folder.load(self.manifest)
+        self._mask = self._load_mask()
         if self._identity.token is None:
             self._enrol()
         elif announce:
@@ -157,6 +164,7 @@ class Session:
             name=self._identity.name,
             enrolment_key=self._identity.enrolment_key,
             budget=self._budget,
+            num_examples=count_examples(self.task.train) or None,
             profile=self._profile or own_profile(self._telemetry.describe()),
         )
         enrolled = self._transport.enrol(self._federation, request)
@@ -177,7 +185,9 @@ class Session:
         if self.progress.pending is not None:
             self._send(self.progress.pending)
         try:
-            assignment, pause = self._transport.assignment(self._federation, wait_seconds, self.progress.upload_cost)
+            assignment, pause = self._transport.assignment(
+                self._federation, wait_seconds, self.progress.upload_cost, self._mask.digest if self._mask else None
+            )
         except FederationOver:
             return Step(Outcome.over)
         if self.progress.upload_cost is not None:
@@ -216,7 +226,8 @@ class Session:
             received = None
             if assignment.payload is not None:
                 body = self._transport.payload(assignment.assignment_id, assignment.payload)
-                received = bundle.decode(body, self.manifest)
+                received = bundle.decode(body, self.manifest, self._mask)
+                self._keep_mask(_elements(received.mask))
         job = Job(
             assignment=assignment,
             manifest=self.manifest,
@@ -230,7 +241,9 @@ class Session:
         )
         match assignment.kind:
             case Kind.train:
-                self._train(job, download.cost)
+                self._train(job, self._method.train, download.cost)
+            case Kind.prepare:
+                self._train(job, self._method.prepare, download.cost)
             case Kind.personalise:
                 self._personalise(job, download.cost)
             case Kind.evaluate:
@@ -242,32 +255,53 @@ class Session:
                     assignment.assignment_id, f"{self.info.method} on this device has no work of kind {other.value}"
                 )
 
-    def _train(self, job: Job, download: Phase) -> None:
+    def _load_mask(self) -> ElementMask | None:
+        """The mask of elements that was last received; a file that is not one is none: the mask is sent again."""
+        bits = self._folder.cached(MASK)
+        try:
+            return None if bits is None else from_bits(self.manifest, bits)
+        except ProtocolError:
+            return None
+
+    def _keep_mask(self, mask: ElementMask | None) -> None:
+        if mask is not None and (self._mask is None or mask.digest != self._mask.digest):
+            self._folder.cache(MASK, mask.bits)
+            self._mask = mask
+
+    def _train(self, job: Job, work: Callable[[Job], Trained], download: Phase) -> None:
         before = self._accuracy_of_first(job)
         with self._telemetry.phase("train") as train:
-            trained = self._method.train(job)
+            trained = work(job)
             train.flops = trained.flops
-        assert trained.update is not None, "a round of kind train ends with values to send"
-        body = self._pack(job, trained.update, _report(trained, download, train.cost))
-        self._keep_round(job, trained, body, before, download, train.cost)
+        assert trained.update is not None, "such a round ends with values to send"
+        body, feedback = self._pack(job, trained.update, _report(job, trained, download, train.cost))
+        self._keep_round(job, trained, body, before, download, train.cost, feedback)
 
     def _personalise(self, job: Job, download: Phase) -> None:
         before = self._accuracy_of_first(job)
         with self._telemetry.phase("train") as train:
             trained = self._method.personalise(job)
             train.flops = trained.flops
-        body = _report(trained, download, train.cost).encode()
+        body = _report(job, trained, download, train.cost).encode()
         self._keep_round(job, trained, body, before, download, train.cost)
 
     def _keep_round(
-        self, job: Job, trained: Trained, body: bytes, before: float | None, download: Phase, train: Phase
+        self,
+        job: Job,
+        trained: Trained,
+        body: bytes,
+        before: float | None,
+        download: Phase,
+        train: Phase,
+        feedback: Tensors | None = None,
     ) -> None:
         number = job.assignment.round
         self._keep_and_send(
             job.assignment,
             body,
             trained.state,
-            rounds=self.progress.rounds + 1,
+            feedback,
+            rounds=self.progress.rounds + (job.assignment.kind is not Kind.prepare),
             last_round=number,
             steps=self.progress.steps + trained.steps,
             stopped_round=number if trained.stopped else None,
@@ -275,15 +309,25 @@ class Session:
             training=self.progress.training.plus(download).plus(train),
         )
 
-    def _pack(self, job: Job, update: Update, report: str) -> bytes:
-        return bundle.encode(
+    def _pack(self, job: Job, update: Update, report: str) -> tuple[bytes, Tensors | None]:
+        """The update as a bundle, and what rounding takes from it; None where nothing is rounded."""
+        assignment = job.assignment
+        precision = assignment.settings.precision_of("up", assignment.kind)
+        values: Array | Quantised = update.values
+        feedback = None
+        if precision == "int8":
+            values, feedback = round_update(job, update, self._folder.feedback)
+        body = bundle.encode(
             self.manifest,
-            update.values,
+            values,
             update.mask,
             draw=update.draw,
-            precision=job.assignment.settings.precision,
+            precision=precision,
             report=report,
+            known=None if job.received is None else _elements(job.received.mask),
+            gradients=update.gradients,
         )
+        return body, feedback
 
     def _evaluate(self, job: Job, download: Phase) -> None:
         with self._telemetry.phase("evaluate") as measured:
@@ -291,7 +335,8 @@ class Session:
             judged = [
                 each.num_examples for each in (evaluated.personal, evaluated.global_model, evaluated.validation) if each
             ]
-            measured.flops = forward_flops(self.manifest) * sum(judged)
+            exists = _elements(job.received.mask) if job.received else None
+            measured.flops = forward_flops(self.manifest, exists) * sum(judged)
         receipt = Receipt(
             personal=evaluated.personal,
             global_model=evaluated.global_model,
@@ -325,22 +370,29 @@ class Session:
             training=self.progress.training.plus(download).plus(measured.cost),
         )
 
-    def _keep_and_send(self, assignment: Assignment, body: bytes, state: DeviceState, **changed: object) -> None:
+    def _keep_and_send(
+        self,
+        assignment: Assignment,
+        body: bytes,
+        state: DeviceState,
+        feedback: Tensors | None = None,
+        **changed: object,
+    ) -> None:
         """Keep the new state and the update together, then send it."""
         pending = self._folder.put_outbox(assignment.assignment_id, assignment.kind, body)
         changed |= {"memory": dict(state.memory), "pending": pending}
-        if state.personal is self.personal:
+        if state.personal is self.personal and feedback is None:
             self._save_progress(**changed)
         else:
             self.personal = state.personal
             self.progress = self.progress.model_copy(update=changed)
-            self._folder.save(self.manifest, self.personal, self.progress)
+            self._folder.save(self.manifest, self.personal, self.progress, feedback)
         self._send(pending, body)
 
     def _send(self, pending: Pending, body: bytes | None = None) -> None:
         if body is None:
             body = self._folder.outbox(pending)
-        media_type = bundle.MEDIA_TYPE if pending.kind is Kind.train else JSON_TYPE
+        media_type = bundle.MEDIA_TYPE if pending.kind in (Kind.train, Kind.prepare) else JSON_TYPE
         with self._telemetry.phase("upload") as upload:
             try:
                 self._transport.update(pending.assignment_id, body, media_type)
@@ -378,10 +430,9 @@ class Session:
         """Accuracy of the model as first received, before any local training; None where it has come in part."""
         if self.progress.rounds or self.progress.accuracy_before is not None:
             return self.progress.accuracy_before
-        if job.received is None or job.received.mask is not None:
+        if job.received is None or not is_whole(self.manifest, job.received):
             return None
-        tensors = get_tensors(job.model, self.manifest)
-        merge_in_place(self.manifest, tensors, job.received.values, None)
+        tensors = get_tensors(job.model, self.manifest) | whole_model(self.manifest, job.received)
         return self.evaluate(tensors).accuracy
 
     def evaluate(self, tensors: Tensors) -> Evaluation:
@@ -390,7 +441,11 @@ class Session:
         return evaluate(self.task.model, self.task, self.task.held_out)
 
 
-def _report(trained: Trained, download: Phase, train: Phase) -> str:
+def _elements(mask: Mask | None) -> ElementMask | None:
+    return mask if isinstance(mask, ElementMask) else None
+
+
+def _report(job: Job, trained: Trained, download: Phase, train: Phase) -> str:
     """The report of a round's training, as JSON."""
     report = UpdateReport(
         num_examples=trained.num_examples,
@@ -400,6 +455,8 @@ def _report(trained: Trained, download: Phase, train: Phase) -> str:
         train_loss=trained.train_loss,
         validation_loss=trained.validation_loss,
         stop_loss=trained.stop_loss,
+        counts=dict(trained.update.counts) if trained.update else {},
+        received=dict(job.received.parts) if job.received else {},
         telemetry=Telemetry(download=download, train=train),
     )
     return report.model_dump_json(exclude_defaults=True)

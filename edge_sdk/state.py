@@ -2,10 +2,11 @@
 
     state/
       identity.json       federation, name, enrolment key, device id, token; readable by its owner alone
-      model.safetensors   the personal model by name, and beside it, as JSON, ``Progress`` as of when it was saved
+      model.safetensors   the personal model by name, and beside it, as JSON, ``Progress`` as of when it was saved; also
+                          what rounding took from this device's updates (``quantization``)
       progress.json       the ``Progress`` since then, where it went on and the model stayed
       outbox.bundle       the update being sent, until it is acknowledged
-      manifest.json  skeleton.onnx
+      manifest.json  skeleton.onnx  mask.bits
       lock
 
 Every file is written under another name, flushed and renamed, so it is always whole. The personal model and the
@@ -117,6 +118,9 @@ class Progress(BaseModel):
     upload_cost: UploadCost | None = None
 
 
+_FEEDBACK = "feedback:"
+
+
 class FolderLock:
     """Holds a folder, made where it is missing, for this process; a context manager. Raises StateError."""
 
@@ -165,6 +169,7 @@ class StateFolder:
         self._reference = reference.tensors if reference else None
         self._reference_digest = reference.digest if reference else None
         self._saves = 0
+        self.feedback: Tensors = {}
         self._lock = FolderLock(path)
 
     def close(self) -> None:
@@ -206,7 +211,10 @@ class StateFolder:
         self._write("identity.json", identity.model_dump_json(indent=1).encode(), mode=0o600)
 
     def load(self, manifest: Manifest) -> tuple[Tensors | None, Progress]:
-        """The personal model, None before the first download, and the progress that belongs to it."""
+        """The personal model, None before the first download, and the progress that belongs to it.
+
+        What rounding took from updates is ``feedback`` from then on: name -> float32; empty where none was rounded.
+        """
         path = self.path / "model.safetensors"
         tensors: Tensors | None = None
         progress, digest = Progress(), manifest.digest
@@ -216,6 +224,8 @@ class StateFolder:
                 kept = json.loads(note)
                 progress, digest = Progress.model_validate(kept["progress"]), kept["manifest"]
                 self._saves = int(kept["save"])
+                rounded = [name for name in stored if name.startswith(_FEEDBACK)]
+                self.feedback = {name.removeprefix(_FEEDBACK): stored.pop(name) for name in rounded}
                 if kept["reference"] is not None:
                     self._check_reference(kept["reference"])
                     stored = difference.add(stored, self._reference or {})
@@ -243,9 +253,12 @@ class StateFolder:
                 f"open it, beside its reference.safetensors"
             )
 
-    def save(self, manifest: Manifest, personal: Tensors | None, progress: Progress) -> None:
-        """Keep personal model and progress, durably, in one step."""
+    def save(
+        self, manifest: Manifest, personal: Tensors | None, progress: Progress, feedback: Tensors | None = None
+    ) -> None:
+        """Keep personal model, progress and what rounding took (None: as before), durably, in one step."""
         self._saves += 1
+        self.feedback = self.feedback if feedback is None else feedback
         stored, reference = personal or {}, None
         if personal is not None and self._reference is not None:
             stored, reference = difference.subtract(personal, self._reference), self._reference_digest
@@ -256,7 +269,8 @@ class StateFolder:
             "reference": reference,
             "progress": progress.model_dump(mode="json"),
         }
-        self._write("model.safetensors", checkpoint.save(stored, json.dumps(kept)))
+        rounded = {_FEEDBACK + name: tensor for name, tensor in self.feedback.items()}
+        self._write("model.safetensors", checkpoint.save({**stored, **rounded}, json.dumps(kept)))
 
     def save_progress(self, progress: Progress) -> None:
         """Keep later progress, durably, beside the model that was saved last."""

@@ -99,17 +99,18 @@ class Transport:
         return _read(Enrolled, answer)
 
     def assignment(
-        self, federation: str, wait_seconds: float, cost: UploadCost | None
+        self, federation: str, wait_seconds: float, cost: UploadCost | None, mask: str | None = None
     ) -> tuple[Assignment | None, float]:
         """Ask for work, waiting up to ``wait_seconds``. Returns it, or None and the pause asked for in seconds.
 
-        cost: what the last upload cost. Raises FederationOver when nothing is left to do.
+        cost: what the last upload cost. mask: the digest of the mask of elements that this device holds. Raises
+        FederationOver when nothing is left to do.
         """
         headers = {"Sparrow-Upload-Cost": json.dumps(cost.model_dump(mode="json"))} if cost else {}
         answer = self._call(
             "GET",
             f"/v1/federations/{federation}/assignment",
-            params={"wait": wait_seconds},
+            params={"wait": wait_seconds, **({"mask": mask} if mask else {})},
             headers=headers,
             timeout=httpx.Timeout(wait_seconds + 30.0, connect=10.0),
         )

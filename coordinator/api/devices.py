@@ -74,6 +74,9 @@ async def get_assignment(
     device: KnownDevice,
     house: TheHouse,
     wait: Annotated[float, Query(ge=0, le=600, description="Longest wait for work, s")] = 0.0,
+    mask: Annotated[
+        str | None, Query(pattern="^[0-9a-f]{64}$", description="Digest of the mask of elements that the device holds")
+    ] = None,
     upload_cost: Annotated[str | None, Header(alias="Sparrow-Upload-Cost", max_length=2000)] = None,
 ) -> Response:
     """Ask for work, waiting up to ``wait`` seconds (long poll)."""
@@ -87,7 +90,7 @@ async def get_assignment(
     asked = True
     while True:
         ring = house.bell.next_ring()
-        work = await run_in_threadpool(house.rounds.next_assignment, device.device_id, asked=asked)
+        work = await run_in_threadpool(house.rounds.next_assignment, device.device_id, mask, asked=asked)
         asked = False
         if work.was_away:
             house.something_happened()  # a round may open

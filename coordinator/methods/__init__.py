@@ -1,28 +1,65 @@
 """The server half of each method, one file each, named like its device half in ``edge_sdk/methods``.
 
-A method plans what a device trains and turns a round's sums into the next global values. It keeps nothing on itself:
+A method plans what a device trains and turns a round's sums into the next global model. It keeps nothing on itself:
 state goes in and comes out, and the round engine stores it. A method from outside registers under the entry point
 ``sparrow.coordinator_methods``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Protocol
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from coordinator.aggregation import MaskedSums
+from coordinator.aggregation import MaskedSums, Sums
 from coordinator.errors import BadContent
-from edge_sdk.protocol.manifest import Tensors
+from edge_sdk.protocol.bundle import Signs
+from edge_sdk.protocol.elements import ElementMask
+from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import FederationSettings, Kind
+
+Plan = Mapping[str, bool | int | float | str]
 
 
 class NoSettings(BaseModel):
     """For methods that need none beyond those of every federation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@dataclass(frozen=True)
+class GlobalModel:
+    """What the coordinator keeps of a federation from round to round.
+
+    tensors: name -> float32, every shared tensor. mask: the elements that exist of it, the others being zero; None: all
+    do. own: arrays that the method keeps beside it, by name. notes: what making it counted, for its round's record.
+    """
+
+    tensors: Tensors
+    mask: ElementMask | None = None
+    own: Tensors = field(default_factory=dict)
+    notes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a method's decisions for a round depend on.
+
+    ``settings.method_settings`` is complete: what was left out has its default of ``settings_type``. round: its number,
+    from 1; 0 prepares the model. plan: what was asked of its devices. devices and num_examples: how many are enrolled
+    and have not stopped, and their training samples, of those that told.
+    """
+
+    manifest: Manifest
+    settings: FederationSettings
+    round: int = 0
+    plan: Plan = field(default_factory=dict)
+    devices: int = 0
+    num_examples: int = 0
 
 
 class CoordinatorMethod(Protocol):
@@ -41,6 +78,9 @@ class CoordinatorMethod(Protocol):
     """Whether devices keep a personal model from round to round. Where not, they are sent the whole global model each
     time, and asked to ``adapt`` the last one when the federation has ended."""
 
+    prepares: bool = False
+    """Whether one device ``prepare``s the model before the first round: round 0, repeated until an update comes."""
+
     def smallest_budget(self, settings: FederationSettings) -> float:
         """The budget below which a device is not drawn; 0 draws everybody."""
         return 0.0
@@ -49,12 +89,37 @@ class CoordinatorMethod(Protocol):
         """The share of each hidden layer's neurons that a device of this budget trains; None trains everything."""
         return None
 
-    def close(self, previous: Tensors, sums: MaskedSums, settings: FederationSettings) -> Tensors:
-        """The next global values from the last ones and the round's sums.
+    def start(self, tensors: Tensors, situation: Situation) -> GlobalModel:
+        """The first global model, of initial values. Raises BadContent for settings that cannot be carried out."""
+        return GlobalModel(tensors)
 
-        ``settings.method_settings`` is complete: what was left out has its default of ``settings_type``.
-        """
-        return sums.mean(previous)
+    def plan(self, situation: Situation) -> Plan:
+        """What a round's assignments say beyond the settings."""
+        return {}
+
+    def signs(self, model: GlobalModel, situation: Situation) -> Signs | None:
+        """Directions that go down with the model's values, int8 in -1..1."""
+        return None
+
+    def wants_gradients(self, plan: Plan) -> bool:
+        """Whether updates of a round so planned bring the gradients of all maskable weights."""
+        return False
+
+    def check_mask(self, model: GlobalModel, mask: ElementMask, situation: Situation) -> None:
+        """Raise BadContent unless an update may have this mask of elements, which is not the model's."""
+        raise BadContent("mask: it is not the round's, which this method does not let devices change; train under it")
+
+    def sums(self, model: GlobalModel, situation: Situation) -> Sums:
+        """What a round's updates are folded into."""
+        return MaskedSums(situation.manifest)
+
+    def close(self, model: GlobalModel, sums: Any, situation: Situation) -> GlobalModel:
+        """The next global model from the last one and the round's sums."""
+        return GlobalModel(sums.mean(model.tensors), model.mask, model.own)
+
+    def warning(self, model: GlobalModel, situation: Situation) -> str | None:
+        """What is wrong with how the federation goes, in words for its operator, or None."""
+        return None
 
 
 @cache  # methods keep no state, and looking through the installed packages takes milliseconds

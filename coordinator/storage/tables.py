@@ -45,7 +45,8 @@ class Device(Base):
 
     ``present`` is False from a missed deadline or a leave-taking until the device asks again: it is not drawn.
     After it handed an assignment back it is not drawn before ``rest_until``.
-    ``holds_model`` says that an answer of the device proved that it has downloaded the whole model once.
+    ``holds_model`` says that an answer of the device proved that it has downloaded the whole model once. ``mask`` is
+    the digest of the mask of elements that it last said it holds; ``num_examples`` its training samples, where it told.
     """
 
     __tablename__ = "devices"
@@ -72,12 +73,17 @@ class Device(Base):
     present: Mapped[bool] = mapped_column(default=True)
     rest_until: Mapped[float] = mapped_column(default=0.0)
     holds_model: Mapped[bool] = mapped_column(default=False)
+    mask: Mapped[str | None] = mapped_column(String(64))
+    num_examples: Mapped[int | None] = mapped_column(BigInteger)
     enrolled_at: Mapped[float]
     seen_at: Mapped[float]
 
 
 class Round(Base):
-    """One round. ``summary`` caches its record; ``stale`` says that a fact has come since it was made."""
+    """One round. ``summary`` caches its record; ``stale`` says that a fact has come since it was made.
+
+    ``notes`` and ``parts`` are what its closing found: the method's counts, and bytes of its updates by part.
+    """
 
     __tablename__ = "rounds"
     __table_args__ = (UniqueConstraint("federation_id", "number"),)
@@ -90,6 +96,8 @@ class Round(Base):
     deadline_at: Mapped[float]
     closed_at: Mapped[float | None]
     model_sha256: Mapped[str | None] = mapped_column(String(64))
+    notes: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    parts: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     summary: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     stale: Mapped[bool] = mapped_column(default=True)
 
@@ -98,7 +106,7 @@ class Assignment(Base):
     """What one device is asked to do in a round; its update's digest and report once accepted.
 
     ``position`` orders the devices of a cohort: updates are folded in this order. ``full`` says that the payload is the
-    whole model; ``ratio`` the active ratio it trains at.
+    whole model; ``ratio`` the active ratio it trains at; ``plan`` what the method asks of it beyond the settings.
     """
 
     __tablename__ = "assignments"
@@ -117,6 +125,7 @@ class Assignment(Base):
     model_version: Mapped[int]
     full: Mapped[bool]
     ratio: Mapped[float | None]
+    plan: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     created_at: Mapped[float]
     deadline_at: Mapped[float]
     update_sha256: Mapped[str | None] = mapped_column(String(64))

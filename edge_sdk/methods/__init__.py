@@ -13,13 +13,15 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from edge_sdk.protocol.bundle import Bundle
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask
+from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask
 from edge_sdk.protocol.messages import Assignment, Evaluation
 from edge_sdk.tasks import Task
 from edge_sdk.training.early_stopping import judge_round
@@ -69,11 +71,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Update:
-    """What a ``train`` round sends: values float32 [count_values(manifest, mask)], and the mask's seed form if any."""
+    """What a round sends: values float32 [count_values(manifest, mask)], and the mask's seed form if any.
+
+    gradients: of all maskable weights, float32, in rounds that ask for them. counts: what the method counted, for the
+    round's record.
+    """
 
     values: Array
-    mask: NeuronMask | None = None
+    mask: Mask | None = None
     draw: NeuronDraw | None = None
+    gradients: NDArray[np.float32] | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -119,6 +127,10 @@ class DeviceMethod(Protocol):
 
     def train(self, job: Job) -> Trained:
         """Merge the payload, train under the assignment's mask, and say what to keep and to send."""
+        raise _unknown(self, job)
+
+    def prepare(self, job: Job) -> Trained:
+        """Make the model that the federation begins with, before its first round."""
         raise _unknown(self, job)
 
     def personalise(self, job: Job) -> Trained:

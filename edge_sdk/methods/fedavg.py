@@ -5,6 +5,9 @@ Data", AISTATS 2017, arXiv:1602.05629. Of its Algorithm 1, ClientUpdate(k, w):
 
     w_k ← w^t;   w_k ← w_k - η ∇F_k(w_k; b) for each batch b of E epochs;   send w_k and n_k
 
+Methods that train one sparse model for everybody build on it: what does not exist of the model received is neither
+trained nor sent.
+
 With ``finetune_epochs`` this is FedAvg-FT (pFedGate's method card, section 5): for each evaluation the device trains a
 *copy* of the global model on its own data, judges it beside the global one, and throws it away; when the federation has
 ended, ``adapt`` makes the one that it keeps.
@@ -15,7 +18,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, conclude
+from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.masks import pack
+from edge_sdk.training.elements import flags_of
 from edge_sdk.training.finetuning import fine_tune
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import evaluate, evaluate_held_out, get_tensors, set_tensors, train_locally
@@ -30,18 +35,19 @@ class FedAvg(DeviceMethod):
         """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
         settings = job.assignment.settings
         set_tensors(job.model, whole_model(job.manifest, job.received))
+        mask = existing(job)
         result = train_locally(
             job.model,
             job.task,
             settings,
             learning_rate=settings.learning_rate_of(job.assignment.round),
-            freezing=Freezing(job.model, job.manifest, None),
+            freezing=Freezing(job.model, job.manifest, None, flags_of(mask)),
             proximal_weight=self.proximal_weight(job),
             seed=job.seed("train"),
             progress=job.progress,
         )
-        trained = pack(job.manifest, get_tensors(job.model, job.manifest), None)
-        return conclude(job, result, personal=None, update=Update(trained))
+        trained = pack(job.manifest, get_tensors(job.model, job.manifest), mask)
+        return conclude(job, result, personal=None, update=Update(trained, mask))
 
     def proximal_weight(self, job: Job) -> float:
         """μ of the pull back to the weights received: none."""
@@ -65,6 +71,12 @@ class FedAvg(DeviceMethod):
         return replace(job.state, personal=get_tensors(job.model, job.manifest))
 
 
+def existing(job: Job) -> ElementMask | None:
+    """What exists of the model received; None where all does."""
+    mask = job.received.mask if job.received else None
+    return mask if isinstance(mask, ElementMask) else None
+
+
 def _fine_tune(job: Job) -> None:
     """Train the loaded global model for ``finetune_epochs``; the same copy whenever it is asked for in this round."""
     settings = job.assignment.settings
@@ -76,5 +88,6 @@ def _fine_tune(job: Job) -> None:
         epochs=settings.finetune_epochs,
         learning_rate=settings.learning_rate_of(job.assignment.round),
         seed=job.seed("finetune"),
+        elements=flags_of(existing(job)),
         progress=job.progress,
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from coordinator.aggregation import MaskedSums
-from coordinator.methods import load_method
+from coordinator.methods import GlobalModel, Situation, load_method
 from edge_sdk.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, blocks, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings
@@ -29,7 +29,8 @@ def fold(manifest, updates, previous):
     for values, mask, examples in updates:
         sums.fold_in_place(np.asarray(values, dtype=np.float32), mask, examples)
     assert sums.updates == len(updates)
-    return load_method("fedspu").close(previous, sums, FederationSettings())
+    situation = Situation(manifest, FederationSettings())
+    return load_method("fedspu").close(GlobalModel(previous), sums, situation).tensors
 
 
 def neurons(*active):

@@ -1,0 +1,207 @@
+"""FedSGC: gradient-congruity guided federated sparse training, server half.
+
+Tian, Liu, Li, Cheung, Wang, "Gradient-Congruity Guided Federated Sparse Training", arXiv:2405.01189. One sparse model
+for everybody: in layer l exactly K_l weights exist (Erdos-Renyi-Kernel densities), and every device downloads, trains
+and uploads those alone. Now and then devices replace some (``edge_sdk.methods.fedsgc``), and the server, at the end of
+any round,
+
+    θ½ = (Σ_c n_c θ_c m_c + n_rest θ_r m_r) / (Σ_c n_c m_c + n_rest m_r)      where anybody holds it          (Eq. 5)
+    m_{r+1}: the K_l largest |θ½| of each layer among those;   θ_{r+1} = θ½ m_{r+1}
+    d_{r+1} = sign(θ½ - θ_r)                                                   the direction map
+
+with n_rest the examples of the devices that did not answer. The map tells devices which way the model moved; it goes
+down in re-adjusting rounds only, for the weights that exist.
+
+Where the paper is silent or errs (the method card has the reasons):
+
+- n_rest slows learning to the cohort's share of all examples. ``rest`` is none by default; all is as printed.
+- The map of a round without re-adjusting is 0 wherever nothing existed, so that it can revive nothing but what was just
+  dropped. ``direction_memory`` keeps each position's last direction, and sends them all.
+- The map is taken before the global prune, which is no direction of learning. The prune is per layer, among positions
+  that somebody holds; ties go to those held with more examples, then to the lower index.
+- Re-adjusting ends with the last round, and the expected epochs of a device are E·R·cohort/devices.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from coordinator.aggregation import ElementSums
+from coordinator.errors import BadContent
+from coordinator.methods import CoordinatorMethod, GlobalModel, Plan, Situation
+from edge_sdk.protocol.bundle import Signs
+from edge_sdk.protocol.elements import ElementMask
+from edge_sdk.protocol.manifest import Tensors
+from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.sparsity import LayerSparsity, layer_counts, magnitude_mask, random_mask, trim
+
+PAPER = {"rest": "all", "direction_memory": False}
+"""As printed, where the defaults are not."""
+
+
+class SparseTrainingSettings(BaseModel):
+    """What dynamic sparse training knows, with or without a direction map."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    density: float = Field(default=0.2, gt=0, le=1, description="Share of the maskable weights that exist, 1 - S")
+    layer_sparsity: LayerSparsity = Field(default="erk", description="How it is shared among layers")
+    initial_mask: Literal["random", "magnitude"] = Field(default="random", description="What exists at first")
+    adjust_interval: int = Field(default=20, ge=1, description="Rounds between those that replace weights, ΔR")
+    device_interval: int = Field(default=20, ge=1, description="A device's own epochs between replacements, ΔT")
+    over_pruning: float = Field(default=0.5, ge=0, lt=1, description="Share that is replaced at first, α")
+    adjust_at: Literal["penultimate", "end"] = Field(
+        default="penultimate", description="Where a replacement due after a round's last epoch takes place"
+    )
+    grow_batches: int = Field(default=1, ge=1, le=1000, description="Batches whose gradient decides what grows")
+    exploration: float = Field(
+        default=1.0, gt=0, le=1, description="Share of the positions, drawn anew each time, among which weights grow"
+    )
+    proximal_weight: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="Weight μ of FedProx's pull back to the model received"
+    )
+
+
+class FedSGCSettings(SparseTrainingSettings):
+    """What FedSGC knows beyond that. ``preset`` paper gives what is left out the paper's values."""
+
+    preset: Literal["sparrow", "paper"] = Field(default="sparrow", description="Whose values the others have")
+    guided_share: float = Field(default=0.01, ge=0, le=1, description="Share of the changes that directions guide, λ")
+    guided_basis: Literal["total", "moved"] = Field(
+        default="total", description="Of what λ is a share: all zeros afterwards (as printed), or what is dropped"
+    )
+    rest: Literal["all", "none"] = Field(
+        default="none", description="Whether devices that do not answer hold on to the old weights with theirs"
+    )
+    direction: Literal["pre_prune", "post_prune"] = Field(
+        default="pre_prune", description="Whether directions are taken before the global prune"
+    )
+    direction_memory: bool = Field(default=False, description="Whether every position keeps its last direction")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: Any) -> Any:
+        paper = isinstance(given, dict) and given.get("preset") == "paper"
+        return {**PAPER, **given} if paper else given
+
+
+class FedSGC(CoordinatorMethod):
+    """Server half of FedSGC. Beside the model it keeps the direction map, and how many positions were replaced."""
+
+    settings_type: type[BaseModel] = FedSGCSettings
+
+    def rules(self, settings: FederationSettings) -> FedSGCSettings:
+        """The method's settings."""
+        return FedSGCSettings.model_validate(settings.method_settings)
+
+    def smallest_budget(self, settings: FederationSettings) -> float:
+        """One density for all."""
+        return self.rules(settings).density
+
+    def start(self, tensors: Tensors, situation: Situation) -> GlobalModel:
+        """θ_1 = weights · m_1; no directions yet."""
+        rules, manifest = self.rules(situation.settings), situation.manifest
+        if situation.settings.local_steps is not None:
+            raise BadContent("local_steps: replacing weights goes by epochs; give local_epochs instead")
+        if not manifest.maskable:
+            raise BadContent("the model has no linear layer or convolution whose weights are shared: nothing is sparse")
+        counts = layer_counts(manifest, rules.density, rules.layer_sparsity)
+        if rules.initial_mask == "random":
+            mask = random_mask(manifest, counts, situation.settings.seed)
+        else:
+            mask = magnitude_mask(tensors, manifest, counts)
+        masked = {name: tensors[name] * exists for name, exists in mask.exists.items()}
+        return GlobalModel({**tensors, **masked}, mask, {"replaced": np.zeros(1, dtype=np.int64)})
+
+    def plan(self, situation: Situation) -> Plan:
+        """Whether this round replaces weights, and the epochs that a device is expected to train in all, T_c."""
+        settings = situation.settings
+        if situation.round % self.rules(settings).adjust_interval or situation.round >= settings.rounds:
+            return {}
+        share = min(1.0, settings.cohort / max(1, situation.devices))
+        return {"expected_epochs": max(1, round(settings.local_epochs * settings.rounds * share))}
+
+    def signs(self, model: GlobalModel, situation: Situation) -> Signs | None:
+        """d_r where weights exist; everywhere, where it may be known elsewhere."""
+        rules = self.rules(situation.settings)
+        if not situation.plan or rules.guided_share == 0 or model.mask is None:
+            return None
+        everywhere = rules.direction_memory or rules.adjust_interval == 1
+        parts = []
+        for name, exists in model.mask.exists.items():
+            directions = model.own.get(_key(name), np.zeros(exists.size, dtype=np.int8))
+            parts.append(directions if everywhere else np.take(directions, model.mask.index[name]))
+        return np.concatenate(parts).astype(np.int8, copy=False)
+
+    def check_mask(self, model: GlobalModel, mask: ElementMask, situation: Situation) -> None:
+        """In a re-adjusting round, any mask that has K_l weights in each layer."""
+        if not situation.plan:
+            super().check_mask(model, mask, situation)
+        assert model.mask is not None
+        for name, count in model.mask.counts.items():
+            if mask.counts[name] != count:
+                raise BadContent(
+                    f"mask: {name} has {mask.counts[name]} weights, it must have {count}; grow what it drops"
+                )
+
+    def sums(self, model: GlobalModel, situation: Situation) -> ElementSums:
+        """Σ n_c θ_c m_c and Σ n_c m_c."""
+        assert model.mask is not None
+        return ElementSums(situation.manifest, model.mask)
+
+    def close(self, model: GlobalModel, sums: ElementSums, situation: Situation) -> GlobalModel:
+        """Aggregate, prune to K_l, and see which way the model moved."""
+        assert model.mask is not None
+        rules = self.rules(situation.settings)
+        rest = max(0, situation.num_examples - sums.num_examples) if rules.rest == "all" else 0
+        tensors: Tensors = {}
+        own: Tensors = {}
+        exists: dict[str, Any] = {}
+        union = 0
+        for spec, numerator, weights in sums.totals():
+            old = model.tensors[spec.name].reshape(-1)
+            held = model.mask.exists.get(spec.name)
+            held = None if held is None else held.reshape(-1)
+            trained = weights > 0
+            if rest:
+                numerator += rest * old.astype(np.float64)  # 0 where nobody held it
+                weights += rest if held is None else rest * held
+            half = np.divide(numerator, weights, out=np.zeros_like(numerator), where=weights > 0).astype(np.float32)
+            if held is None:
+                tensors[spec.name] = half.reshape(spec.shape)
+                continue
+            kept = trim(half, weights, weights > 0, model.mask.counts[spec.name])
+            new = half * kept
+            tensors[spec.name], exists[spec.name] = new.reshape(spec.shape), kept.reshape(spec.shape)
+            union += int(np.count_nonzero(weights))
+            moved = half if rules.direction == "pre_prune" else new
+            own[_key(spec.name)] = self._directions(moved, old, trained, model, spec.name, rules)
+        mask = ElementMask({name: exists[name] for name in model.mask.exists})
+        replaced = sum(int(np.count_nonzero(mask.exists[name] & ~model.mask.exists[name])) for name in mask.exists)
+        own["replaced"] = model.own["replaced"] + replaced
+        return GlobalModel(tensors, mask, own, {"positions_replaced": replaced, "union": union})
+
+    @staticmethod
+    def _directions(moved: Any, old: Any, trained: Any, model: GlobalModel, name: str, rules: FedSGCSettings) -> Signs:
+        """d_{r+1} of one layer, int8 [n]; with a memory, the last one that was not 0."""
+        directions: Signs = (np.sign(moved - old) * trained).astype(np.int8)
+        if rules.direction_memory and _key(name) in model.own:
+            directions = np.where(directions == 0, model.own[_key(name)], directions).astype(np.int8)
+        return directions
+
+    def warning(self, model: GlobalModel, situation: Situation) -> str | None:
+        """A mask that has never changed is no dynamic sparse training."""
+        interval = self.rules(situation.settings).adjust_interval
+        if situation.round < interval or situation.settings.rounds <= interval or model.own["replaced"][0]:
+            return None
+        return (
+            f"no weight has been replaced in {situation.round // interval} re-adjusting rounds: the mask is still the "
+            f"first one; lower device_interval or rest, raise over_pruning, or take it for a static mask"
+        )
+
+
+def _key(name: str) -> str:
+    return f"direction:{name}"
