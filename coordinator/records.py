@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 
 from coordinator.errors import NotFound
 from coordinator.federations import find
+from coordinator.methods import load_method
 from coordinator.rounds import COHORT_KINDS
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Round
@@ -61,7 +62,8 @@ class Records:
         self._bring()
         with self._store.reading() as db:
             federation = find(db, federation_name)
-            if not 0 <= number <= federation.round + 1:
+            prepared = load_method(federation.method).prepares
+            if not 1 - prepared <= number <= federation.round + 1:
                 raise NotFound(f"{federation_name} has had {federation.round} rounds; there is no round {number}")
             rows = db.execute(
                 select(Assignment, Device.name)
