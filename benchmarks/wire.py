@@ -4,6 +4,9 @@ An update passes five stations: mask (from a new round's seed), pack (active val
 bytes), decode (checked), fold (into the running sums). The other contestant does the same work in the obvious way: one
 boolean array per tensor, ``tensor[mask]`` out, ``numpy.savez`` to bytes, ``numpy.load``, ``sums[mask] += n * values``.
 It checks nothing and sends no digest. Both draw the neurons of a new round from the seed first.
+
+Then the same under masks of elements (FedSGC): an ordinary round's, which both sides hold, and one of which a device
+has replaced a quarter, which travels with the values, there as packed bits.
 Medians over alternating repetitions, one thread.
 """
 
@@ -28,14 +31,18 @@ from torch import nn
 from tqdm import tqdm
 
 from benchmarks.server import machine
-from coordinator.aggregation import MaskedSums
+from coordinator.aggregation import ElementSums, MaskedSums
 from edge_sdk.protocol import bundle
+from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons, pack
+from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from edge_sdk.tracing import describe
 
 RESULTS = Path("docs/results")
 DENSITIES = (0.2, 0.4, 0.6, 0.8, 1.0)
+ELEMENT_DENSITIES = (0.1, 0.2, 0.4)
+REPLACED = 0.25
 STATIONS = ("mask", "pack", "encode", "decode", "fold")
 
 
@@ -110,6 +117,59 @@ class Boolean:
             self.weights[name][mask] += 100.0
 
 
+class Elements:
+    """The product under a mask of elements; ``sent`` is an update's, ``held`` the round's."""
+
+    def __init__(self, manifest: Manifest, held: ElementMask, sent: ElementMask) -> None:
+        self.manifest, self.held, self.sent = manifest, held, sent
+        self.sums = ElementSums(manifest, held)
+
+    def make_mask(self, draw: NeuronDraw) -> None:
+        """A new one, as training makes it: nothing that follows from a mask is remembered of the last update."""
+        self.mask = ElementMask(self.sent.exists) if self.sent is not self.held else self.held
+
+    def pack(self, tensors: Tensors) -> Any:
+        return pack(self.manifest, tensors, self.mask)
+
+    def encode(self, values: Any) -> bytes:
+        return bundle.encode(self.manifest, values, self.mask, known=self.held)
+
+    def decode(self, body: bytes) -> Any:
+        return bundle.decode(body, self.manifest, self.held)
+
+    def fold(self, decoded: Any) -> None:
+        self.sums.fold_in_place(decoded.values, decoded.mask, 100)
+
+
+class BooleanElements(Boolean):
+    """The obvious way under a mask of elements."""
+
+    def __init__(self, manifest: Manifest, held: ElementMask, sent: ElementMask) -> None:
+        super().__init__(manifest)
+        self.travels = sent is not held
+        everything = {spec.name: np.ones(spec.shape, dtype=bool) for spec in manifest.shared}
+        self.masks: Any = everything | dict(sent.exists)
+
+    def make_mask(self, draw: NeuronDraw) -> None:
+        pass
+
+    def encode(self, values: Any) -> bytes:
+        bits = {f"{name}:mask": np.packbits(mask) for name, mask in self.masks.items()} if self.travels else {}
+        return super().encode(values | bits)
+
+    def decode(self, body: bytes) -> Any:
+        decoded = super().decode(body)
+        if self.travels:
+            self.masks = {
+                name: np.unpackbits(decoded[f"{name}:mask"], count=mask.size).reshape(mask.shape).astype(bool)
+                for name, mask in self.masks.items()
+            }
+        return decoded
+
+
+Side = Ours | Boolean | Elements
+
+
 def timed(action: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     """Seconds, and what came out."""
     begin = time.perf_counter()
@@ -117,7 +177,7 @@ def timed(action: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     return time.perf_counter() - begin, result
 
 
-def one_pass(side: Ours | Boolean, tensors: Tensors, draw: NeuronDraw) -> tuple[dict[str, float], int]:
+def one_pass(side: Side, tensors: Tensors, draw: NeuronDraw) -> tuple[dict[str, float], int]:
     """Milliseconds at each station for one update, and its size in bytes."""
     spent: dict[str, float] = {}
     spent["mask"], _ = timed(side.make_mask, draw)
@@ -136,21 +196,45 @@ def measure(repetitions: int) -> list[dict[str, Any]]:
     state = network.state_dict()
     tensors: Tensors = {spec.name: state[spec.name].numpy() for spec in manifest.shared}
     rows = []
-    for density in tqdm(DENSITIES, desc="densities"):
-        sides: dict[str, Ours | Boolean] = {"ours": Ours(manifest), "boolean": Boolean(manifest)}
-        passes: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-        sizes = {}
-        for number in range(repetitions):
-            for name, side in sides.items():
-                draw = NeuronDraw(f"wire:{name}", number, "device", density)
-                spent, sizes[name] = one_pass(side, tensors, draw)
-                passes[name].append(spent)
-        medians = {
-            name: {station: statistics.median(each[station] for each in all_) for station in STATIONS}
-            for name, all_ in passes.items()
-        }
-        rows.append({"density": density, "parameters": manifest.trainable_values, "ms": medians, "bytes": sizes})
+    for density in tqdm(DENSITIES, desc="neurons"):
+        rows.append(compare("neurons", density, Ours(manifest), Boolean(manifest), tensors, repetitions))
+    for density in tqdm(ELEMENT_DENSITIES, desc="elements"):
+        held = random_mask(manifest, layer_counts(manifest, density), 0)
+        for masks, sent in (("elements", held), ("elements, replaced", replaced(held))):
+            ours, other = Elements(manifest, held, sent), BooleanElements(manifest, held, sent)
+            rows.append(compare(masks, density, ours, other, tensors, repetitions))
     return rows
+
+
+def replaced(mask: ElementMask) -> ElementMask:
+    """The mask with a share of the elements of each layer replaced by others."""
+    chance = np.random.Generator(np.random.PCG64(0))
+    exists = {}
+    for name, flags in mask.exists.items():
+        count = min(int(REPLACED * mask.counts[name]), flags.size - mask.counts[name])
+        new = flags.copy().reshape(-1)
+        new[chance.choice(np.flatnonzero(~flags), count, replace=False)] = True
+        new[chance.choice(mask.index[name], count, replace=False)] = False
+        exists[name] = new.reshape(flags.shape)
+    return ElementMask(exists)
+
+
+def compare(masks: str, density: float, ours: Side, other: Side, tensors: Tensors, repetitions: int) -> dict[str, Any]:
+    """One row: medians over alternating repetitions."""
+    sides = {"ours": ours, "boolean": other}
+    passes: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    sizes = {}
+    for number in range(repetitions):
+        for name, side in sides.items():
+            draw = NeuronDraw(f"wire:{name}", number, "device", density)
+            spent, sizes[name] = one_pass(side, tensors, draw)
+            passes[name].append(spent)
+    medians = {
+        name: {station: statistics.median(each[station] for each in all_) for station in STATIONS}
+        for name, all_ in passes.items()
+    }
+    parameters = ours.manifest.trainable_values
+    return {"masks": masks, "density": density, "parameters": parameters, "ms": medians, "bytes": sizes}
 
 
 def page(rows: list[dict[str, Any]]) -> str:
@@ -158,15 +242,17 @@ def page(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# What a sparse update costs",
         "",
-        f"A CNN of {rows[0]['parameters']:,} parameters; neuron masks at the given active ratio; milliseconds per "
-        "update, medians of alternating repetitions, one thread. *Boolean* is the obvious way: a boolean array per "
-        "tensor, `numpy.savez`, no checks. Ours checks lengths, mask, digest and finiteness on the way.",
+        f"A CNN of {rows[0]['parameters']:,} parameters; masks of neurons at the given active ratio, then of elements "
+        f"at the given density: the mask that both sides hold, and one of which {REPLACED:.0%} was replaced, which "
+        "travels along. Milliseconds per update, medians of alternating repetitions, one thread. *Boolean* is the "
+        "obvious way: a boolean array per tensor, `numpy.savez`, no checks. Ours checks lengths, mask, digest and "
+        "finiteness on the way.",
         "",
         f"Made with `python -m benchmarks.wire` on {machine()}; the figures lie in `wire.jsonl`.",
         "",
-        f"| active ratio | {' | '.join(STATIONS)} | all | boolean: {' | '.join(STATIONS)} | all | ratio | bytes | "
-        "boolean |",
-        "|---" * (2 * len(STATIONS) + 6) + "|",
+        f"| masks | ratio or density | {' | '.join(STATIONS)} | all | boolean: {' | '.join(STATIONS)} | all | ratio | "
+        "bytes | boolean |",
+        "|---" * (2 * len(STATIONS) + 7) + "|",
     ]
     for row in rows:
         ours, other = row["ms"]["ours"], row["ms"]["boolean"]
@@ -174,7 +260,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         cells = [f"{ours[station]:.2f}" for station in STATIONS] + [f"{totals[0]:.2f}"]
         cells += [f"{other[station]:.2f}" for station in STATIONS] + [f"{totals[1]:.2f}"]
         lines.append(
-            f"| {row['density']} | {' | '.join(cells)} | **{totals[0] / totals[1]:.2f}** | "
+            f"| {row['masks']} | {row['density']} | {' | '.join(cells)} | **{totals[0] / totals[1]:.2f}** | "
             f"{row['bytes']['ours']:,} | {row['bytes']['boolean']:,} |"
         )
     return "\n".join(lines) + "\n"
