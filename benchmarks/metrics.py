@@ -8,8 +8,9 @@ are counted from shapes and masks.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -53,7 +54,7 @@ def accuracy_over(devices: Sequence[tuple[float | None, int]]) -> Accuracy | Non
 class Point:
     """Where a trial stood after a round that was followed by an evaluation. Costs are sums over rounds so far and over
     devices; ``seconds``, ``joules_measured`` and ``joules_estimated`` are those of training, transfer included, and
-    ``seconds_without_joules`` those of the seconds whose energy nobody knows."""
+    ``seconds_without_joules`` those of the seconds whose energy nobody knows; ``notes`` are the method's counts."""
 
     round: int
     accuracy: Accuracy | None
@@ -71,6 +72,7 @@ class Point:
     joules_estimated: float
     seconds_without_joules: float
     wall_seconds: float
+    notes: dict[str, int] = field(default_factory=dict)
 
 
 def judged(reports: Sequence[DeviceReport]) -> list[tuple[str, Receipt]]:
@@ -108,6 +110,7 @@ def point_after(records: Sequence[RoundRecord], reports: Sequence[DeviceReport])
         joules_estimated=sum(phase.joules_estimated for phase in phases),
         seconds_without_joules=sum(phase.seconds_without_joules for phase in phases),
         wall_seconds=sum(record.seconds or 0.0 for record in records),
+        notes=dict(sum((Counter(record.notes) for record in records), Counter())),
     )
 
 

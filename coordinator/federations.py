@@ -147,7 +147,7 @@ class Federations:
             status=FederationStatus(federation.status),
             reason=federation.reason,
             waiting_for=what_is_missing(db, federation, self._clock()),
-            warning=self._warning(federation, manifest, settings),
+            warning=federation.warning,
             round=federation.round,
             rounds=settings.rounds,
             devices=counts.get("active", 0) + counts.get("stopped", 0),
@@ -190,11 +190,6 @@ class Federations:
         }
         tensors = self._models.model(federation, federation.model_version).tensors
         return fill(self._models.skeleton(federation.id), self._models.manifest(federation), tensors, metadata=note)
-
-    def _warning(self, federation: Federation, manifest: Manifest, settings: FederationSettings) -> str | None:
-        method = load_method(federation.method)
-        model = self._models.model(federation, federation.model_version)
-        return method.warning(model, Situation(manifest, settings, federation.round))
 
     def _check_usable(self, federation: Federation) -> None:
         reason = why_unusable(federation, self._models.manifest(federation))

@@ -519,7 +519,7 @@ class Rounds:
     def _close(self, federation: Federation, number: int, folding: _Folding) -> None:
         self.write_upload_costs()
         version, digest = federation.model_version, federation.model_sha256
-        method, notes = load_method(federation.method), dict(folding.counts)
+        method, notes, warning = load_method(federation.method), dict(folding.counts), federation.warning
         if folding.sums.updates:
             with self._store.reading() as db:
                 situation = self._situation(db, federation, number)
@@ -528,12 +528,13 @@ class Rounds:
             version += 1
             digest = self._models.save(federation.id, version, model)
             warning = method.warning(model, situation)
-            if warning:
+            if warning and warning != federation.warning:
                 log.warning("%s: %s", federation.name, warning)
         now = self._clock()
         with self._store.writing() as db:
             federation = db.get_one(Federation, federation.id)
             federation.round, federation.model_version, federation.model_sha256 = number, version, digest
+            federation.warning = warning
             current = db.scalars(
                 select(Round).where(Round.federation_id == federation.id, Round.number == number)
             ).one()

@@ -19,7 +19,7 @@ class Federation(Base):
     """One learning problem with one method and its settings.
 
     ``uid`` tells it from another of the same name on a coordinator that was set up anew. ``round`` counts closed
-    rounds; ``model_version`` the global models, 0 being w^0.
+    rounds; ``model_version`` the global models, 0 being w^0. ``warning`` is what its method found wrong, last.
     """
 
     __tablename__ = "federations"
@@ -33,6 +33,7 @@ class Federation(Base):
     manifest: Mapped[str] = mapped_column(Text, deferred=True)  # long, and read once: coordinator.models keeps it
     status: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str | None] = mapped_column(String(32))
+    warning: Mapped[str | None] = mapped_column(Text)
     round: Mapped[int] = mapped_column(default=0)
     model_version: Mapped[int] = mapped_column(default=0)
     model_sha256: Mapped[str] = mapped_column(String(64))

@@ -9,6 +9,7 @@ branch_labels = None
 depends_on = None
 
 COLUMNS = (
+    ("federations", sa.Column("warning", sa.Text(), nullable=True)),
     ("devices", sa.Column("mask", sa.String(length=64), nullable=True)),
     ("devices", sa.Column("num_examples", sa.BigInteger(), nullable=True)),
     ("rounds", sa.Column("notes", sa.JSON(), nullable=True)),
