@@ -108,11 +108,9 @@ class FedSGC(CoordinatorMethod):
             raise BadContent("local_steps: replacing weights goes by epochs; give local_epochs instead")
         if not manifest.maskable:
             raise BadContent("the model has no linear layer or convolution whose weights are shared: nothing is sparse")
-        counts = layer_counts(manifest, rules.density, rules.layer_sparsity)
-        if rules.initial_mask == "random":
-            mask = random_mask(manifest, counts, situation.settings.seed)
-        else:
-            mask = magnitude_mask(tensors, manifest, counts)
+        counts, seed = layer_counts(manifest, rules.density, rules.layer_sparsity), situation.settings.seed
+        at_random = rules.initial_mask == "random"
+        mask = random_mask(manifest, counts, seed) if at_random else magnitude_mask(tensors, manifest, counts)
         masked = {name: tensors[name] * exists for name, exists in mask.exists.items()}
         return GlobalModel({**tensors, **masked}, mask, {"replaced": np.zeros(1, dtype=np.int64)})
 
@@ -162,13 +160,12 @@ class FedSGC(CoordinatorMethod):
         exists: dict[str, Any] = {}
         union = 0
         for spec, numerator, weights in sums.totals():
-            old = model.tensors[spec.name].reshape(-1)
+            old = model.tensors[spec.name].reshape(-1).astype(np.float64)  # 0 where nobody held it
             held = model.mask.exists.get(spec.name)
-            held = None if held is None else held.reshape(-1)
             trained = weights > 0
             if rest:
-                numerator += rest * old.astype(np.float64)  # 0 where nobody held it
-                weights += rest if held is None else rest * held
+                numerator += rest * old
+                weights += rest if held is None else rest * held.reshape(-1)
             half = np.divide(numerator, weights, out=np.zeros_like(numerator), where=weights > 0).astype(np.float32)
             if held is None:
                 tensors[spec.name] = half.reshape(spec.shape)
@@ -178,19 +175,14 @@ class FedSGC(CoordinatorMethod):
             tensors[spec.name], exists[spec.name] = new.reshape(spec.shape), kept.reshape(spec.shape)
             union += int(np.count_nonzero(weights))
             moved = half if rules.direction == "pre_prune" else new
-            own[_key(spec.name)] = self._directions(moved, old, trained, model, spec.name, rules)
+            directions = (np.sign(moved - old) * trained).astype(np.int8)
+            if rules.direction_memory and _key(spec.name) in model.own:
+                directions = np.where(directions == 0, model.own[_key(spec.name)], directions).astype(np.int8)
+            own[_key(spec.name)] = directions
         mask = ElementMask({name: exists[name] for name in model.mask.exists})
         replaced = sum(int(np.count_nonzero(mask.exists[name] & ~model.mask.exists[name])) for name in mask.exists)
         own["replaced"] = model.own["replaced"] + replaced
         return GlobalModel(tensors, mask, own, {"positions_replaced": replaced, "union": union})
-
-    @staticmethod
-    def _directions(moved: Any, old: Any, trained: Any, model: GlobalModel, name: str, rules: FedSGCSettings) -> Signs:
-        """d_{r+1} of one layer, int8 [n]; with a memory, the last one that was not 0."""
-        directions: Signs = (np.sign(moved - old) * trained).astype(np.int8)
-        if rules.direction_memory and _key(name) in model.own:
-            directions = np.where(directions == 0, model.own[_key(name)], directions).astype(np.int8)
-        return directions
 
     def warning(self, model: GlobalModel, situation: Situation) -> str | None:
         """A mask that has never changed is no dynamic sparse training."""
