@@ -310,7 +310,7 @@ def _parser() -> argparse.ArgumentParser:
         "--budget",
         type=read.budget,
         action="append",
-        help="may be given again (default: {', '.join(map(str, BUDGETS))})",
+        help=f"may be given again (default: {', '.join(map(str, BUDGETS))})",
     )
     parser.add_argument("--batch-size", type=int, default=16, help="samples per step (default: %(default)s)")
     parser.add_argument(
