@@ -233,7 +233,7 @@ def table(found: Profile) -> str:
             lines[-1] += " A smaller --batch-size needs less."
     if found.whole_model:
         method = found.subject.settings.method
-        lines.append(f"{method} runs the whole model whatever the budget; a device whose budget is too small is not drawn.")
+        lines.append(f"{method} runs the whole model at any budget; a device whose budget is too small is not drawn.")
     return "\n".join(lines)
 
 

@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_said_and_not_measured(capsys):
 def test_a_method_that_trains_the_whole_model_says_so(capsys):
     status, out, _ = run(capsys, "--method", "fedavg", "--memory-limit", "1")
     assert status == 0
-    assert "fedavg trains the whole model" in out
+    assert "fedavg runs the whole model" in out
     assert "Try a smaller one" not in out
 
 
