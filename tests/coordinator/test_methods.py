@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-from contextlib import ExitStack, closing, contextmanager
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
-from coordinator import errors as coordinator_errors
-from coordinator.devices import Devices
 from coordinator.errors import BadContent, WrongMediaType, WrongState
-from coordinator.federations import Federations
-from coordinator.models import Models
-from coordinator.records import Records
-from coordinator.rounds import Rounds
-from coordinator.storage.store import Store
-from edge_sdk.errors import FederationOver, Refused, RoundOver
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import Manifest, initial_values
@@ -31,164 +18,9 @@ from edge_sdk.protocol.messages import (
     Kind,
     UpdateReport,
 )
-from edge_sdk.session import Outcome, Session
-from edge_sdk.state import StateFolder
-from edge_sdk.tasks.digits import load
-from edge_sdk.transport import Traffic
+from edge_sdk.session import Outcome
 
 DIGITS = load_builtin("digits").manifest
-ANSWERS = {
-    coordinator_errors.Finished: lambda text: FederationOver(410, text),
-    coordinator_errors.RoundClosed: lambda text: RoundOver(409, text),
-    coordinator_errors.DifferentUpdate: lambda text: RoundOver(409, text),
-    BadContent: lambda text: Refused(422, text),
-}
-
-
-@contextmanager
-def answered():
-    """What the coordinator raises, as a device gets it."""
-    try:
-        yield
-    except tuple(ANSWERS) as error:
-        raise ANSWERS[type(error)](str(error)) from None
-
-
-class Wire:
-    """A device's transport, without a wire between it and the coordinator's domain."""
-
-    def __init__(self, house, name):
-        self.house, self.name = house, name
-        self.traffic = Traffic()
-        self.token = self.patience_seconds = None
-        self.media_types = []
-        self.broken = False
-
-    @property
-    def device(self):
-        return self.house.device(self.name).device_id
-
-    def federation(self, name):
-        return self.house.federations.get(name)
-
-    def manifest(self, name):
-        return self.house.federations.manifest(name)
-
-    def enrol(self, federation, request):
-        return self.house.devices.enrol(federation, request)
-
-    def change_device(self, device_id, change):
-        self.house.devices.change(device_id, change)
-
-    def assignment(self, federation, wait_seconds, cost, mask=None):
-        if cost:
-            self.house.rounds.note_upload_cost(self.device, cost)
-        with answered():
-            return self.house.rounds.next_assignment(self.device, mask).assignment, 1.0
-
-    def payload(self, assignment_id, payload):
-        body = self.house.rounds.payload(assignment_id, self.device)
-        assert hashlib.sha256(body).hexdigest() == payload.sha256
-        self.traffic.down += len(body)
-        return body
-
-    def update(self, assignment_id, body, media_type):
-        if self.broken:
-            raise ConnectionError("pulled the plug")
-        self.media_types.append(media_type)
-        with answered():
-            longest = self.house.rounds.check_envelope(assignment_id, self.device, media_type)
-            assert len(body) <= longest
-            self.house.rounds.accept_update(assignment_id, self.device, body)
-        self.traffic.up += len(body)
-
-    def hand_back(self, assignment_id, reason):
-        self.house.rounds.hand_back(assignment_id, self.device, reason)
-
-
-class House:
-    """A coordinator's domain, and devices that live in folders beside it."""
-
-    def __init__(self, folder, clock):
-        self.folder = folder
-        self.folders = []
-        self.store = Store(folder / "data")
-        models = Models(self.store)
-        self.federations = Federations(self.store, models, clock)
-        self.devices = Devices(self.store, clock)
-        self.rounds = Rounds(self.store, models, clock)
-        self.records = Records(self.store, self.rounds.write_upload_costs)
-
-    def close(self):
-        for folder in self.folders:
-            folder.close()
-        self.store.close()
-
-    def create(self, method, **settings):
-        usual = {
-            "rounds": 3,
-            "learning_rate": 0.1,
-            "evaluation_interval": 0,
-            "early_stopping": False,
-            "local_epochs": 1,
-        }
-        settings = FederationSettings(method=method, **{**usual, **settings})
-        return self.federations.create(CreateFederation(name="f", task="digits", settings=settings))
-
-    def open(self, name, budget=1.0, of=8):
-        """The device of this name: its session, new or taken up again from its folder."""
-        index = "abcdefgh".index(name)
-        self.folders.append(StateFolder(self.folder / name))
-        return Session(
-            Wire(self, name),
-            self.folders[-1],
-            federation="f",
-            name=name,
-            budget=budget,
-            make_task=lambda info: load(f"index={index},of={of},alpha=1", device=name, seed=0, batch_size=16),
-        )
-
-    def play(self, *sessions):
-        """Let everybody work until nobody has anything to do; answers what was worked on, by device."""
-        worked = {session: [] for session in sessions}
-        moved = True
-        while moved:
-            moved = self.rounds.advance()
-            for session in sessions:
-                step = session.step()
-                if step.outcome is Outcome.worked:
-                    worked[session].append(step.assignment)
-                    moved = True
-        return [worked[session] for session in sessions]
-
-    def info(self):
-        return self.federations.get("f")
-
-    def reopen(self, rounds):
-        self.federations.change("f", ChangeFederation(action="reopen", rounds=rounds))
-
-    def device(self, name):
-        return next(device for device in self.devices.list("f") if device.name == name)
-
-    def receipts(self, kind="evaluate"):
-        with self.store.reading() as db:
-            from coordinator.storage.tables import Assignment
-
-            found = db.query(Assignment).filter(Assignment.kind == kind, Assignment.status == "done")
-            return [SimpleNamespace(**assignment.report) for assignment in found]
-
-
-@pytest.fixture
-def new_house(tmp_path, clock):
-    """Opens houses, each over a folder of its own."""
-    with ExitStack() as stack:
-        count = itertools.count()
-        yield lambda: stack.enter_context(closing(House(tmp_path / str(next(count)), clock)))
-
-
-@pytest.fixture
-def house(new_house):
-    return new_house()
 
 
 def same(one, other):
