@@ -43,7 +43,7 @@ from edge_sdk.protocol.sparsity import adjustment_steps, grow, layer_densities, 
 from edge_sdk.training.elements import flags_of
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.gradients import Batch, visit_gradients
-from edge_sdk.training.local import get_tensors, set_tensors, train_locally
+from edge_sdk.training.local import TrainingDiverged, get_tensors, set_tensors, train_locally
 from edge_sdk.training.merging import whole_model
 from edge_sdk.training.optimizer import Change
 
@@ -97,16 +97,15 @@ class Replacing:
         self._own = own
         self.batches = int(own["grow_batches"])
         self._expected = int(job.assignment.plan.get("expected_epochs", 0))
-        self._times = dict(
-            adjustment_steps(
-                self.epochs_before,
-                job.assignment.settings.local_epochs,
-                len(job.task.train),
-                own["device_interval"],
-                self._expected,
-                own["adjust_at"],
-            )
+        plan = adjustment_steps(
+            self.epochs_before,
+            job.assignment.settings.local_epochs,
+            len(job.task.train),
+            own["device_interval"],
+            self._expected,
+            own["adjust_at"],
         )
+        self._times = dict(plan if self.mask.count < self.mask.size else [])  # where all exists, nothing is replaced
         self.steps = self._times.keys()
         if self._times:
             self._start = whole_model(job.manifest, job.received)
@@ -128,7 +127,7 @@ class Replacing:
         return directions
 
     def decide(self, step: int, batches: Sequence[Batch]) -> Change:
-        """Drop and revive in every layer that is not dense; Eq. 1-4."""
+        """Drop and revive in every layer that is not dense; Eq. 1-4. Raises TrainingDiverged."""
         sigma = over_pruning(self._times[step], self._expected, self._own["over_pruning"])
         sparse = [name for name, count in self.mask.counts.items() if count < self.mask.exists[name].size]
         exists: dict[str, Any] = dict(self.mask.exists)
@@ -139,6 +138,10 @@ class Replacing:
         def visit(name: str, gradient: torch.Tensor) -> None:
             before = self.mask.exists[name].reshape(-1)
             weights = _flat(parameters[name])
+            if not (np.isfinite(weights).all() and np.isfinite(_flat(gradient)).all()):
+                raise TrainingDiverged(
+                    f"{name} or its gradient is not finite after step {step}; lower the learning rate"
+                )
             share, directions = float(self._own.get("guided_share", 0.0)), self._directions[name]
             left = math.floor((1 - sigma) * self._densities[name] * weights.size + 1e-9)
             moved = np.subtract(weights, self._start[name].reshape(-1), dtype=np.float32)

@@ -37,8 +37,9 @@ where it is positive.
 Decoding is written here and not left to a library because its input is hostile: it copies nothing before every length
 is checked against the manifest, and touches no byte that the header did not account for. Beyond the bytes given, it
 uses at most ``MAX_MEMORY_FACTOR`` times their length (the float32 copy of shorter values, and the check for finiteness)
-plus ``MAX_MEMORY_FIXED`` bytes for the header and the mask; a mask of elements takes a byte for every maskable weight,
-and eight for those that exist.
+plus ``MAX_MEMORY_FIXED`` bytes for the header and the mask. A mask of elements takes a byte for every maskable weight
+(four more while a difference is read) and, where rows are counted, eight for those that exist; signs take five bytes
+each, and are at most as many as those weights.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ def decode(body: bytes | memoryview, manifest: Manifest, known: ElementMask | No
         draw,
         precision,
         metadata["report"],
-        signs=_unpack_signs(data["signs"]) if "signs" in data else None,
+        signs=_decode_signs(manifest, data["signs"]) if "signs" in data else None,
         gradients=_decode_gradients(manifest, data["gradients"]) if "gradients" in data else None,
         parts={"header": start, **{name: len(part) for name, part in data.items()}},
     )
@@ -229,18 +230,21 @@ def _pack_signs(signs: Signs) -> bytes:
     return struct.pack("<I", len(signs)) + np.packbits(nonzero).tobytes() + np.packbits(positive).tobytes()
 
 
-def _unpack_signs(data: memoryview) -> Signs:
+def _decode_signs(manifest: Manifest, data: memoryview) -> Signs:
     count = struct.unpack("<I", data[:4])[0] if len(data) >= 4 else 0
+    most = sum(spec.size for spec in manifest.maskable)
+    if count > most:
+        raise BundleError(f"the bundle holds {count} signs, there are {most} maskable weights; fetch it again")
     end = 4 + (count + 7) // 8
     if len(data) < end:
         raise BundleError(f"the signs have {len(data)} bytes, {count} of them take more; send the whole file")
-    nonzero = np.unpackbits(np.frombuffer(data[4:end], dtype=np.uint8), count=count)
-    positions = np.flatnonzero(nonzero)
-    if len(data) != end + (len(positions) + 7) // 8:
-        raise BundleError(f"the signs have {len(data) - end} bytes of signs for {len(positions)} weights")
-    positive = np.unpackbits(np.frombuffer(data[end:], dtype=np.uint8), count=len(positions))
+    nonzero = np.unpackbits(np.frombuffer(data[4:end], dtype=np.uint8), count=count).view(np.bool_)
+    others = np.count_nonzero(nonzero)
+    if len(data) != end + (others + 7) // 8:
+        raise BundleError(f"the signs have {len(data) - end} bytes of signs for {others} weights; send the whole file")
+    positive = np.unpackbits(np.frombuffer(data[end:], dtype=np.uint8), count=others).view(np.int8)
     signs = np.zeros(count, dtype=np.int8)
-    signs[positions] = 2 * positive.astype(np.int8) - 1
+    signs[nonzero] = 2 * positive - 1
     return signs
 
 
@@ -446,6 +450,11 @@ def _decode_mask(
             return _elements(lambda: from_bits(manifest, data)), None
         case {"form": "changed", "digest": str(digest)} if len(description) == 2:
             old = _held(known, digest)
+            if len(data) > len(old.bits):
+                raise BundleError(
+                    f"the mask's difference has {len(data)} bytes, all of its bits {len(old.bits)}; encode with "
+                    f"protocol.bundle"
+                )
             return _elements(lambda: apply_difference(manifest, old, data)), None
     if len(data):
         raise BundleError("a mask tensor is not allowed in this form of mask; encode with protocol.bundle")

@@ -58,8 +58,7 @@ class ElementMask:
     @cached_property
     def bits(self) -> bytes:
         """One bit for every maskable weight."""
-        flat = [flags.reshape(-1) for flags in self.exists.values()]
-        return np.packbits(np.concatenate(flat)).tobytes() if flat else b""
+        return np.packbits(_flat(self)).tobytes()
 
     @cached_property
     def digest(self) -> str:
@@ -161,7 +160,7 @@ def apply_difference(manifest: Manifest, old: ElementMask, data: bytes | memoryv
 
 
 def _flat(mask: ElementMask) -> Flags:
-    return np.concatenate([flags.reshape(-1) for flags in mask.exists.values()])
+    return np.concatenate([np.zeros(0, dtype=bool), *(flags.reshape(-1) for flags in mask.exists.values())])
 
 
 def _split(manifest: Manifest, flags: Flags) -> ElementMask:

@@ -9,6 +9,7 @@ nothing is lost in the long run.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,15 +25,15 @@ LARGEST = 127
 def row_lengths(manifest: Manifest, mask: Mask | None) -> NDArray[np.intp]:
     """How many packed values each row has, in order; none is empty. They add up to ``count_values``."""
     lengths: list[NDArray[np.intp]] = []
-    for _, block in blocks(manifest, mask):
+    for spec, block in blocks(manifest, mask):
         if block.size == 0:
             continue
-        if len(block.view) < 2:
+        if len(spec.shape) < 2:  # not its view, which is of channels and what they own behind a flatten
             lengths.append(np.array([block.size]))
         elif isinstance(block, Points):
-            columns = int(np.prod(block.view[1:]))
-            counts = np.bincount(block.index // columns, minlength=block.view[0])
-            lengths.append(counts[np.flatnonzero(counts)])
+            rows, columns = block.view[0], math.prod(block.view[1:])
+            counts = np.diff(np.searchsorted(block.index, np.arange(rows + 1) * columns))
+            lengths.append(counts[counts > 0])
         else:
             rows = block.shape[0]
             lengths.append(np.full(rows, block.size // rows))

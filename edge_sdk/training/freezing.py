@@ -152,7 +152,7 @@ class Freezing:
         while self._undo:
             self._undo.pop()()
         for part in self._parts:
-            del part.leaf
+            vars(part).pop("leaf", None)  # none, where it was left before: what exists was to change, and could not
 
     def collect_gradients(self) -> None:
         """Bring all gradients to the leaves, zero where nothing exists: after backward, before clipping.

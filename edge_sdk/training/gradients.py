@@ -23,7 +23,7 @@ def visit_gradients(
     """Hand ``visit`` the name and gradient of each parameter in ``names``, of the loss on ``batches`` taken as one.
 
     One at a time: each is freed before the backward pass makes the next. ``visit`` must not change the model. Buffers
-    (running statistics) are as before afterwards, and no gradient is left.
+    (running statistics) are as before afterwards, and no gradient is left, whatever ``visit`` raises.
     """
     inputs, targets = (torch.cat([batch[part] for batch in batches]) for part in (0, 1))
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -41,6 +41,8 @@ def visit_gradients(
     finally:
         for hook in hooks:
             hook.remove()
+        for parameter in wanted.values():
+            parameter.grad = None  # of what was under way, where ``visit`` raised
         for parameter in unwanted:
             parameter.requires_grad_(True)
         with torch.no_grad():

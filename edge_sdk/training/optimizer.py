@@ -45,7 +45,7 @@ class Optimisation:
     def __enter__(self) -> Optimisation:
         if self._proximal_weight:
             self._start = {name: value.detach().clone() for name, value in self._freezing.model.named_parameters()}
-        self._begin()
+        self._begin({})
         return self
 
     def __exit__(
@@ -55,13 +55,18 @@ class Optimisation:
             self.forget_gradients()  # as large as the model: free them until the next round
         self._freezing.__exit__(kind, error, trace)
 
-    def _begin(self) -> None:
+    def _begin(self, changed: Mapping[str, torch.Tensor]) -> None:
         self._freezing.__enter__()
         self._parameters = self._freezing.parameters
         self._optimizer = _optimizer(self._parameters, self._settings, self._learning_rate)
         self._pull: Pull | None = None
         if self._proximal_weight:
-            centres = [self._freezing.take(name, self._start[name]) for name in self._freezing.names]
+            # What was taken away is pulled nowhere, or it would come back to life where gradients are masked in place.
+            starts = {
+                name: start * changed[name].to(start.device) if name in changed else start
+                for name, start in self._start.items()
+            }
+            centres = [self._freezing.take(name, starts[name]) for name in self._freezing.names]
             self._pull = Pull(self._parameters, centres, self._proximal_weight)
 
     def forget_gradients(self) -> None:
@@ -82,14 +87,15 @@ class Optimisation:
     def change(self, decide: Callable[[], Change]) -> None:
         """Leave the model to ``decide``, which may change its weights, and go on with what it says exists of them.
 
-        What stays keeps its memory in the optimiser, and everything the place that it is pulled to.
+        What stays keeps its memory in the optimiser, and everything that exists the place that it is pulled to. Raises
+        what ``decide`` does; nothing but leaving is possible then.
         """
         before, memory = self._freezing, [dict(self._optimizer.state.get(leaf, {})) for leaf in self._parameters]
         self.forget_gradients()
         before.__exit__(None, None, None)
         change = decide()
         self._freezing = before.with_elements(change.elements)
-        self._begin()
+        self._begin(change.elements)
         for name, leaf, slots in zip(before.names, self._parameters, memory, strict=True):
             carry = _Carry(before, self._freezing, name, change.renewed.get(name))
             if slots:
