@@ -479,7 +479,7 @@ def _decode_mask(
 def _held(known: ElementMask | None, digest: str) -> ElementMask:
     if known is None or known.digest != digest:
         raise BundleError(
-            f"the bundle speaks of the mask {digest[:12]}, which is not held here; ask for the assignment again, "
+            f"the bundle speaks of the mask {digest[:12]!r}, which is not held here; ask for the assignment again, "
             f"naming the mask that is"
         )
     return known

@@ -25,10 +25,13 @@ from edge_sdk.protocol.bundle import (
     decode,
     encode,
     largest_bundle,
+    parts_of,
 )
+from edge_sdk.protocol.elements import ElementMask, difference, everything, from_bits
 from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec
+from edge_sdk.protocol.manifest import Layer, Manifest, NeuronGroup, Segment, TensorSpec
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, check_mask, count_values, draw_neurons, same_mask
+from edge_sdk.protocol.quantization import Quantised, quantise, row_lengths
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 DRAW = NeuronDraw("job:0", 3, "dev-7", 0.5)
@@ -55,6 +58,35 @@ def every(step, *sizes):
 
 def noise(count, seed=0):
     return np.random.default_rng(seed).normal(size=count).astype(np.float32)
+
+
+def some(manifest, density, seed=0):
+    """A mask of elements of about this density."""
+    generator = np.random.default_rng(seed)
+    return ElementMask({spec.name: generator.random(spec.shape) < density for spec in manifest.maskable})
+
+
+def but_for(mask, *positions):
+    """The mask that differs at these positions of its first tensor."""
+    name = next(iter(mask.exists))
+    changed = mask.exists[name].copy()
+    changed.reshape(-1)[list(positions)] ^= True
+    return ElementMask({**mask.exists, name: changed})
+
+
+def linear(outputs, inputs):
+    """One linear layer, without neurons."""
+    return Manifest(
+        task="linear",
+        input_shape=(inputs,),
+        output_shape=(outputs,),
+        tensors=(TensorSpec(name="fc.weight", shape=(outputs, inputs)), TensorSpec(name="fc.bias", shape=(outputs,))),
+        layers=(Layer(name="fc", kind="linear", tensors=("fc.weight", "fc.bias")),),
+    )
+
+
+def quantised(manifest, mask, seed=0):
+    return quantise(noise(count_values(manifest, mask), seed), row_lengths(manifest, mask), seed)
 
 
 def same(one: Bundle, other: Bundle):
@@ -170,6 +202,295 @@ def test_the_worked_example_of_the_format(take_apart):
     assert np.frombuffer(data[: 13 * 4], "<f4").tolist() == list(range(13))
 
 
+# --- masks of elements -------------------------------------------------------------------------------------------
+
+
+def form_of(body, take_apart):
+    return json.loads(take_apart(body)[0]["__metadata__"]["mask"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "known", "form"),
+    [
+        ([], True, "known"),
+        ([5], True, "changed"),
+        (range(0, 4000, 40), True, "changed"),
+        (range(0, 4000, 10), True, "changed"),
+        (range(0, 4000, 8), True, "elements"),
+        (range(4000), True, "elements"),
+        ([], False, "elements"),
+        ([5], False, "elements"),
+    ],
+    ids=str,
+)
+def test_a_mask_of_elements_takes_its_shortest_form(changes, known, form, take_apart):
+    manifest = linear(40, 100)
+    held = some(manifest, 0.3)
+    mask = but_for(held, *changes)
+    values = noise(count_values(manifest, mask))
+    body = encode(manifest, values, mask, known=held if known else None)
+    wanted = {"form": form} if form == "elements" else {"form": form, "digest": held.digest}
+    assert form_of(body, take_apart) == wanted
+    decoded = decode(body, manifest, held)
+    assert same_mask(decoded.mask, mask)
+    assert decoded.values.tobytes() == values.tobytes()
+    alternatives = [mask.bits, difference(held, mask)] if known else [mask.bits]
+    assert decoded.parts.get("mask", 0) == (0 if form == "known" else min(len(data) for data in alternatives))
+
+
+def test_a_mask_of_everything_is_sent_as_such_and_is_not_a_whole_model(take_apart):
+    manifest = linear(4, 5)
+    body = encode(manifest, noise(24), everything(manifest))
+    assert form_of(body, take_apart)["form"] == "elements"
+    assert decode(body, manifest).mask.count == 20
+    assert decode(encode(manifest, noise(24), None), manifest).mask is None
+
+
+@pytest.mark.parametrize("changes", [[], [5]], ids=["known", "changed"])
+@pytest.mark.parametrize("whose", ["none", "another"])
+def test_a_mask_that_is_not_held_here_cannot_be_named(changes, whose):
+    manifest = linear(40, 100)
+    held = some(manifest, 0.3)
+    body = encode(manifest, noise(count_values(manifest, but_for(held, *changes))), but_for(held, *changes), known=held)
+    other = some(manifest, 0.3, seed=1) if whose == "another" else None
+    with pytest.raises(
+        BundleError, match=f"speaks of the mask '{held.digest[:12]}', which is not held here; ask for the"
+    ):
+        decode(body, manifest, other)
+
+
+def test_a_mask_is_the_one_that_is_held_when_it_is_named():
+    manifest = linear(40, 100)
+    held = some(manifest, 0.3)
+    body = encode(manifest, noise(count_values(manifest, held)), held, known=held)
+    assert decode(body, manifest, held).mask is held
+
+
+def test_reading_a_change_leaves_what_is_held_as_it_is():
+    manifest = linear(40, 100)
+    held = some(manifest, 0.3)
+    before, mask = held.exists["fc.weight"].copy(), but_for(held, 3, 77)
+    decode(encode(manifest, noise(count_values(manifest, mask)), mask, known=held), manifest, held)
+    np.testing.assert_array_equal(held.exists["fc.weight"], before)
+
+
+def test_a_mask_of_elements_of_another_model_is_not_sent():
+    manifest = linear(4, 5)
+    with pytest.raises(ValueError, match="maskable are"):
+        encode(manifest, noise(24), ElementMask({}))
+
+
+# --- int8, signs and gradients -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["all", "neurons", "elements"])
+def test_whole_numbers_and_scales_come_back(small, kind):
+    mask = {"all": None, "neurons": draw_neurons(small, DRAW), "elements": some(small, 0.4)}[kind]
+    numbers = quantised(small, mask)
+    body = encode(small, numbers, mask, report="r")
+    decoded = decode(body, small)
+    lengths = row_lengths(small, mask)
+    assert (decoded.precision, decoded.report) == ("int8", "r")
+    assert decoded.values.tobytes() == numbers.values(lengths).tobytes()
+    assert decoded.parts["values"] == len(numbers.numbers)
+    assert decoded.parts["scales"] == 4 * len(lengths)
+
+
+def test_int8_values_must_be_quantised_first(small):
+    with pytest.raises(BundleError, match=r"are differences; quantise them with protocol\.quantization"):
+        encode(small, noise(small.shared_values), None, precision="int8")
+    with pytest.raises(BundleError, match="the mask covers 134"):
+        encode(small, Quantised(np.zeros(3, np.int8), np.zeros(1, np.float32)), None)
+
+
+def of_numbers(numbers, scales):
+    return encode(wide(3), Quantised(np.array(numbers, np.int8), np.array(scales, np.float32)), None)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "scales", "said"),
+    [
+        ([1, -128, 0], [1], "whole numbers must lie in -127..127, scales be finite and not negative"),
+        ([1, 2, 3], [-1], "not negative"),
+        ([1, 2, 3], [1, 1], "holds 2 scales for 1 rows; quantise it again"),
+        ([1, 2, 3], [], "holds 0 scales for 1 rows"),
+        ([127, 2, 3], [3e38], r"g0\.bias: a value is not finite"),
+    ],
+)
+def test_whole_numbers_and_scales_that_stand_for_nothing_are_refused(numbers, scales, said):
+    with pytest.raises(BundleError, match=said):
+        decode(of_numbers(numbers, scales), wide(3))
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, -1e-45])
+def test_scales_that_are_no_scales_are_refused(scale, sign, take_apart):
+    with pytest.raises(BundleError, match="finite"):
+        decode(
+            sign(*with_part(take_apart(of_numbers([1, 2, 3], [1])), "scales", "F32", struct.pack("<f", scale))), wide(3)
+        )
+
+
+def test_scales_without_whole_numbers_are_refused(small, sign, take_apart):
+    header, data = take_apart(encode(small, noise(small.shared_values), None))
+    body = sign(*with_part((header, data), "scales", "F32", bytes(4 * len(row_lengths(small, None)))))
+    with pytest.raises(BundleError, match="scales belong to int8 values"):
+        decode(body, small)
+
+
+def test_whole_numbers_without_scales_are_refused(take_apart, sign):
+    header, data = take_apart(of_numbers([1, 2, 3], [1]))
+    del header["scales"]
+    with pytest.raises(BundleError, match="holds 0 scales for 1 rows"):
+        decode(sign(header, data[:3]), wide(3))
+
+
+@pytest.mark.parametrize(
+    "signs",
+    [
+        [],
+        [0],
+        [1],
+        [-1],
+        [0] * 17,
+        [1] * 8,
+        [-1] * 9,
+        [1, 0, -1, 0, 0, 1, 1, -1, -1, 0, 1],
+        list(np.arange(72) % 3 - 1),
+    ],
+    ids=len,
+)
+def test_signs_come_back(small, signs):
+    given_signs = np.array(signs, dtype=np.int8)
+    decoded = decode(encode(small, noise(small.shared_values), None, signs=given_signs), small)
+    assert decoded.signs.dtype == np.int8
+    assert decoded.signs.tolist() == given_signs.tolist()
+    bits = [(len(signs) + 7) // 8, (int(np.count_nonzero(given_signs)) + 7) // 8]
+    assert decoded.parts["signs"] == 4 + sum(bits)
+
+
+def test_a_bundle_without_signs_has_none(small):
+    decoded = decode(encode(small, noise(small.shared_values), None), small)
+    assert decoded.signs is None
+    assert decoded.gradients is None
+
+
+def test_the_bits_of_signs_by_hand(small, take_apart):
+    body = encode(small, noise(small.shared_values), None, signs=np.array([0, 1, -1, 1], np.int8))
+    low, high = take_apart(body)[0]["signs"]["data_offsets"]
+    assert take_apart(body)[1][low:high] == b"\x04\0\0\0" + bytes([0b01110000, 0b10100000])
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "signs have 0 bytes"),
+        (b"\x01\0\0", "signs have 3 bytes"),
+        (b"\x09\0\0\0\xff", "the signs have 5 bytes, 9 of them take more; send the whole file"),
+        (b"\x08\0\0\0\xff", "0 bytes of signs for 8 weights"),
+        (b"\x08\0\0\0\x00\xff", "1 bytes of signs for 0 weights"),
+        (b"\x49\0\0\0" + bytes(20), "holds 73 signs, there are 72 maskable weights"),
+        (b"\xff\xff\xff\xff" + bytes(20), "holds 4294967295 signs, there are 72 maskable weights"),
+    ],
+)
+def test_signs_that_do_not_add_up_are_refused(small, sign, take_apart, data, said):
+    parts = take_apart(encode(small, noise(small.shared_values), None))
+    with pytest.raises(BundleError, match=said):
+        decode(sign(*with_part(parts, "signs", "U8", data)), small)
+
+
+def test_gradients_come_back(small):
+    gradients = noise(72, seed=4)
+    decoded = decode(encode(small, noise(small.shared_values), some(small, 1.1), gradients=gradients), small)
+    assert decoded.gradients.dtype == np.float32
+    assert decoded.gradients.tobytes() == gradients.tobytes()
+
+
+@pytest.mark.parametrize("count", [0, 71, 73, 134])
+def test_gradients_are_those_of_all_maskable_weights(small, count):
+    body = encode(small, noise(small.shared_values), None, gradients=noise(count))
+    with pytest.raises(BundleError, match="must be finite and those of all 72 maskable weights; send the update again"):
+        decode(body, small)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_gradients_that_are_not_finite_are_neither_sent_nor_read(small, sign, take_apart, value):
+    gradients = noise(72)
+    gradients[7] = value
+    with pytest.raises(BundleError, match="not finite"):
+        encode(small, noise(small.shared_values), None, gradients=gradients)
+    parts = take_apart(encode(small, noise(small.shared_values), None))
+    with pytest.raises(BundleError, match="gradients must be finite"):
+        decode(sign(*with_part(parts, "gradients", "F32", gradients.tobytes())), small)
+
+
+def everything_at_once(small):
+    mask = some(small, 0.4)
+    return {
+        "values": encode(small, noise(small.shared_values), None),
+        "neurons": encode(small, noise(count_values(small, every_other(small))), every_other(small)),
+        "elements": encode(small, quantised(small, mask), mask, gradients=noise(72)),
+        "all": encode(small, quantised(small, mask), mask, signs=np.ones(mask.count, np.int8), gradients=noise(72)),
+    }
+
+
+def every_other(small):
+    return NeuronMask({group: np.arange(0, size, 2) for group, size in small.group_sizes.items()})
+
+
+def test_parts_add_up_to_the_body(small):
+    for kind, body in everything_at_once(small).items():
+        assert decode(body, small).parts == parts_of(body), kind
+        assert sum(parts_of(body).values()) == len(body), kind
+    assert set(parts_of(everything_at_once(small)["all"])) == {
+        "header", "values", "scales", "mask", "signs", "gradients"
+    }  # fmt: skip
+
+
+def test_the_safetensors_library_reads_every_part(small):
+    loaded = safetensors.numpy.load(everything_at_once(small)["all"])
+    assert {name: str(part.dtype) for name, part in loaded.items()} == {
+        "values": "int8", "scales": "float32", "mask": "uint8", "signs": "uint8", "gradients": "float32"
+    }  # fmt: skip
+    assert loaded["gradients"].tolist() == noise(72).tolist()
+
+
+@pytest.mark.parametrize("precision", [*PRECISIONS, "int8"])
+@pytest.mark.parametrize("kind", ["all", "neurons", "elements", "changed elements"])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_no_update_is_larger_than_the_largest(precision, kind, gradients):
+    """With the longest report that fits the header; a batch norm behind a flatten has rows, too."""
+    channels = Segment(group="conv", repeat=7)
+    manifest = Manifest(
+        task="flattened",
+        input_shape=(1, 7),
+        output_shape=(2,),
+        tensors=(
+            TensorSpec(name="conv.weight", shape=(900, 1, 3), axes=((Segment(group="conv"),), (), ())),
+            TensorSpec(name="norm.weight", shape=(6300,), axes=((channels,),)),
+            TensorSpec(name="out.weight", shape=(2, 6300), axes=((), (channels,))),
+        ),
+        groups=(NeuronGroup(name="conv", size=900),),
+        layers=(
+            Layer(name="conv", kind="conv1d", tensors=("conv.weight",)),
+            Layer(name="out", kind="linear", tensors=("out.weight",)),
+        ),
+    )
+    known = some(manifest, 0.5) if kind == "changed elements" else None
+    mask = {"all": None, "neurons": NeuronMask({"conv": np.arange(0, 900, 2)})}.get(kind, some(manifest, 0.5, seed=1))
+    count = count_values(manifest, mask)
+    weights = sum(spec.size for spec in manifest.maskable)
+    body = encode(
+        manifest,
+        quantised(manifest, mask) if precision == "int8" else noise(count),
+        mask,
+        precision=precision,
+        known=known,
+        gradients=noise(weights) if gradients else None,
+    )
+    bound = largest_bundle(count, precision, manifest, elements=isinstance(mask, ElementMask), gradients=gradients)
+    assert len(body) - parts_of(body)["header"] <= bound - MAX_HEADER - 8
+
+
 # --- a second opinion --------------------------------------------------------------------------------------------
 
 
@@ -274,6 +595,30 @@ def bodies(small):
         )
         drawn = draw_neurons(small, DRAW)
         valid.append(encode(small, noise(count_values(small, drawn)), drawn, draw=DRAW, precision=precision))
+    return valid
+
+
+HELD_BITS = bytes([0x35, 0, 0xFF, 0x10, 0x81, 0, 0, 0x7E, 0x11])
+HELD_DIGEST = hashlib.sha256(HELD_BITS).hexdigest()
+HELD_VALUES = 62 + sum(byte.bit_count() for byte in HELD_BITS)
+"""The mask of elements that the reader of hostile bundles holds, and the values under it."""
+
+
+def sparse_bodies(small):
+    """Valid bundles with everything else that there is: elements in all forms, int8, signs, gradients."""
+    held = from_bits(small, HELD_BITS)
+    changed = but_for(held, 3, 70)
+    valid = [
+        encode(small, quantised(small, None), None),
+        encode(small, quantised(small, every_other(small)), every_other(small)),
+    ]
+    for mask, known in ((held, None), (held, held), (changed, held), (everything(small), None)):
+        values = noise(count_values(small, mask))
+        signs = np.arange(mask.count).astype(np.int8) % 3 - 1
+        valid.append(encode(small, values, mask, known=known, precision="fp16"))
+        valid.append(encode(small, quantised(small, mask), mask, known=known, gradients=noise(72)))
+        valid.append(encode(small, values, mask, known=known, signs=signs))
+        valid.append(encode(small, values, mask, known=known, signs=signs, gradients=noise(72)))
     return valid
 
 
@@ -399,7 +744,8 @@ def wrong_count_consistently(rng, body, parts, sign):
     dtype = rng.choice(["F32", "F16", "BF16"])
     count, width = rng.choice([0, 1, rng.randrange(300), header["values"]["shape"][0]]), 4 if dtype == "F32" else 2
     header["values"] = {"dtype": dtype, "shape": [count], "data_offsets": [0, count * width]}
-    header.pop("mask", None)
+    for name in ("scales", "mask", "signs", "gradients"):
+        header.pop(name, None)
     return sign(header, bytes(count * width))
 
 
@@ -417,16 +763,124 @@ def any_bits_as_values(rng, body, parts, sign):
     return sign(header, bytes(changed[: len(data)]))
 
 
+ORDER = ("values", "scales", "mask", "signs", "gradients")
+WIDTHS = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
+
+
+def laid_out(header, pieces):
+    """Header and data of these pieces, in their order; every offset is right."""
+    end, kept = 0, {"__metadata__": header["__metadata__"]}
+    for name in ORDER:
+        if name in pieces:
+            kept[name] = {**header[name], "data_offsets": [end, end + len(pieces[name])]}
+            end += len(pieces[name])
+    return kept, b"".join(pieces[name] for name in ORDER if name in pieces)
+
+
+def pieces_of(parts):
+    return {name: parts[1][slice(*parts[0][name]["data_offsets"])] for name in ORDER if name in parts[0]}
+
+
+def with_part(parts, name, dtype, data):
+    """Header and data with one part replaced or added."""
+    header = {**json.loads(json.dumps(parts[0])), name: {"dtype": dtype, "shape": [len(data) // WIDTHS[dtype]]}}
+    return laid_out(header, {**pieces_of(parts), name: data})
+
+
+def without(parts, *names):
+    """Header and data less these parts."""
+    return laid_out(parts[0], {name: piece for name, piece in pieces_of(parts).items() if name not in names})
+
+
+def with_form(parts, form):
+    header = json.loads(json.dumps(parts[0]))
+    header["__metadata__"]["mask"] = form if isinstance(form, str) else json.dumps(form)
+    return header, parts[1]
+
+
+def any_elements(rng, body, parts, sign):
+    """Any bits of elements, right or wrong padding and length, any other form beside them, a right or wrong count."""
+    mask = rng.choice([rng.randbytes(9), rng.randbytes(9), rng.randbytes(8), rng.randbytes(10), bytes(9), b"\xff" * 9])
+    count = rng.choice([62 + sum(byte.bit_count() for byte in mask), rng.randrange(135)])
+    form = rng.choice([{"form": "elements"}] * 4 + [{"form": "elements", "digest": "0"}, {"form": "bits"}])
+    values = b"".join(struct.pack("<f", rng.uniform(-2, 2)) for _ in range(count))
+    parts = with_part(without(parts, "scales", "signs"), "values", "F32", values)
+    return sign(*with_part(with_form(parts, form), "mask", "U8", mask))
+
+
+def named_masks(rng, body, parts, sign):
+    """Masks that are held or not, with or without a difference, of which some lead nowhere."""
+    digest = rng.choice([HELD_DIGEST] * 5 + ["0" * 64, "", HELD_DIGEST[:12], rng.choice(ODD)])
+    form = {"form": rng.choice(["known", "changed", "changed"]), "digest": digest}
+    if rng.random() < 0.1:
+        form[rng.choice(["x", "form"])] = rng.choice(ODD)
+    gaps = [rng.choice([0, 1, 5, 30, 71, 72, 254, 255]) for _ in range(rng.choice([0, 1, 1, 2, 3, 9, 10]))]
+    count = HELD_VALUES + rng.randrange(-2, 3)
+    parts = with_part(without(parts, "scales", "signs", "mask"), "values", "F32", bytes(4 * count))
+    if rng.random() < 0.7:
+        parts = with_part(parts, "mask", "U8", bytes(gaps))
+    return sign(*with_form(parts, form))
+
+
+def whole_numbers(rng, body, parts, sign):
+    """Any numbers and scales, in right or wrong numbers, with or without the other."""
+    count = parts[0]["values"]["shape"][0]
+    rows = parts[0]["scales"]["shape"][0] if "scales" in parts[0] else 17
+    numbers = bytearray(rng.randbytes(rng.choice([count, count, count, count - 1, count + 1])))
+    if rng.random() < 0.8:
+        numbers = bytearray(byte if byte != 0x80 else 0 for byte in numbers)
+    some_scales = [0.0, 1.0, 1e-45, 1e30, 3e38, -1.0, -0.0, math.nan, math.inf]
+    weights = [9, 9, 9, 9, 1, 1, 1, 1, 1]
+    scales = rng.choices(some_scales, weights, k=rng.choice([rows, rows, rows, 0, rows + 1, 17]))
+    if rng.random() < 0.9:
+        parts = with_part(parts, "values", rng.choice(["I8", "I8", "I8", "U8"]), bytes(numbers))
+    packed = struct.pack(f"<{len(scales)}f", *scales)
+    return sign(*(with_part(parts, "scales", "F32", packed) if rng.random() < 0.9 else without(parts, "scales")))
+
+
+def any_signs(rng, body, parts, sign):
+    """Signs of right and wrong numbers, with bits to spare or too few, claims up to four thousand millions."""
+    count = rng.choice([0, 1, 8, 9, 29, 72, 73, 80, 2**31, 2**32 - 1])
+    known = min(count, 80)
+    nonzero = [rng.random() < 0.5 for _ in range(known)]
+    first = np.packbits(np.array(nonzero, dtype=bool)).tobytes()
+    second = rng.randbytes((sum(nonzero) + 7) // 8)
+    data = struct.pack("<I", count) + rng.choice([first + second] * 4 + [first, second, first + second + b"\0", b""])
+    data = rng.choice([data, data, data, data[:3], rng.randbytes(30)])
+    return sign(*with_part(parts, "signs", rng.choice(["U8", "U8", "U8", "U8", "I8", "F32"]), data))
+
+
+def any_gradients(rng, body, parts, sign):
+    count = rng.choice([72, 72, 72, 0, 71, 73])
+    values = rng.choices([0.5, -3.0, 1e-45, 3e38, math.nan, math.inf], [90, 90, 90, 90, 1, 1], k=count)
+    dtype = rng.choice(["F32", "F32", "F32", "F32", "F16", "I8"])
+    return sign(*with_part(parts, "gradients", dtype, struct.pack(f"<{count}f", *values)))
+
+
+def parts_in_another_order(rng, body, parts, sign):
+    """Offsets that swap two parts, overlap or leave a gap, each of its right length."""
+    header, data = json.loads(json.dumps(parts[0])), parts[1]
+    names = [name for name in ORDER if name in header]
+    rng.shuffle(names)
+    end = 0
+    for name in names:
+        low, high = header[name]["data_offsets"]
+        header[name]["data_offsets"] = [end, end + high - low]
+        end += high - low + rng.choice([0, 0, 0, 1, -1])
+    return sign(header, data)
+
+
 def with_mask(parts, sign, form, mask, values=None):
     header = json.loads(json.dumps(parts[0]))
     low, high = header["values"]["data_offsets"]
     data = parts[1][low:high]
     if values is not None:
         dtype = header["values"]["dtype"]
-        data = bytes(values * (4 if dtype == "F32" else 2))
+        data = bytes(values * WIDTHS[dtype])
         header["values"] = {"dtype": dtype, "shape": [values], "data_offsets": [0, len(data)]}
     header["__metadata__"]["mask"] = form
-    header.pop("mask", None)
+    for name in ("scales", "mask", "signs", "gradients"):
+        header.pop(name, None)
     if mask:
         header["mask"] = {"dtype": "U8", "shape": [len(mask)], "data_offsets": [len(data), len(data) + len(mask)]}
     return sign(header, data + mask)
@@ -529,20 +983,44 @@ ATTACKS = (
     index, draws, descriptions, duplicate_keys, extra_tensors, nested, other_texts,
 )  # fmt: skip
 
+SPARSE_ATTACKS = (any_elements, named_masks, whole_numbers, any_signs, any_gradients, parts_in_another_order)
+
 
 def assert_promises(decoded: Bundle, manifest: Manifest):
     """All that code behind ``decode`` relies on."""
     assert decoded.values.dtype == np.float32
     assert decoded.values.shape == (count_values(manifest, decoded.mask),)
     assert np.isfinite(decoded.values).all()
-    assert decoded.precision in PRECISIONS
+    assert decoded.precision in (*PRECISIONS, "int8")
     assert isinstance(decoded.report, str)
     if decoded.mask is not None:
         check_mask(manifest, decoded.mask)
     if decoded.draw is not None:
         assert same_mask(decoded.mask, draw_neurons(manifest, decoded.draw))
-    again = encode(manifest, decoded.values, decoded.mask, draw=decoded.draw, precision=decoded.precision)
-    assert decode(again, manifest).values.tobytes() == decoded.values.tobytes()
+    if decoded.signs is not None:
+        assert decoded.signs.dtype == np.int8
+        assert set(decoded.signs.tolist()) <= {-1, 0, 1}
+        assert len(decoded.signs) <= 72
+    if decoded.gradients is not None:
+        assert decoded.gradients.dtype == np.float32
+        assert decoded.gradients.shape == (72,)
+        assert np.isfinite(decoded.gradients).all()
+    again = encode(
+        manifest,
+        decoded.values,
+        decoded.mask,
+        draw=decoded.draw,
+        precision="fp32" if decoded.precision == "int8" else decoded.precision,
+        signs=decoded.signs,
+        gradients=decoded.gradients,
+    )
+    read = decode(again, manifest)
+    assert read.values.tobytes() == decoded.values.tobytes()
+    assert same_mask(read.mask, decoded.mask)
+    assert (read.signs is None) == (decoded.signs is None)
+    assert read.signs is None or read.signs.tobytes() == decoded.signs.tobytes()
+    assert (read.gradients is None) == (decoded.gradients is None)
+    assert read.gradients is None or read.gradients.tobytes() == decoded.gradients.tobytes()
 
 
 WALLS = (
@@ -580,10 +1058,46 @@ def test_hostile_bytes_are_refused_or_keep_every_promise(small, sign, take_apart
         assert accepted[attack] > 0, f"{attack} never came through: it tests nothing behind its first wall"
 
 
-def peak_of_decoding(body, manifest):
+SPARSE_WALLS = (
+    "weights take", "padding bits", "in the middle of a distance", "names position", "bytes, all of its bits",
+    "not held here", "not allowed in this form", "none of the forms", "scales for", "whole numbers must lie",
+    "scales belong", "U8", "take more", "bytes of signs for", "maskable weights; fetch", "gradients must be finite",
+    "begins at byte", "its mask covers", "is not finite", "is not JSON", "must hold __metadata__",
+)  # fmt: skip
+
+
+def test_hostile_bytes_of_sparse_models_are_refused_or_keep_every_promise(small, sign, take_apart):
+    """All attacks on bundles of elements, int8, signs and gradients, at a reader who holds a mask, and those made for
+    them on bundles of every kind: 16,200."""
+    rng = random.Random(20240602)
+    held = from_bits(small, HELD_BITS)
+    sparse, plain = ([(body, take_apart(body)) for body in made(small)] for made in (sparse_bodies, bodies))
+    accepted = {attack.__name__: 0 for attack in (*ATTACKS, *SPARSE_ATTACKS)}
+    met = set()
+    for attack in (*ATTACKS, *SPARSE_ATTACKS):
+        for number in range(600):
+            body, parts = rng.choice(plain if attack in SPARSE_ATTACKS and number % 4 == 0 else sparse)
+            hostile = attack(rng, body, parts, sign)
+            try:
+                decoded = decode(hostile, small, held)
+            except BundleError as refused:
+                text = str(refused)
+                met.update(wall for wall in SPARSE_WALLS if wall in text)
+                text.encode()
+            else:
+                assert_promises(decoded, small)
+                accepted[attack.__name__] += 1
+    assert met == set(SPARSE_WALLS), "every check was reached"
+    for attack in ("random_bytes", "truncated", "longer", "shorter_but_signed", "longer_but_signed", "nested"):
+        assert accepted[attack] == 0, attack
+    for attack in ("flipped_data_but_signed", "any_bits_as_values", *(each.__name__ for each in SPARSE_ATTACKS)):
+        assert accepted[attack] > 0, f"{attack} never came through: it tests nothing behind its first wall"
+
+
+def peak_of_decoding(body, manifest, known=None):
     tracemalloc.start()
     try:
-        decode(body, manifest)
+        decode(body, manifest, known)
     except BundleError:
         pass
     finally:
@@ -594,12 +1108,13 @@ def peak_of_decoding(body, manifest):
 
 def test_memory_is_bounded_whatever_the_bytes_claim(small, sign, take_apart):
     rng = random.Random(7)
-    valid = [(body, take_apart(body)) for body in bodies(small)]
-    for attack in ATTACKS:
+    valid = [(body, take_apart(body)) for body in bodies(small) + sparse_bodies(small)]
+    held = from_bits(small, HELD_BITS)
+    for attack in (*ATTACKS, *SPARSE_ATTACKS):
         for _ in range(12):
             body, parts = rng.choice(valid)
             hostile = attack(rng, body, parts, sign)
-            assert peak_of_decoding(hostile, small) <= MAX_MEMORY_FACTOR * len(hostile) + MAX_MEMORY_FIXED
+            assert peak_of_decoding(hostile, small, held) <= MAX_MEMORY_FACTOR * len(hostile) + MAX_MEMORY_FIXED
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -625,3 +1140,43 @@ def test_memory_is_bounded_for_large_models_too(form, precision, sign, take_apar
     header["values"]["shape"] = [2**40]
     header["values"]["data_offsets"] = [0, 2**42]
     assert peak_of_decoding(sign(header, data), manifest) <= MAX_MEMORY_FACTOR * len(body) + MAX_MEMORY_FIXED
+
+
+@pytest.mark.parametrize("density", [0.02, 0.3, 1.1])
+@pytest.mark.parametrize("form", ["elements", "known", "changed", "int8", "signs", "gradients"])
+def test_memory_of_sparse_models_is_what_the_format_says(form, density):
+    """A byte for every maskable weight, four more for a difference, five for signs; eight for those in counted rows."""
+    manifest = linear(2000, 1000)
+    held = some(manifest, density)
+    mask = but_for(held, *range(0, 2_000_000, 500)) if form == "changed" else held
+    values = quantised(manifest, mask) if form == "int8" else noise(count_values(manifest, mask))
+    signs, gradients = np.ones(2_000_000, np.int8), noise(2_000_000)
+    body = encode(
+        manifest,
+        values,
+        mask,
+        known=held if form in ("known", "changed") else None,
+        signs=signs if form == "signs" else None,
+        gradients=gradients if form == "gradients" else None,
+    )
+    promised = MAX_MEMORY_FACTOR * len(body) + MAX_MEMORY_FIXED
+    promised += {"signs": 6, "changed": 5, "known": 0}.get(form, 1) * 2_000_000
+    promised += 8 * mask.count if form == "int8" else 0
+    reader = ElementMask(dict(held.exists))  # as just loaded: nothing is remembered of it
+    assert peak_of_decoding(body, manifest, reader) <= promised
+
+
+def test_bytes_that_claim_many_signs_or_a_long_difference_take_no_more(sign, take_apart):
+    """Eight times as many signs as there are weights, and a difference of a byte for each, all of it ones."""
+    manifest = linear(2000, 1000)
+    held = some(manifest, 0.0)
+    parts = take_apart(encode(manifest, noise(2000), held, known=held))
+    many = struct.pack("<I", 16_000_000) + b"\xff" * 4_000_000
+    form = {"form": "changed", "digest": held.digest}
+    for hostile, said in (
+        (sign(*with_part(parts, "signs", "U8", many)), "holds 16000000 signs"),
+        (sign(*with_form(with_part(parts, "mask", "U8", bytes(2_000_000)), form)), "bytes, all of its bits 250000"),
+    ):
+        assert peak_of_decoding(hostile, manifest, held) <= MAX_MEMORY_FIXED
+        with pytest.raises(BundleError, match=said):
+            decode(hostile, manifest, held)

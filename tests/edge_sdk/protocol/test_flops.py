@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from edge_sdk.protocol.builtin import load_builtin
-from edge_sdk.protocol.flops import forward_flops, training_flops
+from edge_sdk.protocol.elements import ElementMask, everything
+from edge_sdk.protocol.flops import forward_flops, growth_flops, training_flops
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.tracing import describe
 
@@ -110,3 +111,46 @@ def test_look_ups_and_norms_cost_nothing():
     model = nn.Sequential(nn.Embedding(50, 8), nn.LayerNorm((6, 8)), nn.Linear(8, 2))
     tokens = torch.zeros(1, 6, dtype=torch.long)
     assert forward_flops(describe(model, tokens, task="t")) == 2 * 6 * 8 * 2
+
+
+# --- elements ----------------------------------------------------------------------------------------------------
+
+
+def half(manifest):
+    """Every second element of every maskable weight, and one less where they are odd."""
+    return ElementMask({spec.name: (np.arange(spec.size) % 2 == 1).reshape(spec.shape) for spec in manifest.maskable})
+
+
+def test_elements_that_do_not_exist_cost_nothing_forward_and_back():
+    mask = half(DIGITS)
+    layers = [64 * 16 * 9, 16 * 32 * 16 * 9, 64 * 128, 10 * 64]
+    assert forward_flops(DIGITS, mask) == sum(layers), "half of two FLOPs for each"
+    assert training_flops(DIGITS, 5, weight_gradients=mask) == 5 * (3 * sum(layers) - layers[0])
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_with_every_element_it_is_the_whole_network(make):
+    model, shape = make()
+    manifest = describe(model, torch.zeros(1, *shape), task="t")
+    mask = everything(manifest)
+    assert forward_flops(manifest, mask) == forward_flops(manifest)
+    assert training_flops(manifest, 3, weight_gradients=mask) == training_flops(manifest, 3)
+    assert growth_flops(manifest, 3, mask) == training_flops(manifest, 3)
+
+
+def test_growth_adds_the_gradients_of_whole_weights_to_a_sparse_pass():
+    """Forward and input gradients of what exists, weight gradients of everything."""
+    mask = half(DIGITS)
+    layers = [64 * 16 * 9, 16 * 32 * 16 * 9, 64 * 128, 10 * 64]
+    sparse, dense = sum(layers), 2 * sum(layers)
+    assert growth_flops(DIGITS, 7, mask) == 7 * (sparse + (sparse - layers[0]) + dense)
+    assert growth_flops(DIGITS, 0, mask) == 0
+
+
+def test_only_what_is_maskable_is_left_out():
+    """An embedding behind which a linear layer lies: the mask has one tensor, and the look-up costs nothing."""
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 2))
+    manifest = describe(model, torch.zeros(1, 6, dtype=torch.long), task="t")
+    mask = half(manifest)
+    assert list(mask.exists) == ["1.weight"]
+    assert forward_flops(manifest, mask) == 2 * 6 * 8
