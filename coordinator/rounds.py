@@ -243,13 +243,14 @@ class Rounds:
             raise WrongMediaType(f"an update of kind {assignment.kind} is sent as {wanted}, not as {media_type!r}")
         if assignment.kind not in BUNDLE_KINDS:
             return LARGEST_RECEIPT
-        manifest = self._models.manifest(federation)
-        mask, _ = self._models.mask(federation, device.name, assignment)
+        manifest, mask = self._models.manifest(federation), None
+        if assignment.status == "open":  # else the model may be gone, and all that is left to say is that it is settled
+            mask, _ = self._models.mask(federation, device.name, assignment)
         return bundle.largest_bundle(
             count_values(manifest, mask),
             settings_of(federation).precision_of("up", wire.Kind(assignment.kind)),
             manifest,
-            elements=isinstance(mask, ElementMask) or assignment.kind == wire.Kind.prepare,
+            elements=mask is None or isinstance(mask, ElementMask),
             gradients=load_method(federation.method).wants_gradients(assignment.plan or {}),
         )
 
@@ -265,9 +266,13 @@ class Rounds:
         if self._settled(assignment, digest):
             return False
         report = self._check_update(federation, device, assignment, body)
-        if assignment.kind in BUNDLE_KINDS:
-            self._store.blobs.put(_update_key(federation.id, assignment.id, digest), body)
         changed: dict[str, Any] = {}
+        if assignment.kind in BUNDLE_KINDS:
+            # Who trained holds the model's mask, though it has not said so yet: it may not be lost with this round.
+            mask = self._models.model(federation, assignment.model_version).mask
+            if mask is not None and mask.digest != device.mask:
+                changed["mask"] = mask.digest
+            self._store.blobs.put(_update_key(federation.id, assignment.id, digest), body)
         if not device.holds_model and _leaves_model(federation, assignment):
             changed["holds_model"] = True
         if isinstance(report, wire.UpdateReport) and report.status == "stopped":
@@ -552,7 +557,9 @@ class Rounds:
                     )
                 )
             )
-            known = select(Device.mask).where(Device.federation_id == federation.id, Device.mask.is_not(None))
+            known = select(Device.mask).where(
+                Device.federation_id == federation.id, Device.mask.is_not(None), Device.status != "revoked"
+            )
             masks = {digest for digest in db.scalars(known) if digest}
         current_mask = self._models.model(federation, version).mask
         if current_mask is not None:
@@ -574,7 +581,11 @@ class Rounds:
 
     def _situation(self, db: Session, federation: Federation, number: int) -> Situation:
         """What a method knows of round ``number`` when it opens, and when it closes."""
-        enrolled = _devices(db, federation, ("active",))
+        enrolled = [
+            device
+            for device in _devices(db, federation, ("active", "stopped"))
+            if device.status == "active" or device.stopped_round == number  # with this round's update, which counts
+        ]
         asked = select(Assignment.plan).where(
             Assignment.federation_id == federation.id, Assignment.round == number, Assignment.kind.in_(COHORT_KINDS)
         )

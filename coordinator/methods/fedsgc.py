@@ -111,7 +111,7 @@ class FedSGC(CoordinatorMethod):
         counts, seed = layer_counts(manifest, rules.density, rules.layer_sparsity), situation.settings.seed
         at_random = rules.initial_mask == "random"
         mask = random_mask(manifest, counts, seed) if at_random else magnitude_mask(tensors, manifest, counts)
-        masked = {name: tensors[name] * exists for name, exists in mask.exists.items()}
+        masked = {name: np.where(exists, tensors[name], np.float32(0)) for name, exists in mask.exists.items()}
         return GlobalModel({**tensors, **masked}, mask, {"replaced": np.zeros(1, dtype=np.int64)})
 
     def plan(self, situation: Situation) -> Plan:
@@ -171,7 +171,7 @@ class FedSGC(CoordinatorMethod):
                 tensors[spec.name] = half.reshape(spec.shape)
                 continue
             kept = trim(half, weights, weights > 0, model.mask.counts[spec.name])
-            new = half * kept
+            new = np.where(kept, half, np.float32(0))  # a product would leave zeros of both signs
             tensors[spec.name], exists[spec.name] = new.reshape(spec.shape), kept.reshape(spec.shape)
             union += int(np.count_nonzero(weights))
             moved = half if rules.direction == "pre_prune" else new
@@ -186,12 +186,13 @@ class FedSGC(CoordinatorMethod):
 
     def warning(self, model: GlobalModel, situation: Situation) -> str | None:
         """A mask that has never changed is no dynamic sparse training."""
-        interval = self.rules(situation.settings).adjust_interval
-        if situation.round < interval or situation.settings.rounds <= interval or model.own["replaced"][0]:
+        last = situation.settings.rounds - 1  # the last round re-adjusts nothing
+        adjusted = min(situation.round, last) // self.rules(situation.settings).adjust_interval
+        if not adjusted or model.own["replaced"][0]:
             return None
         return (
-            f"no weight has been replaced in {situation.round // interval} re-adjusting rounds: the mask is still the "
-            f"first one; lower device_interval or rest, raise over_pruning, or take it for a static mask"
+            f"no weight has been replaced in {adjusted} re-adjusting rounds: the mask is still the first one; lower "
+            f"device_interval, raise over_pruning, give rest none, or take it for a static mask"
         )
 
 

@@ -27,6 +27,7 @@ from coordinator.settings import Settings
 from coordinator.storage.store import DataInUse
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.elements import ElementMask, everything
 from edge_sdk.protocol.manifest import Manifest, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Phase, UpdateReport, UploadCost
@@ -551,7 +552,7 @@ def bad_updates(assignment, train, sign, take_apart):
     }
 
 
-def everything(client):
+def all_that_counts(client):
     """All that an upload could change."""
     rounds = client.get("/v1/federations/default/rounds").json()
     return client.get("/v1/federations/default").json(), rounds, client.get("/v1/federations/default/model").content
@@ -566,12 +567,12 @@ def half_pair(client):
 
 def test_a_bad_upload_is_refused_and_changes_nothing(client, half_pair, train, sign, take_apart):
     (_, headers, assignment), _ = half_pair
-    before = everything(client)
+    before = all_that_counts(client)
     for name, (status, said, body) in bad_updates(assignment, train, sign, take_apart).items():
         answer = put(client, headers, assignment, body)
         assert answer.status_code == status, f"{name}: {answer.text}"
         assert_problem(answer, status, said)
-        assert everything(client) == before, name
+        assert all_that_counts(client) == before, name
     good = train(DIGITS.manifest, assignment)
     path = f"/v1/assignments/{assignment.assignment_id}/update"
     assert_problem(put(client, headers, assignment, good, "application/json"), 415, bundle.MEDIA_TYPE)
@@ -581,7 +582,7 @@ def test_a_bad_upload_is_refused_and_changes_nothing(client, half_pair, train, s
     assert_problem(client.put(path, content=good, headers={**BUNDLE, **bearer("x")}), 401, "enrol again")
     nowhere = f"/v1/assignments/{'0' * 32}/update"
     assert_problem(client.put(nowhere, content=good, headers={**headers, **BUNDLE}), 404, "no such assignment")
-    assert everything(client) == before
+    assert all_that_counts(client) == before
     assert put(client, headers, assignment, good).status_code == 201, "the right one is still welcome"
 
 
@@ -591,10 +592,25 @@ def test_an_update_after_its_round_is_refused_and_changes_nothing(open_app, trai
     early, late = ask(client, one[1]), ask(client, two[1])
     assert put(client, one[1], early, train(DIGITS.manifest, early)).status_code == 201
     assert ask(client, one[1]).round == 2
-    before = everything(client)
+    before = all_that_counts(client)
     answer = put(client, two[1], late, train(DIGITS.manifest, late))
     assert_problem(answer, 409, "round 1 does not take it any more; keep the personal model and ask for the next")
-    assert everything(client) == before
+    assert all_that_counts(client) == before
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedsgc", "fedspu"])
+def test_an_update_that_comes_when_its_model_is_gone_is_too_late_or_the_same(open_app, method):
+    """The round closed and its model was deleted: what a device then sends, again or at last, is answered as ever."""
+    client = open_app(default_settings=SETTINGS.model_copy(update={"method": method, "quorum": 0.5}))
+    one, two = enrol(client, "one"), enrol(client, "two")
+    early, late = ask(client, one[1]), ask(client, two[1])
+    sent = sparse_update(client, one[1], early)
+    assert put(client, one[1], early, sent).status_code == 201
+    body = sparse_update(client, two[1], late, check=False)
+    assert ask(client, one[1]).round == 2
+    assert put(client, one[1], early, sent).json() == {"new": False}
+    assert_problem(put(client, two[1], late, body), 409, "round 1 does not take it any more")
+    assert_problem(put(client, two[1], late, b"x" * 10_000_000), 413)
 
 
 def play(client, headers, train):
@@ -632,6 +648,168 @@ def test_after_the_end_a_device_is_told_that_it_is_over_but_a_late_one_adapts_fi
     done, over = play(client, late, train)
     assert done == ["adapt"]
     assert_problem(over, 410)
+
+
+# --- sparse global models ----------------------------------------------------------------------------------------
+
+
+SPARSE = SETTINGS.model_copy(
+    update={
+        "method": "fedsgc",
+        "rounds": 4,
+        "method_settings": {"density": 0.3, "adjust_interval": 2, "device_interval": 1},
+    }
+)
+
+
+def payload_of(client, headers, assignment, known=None):
+    answer = client.get(f"/v1/assignments/{assignment.assignment_id}/payload", headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert (len(answer.content), hashlib.sha256(answer.content).hexdigest()) == (
+        assignment.payload.bytes,
+        assignment.payload.sha256,
+    )
+    return bundle.decode(answer.content, DIGITS.manifest, known)
+
+
+def sparse_update(client, headers, assignment, *, known=None, change=lambda mask: mask, check=True):
+    """The values that were sent, as they came, under their mask or another."""
+    received = payload_of(client, headers, assignment, known)
+    mask = change(received.mask)
+    values = received.values
+    if mask is not received.mask:
+        values = np.zeros(count_values(DIGITS.manifest, mask), dtype=np.float32)
+    if assignment.work is not None:  # FedSPU sends a part of the whole model
+        work = assignment.work
+        draw = NeuronDraw(work.job, work.round, work.device, work.ratio)
+        mask = draw_neurons(DIGITS.manifest, draw)
+        values = np.zeros(count_values(DIGITS.manifest, mask), dtype=np.float32)
+    report = UpdateReport(num_examples=10, steps=1, train_loss=0.5).model_dump_json()
+    return bundle.encode(DIGITS.manifest, values, mask, report=report)
+
+
+def ask_with(client, headers, mask, wait=20.0):
+    path = "/v1/federations/default/assignment"
+    params = {"wait": wait, **({"mask": mask} if mask is not None else {})}
+    return client.get(path, params=params, headers=headers)
+
+
+def test_a_device_is_sent_the_mask_that_it_does_not_name(open_app):
+    client = open_app(default_settings=SPARSE)
+    one, two = enrol(client, "one")[1], enrol(client, "two")[1]
+    first = ask(client, one)
+    assert first.plan == {}
+    received = payload_of(client, one, first)
+    whole, digest = first.payload.bytes, received.mask.digest
+    again = Assignment.model_validate(ask_with(client, one, digest).json())
+    assert again.assignment_id == first.assignment_id
+    bits = len(received.mask.bits)
+    assert abs(whole - again.payload.bytes - bits) < 100, "what is left out are its bits; it is named instead"
+    assert payload_of(client, one, again, received.mask).mask is received.mask
+    stranger = Assignment.model_validate(ask_with(client, one, "f" * 64).json())
+    assert stranger.payload == first.payload, "of a mask that nobody knows nothing can be left out"
+    assert Assignment.model_validate(ask_with(client, one, None).json()).payload == first.payload
+    for malformed in ("", "f" * 63, "F" * 64, "../" + "f" * 61, "f" * 64 + "%0a"):
+        assert_problem(ask_with(client, one, malformed, wait=0), 422, "mask")
+    assert ask(client, two).payload == first.payload
+
+
+def test_a_mask_named_where_there_are_none_changes_nothing(client, pair):
+    (_, headers, assignment), _ = pair
+    answer = Assignment.model_validate(ask_with(client, headers, "f" * 64).json())
+    assert (answer.assignment_id, answer.payload) == (assignment.assignment_id, assignment.payload)
+
+
+def less(mask):
+    """The mask without one weight of its first sparse layer."""
+    exists = {name: flags.copy() for name, flags in mask.exists.items()}
+    flags = next(flags for flags in exists.values() if not flags.all()).reshape(-1)
+    flags[np.flatnonzero(flags)[0]] = False
+    return ElementMask(exists)
+
+
+def moved(mask):
+    """The mask with one weight of its first sparse layer in another place."""
+    exists = {name: flags.copy() for name, flags in mask.exists.items()}
+    flags = next(flags for flags in exists.values() if not flags.all()).reshape(-1)
+    here, there = np.flatnonzero(flags)[0], np.flatnonzero(~flags)[0]
+    flags[here], flags[there] = False, True
+    return ElementMask(exists)
+
+
+def test_wrong_masks_are_refused_and_change_nothing(open_app):
+    client = open_app(default_settings=SPARSE)
+    pair = [enrol(client, name)[1] for name in ("one", "two")]
+    assignments = [ask(client, headers) for headers in pair]
+    before = all_that_counts(client)
+    wrong = {
+        "changed": (moved, "not the round's, which this method does not let devices change; train under it"),
+        "fewer": (less, "not the round's"),
+        "all": (lambda mask: everything(DIGITS.manifest), "not the round's"),
+        "none": (lambda mask: None, "fetch the assignment again"),
+    }
+    for name, (change, said) in wrong.items():
+        body = sparse_update(client, pair[0], assignments[0], change=change)
+        answer = put(client, pair[0], assignments[0], body)
+        if name in ("all", "none"):  # longer than what is valid, or refused for its mask
+            assert answer.status_code in (413, 422), name
+        else:
+            assert_problem(answer, 422, "mask: ", said)
+        assert all_that_counts(client) == before, name
+    for headers, assignment in zip(pair, assignments, strict=True):
+        assert put(client, headers, assignment, sparse_update(client, headers, assignment)).status_code == 201
+    adjusting = ask(client, pair[0])
+    assert (adjusting.round, set(adjusting.plan)) == (2, {"expected_epochs"})
+    body = sparse_update(client, pair[0], adjusting, change=less)
+    assert_problem(put(client, pair[0], adjusting, body), 422, "mask: ", "it must have", "grow what it drops")
+    body = sparse_update(client, pair[0], adjusting, change=moved)
+    assert put(client, pair[0], adjusting, body).status_code == 201
+
+
+def test_a_round_that_re_adjusts_says_so_and_sends_directions(open_app):
+    client = open_app(default_settings=SPARSE)
+    pair = [enrol(client, name)[1] for name in ("one", "two")]
+    plans, signs = [], []
+    for _ in range(4):
+        for headers in pair:
+            assignment = ask(client, headers)
+            received = payload_of(client, headers, assignment)
+            body = sparse_update(client, headers, assignment)
+            assert put(client, headers, assignment, body).status_code == 201
+        plans.append(assignment.plan)
+        signs.append(None if received.signs is None else len(received.signs))
+    epochs = SPARSE.local_epochs * SPARSE.rounds
+    assert plans == [{}, {"expected_epochs": epochs}, {}, {}], "not in the last"
+    assert signs == [None, received.mask.count, None, None]
+    assert ask(client, pair[0]).kind == "evaluate"
+    records = client.get("/v1/federations/default/rounds").json()
+    assert [record["notes"]["positions_replaced"] for record in records] == [0] * 4
+    assert all(record["parts_up"]["values"] == 2 * 4 * len(received.values) for record in records)
+    info = client.get("/v1/federations/default").json()
+    assert info["warning"].startswith("no weight has been replaced in 1 re-adjusting rounds")
+
+
+def test_reports_of_a_round_that_prepares_are_there_only_where_one_did(client, pair):
+    path = "/v1/federations/default/rounds"
+    assert client.get(f"{path}/1/reports").json() == []
+    assert_problem(client.get(f"{path}/0/reports"), 404, "there is no round 0")
+    assert_problem(client.get(f"{path}/-1/reports"), 404, "there is no round -1")
+
+
+def test_methods_that_prepare_have_a_round_0(open_app):
+    client = open_app(default_settings=SETTINGS.model_copy(update={"method": "grasp"}))
+    _, headers = enrol(client, "one")
+    path = "/v1/federations/default/rounds"
+    assert client.get(f"{path}/0/reports").json() == []
+    _, other = enrol(client, "two")
+    prepared = [
+        answer for answer in (ask_with(client, each, None, wait=0.5) for each in (headers, other)) if answer.content
+    ]
+    (assignment,) = [Assignment.model_validate(answer.json()) for answer in prepared]
+    assert (assignment.kind, assignment.round) == ("prepare", 0)
+    (record,) = client.get(path).json()
+    assert (record["round"], record["status"], record["updates"], len(record["cohort"])) == (0, "open", 0, 1)
+    assert client.get("/v1/federations/default").json()["round"] == 0
 
 
 # --- who may -----------------------------------------------------------------------------------------------------

@@ -2,11 +2,16 @@
 
 import sqlite3
 from contextlib import closing
+from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, event, text
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import create_engine, event, inspect, text
+from sqlalchemy.orm import Session
 
 from coordinator.storage import database
+from coordinator.storage.tables import Assignment, Base, Device, Federation, Round
 
 
 def tables(path):
@@ -50,3 +55,82 @@ def test_opening_again_changes_nothing_and_commits_survive_a_power_cut(tmp_path)
         assert connection.execute(text("PRAGMA foreign_keys")).scalar() == 1
     engine.dispose()
     assert tables(path) == before
+
+
+def to_revision(path, revision, step=command.upgrade):
+    """Bring the database at ``path`` to this revision."""
+    config = Config()
+    config.set_main_option("script_location", str(Path(database.__file__).parent / "migrations"))
+    config.set_main_option("path_separator", "os")
+    engine = create_engine(f"sqlite:///{path}")
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        step(config, revision)
+    engine.dispose()
+
+
+FIRST_RELEASE = """
+INSERT INTO federations (id, uid, name, task, method, settings, manifest, status, round, model_version, model_sha256,
+    created_at) VALUES (1, 'u', 'f', 'digits', 'fedspu', '{"rounds": 3}', '{}', 'running', 1, 1, 'abc', 1.0);
+INSERT INTO devices (id, federation_id, name, token_sha256, enrolment_key_sha256, profile, budget, status,
+    stopped_round, present, rest_until, holds_model, enrolled_at, seen_at)
+    VALUES ('d', 1, 'pi', x'01', x'02', '{}', 0.5, 'stopped', 1, 1, 0.0, 1, 1.0, 2.0);
+INSERT INTO rounds (id, federation_id, number, status, opened_at, deadline_at, closed_at, model_sha256, summary, stale)
+    VALUES (1, 1, 1, 'closed', 1.0, 9.0, 2.0, 'abc', '{"round": 1}', 0);
+INSERT INTO assignments (id, federation_id, device_id, kind, round, position, status, model_version, "full", ratio,
+    created_at, deadline_at, update_sha256, update_bytes, report)
+    VALUES ('a', 1, 'd', 'train', 1, 0, 'done', 0, 1, 0.5, 1.0, 9.0, 'abc', 123, '{"steps": 3}');
+"""
+TABLES = ("federations", "devices", "rounds", "assignments")
+ADDED = {"mask", "num_examples", "notes", "parts", "plan", "warning"}
+
+
+@pytest.fixture
+def from_0001(tmp_path):
+    """A database as revision 0001 has it, with a row in every table."""
+    path = tmp_path / "records.sqlite3"
+    to_revision(path, "0001")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(FIRST_RELEASE)
+    return path
+
+
+def rows(path, table):
+    with closing(sqlite3.connect(path)) as connection:
+        connection.row_factory = sqlite3.Row
+        return [dict(row) for row in connection.execute(f"SELECT * FROM {table}")]
+
+
+def test_records_of_before_are_kept_and_have_what_is_new(from_0001):
+    before = {table: rows(from_0001, table) for table in TABLES}
+    engine = database.open_database(from_0001)
+    with Session(engine) as db:
+        federation, device = db.get_one(Federation, 1), db.get_one(Device, "d")
+        assert (federation.name, federation.settings, federation.warning) == ("f", {"rounds": 3}, None)
+        assert (device.name, device.stopped_round, device.mask, device.num_examples) == ("pi", 1, None, None)
+        current, assignment = db.get_one(Round, 1), db.get_one(Assignment, "a")
+        assert (current.summary, current.stale, current.notes, current.parts) == ({"round": 1}, False, None, None)
+        assert (assignment.report, assignment.ratio, assignment.plan) == ({"steps": 3}, 0.5, None)
+        device.mask, device.num_examples, current.notes, assignment.plan = "0" * 64, 2**40, {"union": 1}, {"x": True}
+        db.commit()
+    engine.dispose()
+    for table, (row,) in before.items():
+        (kept,) = rows(from_0001, table)
+        assert {name: value for name, value in kept.items() if name not in ADDED} == row
+
+
+def test_the_migrations_make_the_tables_that_the_code_describes(from_0001):
+    engine = database.open_database(from_0001)
+    looked = inspect(engine)
+    for table in Base.metadata.sorted_tables:
+        found = {column["name"]: column["nullable"] for column in looked.get_columns(table.name)}
+        assert found == {column.name: column.nullable for column in table.columns}, table.name
+    assert "devices_name_in_use" in {index["name"] for index in looked.get_indexes("devices")}
+    engine.dispose()
+
+
+def test_an_upgrade_can_be_taken_back(from_0001):
+    before = {table: rows(from_0001, table) for table in TABLES}
+    database.open_database(from_0001).dispose()
+    to_revision(from_0001, "0001", command.downgrade)
+    assert {table: rows(from_0001, table) for table in TABLES} == before

@@ -1,0 +1,740 @@
+"""FedSGC and FedDST: their server half against the method card's vector, and whole federations of them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from contextlib import closing
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pytest
+
+from coordinator.errors import BadContent
+from coordinator.federations import find
+from coordinator.methods import GlobalModel, Situation, load_method
+from coordinator.models import Models
+from edge_sdk.protocol import bundle, checkpoint
+from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.elements import ElementMask
+from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
+from edge_sdk.protocol.masks import count_values, pack
+from edge_sdk.protocol.messages import ChangeDevice, Conditions, FederationSettings, Kind, UpdateReport
+from edge_sdk.protocol.sparsity import layer_counts, random_mask
+from edge_sdk.session import Outcome
+
+from .house import House
+
+DIGITS = load_builtin("digits").manifest
+DENSITY = 0.3
+COUNTS = layer_counts(DIGITS, DENSITY)
+QUICK = {"density": DENSITY, "adjust_interval": 2, "device_interval": 1, "over_pruning": 0.1}
+"""Re-adjusts in every second round, the last excepted, and so little that what changed is shorter than the mask."""
+
+
+# --- the server half: section 8.4 of the method card ------------------------------------------------------------------
+
+LAYER = Manifest(
+    task="v84",
+    input_shape=(6,),
+    output_shape=(1,),
+    tensors=(TensorSpec(name="w", shape=(1, 6)),),
+    layers=(Layer(name="fc", kind="linear", tensors=("w",)),),
+)
+THETA = [0.5, -0.2, 0.1, 0, 0, 0]
+UPDATES = [
+    (100, [0.6, -0.1, 0, 0.4, 0, 0], [1, 1, 0, 1, 0, 0]),
+    (200, [0.4, 0, 0.2, 0.1, 0, 0], [1, 0, 1, 1, 0, 0]),
+    (100, [0.5, 0.3, 0, 0, -0.8, 0], [1, 1, 0, 0, 1, 0]),
+]
+D_PRE = [-1, 1, 1, 1, -1, 0]
+
+
+def mask_of(flags):
+    return ElementMask({"w": np.array([flags], dtype=bool)})
+
+
+def situation(method="fedsgc", manifest=LAYER, *, own=None, **more):
+    """A round of a federation with these settings of the method, the others being its defaults."""
+    federation = {name: more.pop(name) for name in ("rounds", "cohort", "local_epochs", "local_steps") if name in more}
+    complete = load_method(method).settings_type.model_validate(own or {}).model_dump()
+    return Situation(manifest, FederationSettings(method=method, method_settings=complete, **federation), **more)
+
+
+def close(updates=UPDATES, *, method="fedsgc", before=None, kept=3, num_examples=1000, **own):
+    """The model that follows. For more than three weights one of value 0, at index 5, exists too: it wins nothing."""
+    server = load_method(method)
+    flags = [1, 1, 1, 0, 0, kept == 4]
+    start = {"replaced": np.zeros(1, dtype=np.int64)}
+    model = before or GlobalModel({"w": np.array([THETA], dtype=np.float32)}, mask_of(flags), start)
+    where = situation(method, own=own, round=1, num_examples=num_examples)
+    sums = server.sums(model, where)
+    for examples, values, held in updates:
+        dense, mask = np.array([values], dtype=np.float32), mask_of(held)
+        sums.fold_in_place(pack(LAYER, {"w": dense}, mask), mask, examples)
+    return server.close(model, sums, where)
+
+
+def flat(model):
+    """(mask, values, directions) as lists."""
+    directions = model.own["direction:w"]
+    assert directions.dtype == np.int8
+    return model.mask.exists["w"][0].astype(int).tolist(), model.tensors["w"][0], directions.tolist()
+
+
+V84 = [
+    ("all", 3, [1, 0, 0, 1, 1, 0], [0.49, 0, 0, 0.2, -0.8, 0]),
+    ("all", 4, [1, 1, 0, 1, 1, 0], [0.49, -0.125, 0, 0.2, -0.8, 0]),
+    ("none", 3, [1, 0, 0, 1, 1, 0], [0.475, 0, 0, 0.2, -0.8, 0]),
+    ("none", 4, [1, 0, 1, 1, 1, 0], [0.475, 0, 0.2, 0.2, -0.8, 0]),
+]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize(("rest", "kept", "mask", "theta"), V84)
+def test_v84_in_any_order(rest, kept, mask, theta, order):
+    model = close([UPDATES[place] for place in order], rest=rest, kept=kept)
+    exists, values, directions = flat(model)
+    assert exists == mask
+    np.testing.assert_allclose(values, np.array(theta, dtype=np.float32), rtol=1e-7)
+    assert directions == D_PRE
+    assert values.dtype == np.float32
+
+
+def test_v84_what_the_round_counted():
+    assert close(rest="all").notes == {"positions_replaced": 2, "union": 5}
+    assert close(rest="all").own["replaced"].tolist() == [2]
+    assert close(rest="none").notes == {"positions_replaced": 2, "union": 5}
+
+
+def test_v84_sums():
+    server, where = load_method("fedsgc"), situation(num_examples=1000)
+    model = GlobalModel({"w": np.array([THETA], dtype=np.float32)}, mask_of([1, 1, 1, 0, 0, 0]))
+    sums = server.sums(model, where)
+    for examples, values, held in UPDATES:
+        mask = mask_of(held)
+        sums.fold_in_place(pack(LAYER, {"w": np.array([values], dtype=np.float32)}, mask), mask, examples)
+    ((_, numerator, weights),) = sums.totals()
+    assert weights.tolist() == [400, 200, 200, 300, 100, 0]
+    np.testing.assert_allclose(numerator, [190, 20, 40, 60, -80, 0], rtol=1e-6)
+
+
+def test_directions_after_the_prune_say_towards_zero_where_it_removed():
+    assert flat(close(rest="all", direction="post_prune"))[2] == [-1, 1, -1, 1, -1, 0]
+
+
+def test_what_does_not_exist_is_a_zero_without_sign():
+    for rest, kept, mask, _ in V84:
+        values = flat(close(rest=rest, kept=kept))[1]
+        assert values[np.array(mask) == 0].tobytes() == bytes(4 * mask.count(0))
+
+
+# --- the server half: its properties (8.6) ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [2, 3, 1000])
+@pytest.mark.parametrize("rest", ["all", "none"])
+def test_more_examples_everywhere_change_nothing(rest, factor):
+    scaled = [(factor * examples, values, held) for examples, values, held in UPDATES]
+    one, other = close(rest=rest), close(scaled, rest=rest, num_examples=factor * 1000)
+    assert flat(one)[0] == flat(other)[0]
+    assert flat(one)[2] == flat(other)[2]
+    np.testing.assert_allclose(flat(one)[1], flat(other)[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("rest", ["all", "none"])
+def test_a_mask_that_nobody_changes_stays(rest):
+    held = [1, 1, 1, 0, 0, 0]
+    updates = [(100, [0.6, 0.0, 0.1, 0, 0, 0], held), (300, [0.2, -0.1, 0.1, 0, 0, 0], held)]
+    model = close(updates, rest=rest)
+    assert flat(model)[0] == held
+    assert model.notes == {"positions_replaced": 0, "union": 3}
+    assert flat(model)[2] == [-1, 1, 0, 0, 0, 0], "0 where nothing moved"
+
+
+@pytest.mark.parametrize("known", [400, 390, 0])
+def test_where_everybody_answers_nobody_rests(known):
+    """Nor where the devices have more examples than they told when they enrolled."""
+    one, other = close(rest="all", num_examples=known), close(rest="none")
+    assert flat(one)[0] == flat(other)[0]
+    assert flat(one)[1].tobytes() == flat(other)[1].tobytes()
+
+
+def test_feddst_is_fedsgc_without_directions_and_rest():
+    one, other = close(method="feddst"), close(guided_share=0.0, rest="none")
+    assert flat(one)[0] == flat(other)[0]
+    assert flat(one)[1].tobytes() == flat(other)[1].tobytes()
+    assert one.notes == other.notes
+    with pytest.raises(ValueError, match="rest"):
+        close(method="feddst", rest="all")
+
+
+def test_those_who_do_not_answer_keep_a_position_alive():
+    """The whole cohort drops index 0, the largest; with the rest it stays as it was, without them it goes."""
+    updates = [(100, [0, -0.1, 0.1, 0.2, 0, 0], [0, 1, 1, 1, 0, 0])]
+    mask, values, directions = flat(close(updates, rest="all"))
+    assert mask[0] == 1
+    assert (values[0], directions[0]) == (np.float32(0.5), 0), "nobody who trained it has moved it"
+    mask, values, directions = flat(close(updates, rest="none"))
+    assert (mask[0], values[0], directions[0]) == (0, 0, 0)
+
+
+def test_what_is_not_masked_rests_like_the_weights():
+    manifest = Manifest.model_validate(
+        {**LAYER.model_dump(), "tensors": [*LAYER.model_dump()["tensors"], {"name": "b", "shape": (1,)}]}
+    )
+    mask = mask_of([1, 1, 1, 0, 0, 0])
+    old = {"w": np.array([THETA], dtype=np.float32), "b": np.array([4], dtype=np.float32)}
+    start = GlobalModel(old, mask, {"replaced": np.zeros(1, dtype=np.int64)})
+    for rest, wanted in (("all", (1000 * 4 - 250 * 4 + 250 * 8) / 1000), ("none", 8)):
+        server, where = load_method("fedsgc"), situation(own={"rest": rest}, manifest=manifest, num_examples=1000)
+        sums = server.sums(start, where)
+        sums.fold_in_place(pack(manifest, {**old, "b": np.array([8], dtype=np.float32)}, mask), mask, 250)
+        after = server.close(start, sums, where)
+        assert after.tensors["b"].tolist() == [wanted]
+        assert set(after.mask.exists) == {"w"}
+
+
+def test_with_a_memory_the_last_direction_stays():
+    first = close(direction_memory=True)
+    held = flat(first)[0]
+    assert held == [1, 0, 0, 1, 1, 0]
+    values = flat(first)[1].tolist()
+    again = [(100, [values[0] + 1, 0, 0, values[3], values[4] - 1, 0], held)]
+    assert flat(close(again, before=first, direction_memory=True))[2] == [1, 1, 1, 1, -1, 0]
+    assert flat(close(again, before=first))[2] == [1, 0, 0, 0, -1, 0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_layer_keeps_its_number_whatever_comes(seed):
+    chance = np.random.default_rng(seed)
+    server, where = load_method("fedsgc"), situation(own={"density": 0.2}, manifest=DIGITS, num_examples=50)
+    model = server.start(initial_values(DIGITS, seed), where)
+    counts = dict(model.mask.counts)
+    sums = server.sums(model, where)
+    for number in range(3):
+        mask = random_mask(DIGITS, counts, 100 * seed + number)
+        values = chance.normal(size=count_values(DIGITS, mask)).astype(np.float32)
+        sums.fold_in_place(values, mask, 10)
+    after = server.close(model, sums, where)
+    assert after.mask.counts == counts == layer_counts(DIGITS, 0.2)
+    for name, exists in after.mask.exists.items():
+        assert not after.tensors[name][~exists].any()
+    assert after.notes["positions_replaced"] == sum(
+        int(np.count_nonzero(after.mask.exists[name] & ~model.mask.exists[name])) for name in counts
+    )
+
+
+# --- the server half: settings, plans, directions ---------------------------------------------------------------------
+
+
+def test_the_first_model_is_that_of_the_seed_under_the_first_mask():
+    where = situation(own={"density": DENSITY}, manifest=DIGITS)
+    tensors = initial_values(DIGITS, 0)
+    model = load_method("fedsgc").start(tensors, where)
+    assert model.mask.digest == random_mask(DIGITS, COUNTS, 0).digest
+    for spec in DIGITS.shared:
+        exists = model.mask.exists.get(spec.name, np.ones(spec.shape, bool))
+        np.testing.assert_array_equal(model.tensors[spec.name], np.where(exists, tensors[spec.name], 0))
+    largest = load_method("fedsgc").start(
+        tensors, situation(own={"density": DENSITY, "initial_mask": "magnitude"}, manifest=DIGITS)
+    )
+    for name, exists in largest.mask.exists.items():
+        assert np.count_nonzero(exists) == COUNTS[name]
+        sizes = np.abs(tensors[name])
+        assert exists.all() or sizes[exists].min() >= sizes[~exists].max()
+
+
+@pytest.mark.parametrize(
+    ("own", "manifest", "more", "said"),
+    [
+        ({}, DIGITS, {"local_steps": 3}, "local_steps: .* give local_epochs instead"),
+        ({}, Manifest.model_validate({**DIGITS.model_dump(), "layers": ()}), {}, "no linear layer or convolution"),
+    ],
+)
+def test_what_cannot_be_trained_sparsely_is_refused(own, manifest, more, said):
+    where = situation(own=own, manifest=manifest, **more)
+    with pytest.raises(BadContent, match=said):
+        load_method("fedsgc").start(initial_values(DIGITS, 0), where)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{"density": 0}, {"density": 1.1}, {"over_pruning": 1}, {"guided_share": 2}, {"rest": 1}, {"adjust_interval": 0}],
+)
+def test_settings_out_of_range_are_refused(own):
+    with pytest.raises(ValueError, match=next(iter(own))):
+        situation(own=own)
+
+
+def test_the_papers_values_are_a_preset_that_gives_way():
+    settings = load_method("fedsgc").settings_type
+    plain, paper = settings(), settings(preset="paper")
+    assert (plain.rest, paper.rest, settings(preset="paper", rest="none").rest) == ("none", "all", "none")
+    assert (paper.density, paper.over_pruning, paper.guided_share) == (0.2, 0.5, 0.01)
+    assert settings.model_validate(paper.model_dump()) == paper, "completed settings stay what they are"
+
+
+@pytest.mark.parametrize("interval", [1, 2, 5, 20])
+def test_rounds_re_adjust_at_the_interval_but_for_the_last(interval):
+    server = load_method("fedsgc")
+    where = {"own": {"adjust_interval": interval}, "rounds": 20, "cohort": 3, "local_epochs": 4, "devices": 10}
+    planned = [bool(server.plan(situation(round=number, **where))) for number in range(1, 21)]
+    assert planned == [number % interval == 0 and number < 20 for number in range(1, 21)]
+
+
+def test_expected_epochs_are_those_of_the_cohorts_share():
+    """E·R·cohort/N, and E·R where the cohort is everybody; never 0."""
+
+    def expected(**more):
+        where = {"own": {"adjust_interval": 1}, "round": 1, **more}
+        return load_method("fedsgc").plan(situation(**where))["expected_epochs"]
+
+    assert expected(local_epochs=5, rounds=400, cohort=10, devices=100) == 200
+    assert expected(local_epochs=2, rounds=10, cohort=10, devices=4) == 20
+    assert expected(local_epochs=2, rounds=10, cohort=10, devices=0) == 20
+    assert expected(local_epochs=1, rounds=2, cohort=1, devices=1000) == 1
+
+
+def test_directions_go_down_in_re_adjusting_rounds_where_they_are_wanted():
+    server, model = load_method("fedsgc"), close(rest="all")
+    asked = {"plan": {"expected_epochs": 9}, "round": 20}
+    assert server.signs(model, situation(round=3)) is None
+    assert server.signs(model, situation(**asked)).tolist() == [-1, 1, -1], "of what exists: 0, 3 and 4"
+    assert server.signs(model, situation(own={"direction_memory": True}, **asked)).tolist() == D_PRE
+    assert server.signs(model, situation(own={"adjust_interval": 1}, **asked)).tolist() == D_PRE
+    assert server.signs(model, situation(own={"guided_share": 0}, **asked)) is None
+    assert load_method("feddst").signs(model, situation("feddst", **asked)) is None
+    first = GlobalModel(model.tensors, model.mask, {})
+    assert server.signs(first, situation(**asked)).tolist() == [0, 0, 0], "nothing has moved yet"
+
+
+def test_the_warning_counts_rounds_that_re_adjusted():
+    server = load_method("fedsgc")
+    still = close([(1, THETA, [1, 1, 1, 0, 0, 0])])
+    own = {"adjust_interval": 2}
+    said = [server.warning(still, situation(own=own, rounds=4, round=number)) for number in range(5)]
+    assert said[:2] == [None, None]
+    assert all(text.startswith("no weight has been replaced in 1 re-adjusting rounds") for text in said[2:])
+    assert server.warning(still, situation(own=own, rounds=2, round=2)) is None, "it has had none"
+    assert server.warning(close(), situation(own=own, rounds=4, round=4)) is None
+
+
+# --- whole federations ------------------------------------------------------------------------------------------------
+
+
+def start(house, method="fedsgc", names="ab", own=None, **settings):
+    """A federation and its devices. Two epochs, so that what is due at the end of a round is done after the first."""
+    usual = {"rounds": 6, "local_epochs": 2, "min_devices": len(names)}
+    house.create(method, method_settings={**QUICK, **(own or {})}, **{**usual, **settings})
+    return [house.open(name) for name in names]
+
+
+def play(house, *sessions):
+    """Everything to the end; the global models, version after version."""
+    history = [house.model()]
+    moved = True
+    while moved:
+        moved = house.rounds.advance()
+        if house.info().model_version == len(history):
+            history.append(house.model())
+        for session in sessions:
+            moved |= session.step().outcome is Outcome.worked
+    assert house.info().model_version == len(history) - 1
+    return history
+
+
+def header(body, take_apart):
+    """What a bundle says of itself: form of its mask, and its parts."""
+    found, _ = take_apart(body)
+    description = json.loads(found["__metadata__"]["mask"])
+    return SimpleNamespace(
+        form=description["form"], digest=description.get("digest"), parts=set(found) - {"__metadata__"}
+    )
+
+
+def held_masks(house):
+    """Digests of the masks on the coordinator's disk."""
+    return {key.rpartition("/")[2] for key in house.store.blobs.keys("1/masks")}
+
+
+@pytest.mark.parametrize("method", ["fedsgc", "feddst"])
+def test_the_mask_keeps_its_numbers_and_its_places_change(house, method, take_apart):
+    sessions = start(house, method)
+    history = play(house, *sessions)
+    assert (house.info().status, house.info().round, house.info().warning) == ("finished", 6, None)
+    for model in history:
+        assert model.mask.counts == COUNTS
+        for name, exists in model.mask.exists.items():
+            assert not model.tensors[name][~exists].any()
+    digests = [model.mask.digest for model in history]
+    assert digests[0] == digests[1] != digests[2] == digests[3] != digests[4] == digests[5] == digests[6]
+    records = house.records.rounds("f")
+    for record, before, after in zip(records, history, history[1:], strict=False):
+        adjusting = record.round in (2, 4)
+        replaced = sum(np.count_nonzero(after.mask.exists[n] & ~before.mask.exists[n]) for n in COUNTS)
+        assert record.notes["positions_replaced"] == replaced
+        assert (replaced > 0) == adjusting
+        assert record.notes["union"] >= sum(COUNTS.values()) + replaced - 1
+        assert (record.notes["union"] > sum(COUNTS.values())) == adjusting
+        assert record.notes.get("adjusted", 0) == (2 if adjusting else 0), "both devices, once"
+        assert ("mask" in record.parts_up) == adjusting
+        # What goes down: the mask at first and after it changed, directions where they are wanted.
+        assert ("mask" in record.parts_down) == (record.round in (1, 3, 5))
+        assert ("signs" in record.parts_down) == (adjusting and method == "fedsgc")
+        if adjusting:
+            assert record.notes["dropped"] > 0
+            assert (record.notes["grown_guided"] + record.notes["dropped_guided"] > 0) == (method == "fedsgc")
+    forms = [header(body, take_apart).form for body in sessions[0]._transport.received]
+    assert forms == ["elements", "known", "changed", "known", "changed", "known", "known", "known"]
+
+
+def test_feddst_is_fedsgc_without_directions_bit_for_bit(house, new_house):
+    play(house, *start(house, "feddst", rounds=4))
+    other = new_house()
+    play(other, *start(other, "fedsgc", own={"guided_share": 0, "rest": "none"}, rounds=4))
+    assert other.info().model_sha256 == house.info().model_sha256
+    assert other.model().mask.digest == house.model().mask.digest
+
+
+def test_a_restarted_coordinator_has_the_same_model_mask_and_directions(house):
+    play(house, *start(house, rounds=3))
+    model = house.model()
+    with house.store.reading() as db:
+        again = Models(house.store).model(find(db, "f"), 3)
+    assert again.mask.digest == model.mask.digest
+    assert list(again.mask.exists) == list(model.mask.exists)
+    for one, other in (
+        (again.tensors, model.tensors),
+        (again.own, model.own),
+        (again.mask.exists, model.mask.exists),
+    ):
+        assert set(one) == set(other)
+        for name, array in other.items():
+            assert (one[name].dtype, one[name].shape) == (array.dtype, array.shape)
+            assert one[name].tobytes() == array.tobytes()
+    assert set(model.own) == {"replaced", *(f"direction:{name}" for name in COUNTS)}
+
+
+def test_a_mask_that_never_changes_is_said_and_logged_once(house, caplog):
+    sessions = start(house, own={"over_pruning": 0}, rounds=4)
+    assert house.info().warning is None
+    play(house, *sessions)
+    said = "no weight has been replaced in 1 re-adjusting rounds: the mask is still the first one"
+    assert house.info().warning.startswith(said)
+    assert caplog.text.count(said) == 1
+    assert [record.notes["positions_replaced"] for record in house.records.rounds("f")] == [0] * 4
+
+
+def leave(house, session, *, there=False):
+    house.devices.change(session._identity.device_id, ChangeDevice(conditions=Conditions(available=there)))
+
+
+def test_who_comes_back_after_many_rounds_gets_what_changed_in_one_download(house, take_apart):
+    sessions = start(house, names="abc", rounds=7)
+    *others, away = sessions
+    house.rounds.advance()
+    for session in sessions:
+        session.step()
+    house.rounds.advance()
+    away.step()  # asks, and so says which mask it holds
+    first = away._mask.digest
+    leave(house, away)
+    while house.info().round < 5:
+        house.rounds.advance()
+        for session in others:
+            session.step()
+    assert house.model().mask.digest != first
+    leave(house, away, there=True)
+    while not len(away._transport.received) > 2:
+        house.rounds.advance()
+        for session in sessions:
+            session.step()
+    told = header(away._transport.received[2], take_apart)
+    assert (told.form, told.digest) == ("changed", first)
+    assert house.model().mask.digest == away._mask.digest == others[0]._mask.digest
+    house.play(*sessions)
+    assert away.progress.adapted
+
+
+def test_the_last_to_answer_gets_what_changed_though_it_has_not_asked_yet(house, take_apart):
+    """Its update closes the round and replaces the mask before it can say which one it holds."""
+    (session,) = start(house, names="a", own={"adjust_interval": 1}, rounds=4)
+    play(house, session)
+    forms = [header(body, take_apart).form for body in session._transport.received]
+    assert forms[:4] == ["elements", "changed", "changed", "changed"]
+
+
+@pytest.mark.parametrize("damage", ["absent", "short", "another"])
+def test_a_device_that_lost_its_mask_is_sent_all_of_it(house, take_apart, damage):
+    first, second = start(house, rounds=3)
+    house.rounds.advance()
+    first.step(), second.step()
+    path = first._folder.path / "mask.bits"
+    bits = path.read_bytes()
+    first._folder.close()
+    if damage == "absent":
+        path.unlink()
+    else:
+        path.write_bytes(bits[:-1] if damage == "short" else bytes([bits[0] ^ 1]) + bits[1:])
+    again = house.open("a")
+    play(house, again, second)
+    forms = [header(body, take_apart).form for body in again._transport.received]
+    assert forms == ["elements", "changed", "known", "known"], "rounds 2 and 3, and what follows them"
+    assert path.read_bytes() == house.model().mask.bits
+    assert again.progress.adapted
+
+
+def test_masks_that_nobody_holds_are_deleted(house):
+    """On disk are the current one and those that devices hold; never more than those."""
+    sessions = start(house, own={"adjust_interval": 1}, rounds=5)
+    seen = set()
+    while house.info().status != "finished":
+        house.rounds.advance()
+        seen |= held_masks(house)
+        assert house.model().mask.digest in held_masks(house)
+        assert len(held_masks(house)) <= 2
+        for session in sessions:
+            session.step()
+    assert len(seen) == 5, "the first, and after each round but the last another"
+    states = house.store.blobs.keys("1/models")
+    assert [key.rpartition("/")[2] for key in states] == ["000000005.safetensors", "000000005.state.safetensors"]
+
+
+def test_a_revoked_device_holds_no_mask(house):
+    sessions = start(house, names="abc", rounds=3)
+    house.rounds.advance()
+    for session in sessions:
+        session.step()
+    gone = sessions.pop()
+    first = gone._mask.digest
+    house.devices.change(gone._identity.device_id, ChangeDevice(revoked=True))
+    play(house, *sessions)
+    assert first not in held_masks(house)
+
+
+def test_directions_of_every_position_travel_with_a_memory(house, take_apart):
+    first, second = start(house, own={"direction_memory": True}, rounds=4)
+    play(house, first, second)
+    with_signs = [body for body in first._transport.received if "signs" in header(body, take_apart).parts]
+    assert len(with_signs) == 1
+    found, data = take_apart(with_signs[0])
+    low, _ = found["signs"]["data_offsets"]
+    assert int.from_bytes(data[low : low + 4], "little") == house.model().mask.size
+
+
+def test_the_global_model_of_a_sparse_federation_can_be_used(house):
+    play(house, *start(house, rounds=3))
+    model, info = house.model(), house.info()
+    body = house.federations.model("f")
+    assert hashlib.sha256(body).hexdigest() == info.model_sha256
+    tensors, _ = checkpoint.load(body)
+    graph = onnx.load_model_from_string(house.federations.model_onnx("f"))
+    onnx.checker.check_model(graph, full_check=True)
+    filled = {each.name: onnx.numpy_helper.to_array(each) for each in graph.graph.initializer}
+    for name, exists in model.mask.exists.items():
+        assert filled[name].tobytes() == tensors[name].tobytes() == model.tensors[name].tobytes()
+        assert not filled[name][~exists].any()
+        assert np.count_nonzero(filled[name]) <= COUNTS[name]
+
+
+@pytest.mark.parametrize("epochs", [0, 2])
+def test_evaluating_and_adapting_keep_the_zeros(house, epochs):
+    sessions = start(house, rounds=3, evaluation_interval=2, finetune_epochs=epochs)
+    play(house, *sessions)
+    model = house.model()
+    for session in sessions:
+        for name, exists in model.mask.exists.items():
+            assert not session.personal[name][~exists].any()
+            assert np.array_equal(session.personal[name], model.tensors[name]) == (epochs == 0)
+    record = house.records.rounds("f")[-1]
+    assert record.evaluated_devices == 2
+    assert record.accuracy_global > 0.3
+    assert (record.loss_personal is not None) == (epochs > 0)
+
+
+def test_a_budget_below_the_density_is_told_and_not_drawn(house, caplog):
+    house.create("fedsgc", method_settings=QUICK, rounds=2, min_devices=3)
+    small, enough, whole = (
+        house.open(name, budget=budget) for name, budget in (("a", 0.2), ("b", DENSITY), ("c", 1.0))
+    )
+    assert "your budget of 0.2 is below the 0.3 that fedsgc needs" in caplog.text
+    assert caplog.text.count("your budget") == 1
+    play(house, small, enough, whole)
+    assert [record.cohort for record in house.records.rounds("f")] == [("b", "c")] * 2
+    assert small.progress.adapted, "it gets the last model like everybody else"
+
+
+def test_more_than_one_seed_gives_other_masks_and_the_same_seed_the_same(house, new_house):
+    play(house, *start(house, rounds=3))
+    again, other = new_house(), new_house()
+    play(again, *start(again, rounds=3))
+    play(other, *start(other, rounds=3, seed=1))
+    assert again.info().model_sha256 == house.info().model_sha256
+    assert again.model().mask.digest == house.model().mask.digest != other.model().mask.digest
+
+
+# --- updates that are refused -----------------------------------------------------------------------------------------
+
+
+def update(model, mask, *, seed=0, examples=10, status="active", **more):
+    """What a device could send: the model's values with noise, packed under ``mask``."""
+    chance = np.random.default_rng(seed)
+    noisy = {n: (t + chance.normal(size=t.shape)).astype(np.float32) for n, t in model.tensors.items()}
+    report = UpdateReport(num_examples=examples, status=status, steps=1, train_loss=0.5).model_dump_json()
+    return bundle.encode(DIGITS, pack(DIGITS, noisy, mask), mask, report=report, known=model.mask, **more)
+
+
+def assigned(house, session):
+    return house.rounds.next_assignment(session._identity.device_id).assignment
+
+
+def changed(mask, *, drop=1, grow=1, name="fc1.weight"):
+    """The mask with so many weights of one layer fewer, and so many others more."""
+    flags = {each: array.copy() for each, array in mask.exists.items()}
+    flat_flags = flags[name].reshape(-1)
+    here, there = np.flatnonzero(flat_flags), np.flatnonzero(~flat_flags)
+    flat_flags[here[:drop]] = False
+    flat_flags[there[:grow]] = True
+    return ElementMask(flags)
+
+
+def test_a_mask_may_change_in_re_adjusting_rounds_alone_and_keeps_its_numbers(house):
+    first, second = start(house)
+    house.rounds.advance()
+    model = house.model()
+
+    def send(session, mask):
+        assignment = assigned(house, session)
+        return house.rounds.accept_update(assignment.assignment_id, session._identity.device_id, update(model, mask))
+
+    with pytest.raises(BadContent, match=r"mask: it is not the round's, which this method does not let devices change"):
+        send(first, changed(model.mask))
+    with pytest.raises(BadContent, match="mask"):
+        send(first, None)
+    assert send(first, model.mask)
+    assert send(second, model.mask)
+    house.rounds.advance()
+    assert assigned(house, first).plan == {"expected_epochs": 12}
+    model, count = house.model(), COUNTS["fc1.weight"]
+    for drop, grow in ((1, 0), (0, 1), (2, 1)):
+        said = rf"mask: fc1\.weight has {count - drop + grow} weights, it must have {count}; grow what it drops"
+        with pytest.raises(BadContent, match=said):
+            send(first, changed(model.mask, drop=drop, grow=grow))
+    assert send(first, changed(model.mask, drop=40, grow=40))
+    assert send(second, model.mask)
+    house.rounds.advance()
+    assert house.model().mask.digest != model.mask.digest
+    assert house.records.rounds("f")[1].notes["union"] == sum(COUNTS.values()) + 40
+
+
+def test_gradients_and_signs_are_not_asked_for_and_refused(house):
+    (session,) = start(house, names="a")
+    house.rounds.advance()
+    model, assignment = house.model(), assigned(house, session)
+    for more in (
+        {"gradients": np.zeros(model.mask.size, dtype=np.float32)},
+        {"signs": np.zeros(model.mask.count, dtype=np.int8)},
+    ):
+        body = update(model, model.mask, **more)
+        with pytest.raises(BadContent, match="sent without gradients, and without signs"):
+            house.rounds.accept_update(assignment.assignment_id, session._identity.device_id, body)
+
+
+def test_who_stops_with_a_round_counts_in_it_once(house, new_house):
+    """n is of all who were enrolled in the round: a device is not among those who rest because it stops with it."""
+
+    def two_of_three(house, status):
+        sessions = start(house, names="abc", own={"rest": "all"}, cohort=2)
+        house.rounds.advance()
+        model = house.model()
+        cohort = [session for session in sessions if assigned(house, session)]
+        assert len(cohort) == 2
+        for session, how in zip(cohort, (status, "active"), strict=True):
+            body = update(model, model.mask, status=how)
+            house.rounds.accept_update(assigned(house, session).assignment_id, session._identity.device_id, body)
+        house.rounds.advance()
+        return house.info()
+
+    assert two_of_three(house, "stopped").model_sha256 == two_of_three(new_house(), "active").model_sha256
+    assert house.info().devices_stopped == 1
+
+
+# --- fewer bytes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def precisions(tmp_path_factory):
+    """The same federation in three number formats: (records, forms) by precision."""
+    found = {}
+    for precision in ("fp32", "fp16", "int8"):
+        with closing(House(tmp_path_factory.mktemp(precision), lambda: 1_700_000_000.0)) as house:
+            play(house, *start(house, rounds=6, precision=precision, local_epochs=3))
+            found[precision] = house.records.rounds("f"), house.model()
+    return found
+
+
+@pytest.mark.parametrize(("precision", "up", "down"), [("fp16", 1 / 2, 1 / 2), ("int8", 1 / 4, 1)])
+def test_values_take_their_share_of_bytes(precisions, precision, up, down):
+    for plain, short in zip(precisions["fp32"][0], precisions[precision][0], strict=True):
+        assert short.parts_up["values"] == up * plain.parts_up["values"]
+        assert short.parts_down["values"] == down * plain.parts_down["values"]
+        assert ("scales" in short.parts_up) == (precision == "int8")
+        assert "scales" not in short.parts_down
+        if precision == "int8":
+            assert short.parts_up["values"] + short.parts_up["scales"] < 0.3 * plain.parts_up["values"]
+
+
+def test_accuracy_does_not_suffer(precisions):
+    accuracies = {name: records[-1].accuracy_global for name, (records, _) in precisions.items()}
+    assert accuracies["fp32"] > 0.5
+    assert all(abs(each - accuracies["fp32"]) < 0.1 for each in accuracies.values())
+
+
+def test_masks_are_replaced_in_every_number_format(precisions):
+    for records, model in precisions.values():
+        assert [record.notes["positions_replaced"] > 0 for record in records] == [
+            False,
+            True,
+            False,
+            True,
+            False,
+            False,
+        ]
+        for name, exists in model.mask.exists.items():
+            assert np.count_nonzero(exists) == COUNTS[name]
+            assert not model.tensors[name][~exists].any()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_updates_that_move_too_far_are_refused(house, caplog, precision):
+    """Measured from what was sent, also where the update is the difference already."""
+    sessions = start(house, rounds=1, precision=precision, update_norm_limit=1e-6)
+    house.play(*sessions)
+    assert house.info().round == 1
+    assert (house.records.rounds("f")[0].handed_back, house.info().model_version) == (2, 0)
+    moved = re.findall(
+        r"values: they moved by (\S+) from what was sent \(2-norm\), the federation allows 1e-06", caplog.text
+    )
+    assert all(0.01 < float(norm) < 100 for norm in moved)
+    assert len(moved) >= 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_updates_within_the_limit_are_welcome(house, precision):
+    play(house, *start(house, rounds=3, precision=precision, update_norm_limit=50))
+    assert [record.updates for record in house.records.rounds("f")] == [2, 2, 2]
+
+
+def test_only_updates_of_training_are_rounded(house):
+    sessions = start(house, rounds=1, precision="int8")
+    house.rounds.advance()
+    settings = assigned(house, sessions[0]).settings
+    assert settings.precision_of("up", Kind.train) == "int8"
+    assert {settings.precision_of("down", kind) for kind in Kind} == {"fp32"}
+    body = update(house.model(), house.model().mask)
+    with pytest.raises(BadContent, match="sent as fp32, the federation's precision is int8"):
+        house.rounds.accept_update(assigned(house, sessions[0]).assignment_id, sessions[0]._identity.device_id, body)
