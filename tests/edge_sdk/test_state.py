@@ -9,11 +9,18 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from coordinator.main import create_app
+from coordinator.settings import Settings
+from edge_sdk import inprocess
 from edge_sdk.errors import StateError
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.manifest import Manifest, initial_values
 from edge_sdk.protocol.messages import Kind, Phase, UploadCost
+from edge_sdk.publish import publish
+from edge_sdk.session import MASK, Outcome, Session
 from edge_sdk.state import Pending, Progress, Reference, StateFolder, Totals
+from edge_sdk.tasks.digits import load
+from edge_sdk.transport import Transport
 
 
 @pytest.fixture
@@ -305,3 +312,108 @@ def test_files_are_flushed_where_they_are_to_survive_a_power_cut(tmp_path, small
         assert bool(flushed) == durable
         assert folder.load(small)[1].steps == 1
         assert not list(folder.path.glob("*.partial"))
+
+
+# --- what rounding took ------------------------------------------------------------------------------------------
+
+
+def owed(manifest):
+    return {spec.name: np.full(spec.shape, 0.25, dtype=np.float32) for spec in manifest.shared}
+
+
+def same(one, other):
+    return set(one) == set(other) and all(tensor.tobytes() == other[name].tobytes() for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("model", [True, False])
+def test_what_rounding_took_comes_back_with_its_save(folder, small, model):
+    folder.save(small, personal(small) if model else None, Progress(rounds=2), owed(small))
+    with reopened(folder) as again:
+        tensors, progress = again.load(small)
+        assert same(again.feedback, owed(small))
+    assert progress.rounds == 2
+    assert (tensors is not None) == model
+    assert tensors is None or same(tensors, personal(small)), "the model has no tensor of it"
+
+
+def test_a_new_folder_owes_nothing_and_neither_does_one_that_never_rounds(folder, small):
+    assert folder.feedback == {}
+    folder.save(small, personal(small), Progress())
+    folder.load(small)
+    assert folder.feedback == {}
+
+
+def test_a_save_without_anything_rounded_keeps_what_is_owed(folder, small):
+    """An evaluation or fine-tuning between two rounds takes nothing away."""
+    folder.save(small, None, Progress(rounds=1), owed(small))
+    folder.save(small, personal(small), Progress(rounds=1, adapted=True))
+    folder.save_progress(Progress(rounds=1, adapted=True, steps=5))
+    with reopened(folder) as again:
+        assert again.load(small)[1].steps == 5
+        assert same(again.feedback, owed(small))
+
+
+def test_what_is_owed_follows_its_save_and_no_other(folder, small):
+    """It lies in the model's file: a save that was killed leaves the last one's."""
+    folder.save(small, None, Progress(rounds=1), owed(small))
+    before = (folder.path / "model.safetensors").read_bytes()
+    folder.save(small, None, Progress(rounds=2), {name: tensor * 2 for name, tensor in owed(small).items()})
+    (folder.path / "model.safetensors").write_bytes(before)
+    with reopened(folder) as again:
+        assert again.load(small)[1].rounds == 1
+        assert same(again.feedback, owed(small))
+
+
+def test_what_is_owed_is_nothing_that_a_reference_is_taken_from(simulated, small, reference):
+    simulated.save(small, partly_changed(reference), Progress(rounds=1), owed(small))
+    with reopened(simulated, reference=Reference.of(reference)) as again:
+        tensors, _ = again.load(small)
+        assert same(again.feedback, owed(small))
+    assert same(tensors, partly_changed(reference))
+
+
+# --- the mask of elements ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def coordinator(tmp_path):
+    app = create_app(Settings(data_dir=tmp_path / "data", default_task="", tick_seconds=0.05))
+    with inprocess.running(app) as client:
+        publish(
+            inprocess.ADDRESS, "f", "digits", client=client, method="fedsgc", rounds=3, cohort=1, min_devices=1,
+            local_epochs=1, evaluation_interval=0,
+        )  # fmt: skip
+        yield client
+
+
+def bytes_of_a_round(client, path):
+    """The device of this state folder, started anew, does one piece of work: the bytes of its payload."""
+    with closing(StateFolder(path)) as folder:
+        session = Session(
+            Transport(client),
+            folder,
+            federation="f",
+            name="pi",
+            make_task=lambda info: load("index=0,of=20", device="pi", seed=0, batch_size=16),
+        )
+        while (step := session.step(wait_seconds=5)).outcome is not Outcome.worked:
+            pass
+        return step.assignment.payload.bytes
+
+
+DAMAGE = {
+    "missing": lambda path: path.unlink(),
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "another mask": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_mask_that_was_lost_or_damaged_is_sent_again_and_a_whole_one_is_not(coordinator, tmp_path, damage):
+    path = tmp_path / "state"
+    first, second = (bytes_of_a_round(coordinator, path) for _ in range(2))
+    kept = (path / MASK).read_bytes()
+    DAMAGE[damage](path / MASK)
+    assert bytes_of_a_round(coordinator, path) == first
+    assert first - second > 0.9 * len(kept), "the second names what the first brought"
+    assert (path / MASK).read_bytes() == kept
