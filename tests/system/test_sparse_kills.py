@@ -1,0 +1,170 @@
+"""kill -9 in a federation of FedSGC: models, masks and direction maps must end as if nothing had happened, bit for bit.
+
+Points of a round, and how devices and coordinators are killed there, are those of ``test_kills``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from .conftest import Coordinator, Device, Devices, Machine, wait_until
+from .test_kills import ACKNOWLEDGED, BUDGETS, NAME, Victim, join, update_answered
+
+ROUNDS = 6
+ADJUSTING = (2, 4)
+SETTINGS: dict[str, Any] = {
+    "method": "fedsgc",
+    "method_settings": {"density": 0.3, "adjust_interval": 2, "device_interval": 3, "direction_memory": True},
+    "rounds": ROUNDS,
+    "local_epochs": 6,
+    "evaluation_interval": 3,
+    "early_stopping": False,
+    "precision": "int8",
+    "seed": 11,
+}
+"""int8, so that what rounding took, which devices keep from round to round, must survive, too."""
+
+
+def join_all(coordinator: Coordinator, devices: Devices) -> dict[str, Device]:
+    coordinator.create(NAME, **SETTINGS)
+    return {name: join(devices, coordinator.url, name) for name in BUDGETS}
+
+
+def model_files(coordinator: Coordinator) -> list[Path]:
+    """Values and state of the models on the coordinator's disk, oldest first."""
+    return sorted((coordinator.data / "blobs").glob("*/models/*.safetensors"))
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Digests of the global models, what each round counted, the last model's files, and the exported models."""
+
+    of_rounds: list[str]
+    notes: list[dict[str, int]]
+    last: dict[str, bytes]
+    masks: dict[str, bytes]
+    personal: dict[str, bytes]
+
+
+def ending(coordinator: Coordinator, devices: Devices) -> Ending:
+    records = coordinator.rounds(NAME)
+    return Ending(
+        [record["model_sha256"] for record in records],
+        [record["notes"] for record in records],
+        {path.name: path.read_bytes() for path in model_files(coordinator)},
+        {name: (devices.folder / name / "mask.bits").read_bytes() for name in BUDGETS},
+        {name: devices.onnx(name).read_bytes() for name in BUDGETS},
+    )
+
+
+def check(coordinator: Coordinator, devices: dict[str, Device]) -> None:
+    """All went to the end, every update counts once, and the mask is what it should be."""
+    for name, device in devices.items():
+        assert device.wait(60) == 0, device.output
+        assert f"{name}: {ROUNDS} rounds" in device.output
+        assert "Traceback" not in device.output
+    assert coordinator.logged("Traceback") == []
+    info, records = coordinator.info(NAME), coordinator.rounds(NAME)
+    assert (info["status"], info["reason"], info["round"], info["warning"]) == ("finished", "max_rounds", ROUNDS, None)
+    assert info["model_version"] == ROUNDS, "one new model a round"
+    for record in records:
+        assert (record["cohort"], record["updates"]) == (sorted(BUDGETS), len(BUDGETS))
+        assert (record["handed_back"], record["expired"]) == (0, 0)
+        assert (record["notes"]["positions_replaced"] > 0) == (record["round"] in ADJUSTING)
+    values, state = (load_file(path) for path in model_files(coordinator))
+    replaced = sum(record["notes"]["positions_replaced"] for record in records)
+    assert state["own:replaced"].tolist() == [replaced]
+    start = 0
+    exists = np.unpackbits(state["mask"])
+    for name in ("conv1.weight", "conv2.weight", "fc1.weight", "out.weight"):
+        flags = exists[start : start + values[name].size]
+        start += values[name].size
+        assert not values[name].reshape(-1)[flags == 0].any()
+        assert state[f"own:direction:{name}"].shape == flags.shape
+        assert np.abs(state[f"own:direction:{name}"]).max() == 1
+
+
+@pytest.fixture(scope="module")
+def undisturbed(machine: Machine) -> Ending:
+    """What becomes of the federation when nobody is killed."""
+    coordinator, devices = machine()
+    check(coordinator, join_all(coordinator, devices))
+    return ending(coordinator, devices)
+
+
+# --- the coordinator ---------------------------------------------------------------------------------------------
+
+
+def new_file(coordinator: Coordinator, suffix: str) -> None:
+    """A round is being closed: of the next model there is the state, or the values as well, but no record yet."""
+    newest = max(int(path.name.split(".")[0]) for path in model_files(coordinator))
+    following = model_files(coordinator)[0].with_name(f"{newest + 1:09d}{suffix}")
+    wait_until(following.exists, f"{following.name} in the coordinator's folder", interval=0)
+
+
+MOMENTS: dict[str, Callable[[Coordinator, int], None]] = {
+    "a mask and directions are there": lambda coordinator, since: new_file(coordinator, ".state.safetensors"),
+    "an update is acknowledged": lambda coordinator, since: coordinator.wait_for_log(ACKNOWLEDGED, since=since),
+    "values are there, too": lambda coordinator, since: new_file(coordinator, ".safetensors"),
+    "a round has closed": lambda coordinator, since: coordinator.wait_for_log(r"round \d+ closes", since=since),
+}
+
+
+def test_the_coordinator_is_killed_at_every_point_of_a_round(coordinator, device, undisturbed):
+    devices = join_all(coordinator, device)
+    for moment, wait in MOMENTS.items():
+        wait(coordinator, coordinator.log_size())
+        coordinator.kill()
+        assert all(each.alive() for each in devices.values()), f"too late: {moment}"
+        coordinator.start()
+    check(coordinator, devices)
+    assert ending(coordinator, device) == undisturbed
+
+
+# --- devices -----------------------------------------------------------------------------------------------------
+
+
+def test_a_device_is_killed_at_every_point_of_a_round(coordinator, device, proxy, undisturbed):
+    coordinator.create(NAME, **SETTINGS)
+    other = join(device, coordinator.url, "large")
+    between = proxy()
+
+    # In the download of its first mask and model.
+    first = between.fault("GET", "/payload", "answer", 10_000)
+    victim = Victim(coordinator, device, between)
+    victim.die_at(first)
+
+    # Acknowledged, but it never hears of it; the next round re-adjusts.
+    victim.die_at(between.fault("PUT", "/update", "answer"))
+    assert victim.wait_for(update_answered).status == 200, "the same again"
+
+    # Before the first byte of an update under a mask of its own.
+    victim.die_at(between.fault("PUT", "/update", "request"))
+
+    # While it trains: what changed of the mask is there and on its disk, the update has not begun.
+    victim.wait_for(update_answered)
+    victim.seen = len(between.exchanges)
+    victim.wait_for(lambda exchange: exchange.path.endswith("/payload") and exchange.complete)
+    victim.device.kill()
+    assert not [each for each in between.exchanges[victim.seen :] if each.method == "PUT"], "too late"
+    victim.start()
+
+    # In the middle of an update, and the coordinator dies with it.
+    unheard = between.fault("PUT", "/update", "request", 1000)
+    assert unheard.reached.wait(30)
+    coordinator.kill()
+    victim.device.kill()
+    unheard.ended.set()
+    coordinator.start()
+    victim.start()
+
+    assert between.chunked == []
+    check(coordinator, {"small": victim.device, "large": other})
+    assert ending(coordinator, device) == undisturbed
