@@ -16,7 +16,8 @@ class Dataset:
     """All samples: first the ``published`` ones of the published training part, then those of the test part, if any.
 
     inputs [N, ...]: bytes or floats as stored, in memory or mapped from disk. targets [N]: int64, classes from 0.
-    people [N] or None: who made each sample. classes: how many there are. Two sets are equal only if they are the same
+    people [N] or None: who made each sample. sources [N] or None: the name of what it was recorded with. classes: how
+    many there are. Two sets are equal only if they are the same
     object, so that what was computed of one can be kept by it.
     """
 
@@ -25,6 +26,7 @@ class Dataset:
     people: Array | None
     classes: int
     published: int
+    sources: Array | None = None
 
 
 def read_dataset(path: str | None, wanted: Wanted) -> Dataset:
@@ -45,4 +47,4 @@ def read_dataset(path: str | None, wanted: Wanted) -> Dataset:
 @lru_cache(maxsize=8)
 def _read(place: Path, stamp: int, wanted: Wanted) -> Dataset:
     parts = read(place, wanted)
-    return Dataset(parts.inputs, parts.targets, parts.people, wanted.classes, parts.published)
+    return Dataset(parts.inputs, parts.targets, parts.people, wanted.classes, parts.published, parts.sources)

@@ -1,7 +1,8 @@
 """The file formats in which a task's samples may come; what is met in a folder decides which is read.
 
-    npz          x_train, y_train and perhaps x_test, y_test; or x, y; perhaps person or subject beside them. Images as
-                 files end to end: jpeg_train, offset_train (image i is jpeg[offset[i]:offset[i+1]]), y_train; _test
+    npz          x_train, y_train and perhaps x_test, y_test; or x, y; perhaps person or subject beside them, and watch
+                 (true: of a watch, false: of a phone). Images as files end to end: jpeg_train, offset_train (image i is
+                 jpeg[offset[i]:offset[i+1]]), y_train; _test
     IDX          train-images-idx3-ubyte, train-labels-idx1-ubyte, perhaps t10k-..., each perhaps with .gz
     binary       data_batch_1.bin .. 5 and test_batch.bin: a byte of class and 3 x 1024 of an image each (CIFAR-10)
     table        train.csv or .parquet, perhaps test.csv or .parquet; or one such file: a column label or y, perhaps
@@ -19,7 +20,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,9 @@ from edge_sdk.tasks.loading import DataError
 
 PEOPLE = ("person", "subject")
 """What the entry or column is called that says who made a sample."""
+
+WATCH = "watch"
+"""The entry that says whether a sample is of a watch; those that are not are a phone's."""
 
 LABELS = ("label", "y")
 """What the column with the classes is called."""
@@ -61,7 +65,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Parts:
-    """A set as read: inputs [N, *shape], targets [N] int64, people [N] or None.
+    """A set as read: inputs [N, *shape], targets [N] int64, people [N] or None, sources [N] (names) or None.
 
     The first ``published`` samples are its training part.
     """
@@ -70,6 +74,7 @@ class Parts:
     targets: Array
     people: Array | None
     published: int
+    sources: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class _Part:
     inputs: Array
     labels: Array
     people: Array | None = None
+    watch: Array | None = None
 
 
 def read(place: Path, wanted: Wanted) -> Parts:
@@ -127,7 +133,8 @@ def _npz(place: Path, wanted: Wanted) -> Parts | None:
 
 def _archived(path: Path, archive: Mapping[str, Array], use: str) -> _Part:
     people = next((archive[name + use] for name in PEOPLE if name + use in archive), None)
-    return _Part(f"{path} (x{use})", _entry(archive, f"x{use}"), _entry(archive, f"y{use}"), people)
+    watch = archive.get(WATCH + use)
+    return _Part(f"{path} (x{use})", _entry(archive, f"x{use}"), _entry(archive, f"y{use}"), people, watch)
 
 
 def _entry(archive: Mapping[str, Array], name: str) -> Array:
@@ -292,7 +299,7 @@ def _join(parts: Sequence[_Part], wanted: Wanted, training: int = 1) -> Parts:
     with_people = [part.people for part in parts if part.people is not None]
     if with_people and (len(with_people) < len(parts) or any(len(p.inputs) != len(p.people) for p in parts)):  # type: ignore[arg-type]
         raise DataError(f"{parts[0].source}: some samples have a person and others none; give one each, or none at all")
-    return _checked(
+    checked = _checked(
         parts[0].source,
         _together([_values(part.inputs, part.source, wanted) for part in parts]),
         _together([part.labels for part in parts]),
@@ -300,6 +307,20 @@ def _join(parts: Sequence[_Part], wanted: Wanted, training: int = 1) -> Parts:
         sum(len(part.inputs) for part in parts[:training]),
         wanted,
     )
+    return replace(checked, sources=_sources(parts))
+
+
+def _sources(parts: Sequence[_Part]) -> Array | None:
+    """What each sample was recorded with, ``phone`` or ``watch``; None where the set does not say."""
+    flags = [part.watch for part in parts if part.watch is not None]
+    if not flags:
+        return None
+    if len(flags) < len(parts) or any(
+        part.watch is not None and (part.watch.dtype != np.bool_ or part.watch.shape != (len(part.inputs),))
+        for part in parts
+    ):
+        raise DataError(f"{parts[0].source}: {WATCH} must be true or false for each sample, or left out")
+    return np.where(_together(flags), "watch", "phone")
 
 
 def _together(arrays: Sequence[Array]) -> Array:

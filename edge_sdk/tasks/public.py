@@ -6,14 +6,21 @@ format of ``formats``. Nothing is downloaded.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import cast
+
+import numpy as np
 import torch
 
+from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks import Task, UnknownTask
-from edge_sdk.tasks.datasets import read_dataset
+from edge_sdk.tasks.corruption import PUBLISHED, Images, corrupt, read_published
+from edge_sdk.tasks.datasets import Dataset, read_dataset
 from edge_sdk.tasks.formats import Wanted
 from edge_sdk.tasks.loading import Chosen, Scale, build_seeded, classification
 from edge_sdk.tasks.models import MODELS, full_name
-from edge_sdk.tasks.sharing import read_sharing, share
+from edge_sdk.tasks.partition import Index
+from edge_sdk.tasks.sharing import Sharing, place, read_sharing, share
 
 MNIST = Wanted(
     "mnist",
@@ -74,7 +81,9 @@ def _load(
             f"{', '.join(full_name(wanted.task, name) for name in choices)}"
         )
     choice = choices[model]
-    sharing = read_sharing(data, task=wanted.task, seed=seed, partition=partition)
+    sharing = read_sharing(
+        data, task=wanted.task, seed=seed, partition=partition, corruptible=wanted.pixels and len(wanted.shape) == 3
+    )
     dataset = read_dataset(sharing.path, wanted)
     parts = share(dataset, sharing, device=device)
     inputs, targets = torch.from_numpy(dataset.inputs), torch.from_numpy(dataset.targets)
@@ -82,6 +91,9 @@ def _load(
     train, validation, test = (
         Chosen(inputs, targets, torch.from_numpy(index), scale) for index in (parts.train, parts.validation, parts.test)
     )
+    if sharing.corruption is not None:
+        images = _corrupted(dataset, sharing, parts.test, device=device)
+        test = Chosen(torch.from_numpy(images), targets[test.index], torch.arange(len(images)), scale)
     return classification(
         full_name(wanted.task, model),
         build_seeded(choice.build, seed),
@@ -90,3 +102,17 @@ def _load(
         test,
         batch_size=batch_size,
     )
+
+
+def _corrupted(dataset: Dataset, sharing: Sharing, test: Index, *, device: str) -> Array:
+    """The test images as ``sharing`` wants them: uint8 [n, C, H, W]. Raises DataError."""
+    name = str(sharing.corruption)
+    own = np.moveaxis(cast(Images, dataset.inputs[test]), 1, 3)
+    if name in PUBLISHED:
+        start, folder = dataset.published, Path(str(sharing.path)).expanduser()
+        images = read_published(folder, name, sharing.severity, dataset.targets[start:], shape=own.shape[1:])
+        images = images[test - start]
+    else:
+        index, _ = place(dataset, sharing, device=device)
+        images = corrupt(own, name, sharing.severity, seed=sharing.seed, device=index)
+    return np.ascontiguousarray(np.moveaxis(images, 3, 1))

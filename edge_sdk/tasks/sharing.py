@@ -21,6 +21,7 @@ from typing import Literal, Protocol, cast, get_type_hints
 import numpy as np
 
 from edge_sdk.protocol.manifest import Array
+from edge_sdk.tasks.corruption import check_corruption, check_severity
 from edge_sdk.tasks.datasets import Dataset
 from edge_sdk.tasks.loading import DataError
 from edge_sdk.tasks.partition import Index, Split, shifted, split
@@ -45,7 +46,9 @@ class Sharing:
     device's part; validation: that of the rest. part: whether the published test part is dealt too (``all``) or left
     alone (``train``). shift: the share of the device's test samples that is replaced from everybody's, 0 for none.
     test: whether the device tests on a share of its ``own`` part or on its slice of the ``published`` test part, with
-    nothing of its own held out.
+    nothing of its own held out. corruption and severity: what becomes of the device's test images, None and 0 for
+    nothing. train_on, test_on: what the samples that it learns from, and those that it tests on, were recorded with;
+    None for anything.
     """
 
     path: str | None
@@ -59,6 +62,10 @@ class Sharing:
     part: Literal["train", "all"] = "train"
     shift: float = 0.0
     test: Literal["own", "published"] = "own"
+    corruption: str | None = None
+    severity: int = 0
+    train_on: str | None = None
+    test_on: str | None = None
 
     def __post_init__(self) -> None:
         if self.of is not None and self.of < 1:
@@ -81,6 +88,16 @@ class Sharing:
                 f"--data: shift={self.shift:g} draws from the devices' own test samples, and with test=published they "
                 "have none; leave one of them out"
             )
+        if (self.corruption is None) != (self.severity == 0):
+            raise DataError("--data: corruption and severity belong together, as in corruption=contrast,severity=3")
+        if self.corruption is not None:
+            check_corruption(self.corruption, published=self.test == "published")
+            check_severity(self.severity)
+            if self.shift:
+                raise DataError(
+                    f"--data: corruption={self.corruption} is of a device's own test images, and shift="
+                    f"{self.shift:g} replaces them; leave one of them out"
+                )
 
     def place(self, device: str, of: int) -> int:
         """The part, of ``of``, of the device so named: the one given, or else the one its name ends in or hashes to.
@@ -101,9 +118,17 @@ class Sharing:
 
 
 def read_sharing(
-    data: str | None, *, task: str, seed: int, needs_path: bool = True, partition: str = "dirichlet"
+    data: str | None,
+    *,
+    task: str,
+    seed: int,
+    needs_path: bool = True,
+    partition: str = "dirichlet",
+    corruptible: bool = False,
 ) -> Sharing:
     """Read ``[PATH,]key=value,...``. ``seed`` and ``partition`` are those where the text gives none.
+
+    corruptible: whether the task does what ``corruption`` says; where not, it is refused.
 
     A PATH cannot hold a comma. Raises DataError, which says what was met, what is wanted and what to do.
     """
@@ -128,7 +153,7 @@ def read_sharing(
             fields[key] = _number(key, text, _FIELDS[key])
         elif key in option_types:
             options.append((key, _number(key, text, option_types[key])))
-        elif key in ("part", "test"):
+        elif key in _TEXTS:
             fields[key] = text
         else:
             raise DataError(
@@ -137,6 +162,8 @@ def read_sharing(
             )
     if "held_out" in fields and fields.get("test") == "published":
         raise DataError("--data: with test=published no sample of the device's own is held out; leave held_out out")
+    if "corruption" in fields and not corruptible:
+        raise DataError(f"--data: corruption={fields['corruption']} is for images of bytes, which {task} has not")
     return Sharing(**{"path": path, "seed": seed, **fields, "partition": name, "options": tuple(sorted(options))})  # type: ignore[arg-type]
 
 
@@ -149,12 +176,15 @@ _FIELDS: Mapping[str, type] = {
     "held_out": float,
     "validation": float,
     "shift": float,
+    "severity": int,
 }
+
+_TEXTS = ("part", "test", "corruption", "train_on", "test_on")
 
 
 def _grammar(needs_path: bool) -> str:
     return (
-        f"{'PATH, ' if needs_path else ''}{', '.join(_FIELDS)}, part, test and partition, as in index=2,of=5,alpha=0.3"
+        f"{'PATH, ' if needs_path else ''}{', '.join((*_FIELDS, *_TEXTS))} and partition, as in index=2,of=5,alpha=0.3"
     )
 
 
@@ -196,22 +226,53 @@ def share(dataset: Dataset, sharing: Sharing, *, device: str) -> Split:
 
     The whole set is dealt once per process and kept, so that thousands of simulated devices deal once.
     """
+    index, of = place(dataset, sharing, device=device)
+    dealt = _deal(dataset, sharing.part, sharing.partition, of, sharing.seed, sharing.options)
+    if sharing.test == "published":
+        own = _tested_on_published(dataset, dealt[index], sharing, index=index, of=of)
+    else:
+        own = _split(dealt[index], sharing.seed, sharing.held_out, sharing.validation)
+    own = Split(
+        _recorded_with(dataset, own.train, sharing.train_on, "training"),
+        _recorded_with(dataset, own.validation, sharing.train_on, "validation"),
+        _recorded_with(dataset, own.test, sharing.test_on, "test"),
+    )
+    if sharing.shift == 0:
+        return own
+    shares = (sharing.held_out, sharing.validation)
+    union = _test_union(dataset, sharing.part, sharing.partition, of, sharing.seed, sharing.options, *shares)
+    union = _recorded_with(dataset, union, sharing.test_on, "test")
+    return Split(
+        own.train, own.validation, shifted(own.test, union, seed=sharing.seed, device=index, degree=sharing.shift)
+    )
+
+
+def place(dataset: Dataset, sharing: Sharing, *, device: str) -> tuple[int, int]:
+    """(index, of): which part of how many the device so named holds. Raises DataError."""
     of = sharing.of
     if of is None:
         by_person = sharing.partition == "person" and dataset.people is not None
         of = len(np.unique(dataset.people)) if by_person else DEVICES  # type: ignore[arg-type]
-    index = sharing.place(device, of)
-    dealt = _deal(dataset, sharing.part, sharing.partition, of, sharing.seed, sharing.options)
-    if sharing.test == "published":
-        return _tested_on_published(dataset, dealt[index], sharing, index=index, of=of)
-    shares = (sharing.seed, sharing.held_out, sharing.validation)
-    own = _split(dealt[index], *shares)
-    if sharing.shift == 0:
-        return own
-    union = _test_union(dataset, sharing.part, sharing.partition, of, sharing.seed, sharing.options, *shares[1:])
-    return Split(
-        own.train, own.validation, shifted(own.test, union, seed=sharing.seed, device=index, degree=sharing.shift)
-    )
+    return sharing.place(device, of), of
+
+
+def _recorded_with(dataset: Dataset, samples: Index, source: str | None, use: str) -> Index:
+    """Those of ``samples`` that were recorded with ``source``, in their order; all where it is None.
+
+    They are chosen after the split, so a device learns from the same samples whatever it tests on.
+    """
+    if source is None:
+        return samples
+    option = f"{'test_on' if use == 'test' else 'train_on'}={source}"
+    if dataset.sources is None:
+        raise DataError(f"--data: {option}, but the data do not say what a sample was recorded with; leave it out")
+    known = np.unique(dataset.sources)
+    if source not in known:
+        raise DataError(f"--data: {option}, but the data are of {' and '.join(known)}; choose one of them")
+    kept: Index = samples[dataset.sources[samples] == source]
+    if len(kept) == 0:
+        raise DataError(f"--data: {option}, but this device has no {use} sample of a {source}; leave it out")
+    return kept
 
 
 @lru_cache(maxsize=8)

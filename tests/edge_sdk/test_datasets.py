@@ -76,6 +76,22 @@ def test_images_with_channels_last_or_as_whole_numbers(folder):
     check(read_dataset(str(folder), CIFAR10), PHOTOS)
 
 
+def test_windows_of_watches_and_phones_are_told_apart(folder):
+    watch = np.arange(15) % 3 == 0
+    np.savez(folder / "har.npz", x=WINDOWS, y=LABELS[:15] % 5, watch=watch)
+    assert read_dataset(str(folder), HAR).sources.tolist() == np.where(watch, "watch", "phone").tolist()
+    np.savez(folder / "none.npz", x=WINDOWS, y=LABELS[:15] % 5)
+    assert read_dataset(str(folder / "none.npz"), HAR).sources is None
+    np.savez(folder / "short.npz", x=WINDOWS, y=LABELS[:15] % 5, watch=watch[:3])
+    np.savez(folder / "number.npz", x=WINDOWS, y=LABELS[:15] % 5, watch=watch.astype(int))
+    parts = {"x_train": WINDOWS[:9], "y_train": LABELS[:9] % 5, "x_test": WINDOWS[9:], "y_test": LABELS[9:15] % 5}
+    np.savez(folder / "half.npz", **parts, watch_train=watch[:9])
+    for name in ("short", "number", "half"):
+        refused(folder / f"{name}.npz", HAR, "watch must be true or false for each sample, or left out")
+    np.savez(folder / "whole.npz", **parts, watch_train=watch[:9], watch_test=watch[9:])
+    assert (read_dataset(str(folder / "whole.npz"), HAR).sources == "watch").tolist() == watch.tolist()
+
+
 def test_windows_have_people(folder):
     people = np.array([7, 3, 9] * 5)
     np.savez(folder / "har.npz", x=WINDOWS, y=np.arange(15) % 5, subject=people)

@@ -87,6 +87,20 @@ def test_activities_belong_to_people_and_are_standardised():
     assert tasks[0].model(next(iter(tasks[0].train))[0]).shape == (50, 5)
 
 
+@real("har_watch_phone.npz")
+def test_everybody_can_train_on_a_phone_and_be_tested_on_a_watch():
+    """A person wore both at once, so half of everything is of each."""
+    for index in range(23):
+        usual = load("har", f"{FOLDER},index={index}")
+        tasks = {on: load("har", f"{FOLDER},index={index},train_on=phone,test_on={on}") for on in ("phone", "watch")}
+        phone, watch = tasks["phone"], tasks["watch"]
+        assert phone.test.num_examples + watch.test.num_examples == usual.test.num_examples
+        assert (
+            phone.train.num_examples == watch.train.num_examples == pytest.approx(usual.train.num_examples / 2, rel=0.2)
+        )
+        assert torch.equal(phone.train.arrays.index, watch.train.arrays.index)
+
+
 @real("cifar10.npz")
 @pytest.mark.slow  # 60,000 images are decoded into the cache the first time
 def test_cifar10_is_dealt_and_scaled():

@@ -10,9 +10,10 @@ from edge_sdk.tasks.loading import DataError
 from edge_sdk.tasks.sharing import Sharing, find_partition, read_sharing, share
 
 
-def dataset(count=600, published=None, people=None):
+def dataset(count=600, published=None, people=None, sources=None):
     targets = np.arange(count) % 10
-    return Dataset(np.zeros((count, 2), np.uint8), targets, people, 10, count if published is None else published)
+    published = count if published is None else published
+    return Dataset(np.zeros((count, 2), np.uint8), targets, people, 10, published, sources)
 
 
 def read(data, **options):
@@ -36,6 +37,9 @@ def test_every_entry_is_read():
     assert read("alpha=0.5,minimum=3,of=7") == Sharing(None, 9, of=7, options=(("alpha", 0.5), ("minimum", 3)))
     assert read("data").path == "data"
     assert read("test=published,validation=0.1") == Sharing(None, 9, validation=0.1, test="published")
+    found = read("corruption=contrast,severity=3,train_on=phone,test_on=watch", corruptible=True)
+    assert found == Sharing(None, 9, corruption="contrast", severity=3, train_on="phone", test_on="watch")
+    assert read("corruption=fog,severity=1,test=published", corruptible=True).corruption == "fog"
 
 
 @pytest.mark.parametrize(
@@ -55,12 +59,30 @@ def test_every_entry_is_read():
         ("test=all", "test=all; choose own or published"),
         ("test=published,part=all", "part=all deals the published test part .* leave one of them out"),
         ("test=published,shift=0.5", "shift=0.5 draws from the devices' own test samples, .* leave one of them out"),
+        ("severity=3", "corruption and severity belong together, as in corruption=contrast,severity=3"),
+        ("corruption=contrast,severity=1", "corruption=contrast is for images of bytes, which mnist has not"),
         ("test=published,held_out=0.2", "no sample of the device's own is held out; leave held_out out"),
     ],
 )
 def test_misspelt_data_is_explained(data, message):
     with pytest.raises(DataError, match=message):
         read(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("corruption=contrast", "corruption and severity belong together"),
+        ("corruption=contrast,severity=6", "severity=6; choose 1 to 5"),
+        ("corruption=contrast,severity=1.5", "severity must be a whole number"),
+        ("corruption=blur,severity=1", "there is no corruption 'blur'; computed are gaussian_noise, "),
+        ("corruption=fog,severity=1", "corruption=fog is not computed, .* add test=published, or choose"),
+        ("corruption=contrast,severity=1,shift=0.5", "shift=0.5 replaces them; leave one of them out"),
+    ],
+)
+def test_a_corruption_that_cannot_be_had_is_explained(data, message):
+    with pytest.raises(DataError, match=message):
+        read(data, corruptible=True)
 
 
 def test_the_place_follows_from_index_number_or_name():
@@ -153,6 +175,53 @@ def test_a_shift_mixes_everybodys_test_samples_in_and_no_training_sample():
     assert len(mixed.test) == len(own.test)
     assert not np.isin(mixed.test, own.test).all()
     assert np.isin(mixed.test, np.concatenate(tests)).all()
+
+
+# --- what samples were recorded with
+
+
+def recorded(**options):
+    return dataset(sources=np.where(np.arange(600) % 3 == 0, "watch", "phone"), **options)
+
+
+@pytest.mark.parametrize("data", ["", "test=published"])
+def test_a_device_trains_on_one_source_and_is_tested_on_another_of_the_same_split(data):
+    everybodys = recorded(published=500 if data else None)
+    own = share(everybodys, read(f"of=4,index=1,{data}"), device="x")
+    watch = np.arange(600) % 3 == 0
+    found = share(everybodys, read(f"of=4,index=1,train_on=phone,test_on=watch,{data}"), device="x")
+    assert np.array_equal(found.train, own.train[~watch[own.train]])
+    assert np.array_equal(found.validation, own.validation[~watch[own.validation]])
+    assert np.array_equal(found.test, own.test[watch[own.test]])
+    home = share(everybodys, read(f"of=4,index=1,train_on=phone,test_on=phone,{data}"), device="x")
+    assert np.array_equal(home.train, found.train), "whatever it is tested on"
+    assert sorted([*home.test, *found.test]) == sorted(own.test)
+
+
+def test_a_shift_draws_from_everybodys_test_samples_of_the_source_that_is_tested_on():
+    data = recorded()
+    own = share(data, read("of=3,index=1,test_on=watch"), device="x").test
+    mixed = share(data, read("of=3,index=1,test_on=watch,shift=1"), device="x").test
+    assert len(mixed) == len(own)
+    assert not np.isin(mixed, own).all()
+    assert (mixed % 3 == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("sources", "data", "message"),
+    [
+        (None, "test_on=watch", "test_on=watch, but the data do not say what a sample was recorded with; leave it out"),
+        ("phone", "train_on=ring", "train_on=ring, but the data are of phone; choose one of them"),
+        ("one", "test_on=watch", "test_on=watch, but this device has no test sample of a watch; leave it out"),
+        ("one", "train_on=watch", "train_on=watch, but this device has no training sample of a watch"),
+    ],
+)
+def test_a_source_that_is_not_there_is_explained(sources, data, message):
+    # The one watch's sample is somebody else's.
+    texts = {"phone": np.full(600, "phone"), "one": np.where(np.arange(600) == 599, "watch", "phone"), None: None}
+    everybodys = dataset(people=np.repeat([0, 1, 2], 200), sources=texts[sources])
+    with pytest.raises(DataError, match=message):
+        share(everybodys, read(f"partition=person,index=0,{data}"), device="x")
 
 
 def test_all_devices_of_a_process_deal_once(monkeypatch):
