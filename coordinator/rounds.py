@@ -323,6 +323,8 @@ class Rounds:
         method, plan = load_method(federation.method), assignment.plan or {}
         mask, _ = self._models.mask(federation, device.name, assignment)
         situation = Situation(self._models.manifest(federation), settings_of(federation), assignment.round, plan)
+        if assignment.kind == wire.Kind.prepare and decoded.mask is None:
+            raise BadContent("mask: an update that prepares the model says what exists of it; send it with its mask")
         if not same_mask(decoded.mask, mask):
             if not isinstance(decoded.mask, ElementMask):
                 raise BadContent(
@@ -764,7 +766,7 @@ def reaches(budget: float, smallest: float) -> bool:
 
 def _leaves_model(federation: Federation, assignment: Assignment) -> bool:
     """Whether a device that answered this assignment holds a personal model from then on."""
-    if assignment.kind == wire.Kind.train:
+    if assignment.kind in BUNDLE_KINDS:
         return load_method(federation.method).personal_models
     return assignment.kind != wire.Kind.evaluate
 

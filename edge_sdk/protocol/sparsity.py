@@ -8,7 +8,9 @@ tensor, a *layer* here, keeps. Everything else follows:
     over_pruning, adjustment_steps   when a device re-adjusts its mask, and how boldly
     prune, grow                      what it drops and revives then
     trim                             what the coordinator keeps of all that came back
-    keep_by_gain, keep_by_score      how PruneFL and GraSP choose over the whole network instead
+    weight_budget                    how many are kept where there is one count for the whole network, not one per layer
+    keep_by_gain, keep_by_score      how PruneFL and GraSP choose over it
+    readjust                         PruneFL's choice with FLOPs for seconds
 
 Functions of one layer take flat arrays [n], n = W_l, in row-major order. Directions, d, are the sign of what the global
 model last did at a position: -1, 0 or 1. A zero agrees with nothing and contradicts nothing, neither as a direction
@@ -364,6 +366,36 @@ def trim(values: Reals, weights: NDArray[np.float64], union: Flags, count: int) 
 
 
 # Choices over the whole network
+
+
+def weight_budget(manifest: Manifest, density: float) -> int:
+    """K = floor(density * n_w) weights for the whole network, and no fewer than one for every tensor."""
+    return max(len(manifest.maskable), _floor(density * sum(spec.size for spec in manifest.maskable)))
+
+
+def readjust(
+    manifest: Manifest,
+    weights: Mapping[str, Reals],
+    importance: Mapping[str, Reals],
+    mask: ElementMask,
+    *,
+    density: float,
+    share: float,
+    fixed_cost: float,
+) -> ElementMask:
+    """``keep_by_gain`` with FLOPs for seconds, so that every machine chooses the same.
+
+    A weight costs what training a sample with it does, t_l = 6 * positions of its layer (``flops``). fixed_cost: t_0,
+    as a share of what the dense network costs.
+    """
+    multiplying = [layer for layer in manifest.layers if layer.kind in MULTIPLYING]
+    cost = {
+        spec.name: 6.0 * sum(layer.positions for layer in multiplying if spec.name in layer.tensors)
+        for spec in manifest.maskable
+    }
+    dense = sum(cost[spec.name] * spec.size for spec in manifest.maskable)
+    count = weight_budget(manifest, density)
+    return keep_by_gain(weights, importance, mask, cost, fixed_cost=fixed_cost * dense, share=share, count=count)
 
 
 def keep_by_gain(

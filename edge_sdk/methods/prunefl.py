@@ -1,0 +1,169 @@
+"""PruneFL, the device half: train the weights that exist, and tell now and then what every weight would gain.
+
+Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas, "Model Pruning Enables Efficient Federated Learning on Edge Devices",
+IEEE TNNLS 2022, arXiv:1909.12326. Ordinary rounds are FedAvg's of what exists, or with a ``proximal_weight`` FedProx's.
+In re-adjusting rounds a device computes at the model received, before it trains, and sends beside its update
+
+    g² = (1/B) Σ_b (∂F_b/∂θ)²      of all maskable weights, existing or not, over the B batches of its training data,
+
+by which the server chooses (``coordinator.methods.prunefl`` has the rule). One device prepares the model: from the
+dense one it trains alone, round after round of the federation's local training, and every ``adjust_interval`` rounds
+chooses by its own g² with the same rule, until the number of weights has changed by less than a tenth five times
+running, or ``prepare_rounds`` are over. It sends the mask and what it trained.
+
+Where the paper is silent:
+
+- Training alone has the first round's learning rate, an optimiser that starts afresh each round, no pull, no early
+  stopping, and ρ = share: its decay counts the federation's rounds, as in the released code.
+- That code begins to prune where the training accuracy has reached 1.5 / classes; here after the first interval.
+- It ends with a choice, even where ``prepare_rounds`` is no multiple of the interval, so that no more than K exist.
+- The released code bounds the federated choices alone by a largest density; here K bounds all of them. So the first
+  one goes by |θ| if the weights it has to keep, 1 - ρ of all, are more than K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from edge_sdk.methods import Job, Trained, Update
+from edge_sdk.methods.fedavg import existing
+from edge_sdk.methods.fedprox import FedProx
+from edge_sdk.protocol.elements import ElementMask, everything
+from edge_sdk.protocol.errors import BundleError
+from edge_sdk.protocol.flops import growth_flops, training_flops
+from edge_sdk.protocol.masks import pack
+from edge_sdk.protocol.sparsity import readjust
+from edge_sdk.training.elements import flags_of
+from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.gradients import visit_gradients
+from edge_sdk.training.local import (
+    LocalResult,
+    TrainingDiverged,
+    get_tensors,
+    set_tensors,
+    train_locally,
+)
+from edge_sdk.training.merging import whole_model
+
+STEADY_CHANGE = 0.1
+"""A choice is steady that changes the number of weights by less than this share."""
+
+STEADY_CHOICES = 5
+"""So many in a row end the preparation."""
+
+
+class PruneFL(FedProx):
+    """FedAvg of what exists; between rounds a device keeps nothing but the mask by name."""
+
+    def train(self, job: Job) -> Trained:
+        """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
+        if not job.assignment.plan.get("gradients"):
+            return super().train(job)
+        mask = existing(job)
+        if mask is None:
+            raise BundleError("the payload has no mask of elements; update the coordinator, or this SDK")
+        set_tensors(job.model, whole_model(job.manifest, job.received))
+        squares, samples = squared_gradients(job, "gradients")
+        trained = super().train(job)
+        assert trained.update is not None
+        flat = np.concatenate([part.reshape(-1) for part in squares.values()])
+        return replace(
+            trained,
+            update=replace(trained.update, gradients=flat),
+            flops=trained.flops + growth_flops(job.manifest, samples, mask),
+        )
+
+    def prepare(self, job: Job) -> Trained:
+        """Train alone and prune. Raises BundleError for a payload that does not fit, TrainingDiverged."""
+        own = job.assignment.settings.method_settings
+        rounds, interval = int(own["prepare_rounds"]), int(own["adjust_interval"])
+        set_tensors(job.model, whole_model(job.manifest, job.received))
+        mask, steady, steps, flops = everything(job.manifest), 0, 0, 0
+        number = 0
+        while steady < STEADY_CHOICES and number < rounds:
+            number += 1
+            result = _train_alone(job, number, rounds, mask)
+            steps += result.steps
+            flops += training_flops(job.manifest, result.samples, weight_gradients=mask)
+            if number % interval and number < rounds:
+                continue
+            squares, samples = squared_gradients(job, f"gradients {number}")
+            flops += growth_flops(job.manifest, samples, mask)
+            before, mask = mask, _choose(job, squares, mask)
+            steady = steady + 1 if abs(mask.count - before.count) < STEADY_CHANGE * before.count else 0
+        values = pack(job.manifest, get_tensors(job.model, job.manifest), mask)
+        return Trained(
+            state=job.state,
+            update=Update(values, mask, counts={"prepare_rounds": number}),
+            num_examples=result.num_examples,
+            steps=steps,
+            flops=flops,
+            train_loss=result.train_loss,
+            validation_loss=None,
+            stop_loss=None,
+            stopped=False,
+        )
+
+
+def squared_gradients(job: Job, purpose: str) -> tuple[dict[str, NDArray[np.float32]], int]:
+    """g² of every maskable tensor, by name, of its shape; and the samples it took. The model is left as it is.
+
+    purpose: what shuffling and dropout are drawn for. Raises TrainingDiverged for squares that are not finite.
+    """
+    model, names = job.model, [spec.name for spec in job.manifest.maskable]
+    parameters = dict(model.named_parameters())
+    squares = {name: torch.zeros_like(parameters[name]) for name in names}
+
+    def add(name: str, gradient: torch.Tensor) -> None:
+        squares[name].addcmul_(gradient, gradient)
+
+    device = next(iter(squares.values())).device
+    torch.manual_seed(job.seed(purpose))
+    model.train()
+    samples, batches = 0, 0
+    for inputs, targets in job.task.train:
+        visit_gradients(model, job.task, [(inputs.to(device), targets.to(device))], names, add)
+        samples += len(targets)
+        batches += 1
+    means: dict[str, NDArray[np.float32]] = {}
+    for name, total in squares.items():
+        if not torch.isfinite(total).all():
+            raise TrainingDiverged(f"{name}: a squared gradient is not finite; lower the learning rate or set a clip")
+        means[name] = (total / batches).cpu().contiguous().numpy()
+    return means, samples
+
+
+def _train_alone(job: Job, number: int, rounds: int, mask: ElementMask) -> LocalResult:
+    settings = job.assignment.settings
+    return train_locally(
+        job.model,
+        job.task,
+        settings,
+        learning_rate=settings.learning_rate_of(1),
+        freezing=Freezing(job.model, job.manifest, None, flags_of(mask)),
+        seed=job.seed(f"prepare {number}"),
+        progress=lambda done, total, loss: job.progress((number - 1) * total + done, rounds * total, loss),
+    )
+
+
+def _choose(job: Job, squares: dict[str, NDArray[np.float32]], mask: ElementMask) -> ElementMask:
+    """What exists from now on; what does not is made zero."""
+    own = job.assignment.settings.method_settings
+    parameters = {name: parameter for name, parameter in job.model.named_parameters() if name in squares}
+    chosen = readjust(
+        job.manifest,
+        {name: parameter.detach().cpu().contiguous().numpy() for name, parameter in parameters.items()},
+        squares,
+        mask,
+        density=float(own["density"]),
+        share=float(own["share"]),
+        fixed_cost=float(own["fixed_cost"]),
+    )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.mul_(torch.from_numpy(chosen.exists[name]).to(parameter.device))
+    return chosen
