@@ -135,21 +135,25 @@ VECTOR = {
 
 
 def ten_weights(share, directions):
-    """(what replaces, its batch): y = w·x of ten weights, and a loss that is y: its gradient is the batch, G.
+    return one_layer(VECTOR, share, directions, density=0.6)
+
+
+def one_layer(vector, share, directions, *, density):
+    """(what replaces, its job, its batch): y = w·x, and a loss that is y: its gradient is the batch, G.
 
     At half of the expected time σ is α/2, so that it is 0.5 where α is 1.
     """
-    model = nn.Sequential(nn.Linear(10, 1, bias=False))
-    manifest = describe(model, torch.zeros(1, 10), task="ten")
-    mask = ElementMask({"0.weight": np.array([VECTOR["mask"]], dtype=bool)})
-    received = np.array([VECTOR["theta0"]], dtype=np.float32)
+    model = nn.Sequential(nn.Linear(len(vector["G"]), 1, bias=False))
+    manifest = describe(model, torch.zeros(1, len(vector["G"])), task="line")
+    mask = ElementMask({"0.weight": np.array([vector["mask"]], dtype=bool)})
+    received = np.array([vector["theta0"]], dtype=np.float32)
     signs = np.array(directions, dtype=np.int8)
     body = encode(manifest, pack(manifest, {"0.weight": received}, mask), mask, signs=signs)
     with torch.no_grad():
-        model[0].weight.copy_(torch.tensor([VECTOR["theta"]]))
-    batch = (torch.tensor([VECTOR["G"]]), torch.zeros(1))
-    task = Task("ten", model, lambda outputs, targets: outputs.sum(), [batch], [batch], classification=False)
-    own = {**OWN, "density": 0.6, "over_pruning": 1.0, "guided_share": share}
+        model[0].weight.copy_(torch.tensor([vector["theta"]]))
+    batch = (torch.tensor([vector["G"]]), torch.zeros(1))
+    task = Task("line", model, lambda outputs, targets: outputs.sum(), [batch], [batch], classification=False)
+    own = {**OWN, "density": density, "over_pruning": 1.0, "guided_share": share}
     assignment = Assignment(
         assignment_id="a",
         kind="train",
@@ -159,29 +163,29 @@ def ten_weights(share, directions):
         plan={"expected_epochs": 2},
     )
     job = Job(assignment, manifest, task, model, DeviceState(), decode(body, manifest))
-    return Replacing(job), batch
+    return Replacing(job), job, batch
 
 
 def test_ten_weights_of_the_card():
-    replacing, batch = ten_weights(0.4, VECTOR["d"])
+    replacing, job, batch = ten_weights(0.4, VECTOR["d"])
     assert list(replacing.steps) == [1]
     change = replacing.decide(1, [batch])
     after = [1, 0, 0, 1, 1, 0, 1, 1, 1, 0]
     assert replacing.mask.exists["0.weight"].astype(int).tolist() == [after]
     assert change.elements["0.weight"].int().tolist() == [after]
-    weights = replacing._job.model[0].weight.detach()
+    weights = job.model[0].weight.detach()
     torch.testing.assert_close(weights, torch.tensor([[0.12, 0, 0, -0.40, 0.06, 0, 0, 0, 0, 0]]))
     assert change.renewed["0.weight"].int().tolist() == [[0, 1, 1, 0, 0, 1, 1, 1, 1, 0]]
     assert replacing.counts == {"dropped": 3, "dropped_guided": 2, "grown_guided": 1, "replaced": 3, "adjusted": 1}
-    assert replacing.flops == growth_flops(replacing._job.manifest, 1, replacing.mask)
+    assert replacing.flops == growth_flops(job.manifest, 1, replacing.mask)
 
 
 @pytest.mark.parametrize(("share", "directions"), [(0.0, VECTOR["d"]), (0.4, [0] * 10)], ids=["share", "directions"])
 def test_ten_weights_without_guidance(share, directions):
-    replacing, batch = ten_weights(share, directions)
+    replacing, job, batch = ten_weights(share, directions)
     change = replacing.decide(1, [batch])
     assert change.elements["0.weight"].int().tolist() == [[1, 0, 1, 1, 0, 0, 1, 0, 1, 1]]
-    weights = replacing._job.model[0].weight.detach()
+    weights = job.model[0].weight.detach()
     torch.testing.assert_close(weights, torch.tensor([[0.12, 0, 0.30, -0.40, 0, 0, 0, 0, 0, 0]]))
     assert (replacing.counts["dropped_guided"], replacing.counts["grown_guided"]) == (0, 0)
 
@@ -191,22 +195,33 @@ def test_directions_of_weights_that_exist_alone_protect_small_ones_that_agree():
 
     That is what the card says of guided growth where the map ends at what exists (4.8): 7 has no direction any more.
     """
-    replacing, batch = ten_weights(0.4, VECTOR["d"][:6])
+    replacing, job, batch = ten_weights(0.4, VECTOR["d"][:6])
     change = replacing.decide(1, [batch])
     assert change.elements["0.weight"].int().tolist() == [[1, 0, 0, 1, 1, 1, 1, 0, 1, 0]]
-    weights = replacing._job.model[0].weight.detach()
+    weights = job.model[0].weight.detach()
     torch.testing.assert_close(weights, torch.tensor([[0.12, 0, 0, -0.40, 0.06, 0.05, 0, 0, 0, 0]]))
     assert change.renewed["0.weight"].int().tolist() == [[0, 1, 1, 0, 0, 1, 1, 0, 1, 0]], "but without its memory"
     assert replacing.counts == {"dropped": 3, "dropped_guided": 2, "grown_guided": 1, "replaced": 2, "adjusted": 1}
 
 
+def test_what_was_dropped_against_its_direction_begins_at_zero_where_nothing_else_is_left():
+    """Of four weights three exist; 1 and 2 go, 3 comes, and of the two the one of the larger gradient must return."""
+    vector = {"theta": [0.3, 0.2, 0.1, 0], "theta0": [0.3, 0.4, 0.3, 0], "mask": [1, 1, 1, 0], "G": [0, 0.5, 0.1, 0.2]}
+    replacing, job, batch = one_layer(vector, 1.0, [0, 1, 1, 0], density=0.75)
+    change = replacing.decide(1, [batch])
+    assert replacing.counts["dropped_guided"] == 2
+    assert change.elements["0.weight"].int().tolist() == [[1, 1, 0, 1]]
+    assert change.renewed["0.weight"].int().tolist() == [[0, 1, 1, 1]]
+    torch.testing.assert_close(job.model[0].weight.detach(), torch.tensor([[0.3, 0, 0, 0]]))
+
+
 @pytest.mark.parametrize("count", [0, 5, 7, 11])
 def test_directions_of_another_number_are_refused(count):
     signs = np.zeros(count, dtype=np.int8)
-    replacing, _ = ten_weights(0.4, VECTOR["d"])
-    received = dataclasses.replace(replacing._job.received, signs=signs)
+    _, job, _ = ten_weights(0.4, VECTOR["d"])
+    received = dataclasses.replace(job.received, signs=signs)
     with pytest.raises(BundleError, match=f"has {count} directions for 6 weights; fetch it again"):
-        Replacing(dataclasses.replace(replacing._job, received=received))
+        Replacing(dataclasses.replace(job, received=received))
 
 
 # --- section 8.2: when ------------------------------------------------------------------------------------------
