@@ -10,7 +10,6 @@ steps everything that matters is on disk (``state``), so a step can be killed an
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import platform
@@ -218,8 +217,13 @@ class Session:
             log.warning("could not say goodbye: %s", error)
 
     def _hand_back(self, assignment_id: str, reason: str) -> None:
-        with contextlib.suppress(RoundOver):  # then nobody waits for it any more
+        try:
             self._transport.hand_back(assignment_id, reason)
+        except RoundOver:
+            pass  # then nobody waits for it any more
+        except Refused as refusal:
+            if refusal.status != 404:  # it was withdrawn: a preparation that took too long
+                raise
 
     def _work(self, assignment: Assignment) -> None:
         with self._telemetry.phase("download") as download:

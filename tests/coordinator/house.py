@@ -26,6 +26,7 @@ ANSWERS = {
     coordinator_errors.Finished: lambda text: FederationOver(410, text),
     coordinator_errors.RoundClosed: lambda text: RoundOver(409, text),
     coordinator_errors.DifferentUpdate: lambda text: RoundOver(409, text),
+    coordinator_errors.NotFound: lambda text: Refused(404, text),
     BadContent: lambda text: Refused(422, text),
 }
 
@@ -95,7 +96,8 @@ class Wire:
         self.sent.append(body)
 
     def hand_back(self, assignment_id, reason):
-        self.house.rounds.hand_back(assignment_id, self.device, reason)
+        with answered():
+            self.house.rounds.hand_back(assignment_id, self.device, reason)
 
 
 class House:

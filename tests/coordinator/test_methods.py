@@ -327,6 +327,23 @@ def test_a_round_survives_a_kill_between_saving_and_sending(house, new_house, me
     assert [record.updates for record in other.records.rounds("f")] == [2, 2]
 
 
+def test_a_device_whose_preparation_came_too_late_goes_on(house, clock):
+    """Its round was withdrawn, and the assignment with it: there is nothing to hand back either."""
+    house.create("grasp", rounds=1, min_devices=1, method_settings={"density": 0.3})
+    session = house.open("a")
+    house.rounds.advance()
+    session._transport.broken = True
+    with pytest.raises(ConnectionError):
+        session.step()
+    clock.pass_seconds(1000)
+    house.rounds.advance()
+    session._transport.broken = False
+    assert session.step().outcome is Outcome.idle, "it had been thought away"
+    (worked,) = house.play(session)
+    assert kinds(worked) == ["prepare", "train", "evaluate", "adapt"]
+    assert [record.round for record in house.records.rounds("f")] == [0, 1]
+
+
 def test_what_personalising_answers_is_a_report_as_json(house):
     house.create("local", rounds=1)
     session = house.open("a")
