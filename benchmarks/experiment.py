@@ -9,6 +9,9 @@
     seeds = [0, 1, 2]
     data = { test = "published" }   further options of --data, for every trial
     upload_caps = [100, 200]        MiB: one more table, the best accuracy so far at these cumulative uploads
+    shifts = [0, 0.5, 1]            when a trial has ended its models are judged on these test sets too: shares of the
+    corruptions = ["contrast"]      samples from all devices; kinds of corruption, at each of these severities (1 to 5
+    severities = [1, 3, 5]          where none are given); recorded with these, as in test_on = ["phone", "watch"]
 
     [settings]                      of every method: fields of FederationSettings
     cohort = 10
@@ -42,10 +45,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from devices.boards import load_boards
 from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.tasks.corruption import SEVERITIES, check_corruption
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -55,6 +66,8 @@ else:
 FOLDER = Path(__file__).parent / "experiments"
 
 Value = bool | int | float | str
+Options = dict[str, Value]
+"""Options of ``--data`` by name."""
 
 
 class _Part(BaseModel):
@@ -96,6 +109,10 @@ class Experiment(_Part):
     boards: tuple[str, ...] = ()
     data: dict[str, Value] = {}
     upload_caps: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = ()
+    shifts: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
+    corruptions: tuple[str, ...] = ()
+    severities: tuple[Annotated[int, Field(ge=1, le=SEVERITIES)], ...] = ()
+    test_on: tuple[str, ...] = ()
     settings: dict[str, Any] = {}
     axes: dict[str, tuple[Value, ...]] = {}
     methods: tuple[MethodRun, ...] = Field(min_length=1)
@@ -118,7 +135,35 @@ class Experiment(_Part):
         decided = sorted(set(self.data) & {"partition", "seed", "index", "of", *self.axes})
         if decided:
             raise ValueError(f"data: {', '.join(decided)} is said elsewhere in the experiment; leave it out of data")
+        self._check_shifts()
         return self
+
+    def _check_shifts(self) -> None:
+        """Refuse, before hours of training, test sets that cannot be had after it."""
+        for name in ("shifts", "corruptions", "severities", "test_on"):
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise ValueError(f"{name}: a test set is named twice; name each once")
+        if self.severities and not self.corruptions:
+            raise ValueError("severities are those of corruptions; say which, or leave severities out")
+        if self.tests_on_published and any(self.shifts):
+            raise ValueError("shifts draw from the devices' own test samples; leave them out, or test = published")
+        for name in self.corruptions:
+            check_corruption(name, published=self.tests_on_published)
+        both = sorted({key for each in self.test_sets for key in each} & {"shift", "corruption"} & set(self.data))
+        if both:
+            raise ValueError(f"data: {', '.join(both)} is what the test sets change; leave it out of data")
+
+    @property
+    def test_sets(self) -> tuple[Options, ...]:
+        """The test sets that a trial's models are judged on when it has ended, as options of ``--data``."""
+        severities = self.severities or tuple(range(1, SEVERITIES + 1))
+        shifted: list[Options] = [{"shift": share} for share in self.shifts]
+        corrupted: list[Options] = [
+            {"corruption": name, "severity": severity}
+            for name, severity in itertools.product(self.corruptions, severities)
+        ]
+        elsewhere: list[Options] = [{"test_on": source} for source in self.test_on]
+        return (*shifted, *corrupted, *elsewhere)
 
     def grid_of(self, run: MethodRun) -> dict[str, tuple[Value, ...]]:
         """What is tuned for a method: nothing where the experiment has no ``[tune]``."""
@@ -146,6 +191,15 @@ class Trial(_Part):
     budgets: tuple[float, ...]
     settings: dict[str, Any]
     data: dict[str, Value] = {}
+    test_sets: tuple[Options, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_nothing(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Trials without such test sets are written as they were before there were any, and found again by it."""
+        fields: dict[str, Any] = dump(self)
+        if not fields.get("test_sets"):
+            fields.pop("test_sets", None)
+        return fields
 
     @property
     def name(self) -> str:
@@ -158,6 +212,10 @@ class Trial(_Part):
         """How the data are dealt, as ``--data`` of the tasks has it; the path goes before it."""
         options = [f"{key}={value}" for key, value in {**self.axes, **self.data}.items()]
         return ",".join([f"partition={self.partition}", *options, f"seed={self.seed}"])
+
+    def tested_on(self, options: Options) -> str:
+        """``data_text`` with another test set: what a device trains on stays as it is."""
+        return self.model_copy(update={"data": {**self.data, **options}}).data_text
 
 
 def flat(settings: dict[str, Any]) -> dict[str, Any]:
@@ -214,7 +272,8 @@ def trials(
             chosen = tuned.get(run.tuned_as or run.label, {})
             first = {"rounds": rounds, "evaluation_interval": every}
             settings = merged(first, experiment.settings, chosen, run.settings)
-            yield _trial(experiment, name, run, axes, seed, settings)
+            trial = _trial(experiment, name, run, axes, seed, settings)
+            yield trial.model_copy(update={"test_sets": experiment.test_sets})
 
 
 def tuning_trials(

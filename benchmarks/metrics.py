@@ -75,6 +75,38 @@ class Point:
     notes: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Shifted:
+    """How a trial's last models did on another test set of each device that trained.
+
+    test_set: the options of ``--data`` that make it. accuracy: of the model that counts for a device, its personal one
+    or else the global one; then of each alone, where there are any. devices, devices_global: those of the model that
+    counts and of the global one, device by device, in the order of the trial's result.
+    """
+
+    test_set: dict[str, bool | int | float | str]
+    accuracy: Accuracy | None
+    accuracy_personal: Accuracy | None
+    accuracy_global: Accuracy | None
+    devices: tuple[float | None, ...]
+    devices_global: tuple[float | None, ...]
+
+
+def shifted(
+    test_set: dict[str, bool | int | float | str], found: Sequence[tuple[Evaluation | None, Evaluation | None]]
+) -> Shifted:
+    """What the devices found, each of its personal and of the global model."""
+    counting = [personal or shared for personal, shared in found]
+    return Shifted(
+        test_set=test_set,
+        accuracy=accuracy_of([each for each in counting if each]),
+        accuracy_personal=accuracy_of([personal for personal, _ in found if personal]),
+        accuracy_global=accuracy_of([shared for _, shared in found if shared]),
+        devices=tuple(each.accuracy if each else None for each in counting),
+        devices_global=tuple(shared.accuracy if shared else None for _, shared in found),
+    )
+
+
 def judged(reports: Sequence[DeviceReport]) -> list[tuple[str, Receipt]]:
     """The devices' evaluations of a round."""
     return [

@@ -8,8 +8,8 @@ devices of the same name have the same data.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -18,8 +18,8 @@ import numpy as np
 from scipy import stats
 
 from benchmarks import plots
-from benchmarks.experiment import Experiment, MethodRun, Trial, Value, flat, trials
-from benchmarks.metrics import Accuracy, Point, accuracy_over, best_within, rounds_to
+from benchmarks.experiment import Experiment, MethodRun, Options, Trial, Value, flat, trials
+from benchmarks.metrics import Accuracy, Point, Shifted, accuracy_over, best_within, rounds_to
 from benchmarks.rows import DeviceResult, Recorded
 
 RESAMPLES = 10_000
@@ -134,6 +134,18 @@ def _bootstrap(by_seed: dict[int, dict[str, float]]) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def _judged_on(test_set: Options, done: Sequence[Recorded]) -> list[Recorded]:
+    """The trials that were judged on that test set, as if that were what their devices are judged on."""
+    found = []
+    for trial in done:
+        shifted = _shifted(test_set, trial)
+        if shifted is not None:
+            both = zip(_participants(trial), shifted.devices, strict=True)
+            devices = tuple(replace(device, accuracy=accuracy) for device, accuracy in both)
+            found.append(replace(trial, result=replace(trial.result, devices=devices)))
+    return found
+
+
 @dataclass(frozen=True)
 class Saving:
     """What early stopping saved: shares of the same method's cost without it, of sums over the seeds that both have.
@@ -187,6 +199,11 @@ def _differ_in_stopping(stopping: Trial, whole: Trial) -> bool:
 
 def _participants(trial: Recorded) -> list[DeviceResult]:
     return [device for device in trial.result.devices if not device.new]
+
+
+def _shifted(test_set: Options, trial: Recorded) -> Shifted | None:
+    """How a trial did on a test set; None where it was not judged on it."""
+    return next((each for each in trial.shifts if each.test_set == test_set), None)
 
 
 def _accuracy(devices: Iterable[DeviceResult]) -> Accuracy | None:
@@ -409,6 +426,12 @@ def _warnings(experiment: Experiment, recorded: Sequence[Recorded]) -> list[str]
     strangers = {trial.trial.name for trial in recorded} - set(expected)
     if strangers:
         lines += [f"**Left out: {len(strangers)} recorded trials that are not of this experiment (any more).**", ""]
+    others = [name for name, trial in done.items() if trial.test_sets != experiment.test_sets]
+    if others:
+        lines += [
+            f"**{len(others)} of {len(done)} trials were judged on other shifted test sets than the file says.**",
+            "",
+        ]
     tuned = {key for run in experiment.methods for key in experiment.grid_of(run)}
     changed: dict[str, set[str]] = {}
     for name, trial in done.items():
@@ -424,7 +447,8 @@ def _warnings(experiment: Experiment, recorded: Sequence[Recorded]) -> list[str]
 
 def _departures(ran: Trial, expected: Trial, tuned: set[str]) -> dict[str, tuple[Any, Any]]:
     """Where a trial was not run as the experiment's file has it: name -> (as run, as in the file)."""
-    parts = [each.model_dump(exclude={"experiment", "label", "axes", "seed", "settings"}) for each in (ran, expected)]
+    elsewhere = {"experiment", "label", "axes", "seed", "settings", "test_sets"}
+    parts = [each.model_dump(exclude=elsewhere) for each in (ran, expected)]
     now, then = ({**flat(part), **flat(each.settings)} for part, each in zip(parts, (ran, expected), strict=True))
     keys = sorted((now.keys() | then.keys()) - tuned)
     return {key: (now.get(key), then.get(key)) for key in keys if now.get(key) != then.get(key)}
@@ -460,6 +484,7 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
         ]
         lines += _for_each(found, lambda group: _compared(group, labels[0]))
         lines += [_interval_note(seeds), ""]
+    lines += _shift_sections(experiment, found)
     saved = _for_each([group for group in found if savings(group)], _saved)
     if saved:
         lines += [
@@ -493,6 +518,118 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
         *_for_each(found, lambda group: _by_label(group.trials, TIME_COLUMNS)),
     ]
     return lines
+
+
+# --- shifted test sets
+
+
+def _shift_sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
+    """Tables of what the last models made of other test sets than their devices' own."""
+    shown = [group for group in found if any(trial.shifts for done in group.trials.values() for trial in done)]
+    if not shown:
+        return []
+    lines = []
+    by_degree = {f"{100 * share:g} %": Options(shift=share) for share in experiment.shifts}
+    by_source = {source: Options(test_on=source) for source in experiment.test_on}
+    if by_degree:
+        lines += ["## Accuracy by degree of shift", "", _SHIFT_NOTE, ""]
+        lines += _for_each(shown, lambda group: _by_test_set(group, by_degree))
+    if by_source:
+        lines += ["## Accuracy by what the test samples were recorded with", "", _SOURCE_NOTE, ""]
+        lines += _for_each(shown, lambda group: _by_test_set(group, by_source))
+    first, *others = (run.label for run in experiment.methods)
+    if others and (by_degree or by_source):
+        lines += [
+            f"{first} less the other, in points, on the same test samples of the same devices, each with the 95 % "
+            "interval of the comparison above:",
+            "",
+            *_for_each(shown, lambda group: _compared_on(group, first, {**by_degree, **by_source})),
+        ]
+    if experiment.corruptions:
+        lines += ["## Accuracy on corrupted images", "", _CORRUPTION_NOTE, ""]
+        lines += _for_each(shown, lambda group: _by_corruption(group, experiment))
+    return lines
+
+
+_AS_JUDGED = (
+    "The models of the last round, in per cent, mean over devices ± standard deviation over devices (of the "
+    "population), both means over seeds; where a method has personal models, its global model is in a row of its own. "
+    "*Average*: of the means."
+)
+_SHIFT_NOTE = (
+    "Of each device's test samples so many are replaced by draws from all devices' test samples; nothing is trained. "
+    + _AS_JUDGED
+)
+_SOURCE_NOTE = "The same models on test samples of each kind alone. " + _AS_JUDGED
+_CORRUPTION_NOTE = (
+    "Each device's own test images, corrupted as in CIFAR-10-C at severities 1 to 5. The models of the last round, in "
+    "per cent, mean over devices, then over seeds; *mean*: over the severities."
+)
+
+
+def _by_test_set(group: Group, columns: Mapping[str, Options]) -> list[str]:
+    rows = []
+    for label, done in group.trials.items():
+        rows.append([label, *_cells(done, columns, lambda each: each.accuracy)])
+        both = [each for trial in done for each in trial.shifts if each.accuracy_personal and each.accuracy_global]
+        if both:
+            rows.append([f"{label}, global model", *_cells(done, columns, lambda each: each.accuracy_global)])
+    return _table(["mean, %", *columns, "Average"], rows)
+
+
+def _cells(
+    done: Sequence[Recorded], columns: Mapping[str, Options], figure: Callable[[Shifted], Accuracy | None]
+) -> list[str]:
+    """Mean ± standard deviation over devices on each test set, and the average of the means."""
+    found = [_over_seeds(done, test_set, figure) for test_set in columns.values()]
+    means = [fmean(each.mean for each in accuracies) for accuracies in found if accuracies]
+    cells = [
+        f"**{_percent(fmean(each.mean for each in accuracies))}** ± {_percent(fmean(each.std for each in accuracies))}"
+        if accuracies
+        else ABSENT
+        for accuracies in found
+    ]
+    return [*cells, _percent(fmean(means)) if len(means) == len(columns) else ABSENT]
+
+
+def _over_seeds(
+    done: Sequence[Recorded], test_set: Options, figure: Callable[[Shifted], Accuracy | None]
+) -> list[Accuracy]:
+    """The accuracies of the trials on a test set; none unless all have one, for means over fewer do not compare."""
+    judged = [_shifted(test_set, trial) for trial in done]
+    known = [accuracy for accuracy in (figure(each) for each in judged if each) if accuracy]
+    return known if len(known) == len(done) else []
+
+
+def _compared_on(group: Group, first: str, columns: Mapping[str, Options]) -> list[str]:
+    rows = []
+    for label, done in group.trials.items():
+        if label != first:
+            pairs = [paired(_judged_on(each, group.trials[first]), _judged_on(each, done)) for each in columns.values()]
+            rows.append([label, *(_interval(pair.mean, pair.interval) if pair else ABSENT for pair in pairs)])
+    return _table([f"{first} minus", *columns], rows)
+
+
+def _by_corruption(group: Group, experiment: Experiment) -> list[str]:
+    """A row per kind and label, and one for each label over all kinds."""
+    severities = sorted({int(each["severity"]) for each in experiment.test_sets if "severity" in each})
+    kinds = [[name] for name in experiment.corruptions]
+    rows = []
+    for names in [*kinds, list(experiment.corruptions)] if len(kinds) > 1 else kinds:
+        for label, done in group.trials.items():
+            means = [
+                [
+                    fmean(each.mean for each in found)
+                    for name in names
+                    if (found := _over_seeds(done, Options(corruption=name, severity=severity), lambda e: e.accuracy))
+                ]
+                for severity in severities
+            ]
+            whole = all(len(each) == len(names) for each in means)
+            cells = [_percent(fmean(each)) if len(each) == len(names) else ABSENT for each in means]
+            mean = f"**{_percent(fmean(map(fmean, means)))}**" if whole else ABSENT
+            rows.append([names[0].replace("_", " ") if len(names) == 1 else "all kinds", label, *cells, mean])
+    return _table(["", "accuracy, %", *(f"severity {each}" for each in severities), "mean"], rows)
 
 
 def _test_data(experiment: Experiment) -> str:
@@ -666,6 +803,13 @@ def draw(experiment: Experiment, found: Sequence[Group], folder: Path, name: str
         else:
             plots.curves(by_upload, colour, path, x="uploaded by all devices, MB", y=judged)
             pictures.append((f"Accuracy by upload: {band}", path))
+    by_shift = _panels(found, lambda group, label: shift_curve(group.trials[label], experiment.shifts))
+    if any(by_shift.values()):
+        path = folder / f"{name}-shift.png"
+        plots.curves(by_shift, colour, path, x="test samples from all devices, %", y=MEAN_ACCURACY)
+        pictures.append(
+            ("Accuracy by degree of shift: mean over seeds, the band from the worst to the best seed", path)
+        )
     if any(accuracies.values()):
         path = folder / f"{name}-devices.png"
         plots.histograms(accuracies, colour, path, x="accuracy of a device, %")
@@ -733,4 +877,21 @@ def curve(
             bands.append([max(each for _, each in judged) if best else judged[-1][1] for judged in reached])
     return plots.Curve(
         xs, [fmean(band) for band in bands], [min(band) for band in bands], [max(band) for band in bands]
+    )
+
+
+def shift_curve(done: Sequence[Recorded], shares: Sequence[float]) -> plots.Curve | None:
+    """Mean accuracy in per cent over the share of test samples from all devices; None unless all were judged on two."""
+    bands = {
+        100 * share: [100 * each.mean for each in _over_seeds(done, Options(shift=share), lambda each: each.accuracy)]
+        for share in sorted(shares)
+    }
+    known = {share: band for share, band in bands.items() if band}
+    if len(known) < 2:
+        return None
+    return plots.Curve(
+        list(known),
+        [fmean(band) for band in known.values()],
+        list(map(min, known.values())),
+        list(map(max, known.values())),
     )

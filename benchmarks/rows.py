@@ -1,4 +1,5 @@
-"""Results as JSON lines: for each trial a ``trial`` row, a ``point`` row per judged round and a ``result`` row.
+"""Results as JSON lines: for each trial a ``trial`` row, a ``point`` row per judged round, a ``shift`` row per test set
+that its last models were judged on beside the usual one, and a ``result`` row.
 
 The rows of a trial are written together when it has ended, so a file holds whole trials only, and one that was
 interrupted and resumed has the rows of one that was not.
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.experiment import Trial
-from benchmarks.metrics import Accuracy, Point
+from benchmarks.metrics import Accuracy, Point, Shifted
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Recorded:
     trial: Trial
     points: tuple[Point, ...]
     result: TrialResult
+    shifts: tuple[Shifted, ...] = ()
 
 
 def append(path: Path, recorded: Recorded) -> None:
@@ -61,6 +63,11 @@ def append(path: Path, recorded: Recorded) -> None:
         # Not shortened: a trial is found again by its settings and the values of its axes.
         {"row": "trial", "trial": name, **recorded.trial.model_dump(mode="json")},
         *(_short({"row": "point", "trial": name, **asdict(point)}) for point in recorded.points),
+        *(
+            # Nor is a test set, which is found again by what it is.
+            {**_short({"row": "shift", "trial": name, **asdict(each)}), "test_set": each.test_set}
+            for each in recorded.shifts
+        ),
         _short({"row": "result", "trial": name, **asdict(recorded.result)}),
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +81,11 @@ def of_global_model(recorded: Recorded, trial: Trial) -> Recorded:
     """The rows of ``trial``, which is the training of ``recorded`` with its global model judged alone."""
     points = [replace(point, accuracy=point.accuracy_global, accuracy_validation=None) for point in recorded.points]
     devices = [replace(device, accuracy=device.accuracy_global) for device in recorded.result.devices]
-    return Recorded(trial, tuple(points), replace(recorded.result, devices=tuple(devices)))
+    shifts = [
+        replace(each, accuracy=each.accuracy_global, accuracy_personal=None, devices=each.devices_global)
+        for each in recorded.shifts
+    ]
+    return Recorded(trial, tuple(points), replace(recorded.result, devices=tuple(devices)), tuple(shifts))
 
 
 def read(path: Path) -> list[Recorded]:
@@ -86,18 +97,22 @@ def read(path: Path) -> list[Recorded]:
         return []
     trials: dict[str, Trial] = {}
     points: dict[str, list[Point]] = {}
+    shifts: dict[str, list[Shifted]] = {}
     recorded = []
     for number, line in enumerate(path.read_text().split("\n")[:-1], start=1):
         try:
             row: dict[str, Any] = json.loads(line)
             kind, name = row.pop("row"), row.pop("trial")
             if kind == "trial":
-                trials[name], points[name] = Trial.model_validate(row), []
+                trials[name], points[name], shifts[name] = Trial.model_validate(row), [], []
             elif kind == "point":
                 points[name].append(_point(row))
+            elif kind == "shift":
+                shifts[name].append(_shifted(row))
             else:
                 devices = tuple(DeviceResult(**each) for each in row.pop("devices"))
-                recorded.append(Recorded(trials[name], tuple(points[name]), TrialResult(**row, devices=devices)))
+                result = TrialResult(**row, devices=devices)
+                recorded.append(Recorded(trials[name], tuple(points[name]), result, tuple(shifts[name])))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SystemExit(f"{path}, line {number}: not a row of a trial ({error}); move the file away") from None
     return recorded
@@ -109,9 +124,16 @@ def latest(recorded: Sequence[Recorded]) -> dict[str, Recorded]:
 
 
 def _point(row: dict[str, Any]) -> Point:
-    for key in ("accuracy", "accuracy_global", "accuracy_validation"):
-        row[key] = Accuracy(**row[key]) if row[key] is not None else None
-    return Point(**row)
+    return Point(**_with_accuracies(row, "accuracy", "accuracy_global", "accuracy_validation"))
+
+
+def _shifted(row: dict[str, Any]) -> Shifted:
+    lists = {key: tuple(row[key]) for key in ("devices", "devices_global")}
+    return Shifted(**_with_accuracies(row | lists, "accuracy", "accuracy_personal", "accuracy_global"))
+
+
+def _with_accuracies(row: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return row | {key: Accuracy(**row[key]) if row[key] is not None else None for key in keys}
 
 
 def _short(value: Any) -> Any:
@@ -134,6 +156,7 @@ def without_timing(recorded: Sequence[Recorded]) -> list[dict[str, Any]]:
             "points": [
                 {key: item for key, item in asdict(point).items() if key not in timing} for point in each.points
             ],
+            "shifts": [asdict(shift) for shift in each.shifts],
             "result": {key: item for key, item in asdict(each.result).items() if key not in timing},
         }
         for each in recorded

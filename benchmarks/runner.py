@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from benchmarks.experiment import Experiment, Trial, Value, trials, tuning_trial
 from benchmarks.metrics import judged, own, point_after
 from benchmarks.rows import DeviceResult, Recorded, TrialResult
 from benchmarks.server import coordinator, machine
+from benchmarks.shift import check_test_sets, judge, read_finished
 from devices.boards import load_boards
 from edge_sdk.fleet import run_fleet
 from edge_sdk.host import Plan
@@ -142,20 +143,29 @@ def run_trial(trial: Trial, where: Where) -> Recorded:
     digest = hashlib.sha256(trial.model_dump_json().encode()).hexdigest()[:16]
     folder = where.folder / "trials" / digest
     begin = time.monotonic()
+    plan = Plan(
+        FEDERATION,
+        devices=trial.devices,
+        new=trial.new,
+        data=_data_text(where, trial.data_text),
+        budgets=trial.budgets,
+        boards=load_boards(",".join(trial.boards)) if trial.boards else (),
+    )
+    test_sets = [(each, _data_text(where, trial.tested_on(each))) for each in trial.test_sets]
+    check_test_sets(plan, trial.task, trial.seed, [text for _, text in test_sets])
     with coordinator(folder) as server:
         publish(server, FEDERATION, trial.task, exist_ok=True, **trial.settings)
-        plan = Plan(
-            FEDERATION,
-            devices=trial.devices,
-            new=trial.new,
-            data=f"{where.data},{trial.data_text}".lstrip(","),  # some tasks bring their data along
-            budgets=trial.budgets,
-            boards=load_boards(",".join(trial.boards)) if trial.boards else (),
-        )
         run_fleet(server, plan, processes=where.processes, state_dir=folder / "devices")
         recorded = collect(server, trial, time.monotonic() - begin)
+        if test_sets:
+            finished = read_finished(server, FEDERATION, folder / "devices")
+            recorded = replace(recorded, shifts=judge(finished, plan, test_sets, processes=where.processes))
     shutil.rmtree(folder)
     return recorded
+
+
+def _data_text(where: Where, dealt: str) -> str:
+    return f"{where.data},{dealt}".lstrip(",")  # some tasks bring their data along
 
 
 def collect(server: str, trial: Trial, wall_seconds: float) -> Recorded:

@@ -1,10 +1,11 @@
 """A trial's figures against sums done by hand."""
 
 import dataclasses
+import math
 
 import pytest
 
-from benchmarks.metrics import Accuracy, Point, accuracy_of, best_within, own, point_after, rounds_to
+from benchmarks.metrics import Accuracy, Point, accuracy_of, best_within, own, point_after, rounds_to, shifted
 from edge_sdk.protocol.messages import DeviceReport, Evaluation, Kind, Phase, PhaseSum, Receipt, RoundRecord
 
 
@@ -62,6 +63,23 @@ def test_a_devices_own_model_counts_before_the_global_one():
     assert own(Receipt(personal=judged(0.9), global_model=judged(0.1))).accuracy == 0.9
     assert own(Receipt(global_model=judged(0.1))).accuracy == 0.1
     assert own(Receipt()) is None
+
+
+def test_on_another_test_set_each_devices_own_model_counts_and_each_model_stands_apart():
+    found = shifted(
+        {"shift": 0.2},
+        [(judged(0.9, 10), judged(0.5, 10)), (None, judged(0.7, 30)), (judged(0.5, 10), None), (None, None)],
+    )
+    assert found.test_set == {"shift": 0.2}
+    assert found.devices == (0.9, 0.7, 0.5, None)
+    assert found.devices_global == (0.5, 0.7, None, None)
+    assert (found.accuracy.devices, found.accuracy.mean) == (3, pytest.approx(0.7))
+    assert found.accuracy.std == pytest.approx(math.sqrt(0.08 / 3)), "of the population"
+    assert found.accuracy.weighted == pytest.approx((9 + 21 + 5) / 50)
+    assert (found.accuracy_personal.devices, found.accuracy_personal.mean) == (2, pytest.approx(0.7))
+    assert (found.accuracy_global.devices, found.accuracy_global.mean) == (2, pytest.approx(0.6))
+    nobody = shifted({}, [(None, None)])
+    assert (nobody.accuracy, nobody.accuracy_personal, nobody.accuracy_global) == (None, None, None)
 
 
 def record(number, **changes):

@@ -2,13 +2,15 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.experiment import Experiment, trials
-from benchmarks.metrics import Accuracy, Point
-from benchmarks.report import curve, draw, groups, paired, report_text, savings, write_report
+from benchmarks.metrics import Accuracy, Point, shifted
+from benchmarks.report import curve, draw, groups, paired, report_text, savings, shift_curve, write_report
 from benchmarks.rows import DeviceResult, Recorded, TrialResult
+from edge_sdk.protocol.messages import Evaluation
 
 COMMAND = "python -m benchmarks report tiny"
 FEDSPU = {"label": "FedSPU", "method": "fedspu", "budgets": [0.5, 1.0]}
@@ -398,6 +400,105 @@ def test_the_picture_by_upload_shows_the_best_so_far_where_there_are_caps(tmp_pa
     done = [record(trial, (0.5, 0.5), uploads(0.2, 0.3, 0.25, 0.4)) for trial in trials(plan, "tiny", {})]
     [picture] = [path for caption, path in draw(plan, groups(plan, done), tmp_path, "tiny") if "so far" in caption]
     assert picture.name == "tiny-upload.png"
+    assert is_png(picture)
+
+
+# --- on other test sets ---------------------------------------------------------------------------------------------
+
+
+def judged(accuracy):
+    return None if accuracy is None else Evaluation(num_examples=10, loss=0.5, accuracy=accuracy)
+
+
+def on(trial, found):
+    """The trial as judged on its test sets; found: for each, (personal, global) accuracies of its two devices."""
+    devices = [device(index, accuracy, examples=10) for index, accuracy in enumerate((0.5, 0.5))]
+    shifts = [
+        shifted(test_set, [(judged(personal), judged(shared)) for personal, shared in accuracies])
+        for test_set, accuracies in zip(trial.test_sets, found, strict=True)
+    ]
+    return replace(record(trial, devices), shifts=tuple(shifts))
+
+
+PERSONAL = {
+    0: [((1.0, 0.6), (0.8, 0.4)), ((0.6, 0.5), (0.2, 0.3))],  # at 0 and at 100 %
+    1: [((0.9, 0.6), (0.9, 0.4)), ((0.5, 0.5), (0.3, 0.3))],
+}
+GLOBAL = {
+    0: [((None, 0.7), (None, 0.5)), ((None, 0.6), (None, 0.6))],
+    1: [((None, 0.7), (None, 0.5)), ((None, 0.6), (None, 0.6))],
+}
+
+
+def shift_plan(**changes):
+    return experiment(**{"axes": {}, "methods": [FEDSPU, FEDAVG], "tune": None, "shifts": [0, 1], **changes})
+
+
+def judged_by_degree(plan):
+    found = {"FedSPU": PERSONAL, "FedAvg": GLOBAL}
+    return [on(trial, found[trial.label][trial.seed]) for trial in trials(plan, "tiny", {})]
+
+
+def test_accuracy_by_degree_of_shift_is_mean_and_spread_over_devices():
+    plan = shift_plan()
+    page = report_text(plan, judged_by_degree(plan), command=COMMAND)
+    # At 0 %: means 0.9 and 0.9, deviations 0.1 and 0; at 100 %: 0.4 and 0.4, 0.2 and 0.1. Average of 90 and 40.
+    assert cells(page, "FedSPU", "Accuracy by degree") == ["90.0 ± 5.0", "40.0 ± 15.0", "65.0"]
+    assert cells(page, "FedSPU, global model", "Accuracy by degree") == ["50.0 ± 10.0", "40.0 ± 10.0", "45.0"]
+    assert cells(page, "FedAvg", "Accuracy by degree") == ["60.0 ± 10.0", "60.0 ± 0.0", "60.0"]
+    assert "| FedAvg, global model |" not in page
+    assert "corrupted" not in page
+    # FedSPU less FedAvg, by seed: (30, 30) and (20, 40), so 30 and 30; (0, -40) and (-10, -30), so -20 and -20.
+    differences = page[page.index("| FedSPU minus | 0 % | 100 % |") :]
+    assert cells("## x\n" + differences, "FedAvg", "x") == ["+30.0 (+30.0 to +30.0)", "-20.0 (-20.0 to -20.0)"]
+
+
+def test_a_label_that_was_not_judged_in_every_trial_has_no_figure_on_other_test_sets():
+    plan = shift_plan()
+    done = judged_by_degree(plan)
+    [bare] = [each for each in done if (each.trial.label, each.trial.seed) == ("FedAvg", 1)]
+    old = replace(bare, shifts=(), trial=bare.trial.model_copy(update={"test_sets": ()}))
+    page = report_text(plan, [old if each is bare else each for each in done], command=COMMAND)
+    assert cells(page, "FedAvg", "Accuracy by degree") == ["–", "–", "–"]
+    assert cells(page, "FedSPU", "Accuracy by degree")[-1] == "65.0"
+    assert "**1 of 4 trials were judged on other shifted test sets than the file says.**" in page
+    assert shift_curve([old], [0, 1]) is None
+    plain = shift_plan(shifts=[])
+    assert "shift" not in report_text(plain, [record(each, (0.5, 0.5)) for each in trials(plain, "x", {})], command="")
+
+
+def test_what_samples_were_recorded_with_has_a_table_of_its_own():
+    plan = shift_plan(shifts=[], test_on=["phone", "watch"])
+    page = report_text(plan, judged_by_degree(plan), command=COMMAND)
+    assert cells(page, "FedAvg", "Accuracy by what the test samples") == ["60.0 ± 10.0", "60.0 ± 0.0", "60.0"]
+    assert "| FedSPU minus | phone | watch |" in page
+
+
+def test_corruptions_are_a_table_by_kind_and_severity():
+    plan = shift_plan(shifts=[], seeds=[0], corruptions=["contrast", "jpeg_compression"], severities=[1, 5])
+    found = [((None, mean + 0.1), (None, mean - 0.1)) for mean in (0.8, 0.4, 0.6, 0.2)]  # kind by kind
+    done = [on(trial, found) for trial in trials(plan, "tiny", {})]
+    page = report_text(plan, done, command=COMMAND)
+    assert "|  | accuracy, % | severity 1 | severity 5 | mean |" in page
+    assert "| contrast | FedSPU | 80.0 | 40.0 | **60.0** |" in page
+    assert "| jpeg compression | FedAvg | 60.0 | 20.0 | **40.0** |" in page
+    assert "| all kinds | FedAvg | 70.0 | 30.0 | **50.0** |" in page
+    half = [replace(each, shifts=each.shifts[:3]) for each in done]
+    page = report_text(plan, half, command=COMMAND)
+    assert "| jpeg compression | FedAvg | 60.0 | – | – |" in page
+    assert "| all kinds | FedAvg | 70.0 | – | – |" in page
+
+
+def test_the_curve_over_degrees_is_the_mean_with_its_seeds(tmp_path):
+    plan = shift_plan()
+    done = judged_by_degree(plan)
+    drawn = shift_curve([each for each in done if each.trial.label == "FedSPU"], [1, 0])
+    assert drawn.x == [0, 100]
+    assert drawn.y == pytest.approx([90, 40])
+    assert drawn.low == pytest.approx([90, 40])
+    pictures = dict(draw(plan, groups(plan, done), tmp_path, "tiny"))
+    [picture] = [path for caption, path in pictures.items() if "degree of shift" in caption]
+    assert picture.name == "tiny-shift.png"
     assert is_png(picture)
 
 

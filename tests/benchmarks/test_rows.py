@@ -1,15 +1,16 @@
 """Results go to a file and come back, whole trials only."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from benchmarks.experiment import Experiment, trials
-from benchmarks.metrics import Accuracy, Point
-from benchmarks.rows import DeviceResult, Recorded, TrialResult, append, read, without_timing
+from benchmarks.metrics import Accuracy, Point, Shifted
+from benchmarks.rows import DeviceResult, Recorded, TrialResult, append, of_global_model, read, without_timing
 
 
-def recorded(seed=0, seconds=12.5):
+def recorded(seed=0, seconds=12.5, found=(), **changes):
     plan = Experiment.model_validate(
         {
             "title": "Tiny",
@@ -21,6 +22,7 @@ def recorded(seed=0, seconds=12.5):
             "axes": {"alpha": [0.12345678]},
             "boards": ["a"],
             "data": {"validation": 0.1},
+            **changes,
             "methods": [{"label": "FedSPU", "method": "fedspu", "budgets": [0.2, 1.0], "settings": {"clip": 1.0}}],
         }
     )
@@ -34,7 +36,14 @@ def recorded(seed=0, seconds=12.5):
         DeviceResult("device-0", 0.2, False, 10, 0.5, None, 4, 2, 1000),
         DeviceResult("device-1", 1.0, True, 10, None, 0.25, 0, None, 0),
     )
-    return Recorded(trial, points, TrialResult(4, "max_rounds", 99, 10**10, "f" * 64, devices, seconds, "a machine"))
+    result = TrialResult(4, "max_rounds", 99, 10**10, "f" * 64, devices, seconds, "a machine")
+    return Recorded(trial, points, result, found)
+
+
+def shifted(test_set):
+    """As on that test set: one device has a personal model, the other the global one alone."""
+    personal, shared, both = (Accuracy(2, mean, mean, 0.0, mean) for mean in (0.75, 0.25, 0.5))
+    return Shifted(test_set, both, personal, shared, (0.75, 0.25), (0.25, 0.25))
 
 
 @pytest.fixture
@@ -48,6 +57,41 @@ def test_what_was_written_is_read_back(path):
     append(path, recorded(1))
     assert read(path) == [recorded(0), recorded(1)]
     assert len(path.read_text().splitlines()) == 2 * (1 + 2 + 1)
+
+
+def test_what_was_found_on_other_test_sets_is_read_back(path):
+    sets = ({"shift": 0.0}, {"shift": 1 / 3}, {"corruption": "contrast", "severity": 3}, {"test_on": "watch"})
+    options = {"shifts": [0, 1 / 3], "corruptions": ["contrast"], "severities": [3], "test_on": ["watch"]}
+    whole = recorded(found=tuple(map(shifted, sets)), **options)
+    assert whole.trial.test_sets == sets
+    append(path, whole)
+    append(path, recorded(1))
+    assert read(path) == [whole, recorded(1)]
+    assert len(path.read_text().splitlines()) == (1 + 2 + 4 + 1) + (1 + 2 + 1)
+    [first, _] = without_timing(read(path))
+    assert [each["devices"] for each in first["shifts"]] == [(0.75, 0.25)] * 4
+
+
+def test_a_trial_without_other_test_sets_is_written_as_before_there_were_any(path):
+    append(path, recorded())
+    assert "test_sets" not in path.read_text()
+    assert "test_sets" not in recorded().trial.model_dump_json()
+    assert "test_sets" in recorded(test_on=["watch"]).trial.model_dump_json()
+
+
+@pytest.mark.parametrize("name", ["fedspu-cifar10", "fedspu-early-stopping"])
+def test_committed_rows_can_be_read(name):
+    found = read(Path(__file__).parents[2] / "docs" / "results" / f"{name}.jsonl")
+    assert found
+    assert all(each.shifts == each.trial.test_sets == () for each in found)
+
+
+def test_the_rows_of_the_global_model_alone_have_its_accuracies_on_every_test_set():
+    whole = recorded(found=(shifted({"shift": 1.0}),))
+    [found] = of_global_model(whole, whole.trial).shifts
+    assert found.accuracy == found.accuracy_global == whole.shifts[0].accuracy_global
+    assert found.accuracy_personal is None
+    assert found.devices == found.devices_global == (0.25, 0.25)
 
 
 def test_figures_have_six_digits_and_the_trial_all(path):
@@ -99,6 +143,7 @@ def test_a_write_that_was_cut_within_a_line_is_left_out_and_cut_off(path):
         '{"row": "trial", "trial": "x", "label": "no more"}',
         '{"row": "surprise", "trial": "x"}',
         '{"row": "result", "trial": "x", "devices": [{}]}',
+        '{"row": "shift", "trial": "x", "test_set": {}}',
         "",
     ],
 )

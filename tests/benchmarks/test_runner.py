@@ -238,6 +238,61 @@ def test_options_of_the_data_are_part_of_every_trial_and_its_data_text(tmp_path)
     assert (sharing.test, sharing.validation, sharing.options) == ("published", 0.1, (("alpha", 0.5),))
 
 
+# --- other test sets -------------------------------------------------------------------------------------------------
+
+
+def test_other_test_sets_are_part_of_every_trial_but_not_of_tuning(tmp_path):
+    file = tmp_path / "tiny.toml"
+    wanted = 'shifts = [0, 0.25]\ncorruptions = ["contrast"]\ntest_on = ["watch"]\n'
+    file.write_text(wanted + TINY + TUNED)
+    plan = load_experiment(str(file))
+    found = next(trials(plan, "tiny", {}))
+    contrasts = [{"corruption": "contrast", "severity": severity} for severity in range(1, 6)]
+    assert [*found.test_sets] == [{"shift": 0}, {"shift": 0.25}, *contrasts, {"test_on": "watch"}]
+    texts = [found.tested_on(each) for each in found.test_sets]
+    assert texts[1] == "partition=dirichlet,alpha=0.5,shift=0.25,seed=0"
+    assert texts[2] == "partition=dirichlet,alpha=0.5,corruption=contrast,severity=1,seed=0"
+    assert not any(trial.test_sets for _, _, trial in tuning_trials(plan, "tiny"))
+
+
+def test_last_models_are_judged_on_other_test_sets_without_training(tmp_path, monkeypatch):
+    """Without shift they are what the federation's last evaluation found, fine-tuned copies included."""
+    file = tmp_path / "tiny.toml"
+    head = TINY[: TINY.index("[[methods]]")].replace("rounds = 3", "rounds = 2").replace("local_steps = 4", "")
+    methods = {"FedSPU": ("fedspu", 0), "FedAvg+FT": ("fedavg", 1), "FedDST+FT": ("feddst", 1), "Local": ("local", 0)}
+    file.write_text(
+        "shifts = [0, 1]\n"
+        + head
+        + "".join(
+            f'[[methods]]\nlabel = "{label}"\nmethod = "{method}"\nsettings = {{ finetune_epochs = {epochs} }}\n'
+            for label, (method, epochs) in methods.items()
+        )
+    )
+    assert main(command("run", file, tmp_path / "work", "--processes", "2")) == 0
+    found = {each.trial.label: each for each in results(tmp_path / "work")}
+    assert list(found) == list(methods)
+    for label, each in found.items():
+        still, moved = each.shifts
+        trained = each.result.devices[:4]
+        assert (still.test_set, moved.test_set) == ({"shift": 0}, {"shift": 1})
+        assert still.devices == tuple(device.accuracy for device in trained), label
+        assert still.devices_global == tuple(device.accuracy_global for device in trained), label
+        assert (still.accuracy, still.accuracy_global) == (each.points[-1].accuracy, each.points[-1].accuracy_global)
+        assert (still.accuracy_personal is None) == all(device.accuracy is None for device in trained)
+        assert moved.devices != still.devices
+        assert moved.accuracy.devices == still.accuracy.devices == (3 if label == "Local" else 4), "one was never drawn"
+    assert "| FedDST+FT, global model |" in (tmp_path / "work" / "tiny.md").read_text()
+
+
+def test_test_sets_that_cannot_be_had_are_told_before_anything_is_trained(tmp_path, capsys):
+    file = tmp_path / "tiny.toml"
+    file.write_text('corruptions = ["contrast"]\n' + TINY)
+    assert main(command("run", file, tmp_path / "work", "--processes", "1")) == 1
+    assert "corruption=contrast is for images of bytes, which digits has not" in capsys.readouterr().err
+    assert not (tmp_path / "work" / "results.jsonl").exists()
+    assert not list((tmp_path / "work").glob("trials/*/coordinator*")), "nor has a coordinator been started"
+
+
 # --- what cannot be run ----------------------------------------------------------------------------------------------
 
 
@@ -256,6 +311,17 @@ def test_options_of_the_data_are_part_of_every_trial_and_its_data_text(tmp_path)
         (('method = "fedavg"', 'method = "fedavg"\ngrid = { clip = [1.0] }'), "FedAvg: has a grid but is not tuned"),
         (("new = 1", "data = { of = 3, alpha = 1 }"), "data: alpha, of is said elsewhere in the experiment"),
         (("new = 1", "upload_caps = [100, 0]"), "greater than 0"),
+        (("new = 1", "shifts = [0, 2]"), "less than or equal to 1"),
+        (("new = 1", "shifts = [0, 0.0]"), "shifts: a test set is named twice"),
+        (("new = 1", "severities = [1]"), "severities are those of corruptions"),
+        (("new = 1", 'corruptions = ["contrast"]\nseverities = [6]'), "less than or equal to 5"),
+        (("new = 1", 'corruptions = ["contarst"]'), "there is no corruption 'contarst'"),
+        (("new = 1", 'corruptions = ["fog"]'), "corruption=fog is not computed"),
+        (
+            ("new = 1", 'shifts = [0, 1]\ndata = { test = "published" }'),
+            "shifts draw from the devices' own test samples",
+        ),
+        (("new = 1", "shifts = [0, 1]\ndata = { shift = 0.5 }"), "data: shift is what the test sets change"),
     ],
 )
 def test_a_file_that_describes_no_experiment_is_refused_with_what_is_wrong(tmp_path, change, said):
