@@ -45,7 +45,7 @@ from sqlalchemy.orm import Session
 from coordinator.aggregation import Sums
 from coordinator.cohort import choose
 from coordinator.errors import BadContent, DifferentUpdate, Finished, NotAllowed, NotFound, RoundClosed, WrongMediaType
-from coordinator.methods import Situation, load_method
+from coordinator.methods import Situation, Work, load_method
 from coordinator.models import Models, job_of, settings_of
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation, Round
@@ -126,6 +126,8 @@ class Rounds:
                 device = db.get_one(Device, device_id)
         if federation.status == wire.FederationStatus.paused:
             return Asked(None, away)
+        if assignment is None:
+            assignment = self._late_work(federation, device_id)
         if assignment is None and federation.status in ("finished", "stopped"):
             if device.holds_model:
                 raise Finished(
@@ -134,6 +136,28 @@ class Rounds:
                 )
             assignment = self._adapt(device_id)
         return Asked(None if assignment is None else self._describe(federation, device, assignment, now), away)
+
+    def _late_work(self, federation: Federation, device_id: str) -> Assignment | None:
+        """The work of the last round for everyone, for a device that has not done it and was not drawn since."""
+        situation = Situation(self._models.manifest(federation), settings_of(federation), federation.round)
+        number = load_method(federation.method).last_for_everyone(situation)
+        if number is None:
+            return None
+        with self._store.writing() as db:
+            since = select(Assignment).where(Assignment.device_id == device_id, Assignment.round >= number)
+            found = db.scalars(since.where(Assignment.kind.in_(COHORT_KINDS)).order_by(Assignment.round.desc())).first()
+            if found is None:
+                device = db.get_one(Device, device_id)
+                if not reaches(device.budget, smallest_budget(federation)) or device.status != "active":
+                    return None
+                found = _assign(federation, device, wire.Kind.personalise, number, 0, self._clock())
+                db.add(found)
+            elif found.round > number or found.status in ("done", "returned"):
+                return None
+            found.status = "open"
+            found.model_version = federation.model_version
+            found.deadline_at = self._clock() + settings_of(federation).deadline_seconds
+            return found
 
     def _adapt(self, device_id: str) -> Assignment:
         with self._store.writing() as db:
@@ -179,9 +203,7 @@ class Rounds:
         )
 
     def _has_payload(self, federation: Federation, assignment: Assignment) -> bool:
-        if assignment.kind == wire.Kind.personalise:
-            return assignment.full
-        return assignment.kind != wire.Kind.evaluate or load_method(federation.method).usable_global_model
+        return load_method(federation.method).sends_values(wire.Kind(assignment.kind), not assignment.full)
 
     def payload(self, assignment_id: str, device_id: str) -> bytes:
         """The bundle of an open assignment of this device. Raises NotFound, NotAllowed, RoundClosed."""
@@ -422,17 +444,19 @@ class Rounds:
             if not active:
                 return False
             method = load_method(federation.method)
-            number, kind, size = federation.round + 1, method.round_kind, settings.cohort
             if method.prepares and federation.model_version == 0:
-                number, kind, size = 0, wire.Kind.prepare, 1
+                number, size, work = 0, 1, Work(wire.Kind.prepare)
+            else:
+                work = method.work(self._situation(db, federation, federation.round + 1))
+                number, size = federation.round + work.rounds, len(active) if work.everyone else settings.cohort
             cohort = choose(active, size, job=job_of(federation), round_number=number)
             current = Round(federation_id=federation.id, number=number, status="open", stale=True)
             current.opened_at, current.deadline_at = now, now + settings.deadline_seconds
             db.add(current)
-            plan = dict(method.plan(self._situation(db, federation, number)))
+            _drop_late_work(db, [active[name].id for name in cohort])
             for position, name in enumerate(cohort):
-                assignment = _assign(federation, active[name], kind, number, position, now)
-                assignment.plan = plan or None
+                assignment = _assign(federation, active[name], work.kind, number, position, now)
+                assignment.plan = dict(work.plan) or None
                 db.add(assignment)
             log.info("%s: round %s opens for %s devices", federation.name, number, len(cohort))
             return True
@@ -540,6 +564,7 @@ class Rounds:
         now = self._clock()
         with self._store.writing() as db:
             federation = db.get_one(Federation, federation.id)
+            before = federation.round
             federation.round, federation.model_version, federation.model_sha256 = number, version, digest
             federation.warning = warning
             current = db.scalars(
@@ -550,7 +575,7 @@ class Rounds:
             if method.prepares and version == 0:
                 self._withdraw(db, current)
             interval = settings_of(federation).evaluation_interval
-            if federation.status == "running" and interval and number and number % interval == 0:
+            if federation.status == "running" and interval and number // interval > before // interval:
                 self._ask_for_evaluation(db, federation, now)
             in_use = {version} | set(
                 db.scalars(
@@ -644,6 +669,12 @@ def explain(error: ValidationError) -> str:
     where = ".".join(map(str, first["loc"])) or "body"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     return f"{where}: {first['msg']}{more}; see docs/settings.md and the OpenAPI page at /docs"
+
+
+def _drop_late_work(db: Session, device_ids: Sequence[str]) -> None:
+    """Devices that are drawn again need not do any more what they missed."""
+    late = update(Assignment).where(Assignment.device_id.in_(device_ids), Assignment.status == "open")
+    db.execute(late.where(Assignment.kind == wire.Kind.personalise.value).values(status="expired"))
 
 
 def _assign(

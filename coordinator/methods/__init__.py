@@ -62,14 +62,27 @@ class Situation:
     num_examples: int = 0
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a round asks of its devices.
+
+    kind: ``train``, or ``personalise`` where nothing of the model goes up. plan: what its assignments say beyond the
+    settings. everyone: all devices that are there take part, not a drawn cohort, and those that come later are given
+    the same work until they are drawn again. rounds: how many of the federation's rounds it counts for; it has the
+    number of the last of them.
+    """
+
+    kind: Kind = Kind.train
+    plan: Plan = field(default_factory=dict)
+    everyone: bool = False
+    rounds: int = 1
+
+
 class CoordinatorMethod(Protocol):
     """What every method's server half can do. Subclass it: what is given here is the usual case."""
 
     settings_type: type[BaseModel] = NoSettings
     """What ``FederationSettings.method_settings`` may hold, checked and completed when a federation is created."""
-
-    round_kind: Kind = Kind.train
-    """What a cohort is asked to do: ``train``, or ``personalise`` where nothing of the model goes up."""
 
     usable_global_model: bool = True
     """Whether the global model means something without a device's personal part."""
@@ -93,9 +106,19 @@ class CoordinatorMethod(Protocol):
         """The first global model, of initial values. Raises BadContent for settings that cannot be carried out."""
         return GlobalModel(tensors)
 
-    def plan(self, situation: Situation) -> Plan:
-        """What a round's assignments say beyond the settings."""
-        return {}
+    def work(self, situation: Situation) -> Work:
+        """What the round that opens with number ``situation.round`` asks of its devices."""
+        return Work()
+
+    def sends_values(self, kind: Kind, holds_model: bool) -> bool:
+        """Whether a device is sent the global model with work of this kind."""
+        if kind is Kind.personalise:
+            return not holds_model
+        return kind is not Kind.evaluate or self.usable_global_model
+
+    def last_for_everyone(self, situation: Situation) -> int | None:
+        """The number of the last round for everyone among those closed, which late devices are still given; or None."""
+        return None
 
     def signs(self, model: GlobalModel, situation: Situation) -> Signs | None:
         """Directions that go down with the model's values, int8 in -1..1."""

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from coordinator.aggregation import ElementSums
 from coordinator.errors import BadContent
-from coordinator.methods import CoordinatorMethod, GlobalModel, Plan, Situation
+from coordinator.methods import CoordinatorMethod, GlobalModel, Situation, Work
 from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Tensors
@@ -114,13 +114,13 @@ class FedSGC(CoordinatorMethod):
         masked = {name: np.where(exists, tensors[name], np.float32(0)) for name, exists in mask.exists.items()}
         return GlobalModel({**tensors, **masked}, mask, {"replaced": np.zeros(1, dtype=np.int64)})
 
-    def plan(self, situation: Situation) -> Plan:
+    def work(self, situation: Situation) -> Work:
         """Whether this round replaces weights, and the epochs that a device is expected to train in all, T_c."""
         settings = situation.settings
         if situation.round % self.rules(settings).adjust_interval or situation.round >= settings.rounds:
-            return {}
+            return Work()
         share = min(1.0, settings.cohort / max(1, situation.devices))
-        return {"expected_epochs": max(1, round(settings.local_epochs * settings.rounds * share))}
+        return Work(plan={"expected_epochs": max(1, round(settings.local_epochs * settings.rounds * share))})
 
     def signs(self, model: GlobalModel, situation: Situation) -> Signs | None:
         """d_r where weights exist; everywhere, where it may be known elsewhere."""

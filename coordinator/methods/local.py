@@ -6,17 +6,20 @@ global model stays what it was. Reports and evaluations are collected as for any
 
 from __future__ import annotations
 
-from coordinator.methods import CoordinatorMethod
+from coordinator.methods import CoordinatorMethod, Situation, Work
 from edge_sdk.protocol.messages import FederationSettings, Kind
 
 
 class Local(CoordinatorMethod):
     """Server half of local training: it only calls the rounds."""
 
-    round_kind = Kind.personalise
     usable_global_model = False
     personal_models = True
 
     def smallest_budget(self, settings: FederationSettings) -> float:
         """The whole model."""
         return 1.0
+
+    def work(self, situation: Situation) -> Work:
+        """Everybody drawn trains, and reports."""
+        return Work(Kind.personalise)
