@@ -150,9 +150,9 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         evaluated_devices=len(judged),
         bytes_down=sum(report.telemetry.download.bytes_down for report in reports),
         bytes_up=sum(upload.bytes_up for upload in uploads),
-        parts_down=_add_parts(report.received for report in reports),
+        parts_down=_add_counts(report.received for report in reports),
         parts_up=item.parts or {},
-        notes=item.notes or {},
+        notes={**_add_counts(report.counts for report in reports), **(item.notes or {})},
         evaluation_bytes_down=sum(phase.bytes_down for phase in evaluation_phases),
         evaluation_bytes_up=sum(upload.bytes_up for upload in evaluation_uploads),
         download=_add(report.telemetry.download for report in reports),
@@ -178,9 +178,9 @@ def _upload(assignment: Assignment) -> Phase:
     return Phase(bytes_up=assignment.update_bytes or 0)
 
 
-def _add_parts(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+def _add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     total: Counter[str] = Counter()
-    for each in parts:
+    for each in counts:
         total.update(each)
     return dict(total)
 

@@ -75,13 +75,12 @@ pass, and a lone device would otherwise hand back a federation's rounds one afte
 @dataclass
 class _Folding:
     """Running sums of one open round: how many of its assignments, in order, are in them; bytes of their bundles by
-    part, and what the method counted on the devices."""
+    part."""
 
     round: int
     sums: Sums
     position: int = 0
     parts: Counter[str] = field(default_factory=Counter)
-    counts: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -545,17 +544,17 @@ class Rounds:
             values = values + pack(manifest, model.tensors, decoded.mask)
         folding.sums.fold_in_place(values, decoded.mask, report.num_examples, decoded.gradients)
         folding.parts.update(decoded.parts)
-        folding.counts.update(report.counts)
 
     def _close(self, federation: Federation, number: int, folding: _Folding) -> None:
         self.write_upload_costs()
         version, digest = federation.model_version, federation.model_sha256
-        method, notes, warning = load_method(federation.method), dict(folding.counts), federation.warning
+        method, warning = load_method(federation.method), federation.warning
+        notes: dict[str, int] = {}
         if folding.sums.updates:
             with self._store.reading() as db:
                 situation = self._situation(db, federation, number)
             model = method.close(self._models.model(federation, version), folding.sums, situation)
-            notes |= model.notes
+            notes = dict(model.notes)
             version += 1
             digest = self._models.save(federation.id, version, model)
             warning = method.warning(model, situation)

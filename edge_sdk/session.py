@@ -237,7 +237,7 @@ class Session:
             manifest=self.manifest,
             task=self.task,
             model=self.task.model,
-            state=DeviceState(self.personal, self.progress.memory),
+            state=DeviceState(self.personal, self.progress.memory, self._folder.own),
             received=received,
             progress=lambda done, total, loss: self._report_progress(assignment, done, total, loss),
             federation=self.info.name,
@@ -345,6 +345,7 @@ class Session:
             personal=evaluated.personal,
             global_model=evaluated.global_model,
             validation=evaluated.validation,
+            others=dict(evaluated.others),
             state_bytes=_bytes_of(job.state),
             telemetry=Telemetry(download=download, train=measured.cost),
         )
@@ -385,12 +386,12 @@ class Session:
         """Keep the new state and the update together, then send it."""
         pending = self._folder.put_outbox(assignment.assignment_id, assignment.kind, body)
         changed |= {"memory": dict(state.memory), "pending": pending}
-        if state.personal is self.personal and feedback is None:
+        if state.personal is self.personal and state.own is self._folder.own and feedback is None:
             self._save_progress(**changed)
         else:
             self.personal = state.personal
             self.progress = self.progress.model_copy(update=changed)
-            self._folder.save(self.manifest, self.personal, self.progress, feedback)
+            self._folder.save(self.manifest, self.personal, self.progress, state.own, feedback)
         self._send(pending, body)
 
     def _send(self, pending: Pending, body: bytes | None = None) -> None:
@@ -459,7 +460,7 @@ def _report(job: Job, trained: Trained, download: Phase, train: Phase) -> str:
         train_loss=trained.train_loss,
         validation_loss=trained.validation_loss,
         stop_loss=trained.stop_loss,
-        counts=dict(trained.update.counts) if trained.update else {},
+        counts=dict(trained.counts),
         received=dict(job.received.parts) if job.received else {},
         telemetry=Telemetry(download=download, train=train),
     )
@@ -468,7 +469,7 @@ def _report(job: Job, trained: Trained, download: Phase, train: Phase) -> str:
 
 def _bytes_of(state: DeviceState) -> int:
     """What the device keeps of models between rounds, bytes."""
-    return sum(tensor.nbytes for tensor in (state.personal or {}).values())
+    return sum(tensor.nbytes for tensor in (*(state.personal or {}).values(), *state.own.values()))
 
 
 def check_model(model: nn.Module, manifest: Manifest) -> None:

@@ -3,7 +3,7 @@
     state/
       identity.json       federation, name, enrolment key, device id, token; readable by its owner alone
       model.safetensors   the personal model by name, and beside it, as JSON, ``Progress`` as of when it was saved; also
-                          what rounding took from this device's updates (``quantization``)
+                          the method's own arrays, and what rounding took from updates (``quantization``)
       progress.json       the ``Progress`` since then, where it went on and the model stayed
       outbox.bundle       the update being sent, until it is acknowledged
       manifest.json  skeleton.onnx  mask.bits
@@ -118,7 +118,12 @@ class Progress(BaseModel):
     upload_cost: UploadCost | None = None
 
 
-_FEEDBACK = "feedback:"
+_FEEDBACK, _OWN = "feedback:", "own:"
+
+
+def _take(stored: Tensors, prefix: str) -> Tensors:
+    """The entries whose names begin so, taken out and named without it."""
+    return {name.removeprefix(prefix): stored.pop(name) for name in list(stored) if name.startswith(prefix)}
 
 
 class FolderLock:
@@ -169,6 +174,7 @@ class StateFolder:
         self._reference = reference.tensors if reference else None
         self._reference_digest = reference.digest if reference else None
         self._saves = 0
+        self.own: Tensors = {}
         self.feedback: Tensors = {}
         self._lock = FolderLock(path)
 
@@ -213,7 +219,8 @@ class StateFolder:
     def load(self, manifest: Manifest) -> tuple[Tensors | None, Progress]:
         """The personal model, None before the first download, and the progress that belongs to it.
 
-        What rounding took from updates is ``feedback`` from then on: name -> float32; empty where none was rounded.
+        From then on ``own`` are the method's arrays beside it, by name, and ``feedback`` what rounding took from
+        updates: name -> float32; empty where there are none.
         """
         path = self.path / "model.safetensors"
         tensors: Tensors | None = None
@@ -224,8 +231,7 @@ class StateFolder:
                 kept = json.loads(note)
                 progress, digest = Progress.model_validate(kept["progress"]), kept["manifest"]
                 self._saves = int(kept["save"])
-                rounded = [name for name in stored if name.startswith(_FEEDBACK)]
-                self.feedback = {name.removeprefix(_FEEDBACK): stored.pop(name) for name in rounded}
+                self.own, self.feedback = _take(stored, _OWN), _take(stored, _FEEDBACK)
                 if kept["reference"] is not None:
                     self._check_reference(kept["reference"])
                     stored = difference.add(stored, self._reference or {})
@@ -254,10 +260,19 @@ class StateFolder:
             )
 
     def save(
-        self, manifest: Manifest, personal: Tensors | None, progress: Progress, feedback: Tensors | None = None
+        self,
+        manifest: Manifest,
+        personal: Tensors | None,
+        progress: Progress,
+        own: Tensors | None = None,
+        feedback: Tensors | None = None,
     ) -> None:
-        """Keep personal model, progress and what rounding took (None: as before), durably, in one step."""
+        """Keep personal model, progress, the method's arrays and what rounding took, durably, in one step.
+
+        The last two stay as they were where None is given.
+        """
         self._saves += 1
+        self.own = self.own if own is None else own
         self.feedback = self.feedback if feedback is None else feedback
         stored, reference = personal or {}, None
         if personal is not None and self._reference is not None:
@@ -269,8 +284,9 @@ class StateFolder:
             "reference": reference,
             "progress": progress.model_dump(mode="json"),
         }
-        rounded = {_FEEDBACK + name: tensor for name, tensor in self.feedback.items()}
-        self._write("model.safetensors", checkpoint.save({**stored, **rounded}, json.dumps(kept)))
+        beside = {_OWN + name: array for name, array in self.own.items()}
+        beside |= {_FEEDBACK + name: tensor for name, tensor in self.feedback.items()}
+        self._write("model.safetensors", checkpoint.save({**stored, **beside}, json.dumps(kept)))
 
     def save_progress(self, progress: Progress) -> None:
         """Keep later progress, durably, beside the model that was saved last."""

@@ -35,11 +35,12 @@ class DeviceState:
     """What a device keeps between rounds.
 
     personal: every kept tensor of the personal model by name, or None before the first download. memory: the method's
-    own JSON-able notes (the last stop-rule loss, say).
+    own JSON-able notes (the last stop-rule loss, say). own: its arrays beside the model, by name.
     """
 
     personal: Tensors | None = None
     memory: Mapping[str, Any] = field(default_factory=dict)
+    own: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,13 @@ class Job:
 class Update:
     """What a round sends: values float32 [count_values(manifest, mask)], and the mask's seed form if any.
 
-    gradients: of all maskable weights, float32, in rounds that ask for them. counts: what the method counted, for the
-    round's record.
+    gradients: of all maskable weights, float32, in rounds that ask for them.
     """
 
     values: Array
     mask: Mask | None = None
     draw: NeuronDraw | None = None
     gradients: NDArray[np.float32] | None = None
-    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,8 @@ class Trained:
     """Outcome of local training: the state to keep, what to report, and what to send.
 
     update: None for ``personalise``, where nothing of the model goes up. flops: what was computed, counted as in
-    ``protocol.flops``. stopped: early stopping ends this device's training with this round.
+    ``protocol.flops``. stopped: early stopping ends this device's training with this round. counts: what the method
+    counted, for the round's record.
     """
 
     state: DeviceState
@@ -101,6 +101,7 @@ class Trained:
     validation_loss: float | None
     stop_loss: float | None
     stopped: bool
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,13 @@ class Evaluated:
     """Outcome of an evaluation on the device's held-out data; None for a model that there is not.
 
     validation: the personal model, or where there is none the global one, on validation data; the others on test data.
+    others: the method's other ways to predict, by name.
     """
 
     personal: Evaluation | None
     global_model: Evaluation | None
     validation: Evaluation | None = None
+    others: Mapping[str, Evaluation] = field(default_factory=dict)
 
 
 class UnknownWork(ProtocolError):
@@ -155,16 +158,23 @@ def _unknown(method: DeviceMethod, job: Job) -> UnknownWork:
     return UnknownWork(f"{type(method).__name__} on this device has no work of kind {kind}; update this SDK")
 
 
-def conclude(job: Job, result: LocalResult, *, personal: Tensors | None, update: Update | None) -> Trained:
+def conclude(
+    job: Job,
+    result: LocalResult,
+    *,
+    personal: Tensors | None,
+    update: Update | None,
+    counts: Mapping[str, int] | None = None,
+) -> Trained:
     """The outcome of a round whose training has left ``job.model`` as it is: judged by the rule of early stopping.
 
-    personal: what the device keeps until the next round. The FLOPs are those of the samples seen, weight gradients only
-    of what the update's mask lets train.
+    personal: the model that the device keeps until the next round; its own arrays stay as they are. The FLOPs are those
+    of the samples seen, weight gradients only of what the update's mask lets train.
     """
     settings = job.assignment.settings
     judged = judge_round(job.model, job.task, settings, job.state.memory, result.train_loss)
     return Trained(
-        state=DeviceState(personal, judged.memory),
+        state=DeviceState(personal, judged.memory, job.state.own),
         update=update,
         num_examples=result.num_examples,
         steps=result.steps,
@@ -173,6 +183,7 @@ def conclude(job: Job, result: LocalResult, *, personal: Tensors | None, update:
         validation_loss=judged.validation_loss,
         stop_loss=judged.stop_loss,
         stopped=judged.stopped,
+        counts=counts or {},
     )
 
 

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edge_sdk.methods import DeviceState, Job, Trained, Update, conclude
+from edge_sdk.methods import Job, Trained, Update, conclude
 from edge_sdk.methods.fedavg import FedAvg
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import BundleError
@@ -68,10 +68,10 @@ class FedSGC(FedAvg):
             progress=job.progress,
         )
         values = pack(job.manifest, get_tensors(job.model, job.manifest), replacing.mask)
-        update = Update(values, replacing.mask, counts=replacing.counts)
-        trained = conclude(job, result, personal=None, update=update)
+        update = Update(values, replacing.mask)
+        trained = conclude(job, result, personal=None, update=update, counts=replacing.counts)
         memory = {**trained.state.memory, "epochs": replacing.epochs_before + settings.local_epochs}
-        return replace(trained, state=DeviceState(None, memory), flops=trained.flops + replacing.flops)
+        return replace(trained, state=replace(trained.state, memory=memory), flops=trained.flops + replacing.flops)
 
     def proximal_weight(self, job: Job) -> float:
         """μ, a setting."""

@@ -381,6 +381,9 @@ class Receipt(_Request):
     personal: Evaluation | None = None
     global_model: Evaluation | None = None
     validation: Evaluation | None = None
+    others: dict[Annotated[str, Field(max_length=64)], Evaluation] = Field(
+        default_factory=dict, max_length=16, description="The method's other ways to predict, on test data"
+    )
     state_bytes: Count = Field(default=0, description="What the device keeps between rounds, bytes")
     telemetry: Telemetry = Telemetry()
 

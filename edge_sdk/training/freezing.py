@@ -59,7 +59,8 @@ class Freezing:
 
     Made after the round's weights are loaded. Frozen is what ``mask`` does not name (None freezes nothing), and what
     does not exist by ``elements``: name -> bool of the parameter's shape. What does not exist must be zero, and stays
-    zero. Parameters that are trained as a whole cost nothing. Raises ManifestError, naming the parameter, when the
+    zero. Frozen as it is, zero or not, is what ``trained`` leaves out of the parameters that it names: name -> bool.
+    Parameters that are trained as a whole cost nothing. Raises ManifestError, naming the parameter, when the
     model is not the manifest's, and ValueError for elements of no parameter, of another shape, or that are not zero.
     """
 
@@ -69,15 +70,17 @@ class Freezing:
         manifest: Manifest,
         mask: NeuronMask | None,
         elements: Mapping[str, torch.Tensor] | None = None,
+        trained: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.model, self._manifest, self._mask = model, manifest, mask
+        self._still: list[nn.Parameter] = []
         self._modules: list[tuple[nn.Module, _Part]] = []
         self._undo: list[Callable[[], object]] = []
         self._parts: list[_Part] = []
         self.names: list[str] = []
         specs = {spec.name: spec for spec in manifest.tensors}
         layers = {name: layer for layer in manifest.layers for name in layer.tensors}
-        exist = dict(elements or {})
+        exist, only = dict(elements or {}), dict(trained or {})
         modules = {f"{path}.weight".lstrip("."): module for path, module in model.named_modules()}
         for name, parameter in model.named_parameters():
             if name not in specs or specs[name].shape != tuple(parameter.shape):
@@ -89,6 +92,15 @@ class Freezing:
             if not parameter.requires_grad:
                 continue
             part, module = _Part(parameter), modules.get(name)
+            moving = _of_shape(name, parameter, only.pop(name, None))
+            if moving is not None:
+                if bool(moving.any()):
+                    part.trained = Elements(parameter, moving.reshape(-1).nonzero().flatten())
+                    self._parts.append(part)
+                    self.names.append(name)
+                else:
+                    self._still.append(parameter)
+                continue
             block = neuron_block(manifest, specs[name], mask)
             told = layers[name].model_dump(include={"input_error", "positions"}) if name in layers else {}
             if block.rows is not None or block.columns is not None:
@@ -104,8 +116,9 @@ class Freezing:
             self.names.append(name)
             if module is not None and part.kernel is not None:
                 self._modules.append((module, part))
-        if exist:
-            raise ValueError(f"there are elements for {', '.join(sorted(exist))}, which the model does not have")
+        if exist or only:
+            unknown = ", ".join(sorted({*exist, *only}))
+            raise ValueError(f"there are elements for {unknown}, which the model does not have")
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -136,6 +149,9 @@ class Freezing:
             part.leaf = part.parameter
             if part.trained is not None:
                 part.leaf = part.trained.take(part.parameter.detach()).requires_grad_()
+        for parameter in self._still:
+            parameter.requires_grad_(False)
+            self._undo.append(partial(parameter.requires_grad_, True))
         for module, part in self._modules:
             part.parameter.requires_grad_(False)
             module.forward = partial(_run, module, part)
@@ -174,17 +190,22 @@ class Freezing:
                 part.trained.put(part.leaf.detach())
 
 
-def _checked(name: str, parameter: nn.Parameter, exists: torch.Tensor | None) -> torch.Tensor | None:
-    """What exists of a parameter; None where that is all."""
-    if exists is None or bool(exists.all()):
+def _of_shape(name: str, parameter: nn.Parameter, flags: torch.Tensor | None) -> torch.Tensor | None:
+    """The flags where the parameter is; None where they are all set."""
+    if flags is None or bool(flags.all()):
         return None
-    exists = exists.to(parameter.device)
-    if exists.shape != parameter.shape or exists.dtype != torch.bool:
+    if flags.shape != parameter.shape or flags.dtype != torch.bool:
         raise ValueError(
-            f"{name}: elements of type {exists.dtype} and shape {tuple(exists.shape)} for a parameter of shape "
+            f"{name}: elements of type {flags.dtype} and shape {tuple(flags.shape)} for a parameter of shape "
             f"{tuple(parameter.shape)}; give booleans of its shape"
         )
-    if bool((parameter.detach() != 0).logical_and_(~exists).any()):
+    return flags.to(parameter.device)
+
+
+def _checked(name: str, parameter: nn.Parameter, exists: torch.Tensor | None) -> torch.Tensor | None:
+    """What exists of a parameter; None where that is all."""
+    exists = _of_shape(name, parameter, exists)
+    if exists is not None and bool((parameter.detach() != 0).logical_and_(~exists).any()):
         raise ValueError(f"{name}: weights that do not exist are not zero; multiply it by its mask before training")
     return exists
 
