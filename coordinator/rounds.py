@@ -268,7 +268,8 @@ class Rounds:
         if assignment.status == "open":  # else the model may be gone, and all that is left to say is that it is settled
             mask, _ = self._models.mask(federation, device.name, assignment)
         return bundle.largest_bundle(
-            count_values(manifest, mask),
+            # Devices may have masks of elements of their own, with more elements than the global one.
+            count_values(manifest, None if isinstance(mask, ElementMask) else mask),
             settings_of(federation).precision_of("up", wire.Kind(assignment.kind)),
             manifest,
             elements=mask is None or isinstance(mask, ElementMask),

@@ -41,7 +41,7 @@ from edge_sdk.protocol.manifest import MULTIPLYING, Manifest, Tensors
 Reals = NDArray[np.floating[Any]]
 Directions = NDArray[np.int8]
 
-LayerSparsity = Literal["erk", "feddst", "uniform"]
+LayerSparsity = Literal["erk", "feddst", "uniform", "uniform_first_dense"]
 Basis = Literal["total", "moved"]
 At = Literal["penultimate", "end"]
 
@@ -59,9 +59,11 @@ def layer_densities(manifest: Manifest, density: float, rule: LayerSparsity = "e
     density: the share kept overall, 1 - S. Raises ValueError where it lies outside (0, 1].
 
     ``erk``, Erdos-Renyi-Kernel (RigL): min(1, eps * sum of the dimensions / their product), eps such that the weights
-    kept add up to density * n_w. ``uniform``: the same everywhere. ``feddst``: what the FedDST code calls ERK, for
-    comparison only: sparsity, not density, in proportion to 1 - sum / product, no layer dense but by accident. Shares
-    are of weights and biases there; a layer that would keep no weight, or more than it has, is left dense.
+    kept add up to density * n_w. ``uniform``: the same everywhere. ``uniform_first_dense``: the first layer whole, the
+    others alike, as DM-PFL's figures have it; ValueError where the first layer is larger than that. ``feddst``: what
+    the FedDST code calls ERK, for comparison only: sparsity, not density, in proportion to 1 - sum / product, no layer
+    dense but by accident. Shares are of weights and biases there; a layer that would keep no weight, or more than it
+    has, is left dense.
     """
     if not 0 < density <= 1:
         raise ValueError(f"density is {density}; the share of weights kept must lie in (0, 1]")
@@ -106,6 +108,15 @@ def _uniform(manifest: Manifest, density: float) -> dict[str, float]:
     return {spec.name: density for spec in manifest.maskable}
 
 
+def _uniform_first_dense(manifest: Manifest, density: float) -> dict[str, float]:
+    first, *others = manifest.maskable
+    rest = sum(spec.size for spec in others)
+    kept = density * (first.size + rest) - first.size
+    if kept <= 0:
+        raise ValueError(f"density is {density}; the first layer alone is more: take another rule, or a larger density")
+    return {first.name: 1.0, **{spec.name: kept / rest for spec in others}}
+
+
 def _feddst(manifest: Manifest, density: float) -> dict[str, float]:
     values = _values_with_biases(manifest)
     raw = {spec.name: 1 - sum(spec.shape) / spec.size for spec in manifest.maskable}
@@ -136,6 +147,7 @@ _RULES: dict[LayerSparsity, Callable[[Manifest, float], dict[str, float]]] = {
     "erk": _erk,
     "feddst": _feddst,
     "uniform": _uniform,
+    "uniform_first_dense": _uniform_first_dense,
 }
 
 

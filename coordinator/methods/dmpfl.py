@@ -1,0 +1,227 @@
+"""DM-PFL: dual masks for shift-robust personalised federated learning, server half.
+
+Zhang, Zhou, Wang, Tong, "DM-PFL: Hitchhiking Generic Federated Learning for Efficient Shift-Robust Personalization",
+KDD 2023. The coordinator keeps dense global weights w_g and a mask m_g of at most K_l ones in each layer, and nothing
+of a device. Rounds pass through I iterations of
+
+    masks      t_A rounds: devices train under masks of their own, m_c, and send both                     (Algorithm 1)
+               w_g ← Σ n_c w_c m_c / Σ n_c m_c where anybody holds it                                     (Eq. 5)
+               m_g: the K_l largest |w_g| of those that more than 30 % of the updates hold
+    global     t_B rounds: devices train w_g under m_g; plain means                                       (Algorithm 2)
+    personal   one round for everyone that counts for t_C: devices train what is theirs; only reports     (Algorithm 3)
+
+Where the paper is silent or errs (the method card has the reasons): the T rounds are cut in I equal parts, each half
+masks, a quarter global, a quarter personal, in which a device trains the epochs that it would have been drawn for; a
+position that nobody in the cohort holds keeps its value in w_g, but not its place in m_g; fewer than K_l eligible
+positions are left fewer unless ``fill`` says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from coordinator.aggregation import ElementSums, Sum
+from coordinator.errors import BadContent
+from coordinator.methods import CoordinatorMethod, GlobalModel, Situation, Work
+from edge_sdk.protocol.elements import ElementMask
+from edge_sdk.protocol.manifest import Array, Manifest, Tensors
+from edge_sdk.protocol.masks import Mask
+from edge_sdk.protocol.messages import FederationSettings, Kind
+from edge_sdk.protocol.sparsity import LayerSparsity, layer_counts, magnitude_mask, trim
+
+
+class DMPFLSettings(BaseModel):
+    """What DM-PFL knows beyond a federation's settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    density: float = Field(default=0.5, gt=0, le=1, description="Share of the maskable weights that exist, 1 - S")
+    layer_sparsity: LayerSparsity = Field(default="erk", description="How it is shared among layers")
+    iterations: int = Field(default=2, ge=0, le=1000, description="Times that the stages pass, I; 0: masks alone")
+    replaced: float = Field(default=0.01, ge=0, lt=1, description="Share of a mask that is replaced at a time, α_s")
+    adjust_interval: int = Field(default=10, ge=1, description="Rounds between those that replace weights")
+    anneal: Literal["none", "cosine"] = Field(default="none", description="How that share falls over the rounds")
+    vote_percent: int = Field(
+        default=30, ge=0, lt=100, description="Percent of a round's updates that must be exceeded to be shared"
+    )
+    fill: bool = Field(default=False, description="Whether positions without enough votes fill the global mask up")
+    personal_unmasked: bool = Field(default=True, description="Whether biases and norms become personal, too")
+    adjust_at: Literal["penultimate", "end"] = Field(
+        default="penultimate", description="Where in a round weights are replaced"
+    )
+    similarity: Literal["logits", "probabilities"] = Field(
+        default="logits", description="Of what DM-PFL+ takes the cosine of both models"
+    )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Rounds ``first`` to ``last``; ``before`` rounds of the stage ``masks`` went before it, in all."""
+
+    name: Literal["masks", "global", "personal"]
+    first: int
+    last: int
+    before: int
+
+
+def stages(rounds: int, iterations: int) -> list[Stage]:
+    """The stages of ``rounds`` rounds, in order (3.6 of the method card)."""
+    if iterations == 0:
+        return [Stage("masks", 1, rounds, 0)]
+    found: list[Stage] = []
+    last = masked = 0
+    for iteration in range(iterations):
+        length = rounds // iterations + (iteration < rounds % iterations)
+        masks = math.ceil(length / 2)
+        shared = math.ceil((length - masks) / 2)
+        lengths = (("masks", masks), ("global", shared), ("personal", length - masks - shared))
+        for name, count in lengths:
+            found.append(Stage(name, last + 1, last + count, masked))  # type: ignore[arg-type]
+            last += count
+        masked += masks
+    return found
+
+
+class VotingSums(ElementSums):
+    """Sums that also count who holds a position."""
+
+    def __init__(self, manifest: Manifest, mask: ElementMask) -> None:
+        super().__init__(manifest, mask)
+        self.votes = {name: np.zeros(flags.size, dtype=np.uint16) for name, flags in mask.exists.items()}
+
+    def fold_in_place(
+        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
+    ) -> None:
+        """Add one update, one vote for each position that it holds."""
+        super().fold_in_place(values, mask, num_examples)
+        assert isinstance(mask, ElementMask)
+        for name, flags in mask.exists.items():
+            self.votes[name] += flags.reshape(-1)
+
+
+class DMPFL(CoordinatorMethod):
+    """Server half of DM-PFL. ``own`` holds w_g dense, tensor by tensor; the model is w_g under m_g."""
+
+    settings_type: type[BaseModel] = DMPFLSettings
+    personal_models = True
+
+    def rules(self, settings: FederationSettings) -> DMPFLSettings:
+        """The method's settings."""
+        return DMPFLSettings.model_validate(settings.method_settings)
+
+    def smallest_budget(self, settings: FederationSettings) -> float:
+        """One density for all."""
+        return self.rules(settings).density
+
+    def stage(self, situation: Situation) -> Stage:
+        """The stage that a round belongs to."""
+        settings = situation.settings
+        return next(
+            each for each in stages(settings.rounds, self.rules(settings).iterations) if situation.round <= each.last
+        )
+
+    def start(self, tensors: Tensors, situation: Situation) -> GlobalModel:
+        """m_g: the K_l largest |w_g|."""
+        settings, manifest = situation.settings, situation.manifest
+        rules = self.rules(settings)
+        if settings.local_steps is not None:
+            raise BadContent("local_steps: stages go by epochs; give local_epochs instead")
+        if not manifest.maskable:
+            raise BadContent("the model has no linear layer or convolution whose weights are shared: nothing is sparse")
+        if rules.iterations and settings.rounds < 4 * rules.iterations:
+            raise BadContent(
+                f"rounds: {settings.rounds} are too few for {rules.iterations} iterations of three stages; give at "
+                f"least {4 * rules.iterations}"
+            )
+        mask = magnitude_mask(tensors, manifest, self._counts(situation))
+        return self._model({name: tensors[name] for name in mask.exists}, mask, tensors)
+
+    def _counts(self, situation: Situation) -> dict[str, int]:
+        rules = self.rules(situation.settings)
+        return layer_counts(situation.manifest, rules.density, rules.layer_sparsity)
+
+    @staticmethod
+    def _model(dense: Tensors, mask: ElementMask, tensors: Tensors, notes: dict[str, int] | None = None) -> GlobalModel:
+        masked = {name: dense[name] * exists for name, exists in mask.exists.items()}
+        return GlobalModel({**tensors, **masked}, mask, dense, notes or {})
+
+    def work(self, situation: Situation) -> Work:
+        """What the round's stage asks."""
+        stage, rules, settings = self.stage(situation), self.rules(situation.settings), situation.settings
+        if stage.name == "personal":
+            rounds = stage.last - stage.first + 1
+            share = min(1.0, settings.cohort / max(1, situation.devices))
+            epochs = max(1, math.floor(rounds * share * settings.local_epochs + 0.5))
+            return Work(Kind.personalise, {"stage": "personal", "epochs": epochs}, everyone=True, rounds=rounds)
+        plan: dict[str, Any] = {"stage": stage.name}
+        place = situation.round - stage.first + 1
+        if stage.name == "masks" and place % rules.adjust_interval == 0:
+            plan["replace"] = rules.replaced * self._annealed(stage.before + place, situation)
+        return Work(plan=plan)
+
+    def _annealed(self, place: int, situation: Situation) -> float:
+        rules, rounds = self.rules(situation.settings), situation.settings.rounds
+        if rules.anneal == "none":
+            return 1.0
+        total = sum(each.last - each.first + 1 for each in stages(rounds, rules.iterations) if each.name == "masks")
+        return 0.5 * (1 + math.cos(math.pi * place / total))
+
+    def sends_values(self, kind: Kind, holds_model: bool) -> bool:
+        """Every stage starts from the global weights."""
+        return True
+
+    def last_for_everyone(self, situation: Situation) -> int | None:
+        """The last stage ``personal`` that has closed."""
+        found = stages(situation.settings.rounds, self.rules(situation.settings).iterations)
+        closed = [each.last for each in found if each.name == "personal" and each.last <= situation.round]
+        return max(closed, default=None)
+
+    def check_mask(self, model: GlobalModel, mask: ElementMask, situation: Situation) -> None:
+        """In the stage ``masks``, any mask that has K_l weights in each layer."""
+        if situation.plan.get("stage") != "masks":
+            super().check_mask(model, mask, situation)
+        for name, count in self._counts(situation).items():
+            if mask.counts[name] != count:
+                raise BadContent(f"mask: {name} has {mask.counts[name]} weights, it must have {count}; grow what goes")
+
+    def sums(self, model: GlobalModel, situation: Situation) -> ElementSums:
+        """Weighted sums, and votes where masks differ."""
+        assert model.mask is not None
+        voting = situation.plan.get("stage") == "masks"
+        return VotingSums(situation.manifest, model.mask) if voting else ElementSums(situation.manifest, model.mask)
+
+    def close(self, model: GlobalModel, sums: ElementSums, situation: Situation) -> GlobalModel:
+        """Means over holders; in the stage ``masks`` m_g by magnitude among what enough of them hold."""
+        assert model.mask is not None
+        counts, rules = self._counts(situation), self.rules(situation.settings)
+        tensors: Tensors = {}
+        dense: Tensors = {}
+        exists: dict[str, Any] = {}
+        for spec, numerator, weights in sums.totals():
+            maskable = spec.name in model.mask.exists
+            old = (model.own if maskable else model.tensors)[spec.name].reshape(-1)
+            mean = np.divide(numerator, weights, out=old.astype(np.float64), where=weights > 0).astype(np.float32)
+            if not maskable:
+                tensors[spec.name] = mean.reshape(spec.shape)
+                continue
+            dense[spec.name] = mean.reshape(spec.shape)
+            if isinstance(sums, VotingSums):
+                kept = _shared(mean, sums.votes[spec.name], sums.updates, counts[spec.name], rules)
+                exists[spec.name] = kept.reshape(spec.shape)
+        mask = ElementMask({name: exists[name] for name in model.mask.exists}) if exists else model.mask
+        new = sum(int(np.count_nonzero(mask.exists[name] & ~model.mask.exists[name])) for name in mask.exists)
+        return self._model(dense, mask, tensors, {"positions_replaced": new, "shared": mask.count})
+
+
+def _shared(mean: Array, votes: Array, updates: int, count: int, rules: DMPFLSettings) -> Any:
+    """m_g of one layer, bool [n]: the largest among what more than ``vote_percent`` of the updates hold."""
+    alike: Sum = np.ones(len(mean))
+    eligible = 100 * votes.astype(np.int64) > rules.vote_percent * updates
+    kept = trim(mean, alike, eligible, count)  # type: ignore[arg-type]
+    missing = count - int(np.count_nonzero(kept))
+    return kept | trim(mean, alike, ~kept, missing) if rules.fill and missing else kept  # type: ignore[arg-type]

@@ -1,0 +1,229 @@
+"""DM-PFL, the device half: a personal and a global sparse model that share weights where both masks have them.
+
+Zhang, Zhou, Wang, Tong, "DM-PFL: Hitchhiking Generic Federated Learning for Efficient Shift-Robust Personalization",
+KDD 2023. With the global mask m_g and weights w_g, the device's own m_c and w_c,
+
+    θ_c = w_g where m_g and m_c;  w_c where m_c alone;  0 elsewhere                                        (Eq. 4)
+
+and a round's plan says which stage it is:
+
+    masks     w_c ← w_g where both are; train θ_c; now and then drop the smallest of each layer and revive as many by
+              gradient; send w_c and m_c                                                            (Algorithm 1)
+    global    train a copy of w_g under m_g; send it; θ_c stays                                     (Algorithm 2)
+    personal  w_c ← w_g where both are; train what m_c alone has; send nothing                      (Algorithm 3)
+
+DM-PFL+ predicts, sample by sample, with the model whose entropy lies further below what it usually is (Algorithm 4):
+personal where H_c - (1 - Sim)·BE_c < H_g - (1 - Sim)·BE_g, Sim the cosine of the two models' class scores.
+
+θ_c is stored as the personal model; beside it lie both masks and what θ_c lacks of θ_g: the weights that m_g alone has,
+and the global biases and norms. What is shared is stored once.
+
+Choices where the paper is silent or errs (the method card has the reasons): replacing one epoch before the round's
+last; biases and norms are shared until stage ``personal``, which trains them too (``personal_unmasked``); private
+weights go into that stage as they are; a device without a state begins with m_c = m_g; base entropies are those of the
+training data, similarity is that of scores before the softmax. Where m_g has fewer than K_l weights, such a device
+adds others at random: its own mask has K_l at all times.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import torch
+
+from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, conclude
+from edge_sdk.methods.fedavg import existing
+from edge_sdk.protocol.elements import ElementMask, Flags
+from edge_sdk.protocol.errors import BundleError
+from edge_sdk.protocol.flops import training_flops
+from edge_sdk.protocol.masks import pack
+from edge_sdk.protocol.messages import Evaluation
+from edge_sdk.protocol.sparsity import (
+    At,
+    Grown,
+    LayerSparsity,
+    Pruned,
+    adjustment_steps,
+    grow,
+    layer_counts,
+    prune,
+)
+from edge_sdk.training.adaptive import BaseEntropies, Similarity, entropy, judge, prefers_personal, scores_of
+from edge_sdk.training.dual import Dual
+from edge_sdk.training.elements import flags_of
+from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.local import (
+    LocalResult,
+    count_examples,
+    evaluate,
+    evaluate_held_out,
+    get_tensors,
+    set_tensors,
+    train_locally,
+)
+from edge_sdk.training.merging import whole_model
+from edge_sdk.training.replacing import Flat, Replacing
+
+
+class DMPFL(DeviceMethod):
+    """Three stages, two masks; between rounds the device keeps both models, and their base entropies."""
+
+    def train(self, job: Job) -> Trained:
+        """One round of the stage ``masks`` or ``global``. Raises BundleError for a payload that does not fit,
+        TrainingDiverged when the round failed."""
+        m_g = _global_mask(job)
+        if job.assignment.plan["stage"] == "global":
+            set_tensors(job.model, whole_model(job.manifest, job.received))
+            result = _train(job, Freezing(job.model, job.manifest, None, flags_of(m_g)))
+            values = pack(job.manifest, get_tensors(job.model, job.manifest), m_g)
+            return conclude(job, result, personal=job.state.personal, update=Update(values, m_g))
+        dual = _composed(job, m_g)
+        set_tensors(job.model, {**dual.personal, **dual.unmasked})
+        replacing = _replacing(job, dual.mask)
+        result = _train(job, Freezing(job.model, job.manifest, None, flags_of(dual.mask)), replacing)
+        personal = get_tensors(job.model, job.manifest)
+        update = Update(pack(job.manifest, personal, replacing.mask), replacing.mask)
+        dual = Dual.of(job.manifest, personal, replacing.mask, whole_model(job.manifest, job.received), m_g)
+        counts = {**replacing.counts, **_sizes(dual)}
+        trained = conclude(job, result, personal=personal, update=update, counts=counts)
+        state = replace(trained.state, own=dual.stored())
+        return replace(trained, state=state, flops=trained.flops + replacing.flops)
+
+    def personalise(self, job: Job) -> Trained:
+        """The stage ``personal``: train what is private, for as long as the plan says, and measure base entropies."""
+        dual = _composed(job, _global_mask(job))
+        personal_unmasked = bool(job.assignment.settings.method_settings["personal_unmasked"])
+        trains = {name: torch.tensor(flags) for name, flags in dual.private.exists.items()}
+        if not personal_unmasked:
+            rest = [name for name, _ in job.model.named_parameters() if name not in trains]
+            trains |= {name: torch.zeros_like(job.model.get_parameter(name), dtype=torch.bool) for name in rest}
+        set_tensors(job.model, {**dual.personal, **dual.unmasked})
+        freezing = Freezing(job.model, job.manifest, None, flags_of(dual.mask), trains)
+        epochs = int(job.assignment.plan.get("epochs", 0)) or job.assignment.settings.finetune_epochs or None
+        result = _train(job, freezing, epochs=epochs)
+        dual = replace(dual, personal=get_tensors(job.model, job.manifest))
+        base = self._base_entropies(job, dual)
+        trained = conclude(job, result, personal=dual.personal, update=None, counts=_sizes(dual))
+        memory = {**trained.state.memory, "entropy_personal": base.personal, "entropy_global": base.global_model}
+        flops = training_flops(job.manifest, result.samples, weight_gradients=dual.mask)
+        return replace(trained, state=DeviceState(dual.personal, memory, dual.stored()), flops=flops)
+
+    def _base_entropies(self, job: Job, dual: Dual) -> BaseEntropies:
+        means = []
+        for tensors in (dual.global_model(), dual.personal):
+            set_tensors(job.model, tensors)
+            means.append(float(entropy(scores_of(job.model, job.task, job.task.train)[0]).mean()))
+        return BaseEntropies(personal=means[1], global_model=means[0])
+
+    def evaluate(self, job: Job) -> Evaluated:
+        """The personal model, the global one, and the choice between them (``adaptive``), where there are any."""
+        global_model = None
+        if job.received is not None:
+            set_tensors(job.model, whole_model(job.manifest, job.received))
+            if job.state.personal is None:
+                return Evaluated(None, *evaluate_held_out(job.model, job.task))
+            global_model = evaluate(job.model, job.task, job.task.held_out)
+        if job.state.personal is None:
+            return Evaluated(None, None)
+        set_tensors(job.model, job.state.personal)
+        personal, validation = evaluate_held_out(job.model, job.task)
+        return Evaluated(personal, global_model, validation, self._adaptive(job))
+
+    def _adaptive(self, job: Job) -> dict[str, Evaluation]:
+        """DM-PFL+ on held-out data; nothing before the first base entropies, or where there are no classes."""
+        memory, personal = job.state.memory, job.state.personal
+        if personal is None or "entropy_personal" not in memory or not job.task.classification:
+            return {}
+        base = BaseEntropies(memory["entropy_personal"], memory["entropy_global"])
+        scores = []
+        for tensors in (personal, Dual.load(job.manifest, personal, job.state.own).global_model()):
+            set_tensors(job.model, tensors)
+            scores.append(scores_of(job.model, job.task, job.task.held_out))
+        (own, targets), (shared, _) = scores
+        similarity = cast(Similarity, job.assignment.settings.method_settings["similarity"])
+        chosen = torch.where(prefers_personal(own, shared, base, similarity).unsqueeze(1), own, shared)
+        return {"adaptive": judge(job.task, chosen, targets)}
+
+    def adapt(self, job: Job) -> DeviceState:
+        """A device that comes after the end: the stage ``personal``, with nothing private but biases and norms."""
+        return self.personalise(job).state
+
+
+def _train(
+    job: Job, freezing: Freezing, adjustment: Replacing | None = None, *, epochs: int | None = None
+) -> LocalResult:
+    settings = job.assignment.settings
+    if epochs is not None:
+        settings = settings.model_copy(update={"local_epochs": epochs, "local_steps": None})
+    if not freezing.names:
+        examples = count_examples(job.task.train)
+        return LocalResult(examples, 0, 0, evaluate(job.model, job.task, job.task.train).loss)
+    return train_locally(
+        job.model,
+        job.task,
+        settings,
+        learning_rate=settings.learning_rate_of(job.assignment.round),
+        freezing=freezing,
+        adjustment=adjustment,
+        seed=job.seed("train"),
+        progress=job.progress,
+    )
+
+
+def _global_mask(job: Job) -> ElementMask:
+    m_g = existing(job)
+    if m_g is None:
+        raise BundleError("the payload has no mask of elements; update the coordinator, or this SDK")
+    return m_g
+
+
+def _composed(job: Job, m_g: ElementMask) -> Dual:
+    """Both models with what was received: w_c ← w_g where both are; of biases and norms, the global ones."""
+    received = whole_model(job.manifest, job.received)
+    if job.state.personal is None:
+        kept = get_tensors(job.model, job.manifest) | received  # what never travels begins as the task has it
+        return Dual.of(job.manifest, kept, _filled(job, m_g), received, m_g)
+    before = Dual.load(job.manifest, job.state.personal, job.state.own)
+    shared = {
+        name: np.where(m_g.exists[name] & mine, received[name], before.personal[name])
+        for name, mine in before.mask.exists.items()
+    }
+    return Dual.of(job.manifest, {**before.personal, **shared}, before.mask, received, m_g)
+
+
+def _filled(job: Job, m_g: ElementMask) -> ElementMask:
+    """The first mask of a device: the global one, and where that has fewer than K_l weights, others at random."""
+    own = job.assignment.settings.method_settings
+    counts = layer_counts(job.manifest, float(own["density"]), cast(LayerSparsity, own["layer_sparsity"]))
+    chance = np.random.Generator(np.random.PCG64(job.seed("fill")))
+    exists = {}
+    for name, flags in m_g.exists.items():
+        exists[name] = flags.copy()
+        missing = counts[name] - m_g.counts[name]
+        exists[name].reshape(-1)[chance.choice(np.flatnonzero(~flags), missing, replace=False)] = True
+    return ElementMask(exists)
+
+
+def _sizes(dual: Dual) -> dict[str, int]:
+    """What to report beside every result: how much of the personal model is private at all."""
+    return {"private": dual.private.count, "personal": dual.mask.count}
+
+
+def _replacing(job: Job, mask: ElementMask) -> Replacing:
+    """The ceil(share · K_l) smallest of each layer go, and as many of the steepest come, just-dropped ones among them
+    (4.3 of the method card), where the plan has a share."""
+    share = float(job.assignment.plan.get("replace", 0.0))
+    own, epochs = job.assignment.settings.method_settings, job.assignment.settings.local_epochs
+    at = cast(At, own["adjust_at"])
+    steps = [step for step, _ in adjustment_steps(0, epochs, len(job.task.train), epochs, epochs + 1, at)]
+
+    def rule(step: int, name: str, weights: Flat, gradient: Flat, exists: Flags) -> tuple[Pruned, Grown]:
+        count, nothing = mask.counts[name], np.zeros(weights.size, dtype=np.int8)
+        left = count - math.ceil(share * count - 1e-9)
+        pruned = prune(weights, np.zeros_like(weights), exists, nothing, left=left, share=0.0)
+        return pruned, grow(gradient, pruned, nothing, count=count, share=0.0)
+
+    return Replacing(job.model, job.task, job.manifest, mask, steps=steps if share else [], rule=rule)

@@ -1,0 +1,79 @@
+"""Choosing between a personal and a global model, sample by sample (DM-PFL+, KDD 2023, Algorithm 4).
+
+A model that knows an input is surer of it than usual: its entropy lies below its base entropy, the mean over data of
+the device's own. Personal is chosen where
+
+    H_c - (1 - Sim)·BE_c < H_g - (1 - Sim)·BE_g
+
+so that base entropies count the more, the less the two models agree; ties go to the global one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from edge_sdk.protocol.messages import Evaluation
+from edge_sdk.tasks import Batches, Task
+from edge_sdk.training.layout import Layout
+
+Similarity = Literal["logits", "probabilities"]
+
+SMALLEST_NORM = 1e-12
+"""Scores of a smaller 2-norm are like nothing: a similarity of 0."""
+
+
+@dataclass(frozen=True)
+class BaseEntropies:
+    """Mean entropy, in nats, of the personal and of the global model on the device's own data."""
+
+    personal: float
+    global_model: float
+
+
+def entropy(scores: torch.Tensor) -> torch.Tensor:
+    """-Σ p ln p of the softmax of ``scores`` [N, C], nats [N]."""
+    logs = scores.log_softmax(dim=1)
+    return -(logs.exp() * logs).sum(dim=1)
+
+
+def prefers_personal(
+    personal: torch.Tensor, global_scores: torch.Tensor, base: BaseEntropies, similarity: Similarity = "logits"
+) -> torch.Tensor:
+    """bool [N]: for which samples the personal model's scores [N, C] are chosen over the global one's [N, C]."""
+    one, other = (
+        (personal, global_scores) if similarity == "logits" else (personal.softmax(1), global_scores.softmax(1))
+    )
+    norms = one.norm(dim=1) * other.norm(dim=1)
+    small = torch.minimum(one.norm(dim=1), other.norm(dim=1)) < SMALLEST_NORM
+    alike = torch.where(small, 0.0, (one * other).sum(dim=1) / norms.clamp_min(SMALLEST_NORM**2))
+    doubt = 1 - alike
+    return entropy(personal) - doubt * base.personal < entropy(global_scores) - doubt * base.global_model
+
+
+def scores_of(model: nn.Module, task: Task, batches: Batches) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's class scores [N, C] on ``batches``, in evaluation mode, and their targets [N]."""
+    modes = [(module, module.training) for module in model.modules()]
+    device = next(model.parameters()).device
+    scores, labels = [], []
+    model.eval()
+    try:
+        with Layout(model, task) as layout, torch.inference_mode(), task.compute.precision():
+            for inputs, targets in batches:
+                inputs, targets = inputs.to(device), targets.to(device)
+                scores.append(model(layout(inputs, targets)).float())
+                labels.append(targets)
+    finally:
+        for module, training in modes:
+            module.training = training
+    return torch.cat(scores), torch.cat(labels)
+
+
+def judge(task: Task, scores: torch.Tensor, targets: torch.Tensor) -> Evaluation:
+    """Loss and accuracy of scores [N, C]."""
+    correct = int((scores.argmax(dim=1) == targets).sum())
+    loss = float(task.loss(scores, targets))
+    return Evaluation(num_examples=len(targets), loss=loss, accuracy=correct / len(targets))

@@ -1,0 +1,80 @@
+"""A personal and a global sparse model of one device that share weights where both masks have them (DM-PFL, Eq. 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.protocol.elements import ElementMask, from_bits
+from edge_sdk.protocol.manifest import Manifest, Tensors
+
+
+@dataclass(frozen=True)
+class Dual:
+    """Both models, what they share stored once.
+
+    personal: θ_c, every kept tensor by name, zero outside ``mask``, m_c. global_mask: m_g. rest: the global weights
+    that ``mask`` does not have, packed float32 [m_g without m_c]. unmasked: the global biases, norms and buffers, by
+    name.
+    """
+
+    personal: Tensors
+    mask: ElementMask
+    global_mask: ElementMask
+    rest: NDArray[np.float32]
+    unmasked: Tensors
+
+    @classmethod
+    def of(cls, manifest: Manifest, personal: Tensors, mask: ElementMask, received: Tensors, m_g: ElementMask) -> Dual:
+        """From θ_c, and θ_g as received."""
+        rest = pack_weights(received, without(m_g, mask))
+        unmasked = {spec.name: np.array(received[spec.name]) for spec in manifest.shared if spec.name not in m_g.exists}
+        return cls(personal, mask, m_g, rest, unmasked)
+
+    @classmethod
+    def load(cls, manifest: Manifest, personal: Tensors, own: Mapping[str, NDArray[np.generic]]) -> Dual:
+        """What ``stored`` has kept beside the personal model. Raises ManifestError where it is of another model."""
+        mask, m_g = (from_bits(manifest, own[name].tobytes()) for name in ("mask", "global_mask"))
+        unmasked = {name.removeprefix("global:"): array for name, array in own.items() if name.startswith("global:")}
+        return cls(personal, mask, m_g, np.asarray(own["rest"], dtype=np.float32), unmasked)
+
+    def stored(self) -> Tensors:
+        """All but the personal model, as arrays by name."""
+        bits = {"mask": self.mask.bits, "global_mask": self.global_mask.bits}
+        arrays: Tensors = {name: np.frombuffer(data, dtype=np.uint8) for name, data in bits.items()}
+        return {**arrays, "rest": self.rest, **{f"global:{name}": array for name, array in self.unmasked.items()}}
+
+    @property
+    def private(self) -> ElementMask:
+        """What the personal model alone has."""
+        return without(self.mask, self.global_mask)
+
+    def global_model(self) -> Tensors:
+        """θ_g by name: its own weights, and the personal model's where both masks have them."""
+        tensors: Tensors = {name: np.array(tensor) for name, tensor in self.personal.items()} | self.unmasked
+        rest, start = without(self.global_mask, self.mask), 0
+        for name, both in self.global_mask.exists.items():
+            tensors[name] = tensors[name] * both
+            index = rest.index[name]
+            tensors[name].reshape(-1)[index] = self.rest[start : start + len(index)]
+            start += len(index)
+        return tensors
+
+
+def without(one: ElementMask, other: ElementMask) -> ElementMask:
+    """What ``one`` has and ``other`` has not."""
+    return ElementMask({name: flags & ~other.exists[name] for name, flags in one.exists.items()})
+
+
+def both(one: ElementMask, other: ElementMask) -> ElementMask:
+    """What both have."""
+    return ElementMask({name: flags & other.exists[name] for name, flags in one.exists.items()})
+
+
+def pack_weights(tensors: Tensors, mask: ElementMask) -> NDArray[np.float32]:
+    """The weights of ``tensors`` that exist by ``mask``, tensor after tensor."""
+    parts = [np.take(tensors[name].reshape(-1), index) for name, index in mask.index.items()]
+    return np.concatenate(parts).astype(np.float32, copy=False)
