@@ -57,20 +57,14 @@ class FedSGC(FedAvg):
     def train(self, job: Job) -> Trained:
         """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
         settings = job.assignment.settings
-        mask = existing(job)
-        if mask is None:
-            raise BundleError("the payload has no mask of elements; update the coordinator, or this SDK")
         set_tensors(job.model, whole_model(job.manifest, job.received))
-        epochs = int(job.state.memory.get("epochs", 0))
-        rules = _Rules(job, mask, epochs)
-        batches = int(settings.method_settings["grow_batches"])
-        replacing = Replacing(job.model, job.task, job.manifest, mask, steps=rules.times, rule=rules, batches=batches)
+        replacing = replacing_of(job)
         result = train_locally(
             job.model,
             job.task,
             settings,
             learning_rate=settings.learning_rate_of(job.assignment.round),
-            freezing=Freezing(job.model, job.manifest, None, flags_of(mask)),
+            freezing=Freezing(job.model, job.manifest, None, flags_of(replacing.mask)),
             proximal_weight=self.proximal_weight(job),
             adjustment=replacing,
             seed=job.seed("train"),
@@ -79,12 +73,27 @@ class FedSGC(FedAvg):
         values = pack(job.manifest, get_tensors(job.model, job.manifest), replacing.mask)
         update = Update(values, replacing.mask)
         trained = conclude(job, result, personal=None, update=update, counts=replacing.counts)
-        memory = {**trained.state.memory, "epochs": epochs + settings.local_epochs}
+        memory = {**trained.state.memory, "epochs": _epochs(job) + settings.local_epochs}
         return replace(trained, state=replace(trained.state, memory=memory), flops=trained.flops + replacing.flops)
 
     def proximal_weight(self, job: Job) -> float:
         """μ, a setting."""
         return float(job.assignment.settings.method_settings["proximal_weight"])
+
+
+def replacing_of(job: Job) -> Replacing:
+    """What replaces weights in this round. Raises BundleError for a payload without a mask of elements."""
+    mask = existing(job)
+    if mask is None:
+        raise BundleError("the payload has no mask of elements; update the coordinator, or this SDK")
+    rules = _Rules(job, mask)
+    batches = int(job.assignment.settings.method_settings["grow_batches"])
+    return Replacing(job.model, job.task, job.manifest, mask, steps=rules.times, rule=rules, batches=batches)
+
+
+def _epochs(job: Job) -> int:
+    """Epochs that this device has trained in earlier rounds, e_c."""
+    return int(job.state.memory.get("epochs", 0))
 
 
 class _Rules:
@@ -93,12 +102,12 @@ class _Rules:
     times: local step after which they are -> epochs of the device, by the cosine's clock.
     """
 
-    def __init__(self, job: Job, mask: ElementMask, epochs_before: int) -> None:
+    def __init__(self, job: Job, mask: ElementMask) -> None:
         own: Mapping[str, Any] = job.assignment.settings.method_settings
         self._job, self._own, self._mask = job, own, mask
         self._expected = int(job.assignment.plan.get("expected_epochs", 0))
         plan = adjustment_steps(
-            epochs_before,
+            _epochs(job),
             job.assignment.settings.local_epochs,
             len(job.task.train),
             own["device_interval"],

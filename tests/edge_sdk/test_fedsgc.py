@@ -17,7 +17,7 @@ from torch import nn
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods.fedavg import FedAvg
 from edge_sdk.methods.feddst import FedDST
-from edge_sdk.methods.fedsgc import FedSGC, Replacing
+from edge_sdk.methods.fedsgc import FedSGC, replacing_of
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.elements import ElementMask, check_elements
 from edge_sdk.protocol.errors import BundleError
@@ -163,7 +163,7 @@ def one_layer(vector, share, directions, *, density):
         plan={"expected_epochs": 2},
     )
     job = Job(assignment, manifest, task, model, DeviceState(), decode(body, manifest))
-    return Replacing(job), job, batch
+    return replacing_of(job), job, batch
 
 
 def test_ten_weights_of_the_card():
@@ -221,7 +221,7 @@ def test_directions_of_another_number_are_refused(count):
     _, job, _ = ten_weights(0.4, VECTOR["d"])
     received = dataclasses.replace(job.received, signs=signs)
     with pytest.raises(BundleError, match=f"has {count} directions for 6 weights; fetch it again"):
-        Replacing(dataclasses.replace(job, received=received))
+        replacing_of(dataclasses.replace(job, received=received))
 
 
 # --- section 8.2: when ------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_directions_of_another_number_are_refused(count):
 def test_a_device_goes_by_its_own_epochs(before, epochs, interval, expected, plan):
     job = job_of(MLP, epochs_before=before, local_epochs=epochs, device_interval=interval, expected=expected)
     batches = len(job.task.train)
-    assert list(Replacing(job).steps) == [math.ceil(batches * epoch) for epoch in plan]
+    assert list(replacing_of(job).steps) == [math.ceil(batches * epoch) for epoch in plan]
 
 
 def test_epochs_are_remembered_and_counted_on_whether_or_not_anything_is_replaced():
