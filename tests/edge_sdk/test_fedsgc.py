@@ -268,8 +268,8 @@ def test_boldness_follows_the_devices_own_time():
         exist = trained.update.mask.counts[spec.name]
         wanted += exist - math.floor((1 - sigma) * 0.3 * spec.size + 1e-9)
     assert sigma == pytest.approx(0.25)
-    assert trained.update.counts["dropped"] == wanted
-    assert trained.update.counts["adjusted"] == 1
+    assert trained.counts["dropped"] == wanted
+    assert trained.counts["adjusted"] == 1
 
 
 # --- a round -----------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_a_round_that_replaces_nothing_is_fedavgs_under_the_mask(network, optimi
     same_update(fedsgc, fedavg)
     assert fedsgc.flops == fedavg.flops
     assert fedsgc.train_loss == fedavg.train_loss
-    assert not fedsgc.update.counts
+    assert not fedsgc.counts
 
 
 @pytest.mark.parametrize("network", [MLP, CNN], ids=["mlp", "cnn"])
@@ -298,9 +298,9 @@ def test_feddst_is_fedsgc_without_guidance(network, proximal_weight):
     feddst = FedDST().train(dataclasses.replace(job, assignment=assignment))
     fedsgc = FedSGC().train(job_of(network, guided_share=0.0, signs="active", **own))
     same_update(feddst, fedsgc)
-    assert feddst.update.counts == fedsgc.update.counts
-    assert feddst.update.counts["replaced"] > 0
-    assert feddst.update.counts["dropped_guided"] == feddst.update.counts["grown_guided"] == 0
+    assert feddst.counts == fedsgc.counts
+    assert feddst.counts["replaced"] > 0
+    assert feddst.counts["dropped_guided"] == feddst.counts["grown_guided"] == 0
     assert feddst.flops == fedsgc.flops
 
 
@@ -308,15 +308,15 @@ def test_a_round_is_the_same_done_again_and_another_with_another_map():
     one, again = (FedSGC().train(job_of(CNN, signs="all")) for _ in range(2))
     same_update(one, again)
     other = FedSGC().train(job_of(CNN, signs="all", signs_seed=1))
-    assert one.update.counts["dropped_guided"] > 0
-    assert one.update.counts["grown_guided"] > 0
+    assert one.counts["dropped_guided"] > 0
+    assert one.counts["grown_guided"] > 0
     assert other.update.mask.digest != one.update.mask.digest
 
 
 def test_flops_are_those_of_what_exists_and_of_the_batches_that_decide():
     job = job_of(MLP, local_epochs=3, grow_batches=2)
     trained = FedSGC().train(job)
-    adjusted = trained.update.counts["adjusted"]
+    adjusted = trained.counts["adjusted"]
     assert adjusted == 2, "what is due after the last epoch joins what is due after the one before"
     mask = job.received.mask
     sizes = [len(targets) for _, targets in job.task.train]
@@ -347,7 +347,7 @@ def test_the_batch_that_decides_is_not_counted_in_running_statistics():
     """What is replaced after the last step leaves everything else of the round as it is without."""
     plain, replaced = job_of(CNN, expected=0), job_of(CNN, adjust_at="end", device_interval=2)
     one, other = FedSGC().train(plain), FedSGC().train(replaced)
-    assert other.update.counts["replaced"] > 0
+    assert other.counts["replaced"] > 0
     for name, tensor in get_tensors(plain.model, plain.manifest).items():
         if name not in plain.received.mask.exists:
             np.testing.assert_array_equal(get_tensors(replaced.model, plain.manifest)[name], tensor, err_msg=name)
@@ -357,7 +357,7 @@ def test_the_batch_that_decides_is_not_counted_in_running_statistics():
 def test_a_dense_model_has_nothing_to_replace():
     trained = FedSGC().train(job_of(MLP, density=1.0))
     assert trained.update.mask.count == trained.update.mask.size
-    assert not trained.update.counts
+    assert not trained.counts
     same_update(trained, FedAvg().train(job_of(MLP, density=1.0)))
 
 
@@ -368,7 +368,7 @@ def test_layers_that_are_dense_stay_so():
     assert counts["2.weight"] == 90 > counts["0.weight"] / 4
     trained = FedSGC().train(job)
     assert trained.update.mask.counts == counts
-    assert trained.update.counts["replaced"] > 0
+    assert trained.counts["replaced"] > 0
 
 
 def test_a_round_that_diverges_where_weights_are_replaced_has_failed():
