@@ -102,6 +102,11 @@ class CoordinatorMethod(Protocol):
         """The share of each hidden layer's neurons that a device of this budget trains; None trains everything."""
         return None
 
+    def private(self, manifest: Manifest) -> frozenset[str]:
+        """The tensors that never leave a device; in the federation's manifest they are ``personal``. Raises BadContent
+        for a model that the method cannot take."""
+        return frozenset()
+
     def start(self, tensors: Tensors, situation: Situation) -> GlobalModel:
         """The first global model, of initial values. Raises BadContent for settings that cannot be carried out."""
         return GlobalModel(tensors)

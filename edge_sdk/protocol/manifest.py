@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Collection
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -220,6 +221,14 @@ class Manifest(_Record):
     def with_skeleton(self, skeleton: bytes) -> Manifest:
         """The same manifest, naming this ONNX skeleton. (``model_copy`` would take the old digest along.)"""
         return Manifest.model_validate({**self.model_dump(), "skeleton_sha256": hashlib.sha256(skeleton).hexdigest()})
+
+    def with_private(self, names: Collection[str]) -> Manifest:
+        """The same manifest, the tensors so named being personal."""
+        tensors = [
+            {**spec.model_dump(), "policy": "personal"} if spec.name in names else spec.model_dump()
+            for spec in self.tensors
+        ]
+        return Manifest.model_validate({**self.model_dump(), "tensors": tensors}) if names else self
 
     def check_tensors(self, tensors: Tensors, *, what: str, only_shared: bool = False) -> None:
         """Raise ManifestError, naming the tensor, unless ``tensors`` has exactly this model's names, shapes and types.

@@ -30,11 +30,13 @@ def fine_tune(
     seed: int,
     mask: NeuronMask | None = None,
     elements: Mapping[str, torch.Tensor] | None = None,
+    trained: Mapping[str, torch.Tensor] | None = None,
     progress: Callable[[int, int, float], None] = lambda done, total, loss: None,
 ) -> LocalResult:
     """Train ``model``, loaded with the global weights, in place for ``epochs`` >= 1; None: as long as in one round.
 
-    mask: the neurons that may change; None lets all. elements: what exists of the model, as ``Freezing`` takes it.
+    mask: the neurons that may change; None lets all. elements and trained: what exists of the model, and what of it may
+    change, as ``Freezing`` takes them.
     Raises what ``train_locally`` does.
     """
     if epochs is not None:
@@ -44,7 +46,7 @@ def fine_tune(
         task,
         settings,
         learning_rate=learning_rate,
-        freezing=Freezing(model, manifest, mask, elements),
+        freezing=Freezing(model, manifest, mask, elements, trained),
         seed=seed,
         progress=progress,
     )

@@ -73,26 +73,34 @@ def train_locally(
     freezing: Freezing,
     seed: int,
     proximal_weight: float = 0.0,
+    proximal_centre: Tensors | None = None,
     adjustment: Adjustment | None = None,
     progress: Callable[[int, int, float], None] = lambda done, total, loss: None,
 ) -> LocalResult:
     """Train ``model`` in place on the task's training data for ``local_steps``, or else ``local_epochs``.
 
     Steps wrap round the data. The optimiser starts afresh; ``seed`` decides shuffling and dropout. A pull back to the
-    start (``proximal``) of weight μ ``proximal_weight`` is left out of the losses reported. adjustment: changes what
+    start, or to ``proximal_centre`` (``proximal``), of weight μ ``proximal_weight`` is left out of the losses reported.
+    adjustment: changes what
     exists of the model on the way. Raises TrainingDiverged for a loss or weight that is not finite, ValueError where
     there is nothing to train on.
     """
     if len(task.train) == 0:
         raise ValueError("the task's training data has no batches; give it at least one sample")
-    device = _device_of(model)
+    device = device_of(model)
     total = settings.local_steps or settings.local_epochs * len(task.train)
     num_examples = count_examples(task.train)
-    _seed(device, seed)
+    seed_generators(device, seed)
     model.train()
     seen, loss_sum = 0, 0.0
     recent: deque[Batch] = deque(maxlen=adjustment.batches if adjustment else 0)
-    optimisation = Optimisation(freezing, settings, learning_rate=learning_rate, proximal_weight=proximal_weight)
+    optimisation = Optimisation(
+        freezing,
+        settings,
+        learning_rate=learning_rate,
+        proximal_weight=proximal_weight,
+        proximal_centre=_on(device, proximal_centre),
+    )
     with optimisation, Layout(model, task) as layout:
         for step, (inputs, targets) in enumerate(islice(chain.from_iterable(repeat(task.train)), total), start=1):
             optimisation.forget_gradients()
@@ -125,7 +133,7 @@ def evaluate(model: nn.Module, task: Task, batches: Batches) -> Evaluation:
     Leaves every module in the mode it was in. Raises TrainingDiverged when the loss is not finite, ValueError when
     there is no sample.
     """
-    device = _device_of(model)
+    device = device_of(model)
     modes = [(module, module.training) for module in model.modules()]
     seen, loss_sum, correct = 0, 0.0, 0
     model.eval()
@@ -208,7 +216,11 @@ def set_tensors(model: nn.Module, tensors: Tensors) -> None:
                 state[name].copy_(torch.tensor(tensor))
 
 
-def _seed(device: torch.device, seed: int) -> None:
+def _on(device: torch.device, tensors: Tensors | None) -> dict[str, torch.Tensor] | None:
+    return None if tensors is None else {name: torch.tensor(tensor, device=device) for name, tensor in tensors.items()}
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
     """Seed the generators that training on ``device`` draws from. (torch.manual_seed seeds those of every accelerator
     that there might be, which takes a millisecond: a tenth of a small network's local training.)"""
     torch.default_generator.manual_seed(seed)
@@ -216,7 +228,8 @@ def _seed(device: torch.device, seed: int) -> None:
         torch.manual_seed(seed)
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's parameters are."""
     first = next(model.parameters(), None)
     return torch.device("cpu") if first is None else first.device
 

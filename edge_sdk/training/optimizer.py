@@ -30,21 +30,30 @@ class Change:
 class Optimisation:
     """Moves what ``freezing`` leaves to train; entered while the model trains. The optimiser starts afresh.
 
-    proximal_weight: μ >= 0 of a pull back to the weights at the start; 0 does nothing at all.
+    proximal_weight: μ >= 0 of a pull to ``proximal_centre``, by parameters' names, or by default back to the weights at
+    the start; 0 does nothing at all.
     """
 
     def __init__(
-        self, freezing: Freezing, settings: FederationSettings, *, learning_rate: float, proximal_weight: float
+        self,
+        freezing: Freezing,
+        settings: FederationSettings,
+        *,
+        learning_rate: float,
+        proximal_weight: float = 0.0,
+        proximal_centre: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._freezing = freezing
         self._settings = settings
         self._learning_rate = learning_rate
         self._proximal_weight = proximal_weight
-        self._start: dict[str, torch.Tensor] = {}
+        self._centre = proximal_centre
+        self._start: Mapping[str, torch.Tensor] = {}
 
     def __enter__(self) -> Optimisation:
         if self._proximal_weight:
-            self._start = {name: value.detach().clone() for name, value in self._freezing.model.named_parameters()}
+            here = self._freezing.model.named_parameters()
+            self._start = self._centre or {name: value.detach().clone() for name, value in here}
         self._begin({})
         return self
 

@@ -1,0 +1,28 @@
+"""Ditto, server half: FedAvg's, with one setting that the devices read, and personal models that stay with them.
+
+Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021,
+arXiv:2012.04221, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from coordinator.methods.fedavg import FedAvg
+
+
+class DittoSettings(BaseModel):
+    """What Ditto knows beyond FedAvg."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    proximal_weight: float = Field(
+        default=0.1, ge=0, allow_inf_nan=False, description="Weight λ of the personal model's pull to the global one"
+    )
+
+
+class Ditto(FedAvg):
+    """Server half of Ditto."""
+
+    settings_type: type[BaseModel] = DittoSettings
+    personal_models = True

@@ -1,0 +1,40 @@
+"""FedPer, server half: the mean of the devices' bodies; heads stay where they are.
+
+Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalization Layers", arXiv:1912.00818. The last
+linear layer is each device's own (DM-PFL's method card, section 5): its tensors are ``personal`` in the manifest that
+the federation is created with, and so never on a wire. What is averaged is no model by itself.
+"""
+
+from __future__ import annotations
+
+from coordinator.errors import BadContent
+from coordinator.methods import CoordinatorMethod
+from edge_sdk.protocol.manifest import Layer, Manifest
+from edge_sdk.protocol.messages import FederationSettings, Kind
+
+
+class FedPer(CoordinatorMethod):
+    """Server half of FedPer: FedAvg's mean over what is shared."""
+
+    usable_global_model = False
+    personal_models = True
+
+    def smallest_budget(self, settings: FederationSettings) -> float:
+        """The whole model is trained."""
+        return 1.0
+
+    def private(self, manifest: Manifest) -> frozenset[str]:
+        """The last linear layer."""
+        return frozenset(linear_layers(manifest)[-1].tensors)
+
+    def sends_values(self, kind: Kind, holds_model: bool) -> bool:
+        """The newest shared part, to be judged with the device's own."""
+        return True
+
+
+def linear_layers(manifest: Manifest) -> list[Layer]:
+    """The model's linear layers, in forward order. Raises BadContent where there are fewer than two layers in all."""
+    layers = [layer for layer in manifest.layers if layer.kind == "linear"]
+    if not layers or len(manifest.layers) < 2:
+        raise BadContent("the model cannot be cut into a body and a head: it needs a linear layer, and another layer")
+    return layers

@@ -1,0 +1,22 @@
+"""LG-FedAvg, server half: the mean of the devices' heads; what makes their features stays where it is.
+
+Liang and others, "Think Locally, Act Globally: Federated Learning with Local and Global Representations",
+arXiv:2001.01523. Shared are the linear layers; convolutions and whatever else lies below are each device's own. In a
+network of linear layers alone the first one is (DM-PFL's method card, section 5).
+"""
+
+from __future__ import annotations
+
+from coordinator.methods.fedper import FedPer, linear_layers
+from edge_sdk.protocol.manifest import Manifest
+
+
+class LGFedAvg(FedPer):
+    """Server half of LG-FedAvg."""
+
+    def private(self, manifest: Manifest) -> frozenset[str]:
+        """All but the linear layers, or the first of them."""
+        linear = linear_layers(manifest)
+        head = {name for layer in linear for name in layer.tensors}
+        body = {spec.name for spec in manifest.shared} - head
+        return frozenset(body or linear[0].tensors)

@@ -1,0 +1,49 @@
+"""APFL, the device half: a mixture of a personal and a global model, and a weight that is learned, too.
+
+Deng, Kamani, Mahdavi, "Adaptive Personalized Federated Learning", arXiv:2003.13461. In each step of a round (its
+Algorithm 1), with v̄ = αv + (1-α)w,
+
+    w ← w - η∇F(w)          what is sent, and averaged
+    v ← v - ηα∇F(v̄)         what stays
+
+and once in a round, at its end, α ← clip(α - η⟨v - w, ∇F(v̄)⟩, 0, 1) on the last batch. v̄ is the personal model: with it
+the device predicts, and is judged. v and α start as the model received and ``mixing_weight``. A step costs twice
+FedAvg's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edge_sdk.methods import Job, Trained, Update, conclude
+from edge_sdk.methods.ditto import Ditto
+from edge_sdk.protocol.masks import pack
+from edge_sdk.training.local import get_tensors, set_tensors
+from edge_sdk.training.merging import whole_model
+from edge_sdk.training.mixing import train_mixture
+
+
+class APFL(Ditto):
+    """Two models and their mixture; evaluation and adapting are Ditto's, with the mixture for a personal model."""
+
+    def train(self, job: Job) -> Trained:
+        """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
+        settings, received = job.assignment.settings, whole_model(job.manifest, job.received)
+        mixing = float(job.state.memory.get("mixing_weight", settings.method_settings["mixing_weight"]))
+        set_tensors(job.model, received)
+        trained = train_mixture(
+            job.model,
+            job.task,
+            settings,
+            job.manifest,
+            own=dict(job.state.own) or received,
+            weight=mixing,
+            learning_rate=settings.learning_rate_of(job.assignment.round),
+            seed=job.seed("train"),
+            progress=job.progress,
+        )
+        update = Update(pack(job.manifest, get_tensors(job.model, job.manifest), None))
+        concluded = conclude(job, trained.result, personal=trained.mixture, update=update)
+        memory = {**concluded.state.memory, "mixing_weight": trained.weight}
+        state = replace(concluded.state, memory=memory, own=trained.own)
+        return replace(concluded, state=state, flops=2 * concluded.flops)

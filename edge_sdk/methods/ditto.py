@@ -1,0 +1,57 @@
+"""Ditto, the device half: FedAvg for everybody, and beside it a personal model that is pulled to the global one.
+
+Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021,
+arXiv:2012.04221. In each round of its Algorithm 1 a device trains the global model received, w^t, and sends it, and for
+as many epochs its own:
+
+    v_k ← v_k - η(∇F_k(v_k) + λ(v_k - w^t))
+
+so that a round costs twice FedAvg's. A device's first personal model is the global one that it received.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, adapt_as_in_a_round
+from edge_sdk.methods.fedavg import FedAvg
+from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.local import evaluate, evaluate_held_out, get_tensors, set_tensors, train_locally
+from edge_sdk.training.merging import whole_model
+
+
+class Ditto(FedAvg):
+    """FedAvg, and a personal model; early stopping goes by FedAvg's losses."""
+
+    def train(self, job: Job) -> Trained:
+        """One round of both. Raises BundleError for a payload that does not fit, TrainingDiverged when it failed."""
+        settings, received = job.assignment.settings, whole_model(job.manifest, job.received)
+        trained = super().train(job)
+        set_tensors(job.model, received if job.state.personal is None else job.state.personal)
+        own = train_locally(
+            job.model,
+            job.task,
+            settings,
+            learning_rate=settings.learning_rate_of(job.assignment.round),
+            freezing=Freezing(job.model, job.manifest, None),
+            proximal_weight=float(settings.method_settings["proximal_weight"]),
+            proximal_centre=received,
+            seed=job.seed("personal"),
+            progress=job.progress,
+        )
+        state = replace(trained.state, personal=get_tensors(job.model, job.manifest))
+        return replace(trained, state=state, flops=2 * trained.flops, steps=trained.steps + own.steps)
+
+    def evaluate(self, job: Job) -> Evaluated:
+        """The personal model and the global one."""
+        set_tensors(job.model, whole_model(job.manifest, job.received))
+        if job.state.personal is None:
+            return Evaluated(None, *evaluate_held_out(job.model, job.task))
+        global_model = evaluate(job.model, job.task, job.task.held_out)
+        set_tensors(job.model, job.state.personal)
+        personal, validation = evaluate_held_out(job.model, job.task)
+        return Evaluated(personal, global_model, validation)
+
+    def adapt(self, job: Job) -> DeviceState:
+        """A device that came too late trains the global model as in one round, or for ``finetune_epochs``."""
+        return adapt_as_in_a_round(job)

@@ -1,0 +1,74 @@
+"""FedPer, the device half: a shared body and a head of one's own, trained together.
+
+Arivazhagan, Aggarwal, Singh, Choudhary, "Federated Learning with Personalization Layers", arXiv:1912.00818. Of its
+Algorithm 2: (W_B, W_Pj) ← SGD on both for some epochs, from the body received and one's own personal layers; send W_B.
+
+Which layers are personal the server half says: their tensors are ``personal`` in the federation's manifest, so that
+nothing that packs a payload or an update ever sees them. A device's personal part starts as its task initialises it,
+from the federation's seed. A device is judged with the newest body that it was sent, and its own head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, conclude
+from edge_sdk.protocol.manifest import Tensors
+from edge_sdk.protocol.masks import pack
+from edge_sdk.training.finetuning import fine_tune
+from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.local import LocalResult, evaluate_held_out, get_tensors, set_tensors, train_locally
+from edge_sdk.training.merging import whole_model
+from edge_sdk.training.parts import only
+
+
+class FedPer(DeviceMethod):
+    """A personal model of which one part comes from the server in each round."""
+
+    def train(self, job: Job) -> Trained:
+        """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
+        set_tensors(job.model, joined(job))
+        result = self.train_parts(job)
+        personal = get_tensors(job.model, job.manifest)
+        return conclude(job, result, personal=personal, update=Update(pack(job.manifest, personal, None)))
+
+    def train_parts(self, job: Job) -> LocalResult:
+        """Train the model that is loaded: all of it together."""
+        settings = job.assignment.settings
+        return train_locally(
+            job.model,
+            job.task,
+            settings,
+            learning_rate=settings.learning_rate_of(job.assignment.round),
+            freezing=Freezing(job.model, job.manifest, None),
+            seed=job.seed("train"),
+            progress=job.progress,
+        )
+
+    def evaluate(self, job: Job) -> Evaluated:
+        """The shared part as it is now with the device's own."""
+        set_tensors(job.model, joined(job))
+        personal, validation = evaluate_held_out(job.model, job.task)
+        return Evaluated(personal, None, validation)
+
+    def adapt(self, job: Job) -> DeviceState:
+        """A device that came too late trains a part of its own for the shared one, which stays as it is."""
+        settings = job.assignment.settings
+        set_tensors(job.model, joined(job))
+        fine_tune(
+            job.model,
+            job.manifest,
+            job.task,
+            settings,
+            epochs=settings.finetune_epochs or None,
+            learning_rate=settings.learning_rate_of(job.assignment.round),
+            seed=job.seed("adapt"),
+            trained=only(job.manifest, shared=False),
+            progress=job.progress,
+        )
+        return replace(job.state, personal=get_tensors(job.model, job.manifest))
+
+
+def joined(job: Job) -> Tensors:
+    """The device's model with what was received in its place. Raises BundleError for a payload that does not fit."""
+    return {**(job.state.personal or {}), **whole_model(job.manifest, job.received)}
