@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from coordinator.aggregation import ElementSums, OneUpdate, Sums
-from coordinator.methods import GlobalModel, Plan, Situation
+from coordinator.methods import GlobalModel, Plan, Situation, Work
 from coordinator.methods.grasp import Prepared, PreparedSettings
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Array, Manifest
@@ -87,11 +87,11 @@ class PruneFL(Prepared):
         """The method's settings."""
         return PruneFLSettings.model_validate(settings.method_settings)
 
-    def plan(self, situation: Situation) -> Plan:
+    def work(self, situation: Situation) -> Work:
         """Whether this round replaces weights, and so wants gradients."""
         number, settings = situation.round, situation.settings
         due = 0 < number < settings.rounds and number % self.rules(settings).adjust_interval == 0
-        return {"gradients": True} if due else {}
+        return Work(plan={"gradients": True} if due else {})
 
     def wants_gradients(self, plan: Plan) -> bool:
         """As planned."""

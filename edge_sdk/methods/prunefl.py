@@ -98,7 +98,7 @@ class PruneFL(FedProx):
         values = pack(job.manifest, get_tensors(job.model, job.manifest), mask)
         return Trained(
             state=job.state,
-            update=Update(values, mask, counts={"prepare_rounds": number}),
+            update=Update(values, mask),
             num_examples=result.num_examples,
             steps=steps,
             flops=flops,
@@ -106,6 +106,7 @@ class PruneFL(FedProx):
             validation_loss=None,
             stop_loss=None,
             stopped=False,
+            counts={"prepare_rounds": number},
         )
 
 

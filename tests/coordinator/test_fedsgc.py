@@ -282,7 +282,7 @@ def test_the_papers_values_are_a_preset_that_gives_way():
 def test_rounds_re_adjust_at_the_interval_but_for_the_last(interval):
     server = load_method("fedsgc")
     where = {"own": {"adjust_interval": interval}, "rounds": 20, "cohort": 3, "local_epochs": 4, "devices": 10}
-    planned = [bool(server.plan(situation(round=number, **where))) for number in range(1, 21)]
+    planned = [bool(server.work(situation(round=number, **where)).plan) for number in range(1, 21)]
     assert planned == [number % interval == 0 and number < 20 for number in range(1, 21)]
 
 
@@ -291,7 +291,7 @@ def test_expected_epochs_are_those_of_the_cohorts_share():
 
     def expected(**more):
         where = {"own": {"adjust_interval": 1}, "round": 1, **more}
-        return load_method("fedsgc").plan(situation(**where))["expected_epochs"]
+        return load_method("fedsgc").work(situation(**where)).plan["expected_epochs"]
 
     assert expected(local_epochs=5, rounds=400, cohort=10, devices=100) == 200
     assert expected(local_epochs=2, rounds=10, cohort=10, devices=4) == 20

@@ -287,7 +287,7 @@ def situation(number=0, **more):
     settings = FederationSettings(
         method="prunefl", rounds=101, method_settings=method.settings_type(**more).model_dump()
     )
-    plan = method.plan(Situation(DIGITS, settings, number))
+    plan = method.work(Situation(DIGITS, settings, number)).plan
     return method, Situation(DIGITS, settings, number, plan)
 
 

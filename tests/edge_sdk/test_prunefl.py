@@ -248,7 +248,7 @@ def test_the_first_choice_is_made_of_the_dense_model_that_was_trained():
 def test_preparing_ends_when_five_choices_in_a_row_change_little():
     job = job_of()
     trained = PruneFL().prepare(job)
-    rounds = trained.update.counts["prepare_rounds"]
+    rounds = trained.counts["prepare_rounds"]
     assert rounds % 2 == 0
     assert 12 <= rounds < 40, "from all to 37 is no small change, then five are"
     assert trained.steps == 2 * rounds
@@ -276,7 +276,7 @@ def test_choices_that_change_much_go_on(monkeypatch):
 
     monkeypatch.setattr("edge_sdk.methods.prunefl.readjust", readjust_in_turns)
     trained = PruneFL().prepare(job_of(prepare_rounds=30))
-    assert trained.update.counts["prepare_rounds"] == 30
+    assert trained.counts["prepare_rounds"] == 30
     assert trained.update.mask.count == 20
 
 
