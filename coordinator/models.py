@@ -145,23 +145,24 @@ class Models:
 
     def payload(self, federation: Federation, device: Device, assignment: Assignment) -> bytes:
         """The bundle of global values that an assignment sends down."""
-        model = self.model(federation, assignment.model_version)
-        key: Hashable = (federation.id, assignment.model_version, None if assignment.full else assignment.id)
-        if model.mask is not None:
-            key = (key, device.mask, json.dumps(assignment.plan))
+        # What is not cut for one device's neurons is the same for all that hold the same mask.
+        whose = None if assignment.full or assignment.ratio is None else assignment.id
+        version, plan = assignment.model_version, json.dumps(assignment.plan)
+        key: Hashable = (federation.id, version, whose, device.mask, plan)
         with self._lock:
             if key in self._payloads:
                 self._payloads.move_to_end(key)
                 return self._payloads[key]
-        body = self._pack(federation, device, assignment, model)
+        body = self._pack(federation, device, assignment)
         with self._lock:
             self._payloads[key] = body
             while len(self._payloads) > 1 and sum(map(len, self._payloads.values())) > PAYLOAD_CACHE_BYTES:
                 self._payloads.popitem(last=False)
         return body
 
-    def _pack(self, federation: Federation, device: Device, assignment: Assignment, model: GlobalModel) -> bytes:
+    def _pack(self, federation: Federation, device: Device, assignment: Assignment) -> bytes:
         manifest, settings = self.manifest(federation), settings_of(federation)
+        model = self.model(federation, assignment.model_version)
         mask, draw = self.mask(federation, device.name, assignment)
         if assignment.full:
             mask, draw = model.mask, None

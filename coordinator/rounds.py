@@ -574,6 +574,10 @@ class Rounds:
             current.notes, current.parts = notes, dict(folding.parts)
             if method.prepares and version == 0:
                 self._withdraw(db, current)
+                federation.warning = (
+                    "the model has not been prepared yet: the device that was asked did not answer in time, or handed "
+                    "back; another one, or the same, is asked again. Where preparing takes long, raise deadline_seconds"
+                )
             interval = settings_of(federation).evaluation_interval
             if federation.status == "running" and interval and number // interval > before // interval:
                 self._ask_for_evaluation(db, federation, now)
@@ -601,7 +605,6 @@ class Rounds:
     @staticmethod
     def _withdraw(db: Session, current: Round) -> None:
         """Take back a preparation that nobody answered: its round is opened anew, with whoever is there."""
-        log.warning("the model was not prepared; another device, or the same one later, is asked to")
         of_round = (Assignment.federation_id == current.federation_id, Assignment.round == current.number)
         db.execute(delete(Assignment).where(*of_round, Assignment.kind == wire.Kind.prepare.value))
         db.delete(current)

@@ -271,22 +271,21 @@ class StateFolder:
 
         The last two stay as they were where None is given.
         """
-        self._saves += 1
-        self.own = self.own if own is None else own
-        self.feedback = self.feedback if feedback is None else feedback
+        own, feedback = self.own if own is None else own, self.feedback if feedback is None else feedback
         stored, reference = personal or {}, None
         if personal is not None and self._reference is not None:
             stored, reference = difference.subtract(personal, self._reference), self._reference_digest
         kept = {
             "manifest": manifest.digest,
-            "save": self._saves,
+            "save": self._saves + 1,
             "model": personal is not None,
             "reference": reference,
             "progress": progress.model_dump(mode="json"),
         }
-        beside = {_OWN + name: array for name, array in self.own.items()}
-        beside |= {_FEEDBACK + name: tensor for name, tensor in self.feedback.items()}
+        beside = {_OWN + name: array for name, array in own.items()}
+        beside |= {_FEEDBACK + name: tensor for name, tensor in feedback.items()}
         self._write("model.safetensors", checkpoint.save({**stored, **beside}, json.dumps(kept)))
+        self._saves, self.own, self.feedback = self._saves + 1, own, feedback  # not before: the disk may be full
 
     def save_progress(self, progress: Progress) -> None:
         """Keep later progress, durably, beside the model that was saved last."""

@@ -27,42 +27,20 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from coordinator.aggregation import ElementSums
 from coordinator.errors import BadContent
 from coordinator.methods import CoordinatorMethod, GlobalModel, Situation, Work
+from coordinator.methods.sparse import SparseTrainingSettings
 from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.messages import FederationSettings
-from edge_sdk.protocol.sparsity import LayerSparsity, layer_counts, magnitude_mask, random_mask, trim
+from edge_sdk.protocol.sparsity import layer_counts, magnitude_mask, random_mask, trim
 
 PAPER = {"rest": "all", "direction_memory": False}
 """As printed, where the defaults are not."""
-
-
-class SparseTrainingSettings(BaseModel):
-    """What dynamic sparse training knows, with or without a direction map."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    density: float = Field(default=0.2, gt=0, le=1, description="Share of the maskable weights that exist, 1 - S")
-    layer_sparsity: LayerSparsity = Field(default="erk", description="How it is shared among layers")
-    initial_mask: Literal["random", "magnitude"] = Field(default="random", description="What exists at first")
-    adjust_interval: int = Field(default=20, ge=1, description="Rounds between those that replace weights, ΔR")
-    device_interval: int = Field(default=20, ge=1, description="A device's own epochs between replacements, ΔT")
-    over_pruning: float = Field(default=0.5, ge=0, lt=1, description="Share that is replaced at first, α")
-    adjust_at: Literal["penultimate", "end"] = Field(
-        default="penultimate", description="Where a replacement due after a round's last epoch takes place"
-    )
-    grow_batches: int = Field(default=1, ge=1, le=1000, description="Batches whose gradient decides what grows")
-    exploration: float = Field(
-        default=1.0, gt=0, le=1, description="Share of the positions, drawn anew each time, among which weights grow"
-    )
-    proximal_weight: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="Weight μ of FedProx's pull back to the model received"
-    )
 
 
 class FedSGCSettings(SparseTrainingSettings):
@@ -187,7 +165,10 @@ class FedSGC(CoordinatorMethod):
     def warning(self, model: GlobalModel, situation: Situation) -> str | None:
         """A mask that has never changed is no dynamic sparse training."""
         last = situation.settings.rounds - 1  # the last round re-adjusts nothing
-        adjusted = min(situation.round, last) // self.rules(situation.settings).adjust_interval
+        interval = self.rules(situation.settings).adjust_interval
+        if last < interval:
+            return f"of {last + 1} rounds none replaces weights; give an adjust_interval of less than {interval}"
+        adjusted = min(situation.round, last) // interval
         if not adjusted or model.own["replaced"][0]:
             return None
         return (
