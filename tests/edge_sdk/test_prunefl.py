@@ -283,8 +283,9 @@ def test_choices_that_change_much_go_on(monkeypatch):
 @pytest.mark.parametrize(("rounds", "interval"), [(1, 50), (3, 2)])
 def test_preparing_ends_with_a_choice_whatever_the_interval(rounds, interval):
     job = job_of(prepare_rounds=rounds, adjust_interval=interval, density=0.2)
-    update = PruneFL().prepare(job).update
-    assert update.counts["prepare_rounds"] == rounds
+    trained = PruneFL().prepare(job)
+    update = trained.update
+    assert trained.counts["prepare_rounds"] == rounds
     assert update.mask.count <= 14
     assert not outside(job, update.mask).any()
 

@@ -327,7 +327,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("model", [True, False])
 def test_what_rounding_took_comes_back_with_its_save(folder, small, model):
-    folder.save(small, personal(small) if model else None, Progress(rounds=2), owed(small))
+    folder.save(small, personal(small) if model else None, Progress(rounds=2), feedback=owed(small))
     with reopened(folder) as again:
         tensors, progress = again.load(small)
         assert same(again.feedback, owed(small))
@@ -345,7 +345,7 @@ def test_a_new_folder_owes_nothing_and_neither_does_one_that_never_rounds(folder
 
 def test_a_save_without_anything_rounded_keeps_what_is_owed(folder, small):
     """An evaluation or fine-tuning between two rounds takes nothing away."""
-    folder.save(small, None, Progress(rounds=1), owed(small))
+    folder.save(small, None, Progress(rounds=1), feedback=owed(small))
     folder.save(small, personal(small), Progress(rounds=1, adapted=True))
     folder.save_progress(Progress(rounds=1, adapted=True, steps=5))
     with reopened(folder) as again:
@@ -355,9 +355,9 @@ def test_a_save_without_anything_rounded_keeps_what_is_owed(folder, small):
 
 def test_what_is_owed_follows_its_save_and_no_other(folder, small):
     """It lies in the model's file: a save that was killed leaves the last one's."""
-    folder.save(small, None, Progress(rounds=1), owed(small))
+    folder.save(small, None, Progress(rounds=1), feedback=owed(small))
     before = (folder.path / "model.safetensors").read_bytes()
-    folder.save(small, None, Progress(rounds=2), {name: tensor * 2 for name, tensor in owed(small).items()})
+    folder.save(small, None, Progress(rounds=2), feedback={name: tensor * 2 for name, tensor in owed(small).items()})
     (folder.path / "model.safetensors").write_bytes(before)
     with reopened(folder) as again:
         assert again.load(small)[1].rounds == 1
@@ -365,7 +365,7 @@ def test_what_is_owed_follows_its_save_and_no_other(folder, small):
 
 
 def test_what_is_owed_is_nothing_that_a_reference_is_taken_from(simulated, small, reference):
-    simulated.save(small, partly_changed(reference), Progress(rounds=1), owed(small))
+    simulated.save(small, partly_changed(reference), Progress(rounds=1), feedback=owed(small))
     with reopened(simulated, reference=Reference.of(reference)) as again:
         tensors, _ = again.load(small)
         assert same(again.feedback, owed(small))
