@@ -138,21 +138,24 @@ class Rounds:
 
     def _late_work(self, federation: Federation, device_id: str) -> Assignment | None:
         """The work of the last round for everyone, for a device that has not done it and was not drawn since."""
+        method = load_method(federation.method)
         situation = Situation(self._models.manifest(federation), settings_of(federation), federation.round)
-        number = load_method(federation.method).last_for_everyone(situation)
+        number = method.last_for_everyone(situation)
         if number is None:
             return None
-        with self._store.writing() as db:
-            since = select(Assignment).where(Assignment.device_id == device_id, Assignment.round >= number)
-            found = db.scalars(since.where(Assignment.kind.in_(COHORT_KINDS)).order_by(Assignment.round.desc())).first()
-            if found is None:
-                device = db.get_one(Device, device_id)
-                if not reaches(device.budget, smallest_budget(federation)) or device.status != "active":
-                    return None
-                found = _assign(federation, device, wire.Kind.personalise, number, 0, self._clock())
-                db.add(found)
-            elif found.round > number or found.status in ("done", "returned"):
+        with self._store.reading() as db:
+            if not _missed(db, device_id, number):
                 return None
+        with self._store.writing() as db:
+            device = db.get_one(Device, device_id)
+            missed = _missed(db, device_id, number)
+            if not missed or device.status != "active" or not reaches(device.budget, smallest_budget(federation)):
+                return None
+            found = missed[0]
+            if found is None:
+                found = _assign(federation, device, wire.Kind.personalise, number, 0, self._clock())
+                found.plan = dict(method.work(self._situation(db, federation, number)).plan) or None
+                db.add(found)
             found.status = "open"
             found.model_version = federation.model_version
             found.deadline_at = self._clock() + settings_of(federation).deadline_seconds
@@ -672,6 +675,16 @@ def explain(error: ValidationError) -> str:
     where = ".".join(map(str, first["loc"])) or "body"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     return f"{where}: {first['msg']}{more}; see docs/settings.md and the OpenAPI page at /docs"
+
+
+def _missed(db: Session, device_id: str, number: int) -> tuple[Assignment | None] | None:
+    """None for a device that has done the work of round ``number``, handed it back, or was drawn since; else its
+    assignment, if it ever had one."""
+    since = select(Assignment).where(Assignment.device_id == device_id, Assignment.round >= number)
+    found = db.scalars(since.where(Assignment.kind.in_(COHORT_KINDS)).order_by(Assignment.round.desc())).first()
+    if found is not None and (found.round > number or found.status in ("done", "returned")):
+        return None
+    return (found,)
 
 
 def _drop_late_work(db: Session, device_ids: Sequence[str]) -> None:
