@@ -148,6 +148,7 @@ class Rounds:
                 return None
         with self._store.writing() as db:
             device = db.get_one(Device, device_id)
+            federation = db.get_one(Federation, federation.id)  # as it is now: models of before may be gone
             missed = _missed(db, device_id, number)
             if not missed or device.status != "active" or not reaches(device.budget, smallest_budget(federation)):
                 return None
@@ -159,6 +160,7 @@ class Rounds:
             found.status = "open"
             found.model_version = federation.model_version
             found.deadline_at = self._clock() + settings_of(federation).deadline_seconds
+            _touch(db, federation.id, number)
             return found
 
     def _adapt(self, device_id: str) -> Assignment:
@@ -311,7 +313,7 @@ class Rounds:
                 return not self._settled(_owned(db, assignment_id, device_id)[0], digest)
             if changed:
                 db.execute(update(Device).where(Device.id == device_id).values(**changed))
-            if assignment.kind not in COHORT_KINDS:  # a round that is open has no cached record
+            if assignment.kind not in BUNDLE_KINDS:  # a round that is open has no cached record
                 _touch(db, federation.id, assignment.round)
         return True
 
@@ -682,7 +684,8 @@ def _missed(db: Session, device_id: str, number: int) -> tuple[Assignment | None
     assignment, if it ever had one."""
     since = select(Assignment).where(Assignment.device_id == device_id, Assignment.round >= number)
     found = db.scalars(since.where(Assignment.kind.in_(COHORT_KINDS)).order_by(Assignment.round.desc())).first()
-    if found is not None and (found.round > number or found.status in ("done", "returned")):
+    settled = found is not None and (found.status in ("done", "returned") or found.kind != wire.Kind.personalise.value)
+    if found is not None and (found.round > number or settled):
         return None
     return (found,)
 

@@ -132,6 +132,7 @@ class Session:
         self._method = load_method(self.info.method)
         self.task = prepare(self.task, self.manifest, self.info)
         self.personal, self.progress = folder.load(self.manifest)
+        self._as_new = {} if self.personal is not None else self._never_sent()
         self._mask = self._load_mask()
         if self._identity.token is None:
             self._enrol()
@@ -198,6 +199,8 @@ class Session:
             self._work(assignment)
         except (TrainingDiverged, ProtocolError) as error:
             log.warning("round %s: %s", assignment.round, error)
+            if self.personal is None:  # a part of its own begins as it was, not with what a failed round has left
+                set_tensors(self.task.model, self._as_new)
             self._hand_back(assignment.assignment_id, str(error))
         except RoundOver as error:
             # The round closed while this device was downloading; there is other work, or will be.
@@ -205,6 +208,15 @@ class Session:
             self._tell(ChangeDevice(conditions=Conditions()))  # it may have been thought away
         self._working_on = None  # not in a finally: after an interrupt or error ``leave`` must know what to hand back
         return Step(Outcome.worked, assignment)
+
+    def _never_sent(self) -> Tensors:
+        """What of the task's model no payload brings: a device's own part, local running statistics."""
+        state, shared = self.task.model.state_dict(), {spec.name for spec in self.manifest.shared}
+        return {
+            spec.name: np.array(state[spec.name].detach().cpu().numpy())
+            for spec in self.manifest.kept
+            if spec.name not in shared
+        }
 
     def leave(self, reason: str) -> None:
         """Say goodbye: hand back what is open, so that the round need not wait for the deadline."""

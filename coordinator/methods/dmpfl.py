@@ -81,7 +81,8 @@ def stages(rounds: int, iterations: int) -> list[Stage]:
         shared = math.ceil((length - masks) / 2)
         lengths = (("masks", masks), ("global", shared), ("personal", length - masks - shared))
         for name, count in lengths:
-            found.append(Stage(name, last + 1, last + count, masked))  # type: ignore[arg-type]
+            if count:
+                found.append(Stage(name, last + 1, last + count, masked))  # type: ignore[arg-type]
             last += count
         masked += masks
     return found
@@ -138,7 +139,10 @@ class DMPFL(CoordinatorMethod):
                 f"rounds: {settings.rounds} are too few for {rules.iterations} iterations of three stages; give at "
                 f"least {4 * rules.iterations}"
             )
-        mask = magnitude_mask(tensors, manifest, self._counts(situation))
+        try:
+            mask = magnitude_mask(tensors, manifest, self._counts(situation))
+        except ValueError as error:
+            raise BadContent(f"method_settings: {error}") from None
         return self._model({name: tensors[name] for name in mask.exists}, mask, tensors)
 
     def _counts(self, situation: Situation) -> dict[str, int]:
@@ -154,9 +158,9 @@ class DMPFL(CoordinatorMethod):
         """What the round's stage asks."""
         stage, rules, settings = self.stage(situation), self.rules(situation.settings), situation.settings
         if stage.name == "personal":
-            rounds = stage.last - stage.first + 1
             share = min(1.0, settings.cohort / max(1, situation.devices))
-            epochs = max(1, math.floor(rounds * share * settings.local_epochs + 0.5))
+            epochs = max(1, math.floor((stage.last - stage.first + 1) * share * settings.local_epochs + 0.5))
+            rounds = stage.last - situation.round + 1  # fewer than it has where it was reopened in its middle
             return Work(Kind.personalise, {"stage": "personal", "epochs": epochs}, everyone=True, rounds=rounds)
         plan: dict[str, Any] = {"stage": stage.name}
         place = situation.round - stage.first + 1

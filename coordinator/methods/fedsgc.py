@@ -86,7 +86,11 @@ class FedSGC(CoordinatorMethod):
             raise BadContent("local_steps: replacing weights goes by epochs; give local_epochs instead")
         if not manifest.maskable:
             raise BadContent("the model has no linear layer or convolution whose weights are shared: nothing is sparse")
-        counts, seed = layer_counts(manifest, rules.density, rules.layer_sparsity), situation.settings.seed
+        try:
+            counts = layer_counts(manifest, rules.density, rules.layer_sparsity)
+        except ValueError as error:
+            raise BadContent(f"method_settings: {error}") from None
+        seed = situation.settings.seed
         at_random = rules.initial_mask == "random"
         mask = random_mask(manifest, counts, seed) if at_random else magnitude_mask(tensors, manifest, counts)
         masked = {name: np.where(exists, tensors[name], np.float32(0)) for name, exists in mask.exists.items()}

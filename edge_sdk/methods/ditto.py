@@ -26,6 +26,7 @@ class Ditto(FedAvg):
     def train(self, job: Job) -> Trained:
         """One round of both. Raises BundleError for a payload that does not fit, TrainingDiverged when it failed."""
         settings, received = job.assignment.settings, whole_model(job.manifest, job.received)
+        set_tensors(job.model, job.state.personal or {})  # what never travels (local running statistics)
         trained = super().train(job)
         set_tensors(job.model, received if job.state.personal is None else job.state.personal)
         own = train_locally(
@@ -44,7 +45,7 @@ class Ditto(FedAvg):
 
     def evaluate(self, job: Job) -> Evaluated:
         """The personal model and the global one."""
-        set_tensors(job.model, whole_model(job.manifest, job.received))
+        set_tensors(job.model, {**(job.state.personal or {}), **whole_model(job.manifest, job.received)})
         if job.state.personal is None:
             return Evaluated(None, *evaluate_held_out(job.model, job.task))
         global_model = evaluate(job.model, job.task, job.task.held_out)

@@ -39,6 +39,7 @@ from edge_sdk.methods.fedavg import existing
 from edge_sdk.protocol.elements import ElementMask, Flags
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import training_flops
+from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import Evaluation
 from edge_sdk.protocol.sparsity import (
@@ -76,10 +77,7 @@ class DMPFL(DeviceMethod):
         TrainingDiverged when the round failed."""
         m_g = _global_mask(job)
         if job.assignment.plan["stage"] == "global":
-            set_tensors(job.model, whole_model(job.manifest, job.received))
-            result = _train(job, Freezing(job.model, job.manifest, None, flags_of(m_g)))
-            values = pack(job.manifest, get_tensors(job.model, job.manifest), m_g)
-            return conclude(job, result, personal=job.state.personal, update=Update(values, m_g))
+            return self._refine(job, m_g)
         dual = _composed(job, m_g)
         set_tensors(job.model, {**dual.personal, **dual.unmasked})
         replacing = _replacing(job, dual.mask)
@@ -91,6 +89,19 @@ class DMPFL(DeviceMethod):
         trained = conclude(job, result, personal=personal, update=update, counts=counts)
         state = replace(trained.state, own=dual.stored())
         return replace(trained, state=state, flops=trained.flops + replacing.flops)
+
+    @staticmethod
+    def _refine(job: Job, m_g: ElementMask) -> Trained:
+        """The stage ``global``. Whom it meets first has the global model for its own from then on: it was told that it
+        holds one, and may stop before the stage ``personal``."""
+        state = job.state
+        if state.personal is None:
+            first = _composed(job, m_g)
+            state = replace(state, personal=first.personal, own=first.stored())
+        set_tensors(job.model, _global_model(job))
+        result = _train(job, Freezing(job.model, job.manifest, None, flags_of(m_g)))
+        values = pack(job.manifest, get_tensors(job.model, job.manifest), m_g)
+        return conclude(replace(job, state=state), result, personal=state.personal, update=Update(values, m_g))
 
     def personalise(self, job: Job) -> Trained:
         """The stage ``personal``: train what is private, for as long as the plan says, and measure base entropies."""
@@ -105,9 +116,11 @@ class DMPFL(DeviceMethod):
         epochs = int(job.assignment.plan.get("epochs", 0)) or job.assignment.settings.finetune_epochs or None
         result = _train(job, freezing, epochs=epochs)
         dual = replace(dual, personal=get_tensors(job.model, job.manifest))
-        base = self._base_entropies(job, dual)
         trained = conclude(job, result, personal=dual.personal, update=None, counts=_sizes(dual))
-        memory = {**trained.state.memory, "entropy_personal": base.personal, "entropy_global": base.global_model}
+        memory = trained.state.memory
+        if job.task.classification:
+            base = self._base_entropies(job, dual)
+            memory = {**memory, "entropy_personal": base.personal, "entropy_global": base.global_model}
         flops = training_flops(job.manifest, result.samples, weight_gradients=dual.mask)
         return replace(trained, state=DeviceState(dual.personal, memory, dual.stored()), flops=flops)
 
@@ -122,7 +135,7 @@ class DMPFL(DeviceMethod):
         """The personal model, the global one, and the choice between them (``adaptive``), where there are any."""
         global_model = None
         if job.received is not None:
-            set_tensors(job.model, whole_model(job.manifest, job.received))
+            set_tensors(job.model, _global_model(job))
             if job.state.personal is None:
                 return Evaluated(None, *evaluate_held_out(job.model, job.task))
             global_model = evaluate(job.model, job.task, job.task.held_out)
@@ -178,6 +191,11 @@ def _global_mask(job: Job) -> ElementMask:
     if m_g is None:
         raise BundleError("the payload has no mask of elements; update the coordinator, or this SDK")
     return m_g
+
+
+def _global_model(job: Job) -> Tensors:
+    """θ_g as received; what never travels (local running statistics) is the personal model's."""
+    return {**(job.state.personal or {}), **whole_model(job.manifest, job.received)}
 
 
 def _composed(job: Job, m_g: ElementMask) -> Dual:

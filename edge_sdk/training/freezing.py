@@ -72,7 +72,7 @@ class Freezing:
         elements: Mapping[str, torch.Tensor] | None = None,
         trained: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self.model, self._manifest, self._mask = model, manifest, mask
+        self.model, self._manifest, self._mask, self._trained = model, manifest, mask, trained
         self._still: list[nn.Parameter] = []
         self._modules: list[tuple[nn.Module, _Part]] = []
         self._undo: list[Callable[[], object]] = []
@@ -89,11 +89,12 @@ class Freezing:
                     f"publish and train the same model"
                 )
             exists = _checked(name, parameter, exist.pop(name, None))
+            moving = _of_shape(name, parameter, only.pop(name, None))
             if not parameter.requires_grad:
                 continue
             part, module = _Part(parameter), modules.get(name)
-            moving = _of_shape(name, parameter, only.pop(name, None))
             if moving is not None:
+                moving = moving if exists is None else moving & exists
                 if bool(moving.any()):
                     part.trained = Elements(parameter, moving.reshape(-1).nonzero().flatten())
                     self._parts.append(part)
@@ -127,7 +128,7 @@ class Freezing:
 
     def with_elements(self, elements: Mapping[str, torch.Tensor]) -> Freezing:
         """The same of a model of which other elements exist, now. Raises what making one does."""
-        return Freezing(self.model, self._manifest, self._mask, elements)
+        return Freezing(self.model, self._manifest, self._mask, elements, self._trained)
 
     def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Of a tensor of the parameter's shape what lies where its leaf does; the tensor itself, where that is all."""
@@ -192,14 +193,14 @@ class Freezing:
 
 def _of_shape(name: str, parameter: nn.Parameter, flags: torch.Tensor | None) -> torch.Tensor | None:
     """The flags where the parameter is; None where they are all set."""
-    if flags is None or bool(flags.all()):
+    if flags is None:
         return None
     if flags.shape != parameter.shape or flags.dtype != torch.bool:
         raise ValueError(
             f"{name}: elements of type {flags.dtype} and shape {tuple(flags.shape)} for a parameter of shape "
             f"{tuple(parameter.shape)}; give booleans of its shape"
         )
-    return flags.to(parameter.device)
+    return None if bool(flags.all()) else flags.to(parameter.device)
 
 
 def _checked(name: str, parameter: nn.Parameter, exists: torch.Tensor | None) -> torch.Tensor | None:
