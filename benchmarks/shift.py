@@ -110,7 +110,7 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[str
     folder = StateFolder(finished.root / plan.name(index), durable=False, reference=finished.reference)
     try:
         personal, progress = folder.load(manifest)
-        bits = folder.cached(MASK)
+        own, bits = folder.own, folder.cached(MASK)
     finally:
         folder.close()
     adapted = personal if progress.adapted else None
@@ -128,7 +128,7 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[str
             manifest=manifest,
             task=task,
             model=task.model,
-            state=DeviceState(None if progress.adapted else personal, progress.memory),
+            state=DeviceState(None if progress.adapted else personal, progress.memory, own),
             received=None if body is None else bundle.decode(body, manifest),
             federation=info.name,
             device=plan.name(index),
