@@ -83,6 +83,9 @@ class MethodRun(_Part):
     budgets: tuple[float, ...] = (1.0,)
     tuned_as: str | None = Field(default=None, description="Takes the tuned settings of this label")
     grid: dict[str, tuple[Value, ...]] = Field(default={}, description="What is tuned for this method beside the rest")
+    judged_as: str | None = Field(
+        default=None, description="Which of the method's other ways to predict counts, such as DM-PFL's adaptive"
+    )
 
 
 class Tuning(_Part):
@@ -192,14 +195,21 @@ class Trial(_Part):
     settings: dict[str, Any]
     data: dict[str, Value] = {}
     test_sets: tuple[Options, ...] = ()
+    judged_as: str | None = None
 
     @model_serializer(mode="wrap")
     def _without_nothing(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Trials without such test sets are written as they were before there were any, and found again by it."""
+        """Trials without these are written as they were before there were any, and found again by it."""
         fields: dict[str, Any] = dump(self)
-        if not fields.get("test_sets"):
-            fields.pop("test_sets", None)
+        for name in ("test_sets", "judged_as"):
+            if not fields.get(name):
+                fields.pop(name, None)
         return fields
+
+    @property
+    def training(self) -> Trial:
+        """The same for all trials that only judge differently what one training has made."""
+        return self.model_copy(update={"label": "", "judged_as": None})
 
     @property
     def name(self) -> str:
@@ -314,6 +324,7 @@ def _trial(
         budgets=run.budgets,
         settings=complete,
         data=experiment.data,
+        judged_as=run.judged_as,
     )
 
 

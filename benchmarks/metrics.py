@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from edge_sdk.methods import Evaluated
 from edge_sdk.protocol.messages import DeviceReport, Evaluation, Kind, Receipt, RoundRecord
 
 
@@ -93,17 +94,17 @@ class Shifted:
 
 
 def shifted(
-    test_set: dict[str, bool | int | float | str], found: Sequence[tuple[Evaluation | None, Evaluation | None]]
+    test_set: dict[str, bool | int | float | str], found: Sequence[Evaluated], judged_as: str | None = None
 ) -> Shifted:
-    """What the devices found, each of its personal and of the global model."""
-    counting = [personal or shared for personal, shared in found]
+    """What the devices found. judged_as: as in ``own``."""
+    counting = [own(each, judged_as) for each in found]
     return Shifted(
         test_set=test_set,
         accuracy=accuracy_of([each for each in counting if each]),
-        accuracy_personal=accuracy_of([personal for personal, _ in found if personal]),
-        accuracy_global=accuracy_of([shared for _, shared in found if shared]),
+        accuracy_personal=accuracy_of([each.personal for each in found if each.personal]),
+        accuracy_global=accuracy_of([each.global_model for each in found if each.global_model]),
         devices=tuple(each.accuracy if each else None for each in counting),
-        devices_global=tuple(shared.accuracy if shared else None for _, shared in found),
+        devices_global=tuple(each.global_model.accuracy if each.global_model else None for each in found),
     )
 
 
@@ -116,18 +117,22 @@ def judged(reports: Sequence[DeviceReport]) -> list[tuple[str, Receipt]]:
     ]
 
 
-def own(receipt: Receipt) -> Evaluation | None:
-    """The evaluation that counts for a device: its personal model's, or the global one's where there is none."""
-    return receipt.personal or receipt.global_model
+def own(found: Receipt | Evaluated, judged_as: str | None = None) -> Evaluation | None:
+    """The evaluation that counts for a device: its personal model's, or the global one's where there is none.
+
+    judged_as: another of the method's ways to predict, which counts before these.
+    """
+    other = found.others.get(judged_as) if judged_as else None
+    return other or found.personal or found.global_model
 
 
-def point_after(records: Sequence[RoundRecord], reports: Sequence[DeviceReport]) -> Point:
-    """The point after the last of ``records``, whose evaluation is in ``reports``."""
+def point_after(records: Sequence[RoundRecord], reports: Sequence[DeviceReport], judged_as: str | None = None) -> Point:
+    """The point after the last of ``records``, whose evaluation is in ``reports``. judged_as: as in ``own``."""
     receipts = [receipt for _, receipt in judged(reports)]
     phases = [phase for record in records for phase in (record.download, record.train, record.upload)]
     return Point(
         round=records[-1].round,
-        accuracy=accuracy_of([each for each in map(own, receipts) if each]),
+        accuracy=accuracy_of([each for each in (own(receipt, judged_as) for receipt in receipts) if each]),
         accuracy_global=accuracy_of([receipt.global_model for receipt in receipts if receipt.global_model]),
         accuracy_validation=accuracy_of([receipt.validation for receipt in receipts if receipt.validation]),
         train_loss=records[-1].train_loss,

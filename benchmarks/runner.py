@@ -20,13 +20,14 @@ from tqdm import tqdm
 
 from benchmarks import rows
 from benchmarks.experiment import Experiment, Trial, Value, trials, tuning_trials
-from benchmarks.metrics import judged, own, point_after
+from benchmarks.metrics import Shifted, judged, own, point_after, shifted
 from benchmarks.rows import DeviceResult, Recorded, TrialResult
 from benchmarks.server import coordinator, machine
 from benchmarks.shift import check_test_sets, judge, read_finished
 from devices.boards import load_boards
 from edge_sdk.fleet import run_fleet
 from edge_sdk.host import Plan
+from edge_sdk.methods import Evaluated
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import (
@@ -75,8 +76,10 @@ def run(
             if trial.name in done and done[trial.name].trial == trial:
                 continue
             trained = _same_training(trial, done.values())
-            done[trial.name] = rows.of_global_model(trained, trial) if trained else run_trial(trial, where)
-            rows.append(file, done[trial.name])
+            alike = [each for each in wanted if each.training == trial.training]
+            for each in [rows.of_global_model(trained, trial)] if trained else run_trial(alike, where):
+                done[each.trial.name] = each
+                rows.append(file, each)
     done = rows.latest(rows.read(file))  # all alike, whether run now or before
     return [done[trial.name] for trial in wanted]
 
@@ -115,7 +118,7 @@ def tune(experiment: Experiment, name: str, where: Where, *, scale: float, resum
             bar.set_postfix_str(f"{label} {point}")
             key = json.dumps([trial.name, trial.settings])
             if key not in done:
-                done[key] = run_trial(trial, where)
+                (done[key],) = run_trial([trial], where)
                 rows.append(file, done[key])
             last = done[key].points[-1].accuracy_validation if done[key].points else None
             score = last.mean if last else 0.0  # nobody could be judged: as bad as can be
@@ -138,8 +141,9 @@ def read_tuned(folder: Path, name: str) -> dict[str, dict[str, Value]]:
     return {}
 
 
-def run_trial(trial: Trial, where: Where) -> Recorded:
-    """One trial, from nothing or from where it was interrupted, to its rows."""
+def run_trial(trials: Sequence[Trial], where: Where) -> list[Recorded]:
+    """One training, from nothing or from where it was interrupted, to the rows of each trial that judges it."""
+    trial = trials[0]
     digest = hashlib.sha256(trial.model_dump_json().encode()).hexdigest()[:16]
     folder = where.folder / "trials" / digest
     begin = time.monotonic()
@@ -153,15 +157,23 @@ def run_trial(trial: Trial, where: Where) -> Recorded:
     )
     test_sets = [(each, _data_text(where, trial.tested_on(each))) for each in trial.test_sets]
     check_test_sets(plan, trial.task, trial.seed, [text for _, text in test_sets])
+    found: list[list[Evaluated]] = []
     with coordinator(folder) as server:
         publish(server, FEDERATION, trial.task, exist_ok=True, **trial.settings)
         run_fleet(server, plan, processes=where.processes, state_dir=folder / "devices")
-        recorded = collect(server, trial, time.monotonic() - begin)
+        seconds = time.monotonic() - begin
+        recorded = [collect(server, each, seconds) for each in trials]
         if test_sets:
-            finished = read_finished(server, FEDERATION, folder / "devices")
-            recorded = replace(recorded, shifts=judge(finished, plan, test_sets, processes=where.processes))
+            finished = read_finished(server, FEDERATION, folder)
+            found = judge(finished, plan, [text for _, text in test_sets], processes=where.processes)
     shutil.rmtree(folder)
-    return recorded
+    return [replace(each, shifts=_shifts(each.trial, found)) for each in recorded]
+
+
+def _shifts(trial: Trial, found: Sequence[Sequence[Evaluated]]) -> tuple[Shifted, ...]:
+    return tuple(
+        shifted(options, results, trial.judged_as) for options, results in zip(trial.test_sets, found, strict=False)
+    )
 
 
 def _data_text(where: Where, dealt: str) -> str:
@@ -184,7 +196,7 @@ def collect(server: str, trial: Trial, wall_seconds: float) -> Recorded:
             for record in records
         }
     points = [
-        point_after(records[: index + 1], reports[record.round])
+        point_after(records[: index + 1], reports[record.round], trial.judged_as)
         for index, record in enumerate(records)
         if record.evaluated_devices
     ]
@@ -225,7 +237,7 @@ def _devices(
 
 
 def _result(trial: Trial, device: DeviceInfo, receipt: Receipt | None, rounds: int) -> DeviceResult:
-    judgement = own(receipt) if receipt else None
+    judgement = own(receipt, trial.judged_as) if receipt else None
     shared = receipt.global_model if receipt else None
     return DeviceResult(
         device=device.name,

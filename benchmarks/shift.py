@@ -27,17 +27,15 @@ import httpx
 import torch
 from tqdm import tqdm
 
-from benchmarks.experiment import Options
-from benchmarks.metrics import Shifted, shifted
 from coordinator.methods import load_method as load_coordinator_method
 from edge_sdk.host import Plan
-from edge_sdk.methods import DeviceState, Job, load_method
+from edge_sdk.methods import DeviceState, Evaluated, Job, load_method
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.elements import ElementMask, from_bits
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import Assignment, Evaluation, FederationInfo, Kind
+from edge_sdk.protocol.messages import Assignment, FederationInfo, Kind
 from edge_sdk.session import MASK
 from edge_sdk.state import Reference, StateFolder
 from edge_sdk.tasks import load_task
@@ -46,14 +44,11 @@ from edge_sdk.transport import Transport
 
 log = logging.getLogger(__name__)
 
-Found = tuple[Evaluation | None, Evaluation | None]
-"""What a device found of its personal model and of the global one."""
-
 
 @dataclass(frozen=True)
 class Finished:
-    """A federation that has ended. model: the global one, None where it means nothing by itself. root: where the
-    devices' state folders lie; reference: what their personal models are stored as differences from."""
+    """A federation that has ended. model: the global one, or the part of it that is shared; None where evaluations
+    bring nothing. root: where the devices' state folders lie; reference: what personal models are differences from."""
 
     info: FederationInfo
     manifest: Manifest
@@ -62,12 +57,17 @@ class Finished:
     reference: Reference | None
 
 
-def read_finished(server: str, federation: str, root: Path) -> Finished:
-    """What the coordinator and the fleet's folder say of a federation that has ended."""
+def read_finished(server: str, federation: str, folder: Path) -> Finished:
+    """What the coordinator, and a trial's folder, say of a federation that has ended."""
+    root = folder / "devices"
     with httpx.Client(base_url=server, timeout=60) as client:
         transport = Transport(client)
         info = transport.federation(federation)
-        model = transport.model(federation) if info.global_model_usable else None
+        model = None
+        if info.global_model_usable:
+            model = transport.model(federation)
+        elif load_coordinator_method(info.method).sends_values(Kind.evaluate, holds_model=True):
+            model = _newest_values(folder)
         stored, _ = checkpoint.load((root / "reference.safetensors").read_bytes())
         return Finished(
             info, transport.manifest(federation), model, root, reference=Reference.of(stored) if stored else None
@@ -83,28 +83,30 @@ def check_test_sets(plan: Plan, task: str, seed: int, texts: Sequence[str]) -> N
         load_task(task, replace(plan, data=text).data_of(0), device=plan.name(0), seed=seed, batch_size=1)
 
 
-def judge(
-    finished: Finished, plan: Plan, test_sets: Sequence[tuple[Options, str]], *, processes: int | None
-) -> tuple[Shifted, ...]:
-    """Every device that trained, on every test set: its options, and the text of ``--data`` that they make.
+def _newest_values(folder: Path) -> Tensors:
+    """What is shared of a model that means nothing by itself: the coordinator gives it to nobody but its devices."""
+    files = sorted((folder / "coordinator").glob("**/models/*.safetensors"))
+    return checkpoint.load([file for file in files if ".state." not in file.name][-1].read_bytes())[0]
+
+
+def judge(finished: Finished, plan: Plan, texts: Sequence[str], *, processes: int | None) -> list[list[Evaluated]]:
+    """What every device that trained finds on every test set, each given as the text of ``--data``; by test set.
 
     Raises DataError, and KeyboardInterrupt.
     """
-    texts = [text for _, text in test_sets]
     number = processes or os.cpu_count() or 1
     devices = range(plan.devices)
 
-    def judge_one(index: int) -> list[Found]:
+    def judge_one(index: int) -> list[Evaluated]:
         return judge_device(finished, plan, index, texts)
 
     calls = map(judge_one, devices) if number == 1 else _in_processes(judge_one, devices, number)
     with tqdm(calls, total=len(devices), desc="judging", unit=" device", dynamic_ncols=True, leave=False) as bar:
         found = list(bar)
-    by_set = zip(*found, strict=True)
-    return tuple(shifted(options, results) for (options, _), results in zip(test_sets, by_set, strict=True))
+    return [list(results) for results in zip(*found, strict=True)]
 
 
-def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[str]) -> list[Found]:
+def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[str]) -> list[Evaluated]:
     """One device on each test set."""
     info, manifest = finished.info, finished.manifest
     folder = StateFolder(finished.root / plan.name(index), durable=False, reference=finished.reference)
@@ -137,18 +139,17 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[str
     return found
 
 
-def _judge(job: Job, method: str, kept: Tensors | None) -> Found:
+def _judge(job: Job, method: str, kept: Tensors | None) -> Evaluated:
     """By the method's rule; ``kept``: a fine-tuned copy of the global model, to be judged beside it."""
     try:
         evaluated = load_method(method).evaluate(job)
-        personal = evaluated.personal
         if kept is not None:
             set_tensors(job.model, kept)
-            personal = evaluate(job.model, job.task, job.task.held_out)
+            evaluated = replace(evaluated, personal=evaluate(job.model, job.task, job.task.held_out))
     except (TrainingDiverged, ProtocolError) as error:  # as in a session: the device goes without a figure
         log.warning("%s: %s", job.device, error)
-        return None, None
-    return personal, evaluated.global_model
+        return Evaluated(None, None)
+    return evaluated
 
 
 def _payload(manifest: Manifest, model: Tensors, bits: bytes | None, info: FederationInfo) -> bytes:
@@ -166,25 +167,25 @@ def _covers(mask: ElementMask, model: Tensors) -> bool:
 
 # --- processes -------------------------------------------------------------------------------------------------------
 
-_judge_one: Callable[[int], list[Found]] | None = None
+_judge_one: Callable[[int], list[Evaluated]] | None = None
 """What a worker process does with an index; it inherits it, being forked."""
 
 
-def _become_worker(judge_one: Callable[[int], list[Found]]) -> None:
+def _become_worker(judge_one: Callable[[int], list[Evaluated]]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     torch.set_num_threads(1)
     global _judge_one
     _judge_one = judge_one
 
 
-def _call(index: int) -> list[Found]:
+def _call(index: int) -> list[Evaluated]:
     assert _judge_one is not None, "the pool's initializer has set it"
     return _judge_one(index)
 
 
 def _in_processes(
-    judge_one: Callable[[int], list[Found]], devices: Sequence[int], number: int
-) -> Iterator[list[Found]]:
+    judge_one: Callable[[int], list[Evaluated]], devices: Sequence[int], number: int
+) -> Iterator[list[Evaluated]]:
     with ProcessPoolExecutor(
         number, multiprocessing.get_context("fork"), initializer=_become_worker, initargs=(judge_one,)
     ) as pool:
