@@ -151,7 +151,7 @@ class DMPFL(CoordinatorMethod):
 
     @staticmethod
     def _model(dense: Tensors, mask: ElementMask, tensors: Tensors, notes: dict[str, int] | None = None) -> GlobalModel:
-        masked = {name: dense[name] * exists for name, exists in mask.exists.items()}
+        masked = {name: np.where(exists, dense[name], np.float32(0)) for name, exists in mask.exists.items()}
         return GlobalModel({**tensors, **masked}, mask, dense, notes or {})
 
     def work(self, situation: Situation) -> Work:

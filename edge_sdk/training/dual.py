@@ -57,7 +57,7 @@ class Dual:
         tensors: Tensors = {name: np.array(tensor) for name, tensor in self.personal.items()} | self.unmasked
         rest, start = without(self.global_mask, self.mask), 0
         for name, both in self.global_mask.exists.items():
-            tensors[name] = tensors[name] * both
+            tensors[name] = np.where(both, tensors[name], np.float32(0))
             index = rest.index[name]
             tensors[name].reshape(-1)[index] = self.rest[start : start + len(index)]
             start += len(index)

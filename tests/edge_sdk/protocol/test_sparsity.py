@@ -35,6 +35,7 @@ from edge_sdk.protocol.sparsity import (
 MNIST = load_builtin("mnist:fedsgc").manifest
 CIFAR = load_builtin("cifar10:fedsgc").manifest
 RULES = ("erk", "feddst", "uniform")
+ALL_RULES = (*RULES, "uniform_first_dense")
 
 
 def model(*shapes, bias=True):
@@ -130,14 +131,14 @@ def test_erk_falls_short_of_its_target_by_less_than_one_weight_per_layer(manifes
         assert count == max(1, math.floor(wanted + 1e-9))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ALL_RULES)
 @pytest.mark.parametrize("manifest", [CIFAR, model((38_967, 12_604))], ids=["cifar10", "large enough to round"])
 def test_density_one_keeps_every_weight(rule, manifest):
     assert set(layer_densities(manifest, 1, rule).values()) == {1.0}
     assert layer_counts(manifest, 1, rule) == {spec.name: spec.size for spec in manifest.maskable}
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ALL_RULES)
 @pytest.mark.parametrize("density", [0, -0.1, 1.01, math.nan])
 def test_densities_that_are_no_share_are_refused(rule, density):
     for function in (layer_densities, layer_counts):
@@ -149,6 +150,30 @@ def test_densities_that_are_no_share_are_refused(rule, density):
 def test_no_layer_is_left_without_weights(rule):
     counts = layer_counts(model((2, 30), (200, 30)), 1e-5, rule)
     assert min(counts.values()) >= 1
+
+
+@pytest.mark.parametrize("density", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("manifest", [load_builtin("cifar10:dmpfl").manifest, MNIST, model((3, 5), (40, 30), (2, 7))])
+def test_the_first_layer_may_be_dense_and_the_others_alike(manifest, density):
+    kept = layer_densities(manifest, density, "uniform_first_dense")
+    first, *others = manifest.maskable
+    assert list(kept) == [spec.name for spec in manifest.maskable]
+    assert kept[first.name] == 1
+    assert len({kept[spec.name] for spec in others}) == 1
+    assert 0 < kept[others[0].name] < density
+    size = sum(spec.size for spec in manifest.maskable)
+    assert sum(kept[spec.name] * spec.size for spec in manifest.maskable) == pytest.approx(density * size)
+    counts = layer_counts(manifest, density, "uniform_first_dense")
+    assert counts[first.name] == first.size
+    assert density * size - len(others) < sum(counts.values()) <= density * size + 1e-6
+
+
+@pytest.mark.parametrize("density", [0.05, 0.5])
+def test_a_first_layer_that_is_too_large_to_be_dense_is_told(density):
+    with pytest.raises(ValueError, match=f"density is {density}; the first layer alone is more: take another rule"):
+        layer_densities(model((60, 10), (10, 60)), density, "uniform_first_dense")
+    with pytest.raises(ValueError, match="the first layer alone is more"):
+        layer_densities(model((60, 10)), density, "uniform_first_dense")
 
 
 def test_feddst_leaves_layers_dense_that_its_rule_cannot_cut():
