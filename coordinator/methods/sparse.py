@@ -17,8 +17,8 @@ class SparseTrainingSettings(BaseModel):
     density: float = Field(default=0.2, gt=0, le=1, description="Share of the maskable weights that exist, 1 - S")
     layer_sparsity: LayerSparsity = Field(default="erk", description="How it is shared among layers")
     initial_mask: Literal["random", "magnitude"] = Field(default="random", description="What exists at first")
-    adjust_interval: int = Field(default=20, ge=1, description="Rounds between those that replace weights, ΔR")
-    device_interval: int = Field(default=20, ge=1, description="A device's own epochs between replacements, ΔT")
+    adjust_interval: int = Field(default=5, ge=1, description="Rounds between those that replace weights, ΔR")
+    device_interval: int = Field(default=5, ge=1, description="A device's own epochs between replacements, ΔT")
     over_pruning: float = Field(default=0.5, ge=0, lt=1, description="Share that is replaced at first, α")
     adjust_at: Literal["penultimate", "end"] = Field(
         default="penultimate", description="Where a replacement due after a round's last epoch takes place"
