@@ -1,0 +1,125 @@
+"""FedPer, LG-FedAvg and FedRep on one device: what trains when, and what an update holds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from edge_sdk.methods import DeviceState, Job
+from edge_sdk.methods.fedper import FedPer
+from edge_sdk.methods.fedrep import FedRep
+from edge_sdk.methods.lgfedavg import LGFedAvg
+from edge_sdk.protocol.bundle import decode, encode
+from edge_sdk.protocol.errors import BundleError
+from edge_sdk.protocol.masks import pack
+from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.tasks.loading import Arrays, classification
+from edge_sdk.tracing import describe
+from edge_sdk.training import local
+from edge_sdk.training.local import evaluate, get_tensors, set_tensors
+from edge_sdk.training.parts import only
+
+HEAD = ("2.weight", "2.bias")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def job_of(*, state=None, moved=0.0, **given):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3))
+    inputs = torch.randn(20, 6)
+    manifest = describe(model, inputs[:2], task="t").with_private(HEAD)
+    arrays = Arrays(inputs, torch.arange(20) % 3)
+    task = classification("t", model, arrays, arrays, None, batch_size=8)
+    tensors = {name: tensor + np.float32(moved) for name, tensor in get_tensors(model, manifest).items()}
+    body = encode(manifest, pack(manifest, tensors, None), None)
+    settings = FederationSettings(**{"local_epochs": 2, "early_stopping": False, "learning_rate": 0.1, **given})
+    assignment = Assignment(assignment_id="a", kind="train", round=3, deadline_seconds=9, settings=settings)
+    state = state or DeviceState()
+    return Job(assignment, manifest, task, model, state, decode(body, manifest), federation="f", device="pi")
+
+
+def test_an_update_holds_what_is_shared_alone():
+    for method in (FedPer(), LGFedAvg(), FedRep()):
+        job = job_of()
+        trained = method.train(job)
+        assert job.manifest.maskable[0].name == "0.weight"
+        assert trained.update.values.size == job.manifest.shared_values == 6 * 9 + 9
+        np.testing.assert_array_equal(trained.update.values[:54], trained.state.personal["0.weight"].reshape(-1))
+
+
+def test_a_round_starts_from_the_shared_part_received_and_ones_own():
+    first = FedPer().train(job_of())
+    job = job_of(state=first.state, moved=0.5, learning_rate=1e-30)
+    second = FedPer().train(job)
+    for name in HEAD:
+        assert second.state.personal[name].tobytes() == first.state.personal[name].tobytes()
+    np.testing.assert_array_equal(second.update.values, job.received.values)
+
+
+@pytest.mark.parametrize("more", [{}, {"momentum": 0.9, "weight_decay": 0.1}, {"optimizer": "adamw"}])
+def test_fedrep_freezes_the_other_part_bit_for_bit(monkeypatch, more):
+    seen = []
+    trains = local.train_locally
+
+    def watched(model, *args, **kwargs):
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        result = trains(model, *args, **kwargs)
+        seen.append({name: torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()})
+        return result
+
+    monkeypatch.setattr("edge_sdk.methods.fedrep.train_locally", watched)
+    job = job_of(**more)
+    trained = FedRep().train(job)
+    head_moves, body_moves = seen
+    assert head_moves == {name: name not in HEAD for name in head_moves}
+    assert body_moves == {name: name in HEAD for name in body_moves}
+    assert trained.steps == 2 * 2 * 3
+    assert trained.num_examples == 20
+    assert trained.flops == 2 * FedPer().train(job_of(**more)).flops
+
+
+@pytest.mark.parametrize("method", [FedPer, LGFedAvg, FedRep])
+def test_a_device_is_judged_with_the_newest_shared_part_and_its_own(method):
+    state = method().train(job_of()).state
+    job = job_of(state=state, moved=0.3)
+    found = method().evaluate(job)
+    body = dict(zip(("0.weight", "0.bias"), np.split(job.received.values, [54]), strict=True))
+    set_tensors(job.model, {**state.personal, "0.weight": body["0.weight"].reshape(9, 6), "0.bias": body["0.bias"]})
+    assert found.personal == evaluate(job.model, job.task, job.task.held_out)
+    assert found.global_model is None
+
+
+@pytest.mark.parametrize("method", [FedPer, LGFedAvg, FedRep])
+def test_a_late_device_trains_its_own_part_alone(method):
+    job = job_of(moved=0.2, finetune_epochs=3)
+    start = get_tensors(job_of().model, job.manifest)
+    state = method().adapt(job)
+    np.testing.assert_array_equal(
+        np.concatenate([state.personal[name].reshape(-1) for name in ("0.weight", "0.bias")]), job.received.values
+    )
+    assert all(not np.array_equal(state.personal[name], start[name]) for name in HEAD)
+
+
+def test_no_payload_is_refused():
+    with pytest.raises(BundleError):
+        FedPer().train(dataclasses.replace(job_of(), received=None))
+
+
+def test_parts_are_all_or_nothing_and_each_others_rest():
+    manifest = job_of().manifest
+    shared, own = only(manifest, shared=True), only(manifest, shared=False)
+    assert shared.keys() == own.keys() == {spec.name for spec in manifest.tensors}
+    for name in shared:
+        assert bool(shared[name].all()) == (name not in HEAD)
+        assert torch.equal(own[name], ~shared[name])
