@@ -244,4 +244,5 @@ def _replacing(job: Job, mask: ElementMask) -> Replacing:
         pruned = prune(weights, np.zeros_like(weights), exists, nothing, left=left, share=0.0)
         return pruned, grow(gradient, pruned, nothing, count=count, share=0.0)
 
-    return Replacing(job.model, job.task, job.manifest, mask, steps=steps if share and mask.count < mask.size else [], rule=rule)
+    due = steps if share and mask.count < mask.size else []
+    return Replacing(job.model, job.task, job.manifest, mask, steps=due, rule=rule)

@@ -1,0 +1,193 @@
+"""What a method keeps private never leaves a device: FedPer, LG-FedAvg, FedRep, Ditto and APFL in whole federations."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import onnx
+import pytest
+
+from coordinator.errors import BadContent, CoordinatorError
+from coordinator.methods import load_method
+from edge_sdk.exporting import export_personal
+from edge_sdk.protocol import bundle
+from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
+from edge_sdk.session import Outcome
+
+DIGITS = load_builtin("digits").manifest
+HEAD = {"out.weight", "out.bias"}
+LINEAR = {"fc1.weight", "fc1.bias", *HEAD}
+SHARED = {
+    "fedper": {spec.name for spec in DIGITS.shared} - HEAD,
+    "fedrep": {spec.name for spec in DIGITS.shared} - HEAD,
+    "lgfedavg": LINEAR,
+}
+
+
+def kinds(assignments):
+    return [assignment.kind.value for assignment in assignments]
+
+
+def linear(*names):
+    tensors = tuple(
+        TensorSpec(name=f"{name}.{part}", shape=shape)
+        for name in names
+        for part, shape in (("weight", (2, 2)), ("bias", (2,)))
+    )
+    layers = tuple(Layer(name=n, kind="linear", tensors=(f"{n}.weight", f"{n}.bias")) for n in names)
+    return Manifest(task="t", input_shape=(2,), output_shape=(2,), tensors=tensors, layers=layers)
+
+
+@pytest.mark.parametrize("method", list(SHARED))
+def test_what_is_private_is_personal_in_the_manifest(house, method):
+    house.create(method)
+    manifest = house.federations.manifest("f")
+    assert {spec.name for spec in manifest.shared} == SHARED[method]
+    assert {spec.name: spec.model_dump(exclude={"policy"}) for spec in manifest.tensors} == {
+        spec.name: spec.model_dump(exclude={"policy"}) for spec in DIGITS.tensors
+    }
+    assert set(house.model().tensors) == SHARED[method]
+    start = initial_values(DIGITS, house.info().settings.seed)
+    for name, tensor in house.model().tensors.items():
+        assert tensor.tobytes() == start[name].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("method", "names", "private"),
+    [
+        ("fedper", "abc", {"c.weight", "c.bias"}),
+        ("fedrep", "ab", {"b.weight", "b.bias"}),
+        ("lgfedavg", "abc", {"a.weight", "a.bias"}),
+        ("lgfedavg", "ab", {"a.weight", "a.bias"}),
+    ],
+)
+def test_a_network_of_linear_layers_alone(method, names, private):
+    assert load_method(method).private(linear(*names)) == private
+
+
+@pytest.mark.parametrize("method", list(SHARED))
+@pytest.mark.parametrize("names", ["", "a"])
+def test_a_model_that_cannot_be_cut_is_refused(method, names):
+    with pytest.raises(BadContent, match="cannot be cut into a body and a head: it needs a linear layer, and another"):
+        load_method(method).private(linear(*names) if names else linear("a").model_copy(update={"layers": ()}))
+
+
+def values_on_the_wire(session, manifest):
+    """Every value that came or went, of payloads and of updates that are bundles."""
+    wire = session._transport
+    bodies = [
+        *wire.received,
+        *(body for body, kind in zip(wire.sent, wire.media_types, strict=True) if kind == bundle.MEDIA_TYPE),
+    ]
+    return [bundle.decode(body, manifest).values for body in bodies], wire.received + wire.sent
+
+
+def occurs(tensor, bodies):
+    """Whether eight values in a row of a tensor occur in any body, as float32."""
+    flat = np.ascontiguousarray(tensor).reshape(-1)[:8].tobytes()
+    return any(flat in body for body in bodies)
+
+
+@pytest.mark.parametrize("method", list(SHARED))
+def test_private_values_are_on_no_wire(house, method):
+    house.create(method, evaluation_interval=1, rounds=2, min_devices=2)
+    sessions = [house.open(name) for name in "ab"]
+    manifest, snapshots = house.federations.manifest("f"), []
+    private = [spec.name for spec in manifest.tensors if spec.name not in SHARED[method] and spec.size >= 8]
+    assert private
+    initial = initial_values(DIGITS, 0)
+    while house.info().status != "finished":
+        house.rounds.advance()
+        for session in sessions:
+            if session.step().outcome is Outcome.worked and session.personal is not None:
+                snapshots.append({name: np.array(session.personal[name]) for name in private if name in initial})
+    for session in sessions:
+        values, bodies = values_on_the_wire(session, manifest)
+        assert len(values) >= 6
+        assert {each.size for each in values} == {sum(initial[name].size for name in SHARED[method])}
+        for name in private:
+            assert not any(occurs(each[name], bodies) for each in snapshots if name in each and each[name].any())
+        assert all(name.encode() not in body for body in bodies for name in private)
+    shared = max(SHARED[method], key=lambda name: initial[name].size)
+    assert occurs(house.model().tensors[shared], sessions[0]._transport.received), "so that it would be found"
+    assert not np.array_equal(sessions[0].personal[private[0]], sessions[1].personal[private[0]])
+    for get in (house.federations.model, house.federations.model_onnx):
+        with pytest.raises(CoordinatorError):
+            get("f")
+
+
+@pytest.mark.parametrize("method", list(SHARED))
+def test_a_late_device_makes_a_model_of_its_own_that_can_be_exported(house, tmp_path, method):
+    house.create(method, rounds=2, finetune_epochs=1)
+    house.play(house.open("a"), house.open("b"))
+    late = house.open("c")
+    assert [kinds(each) for each in house.play(late)] == [["adapt"]]
+    for name, _ in late.task.model.named_parameters():  # statistics are counted where its own part is trained
+        if name in SHARED[method]:
+            assert late.personal[name].tobytes() == house.model().tensors[name].tobytes()
+    exported = export_personal(
+        tmp_path / "c.onnx",
+        skeleton=house.federations.skeleton("f"),
+        manifest=late.manifest,
+        tensors=late.personal,
+        task=late.task,
+        metadata={},
+    )
+    graph = onnx.load(str(exported.path))
+    filled = {each.name: onnx.numpy_helper.to_array(each) for each in graph.graph.initializer}
+    assert filled["out.weight"].tobytes() == late.personal["out.weight"].tobytes()
+
+
+@pytest.mark.parametrize("method", ["fedper", "lgfedavg"])
+def test_a_first_round_that_fails_leaves_no_weights_in_the_part_of_ones_own(house, caplog, method):
+    """The next one begins as if nothing had been."""
+    house.create(method, rounds=1, learning_rate=100.0, min_devices=1)
+    session = house.open("a")
+    usual = session.task.loss
+    session.task = dataclasses.replace(session.task, loss=lambda outputs, targets: 1e33 * usual(outputs, targets))
+    before = {name: tensor.detach().numpy().copy() for name, tensor in session.task.model.named_parameters()}
+    house.rounds.advance()
+    session.step()
+    assert "lower the learning" in caplog.text
+    assert session.personal is None
+    shared = set(house.model().tensors)
+    for name, tensor in session.task.model.named_parameters():
+        if name not in shared:
+            assert tensor.detach().numpy().copy().tobytes() == before[name].tobytes()
+
+
+@pytest.mark.parametrize("method", ["ditto", "apfl"])
+def test_personal_models_stay_and_the_global_one_is_fedavgs(house, new_house, method):
+    house.create(method, rounds=3, min_devices=2, evaluation_interval=3)
+    sessions = [house.open(name) for name in "ab"]
+    worked = house.play(*sessions)
+    assert [kinds(each) for each in worked] == [["train"] * 3 + ["evaluate"]] * 2
+    other = new_house()
+    other.create("fedavg", rounds=3, min_devices=2)
+    other.play(other.open("a"), other.open("b"))
+    assert house.info().model_sha256 == other.info().model_sha256
+    record = house.records.rounds("f")[-1]
+    assert record.loss_personal is not None
+    assert record.loss_global is not None
+    for session in sessions:
+        _, bodies = values_on_the_wire(session, DIGITS)
+        for kept in (session.personal, session._folder.own):
+            assert not any(occurs(kept[name], bodies) for name in kept if name in ("fc1.weight", "out.weight"))
+    late = house.open("c")
+    assert [kinds(each) for each in house.play(late)] == [["adapt"]]
+    assert late.personal.keys() == sessions[0].personal.keys()
+
+
+@pytest.mark.parametrize(
+    ("method", "own", "said"),
+    [
+        ("ditto", {"proximal_weight": -1}, "proximal_weight"),
+        ("apfl", {"mixing_weight": 1.5}, "mixing_weight"),
+        ("fedper", {"x": 1}, "takes no settings of its own"),
+    ],
+)
+def test_settings_that_are_none_are_refused(house, method, own, said):
+    with pytest.raises(BadContent, match=said):
+        house.create(method, method_settings=own)
