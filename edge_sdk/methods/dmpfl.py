@@ -86,7 +86,7 @@ class DMPFL(DeviceMethod):
         update = Update(pack(job.manifest, personal, replacing.mask), replacing.mask)
         dual = Dual.of(job.manifest, personal, replacing.mask, whole_model(job.manifest, job.received), m_g)
         counts = {**replacing.counts, **_sizes(dual)}
-        trained = conclude(job, result, personal=personal, update=update, counts=counts)
+        trained = conclude(_without_stopping(job), result, personal=personal, update=update, counts=counts)
         state = replace(trained.state, own=dual.stored())
         return replace(trained, state=state, flops=trained.flops + replacing.flops)
 
@@ -101,7 +101,9 @@ class DMPFL(DeviceMethod):
         set_tensors(job.model, _global_model(job))
         result = _train(job, Freezing(job.model, job.manifest, None, flags_of(m_g)))
         values = pack(job.manifest, get_tensors(job.model, job.manifest), m_g)
-        return conclude(replace(job, state=state), result, personal=state.personal, update=Update(values, m_g))
+        return conclude(
+            _without_stopping(replace(job, state=state)), result, personal=state.personal, update=Update(values, m_g)
+        )
 
     def personalise(self, job: Job) -> Trained:
         """The stage ``personal``: train what is private, for as long as the plan says, and measure base entropies."""
@@ -116,7 +118,7 @@ class DMPFL(DeviceMethod):
         epochs = int(job.assignment.plan.get("epochs", 0)) or job.assignment.settings.finetune_epochs or None
         result = _train(job, freezing, epochs=epochs)
         dual = replace(dual, personal=get_tensors(job.model, job.manifest))
-        trained = conclude(job, result, personal=dual.personal, update=None, counts=_sizes(dual))
+        trained = conclude(_without_stopping(job), result, personal=dual.personal, update=None, counts=_sizes(dual))
         memory = trained.state.memory
         if job.task.classification:
             base = self._base_entropies(job, dual)
@@ -163,6 +165,12 @@ class DMPFL(DeviceMethod):
     def adapt(self, job: Job) -> DeviceState:
         """A device that comes after the end: the stage ``personal``, with nothing private but biases and norms."""
         return self.personalise(job).state
+
+
+def _without_stopping(job: Job) -> Job:
+    """A device that stopped would miss the stage ``personal``; and losses of θ_c and θ_g are no one series."""
+    settings = job.assignment.settings.model_copy(update={"early_stopping": False})
+    return replace(job, assignment=job.assignment.model_copy(update={"settings": settings}))
 
 
 def _train(

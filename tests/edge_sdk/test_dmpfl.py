@@ -557,3 +557,11 @@ def trimmed(device):
         flat = flags.reshape(-1)
         flat[np.flatnonzero(flat)[device.counts[name] :]] = False
     return ElementMask(exists)
+
+
+@pytest.mark.parametrize("stage", ["masks", "global", "personal"])
+def test_nobody_stops_early_and_misses_the_last_stage(stage):
+    device = Device(early_stopping=True, patience=1, min_improvement=1e9)
+    for _ in range(3):
+        trained = device.play(stage)
+        assert (trained.stopped, trained.stop_loss, trained.validation_loss) == (False, None, None)
