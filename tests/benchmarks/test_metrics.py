@@ -6,6 +6,7 @@ import math
 import pytest
 
 from benchmarks.metrics import Accuracy, Point, accuracy_of, best_within, own, point_after, rounds_to, shifted
+from edge_sdk.methods import Evaluated
 from edge_sdk.protocol.messages import DeviceReport, Evaluation, Kind, Phase, PhaseSum, Receipt, RoundRecord
 
 
@@ -68,7 +69,12 @@ def test_a_devices_own_model_counts_before_the_global_one():
 def test_on_another_test_set_each_devices_own_model_counts_and_each_model_stands_apart():
     found = shifted(
         {"shift": 0.2},
-        [(judged(0.9, 10), judged(0.5, 10)), (None, judged(0.7, 30)), (judged(0.5, 10), None), (None, None)],
+        [
+            Evaluated(judged(0.9, 10), judged(0.5, 10), others={"adaptive": judged(0.8, 10)}),
+            Evaluated(None, judged(0.7, 30)),
+            Evaluated(judged(0.5, 10), None),
+            Evaluated(None, None),
+        ],
     )
     assert found.test_set == {"shift": 0.2}
     assert found.devices == (0.9, 0.7, 0.5, None)
@@ -78,7 +84,9 @@ def test_on_another_test_set_each_devices_own_model_counts_and_each_model_stands
     assert found.accuracy.weighted == pytest.approx((9 + 21 + 5) / 50)
     assert (found.accuracy_personal.devices, found.accuracy_personal.mean) == (2, pytest.approx(0.7))
     assert (found.accuracy_global.devices, found.accuracy_global.mean) == (2, pytest.approx(0.6))
-    nobody = shifted({}, [(None, None)])
+    other = shifted({}, [Evaluated(judged(0.9, 10), None, others={"adaptive": judged(0.8, 10)})], "adaptive")
+    assert (other.devices, other.accuracy_personal.mean) == ((0.8,), 0.9), "another way to predict counts"
+    nobody = shifted({}, [Evaluated(None, None)])
     assert (nobody.accuracy, nobody.accuracy_personal, nobody.accuracy_global) == (None, None, None)
 
 

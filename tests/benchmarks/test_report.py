@@ -10,6 +10,7 @@ from benchmarks.experiment import Experiment, trials
 from benchmarks.metrics import Accuracy, Point, shifted
 from benchmarks.report import curve, draw, groups, paired, report_text, savings, shift_curve, write_report
 from benchmarks.rows import DeviceResult, Recorded, TrialResult
+from edge_sdk.methods import Evaluated
 from edge_sdk.protocol.messages import Evaluation
 
 COMMAND = "python -m benchmarks report tiny"
@@ -414,7 +415,7 @@ def on(trial, found):
     """The trial as judged on its test sets; found: for each, (personal, global) accuracies of its two devices."""
     devices = [device(index, accuracy, examples=10) for index, accuracy in enumerate((0.5, 0.5))]
     shifts = [
-        shifted(test_set, [(judged(personal), judged(shared)) for personal, shared in accuracies])
+        shifted(test_set, [Evaluated(judged(personal), judged(shared)) for personal, shared in accuracies])
         for test_set, accuracies in zip(trial.test_sets, found, strict=True)
     ]
     return replace(record(trial, devices), shifts=tuple(shifts))

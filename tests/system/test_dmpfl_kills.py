@@ -79,6 +79,7 @@ def undisturbed(machine: Machine) -> Ending:
     return ending(coordinator, devices)
 
 
+@pytest.mark.slow
 def test_the_coordinator_is_killed_in_every_stage(coordinator, device, undisturbed):
     devices = join_all(coordinator, device)
     for number in (2, 3, 4, 7, 8):

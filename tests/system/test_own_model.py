@@ -37,6 +37,7 @@ def test_it_is_short(script):
     assert len(script.strip().splitlines()) <= LONGEST
 
 
+@pytest.mark.slow
 def test_two_devices_run_it_as_printed(script, coordinator, tmp_path):
     assert SERVER in script, "it names the server that the README starts"
     folder = tmp_path / "mine"  # a folder called "devices" beside the script would hide the package of that name

@@ -131,6 +131,7 @@ def test_the_coordinator_is_killed_at_every_point_of_a_round(coordinator, device
 # --- devices -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_device_is_killed_at_every_point_of_a_round(coordinator, device, proxy, undisturbed):
     coordinator.create(NAME, **SETTINGS)
     other = join(device, coordinator.url, "large")
