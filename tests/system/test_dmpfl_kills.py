@@ -13,6 +13,8 @@ import pytest
 from .conftest import Coordinator, Device, Devices, Machine
 from .test_kills import BUDGETS, NAME, Victim, join, update_answered
 
+pytestmark = pytest.mark.slow
+
 STAGES = ("masks", "masks", "global", "personal") * 2
 SETTINGS: dict[str, Any] = {
     "method": "dmpfl",
@@ -79,7 +81,6 @@ def undisturbed(machine: Machine) -> Ending:
     return ending(coordinator, devices)
 
 
-@pytest.mark.slow
 def test_the_coordinator_is_killed_in_every_stage(coordinator, device, undisturbed):
     devices = join_all(coordinator, device)
     for number in (2, 3, 4, 7, 8):

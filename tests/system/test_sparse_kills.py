@@ -17,6 +17,8 @@ from safetensors.numpy import load_file
 from .conftest import Coordinator, Device, Devices, Machine, wait_until
 from .test_kills import ACKNOWLEDGED, BUDGETS, NAME, Victim, join, update_answered
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = 6
 ADJUSTING = (2, 4)
 SETTINGS: dict[str, Any] = {
@@ -131,7 +133,6 @@ def test_the_coordinator_is_killed_at_every_point_of_a_round(coordinator, device
 # --- devices -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_device_is_killed_at_every_point_of_a_round(coordinator, device, proxy, undisturbed):
     coordinator.create(NAME, **SETTINGS)
     other = join(device, coordinator.url, "large")
