@@ -383,6 +383,7 @@ def test_a_device_that_is_to_judge_and_to_train_does_one_after_the_other(coordin
     assert [(record["updates"], record["evaluated_devices"]) for record in records] == [(1, 1)] * ROUNDS
 
 
+@pytest.mark.slow
 def test_a_fleet_that_is_killed_takes_its_processes_along(coordinator, command):
     coordinator.create(NAME, **SETTINGS | {"rounds": 1000})
     process = command(coordinator.url, "--processes", "2", "--state-dir", str(command.folder / "state"))

@@ -194,6 +194,7 @@ def update_answered(exchange: Exchange) -> bool:
 # --- both --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_everything_is_killed_at_random(coordinator, device, undisturbed):
     chance = random.Random(7)
     devices = join_all(coordinator, device)

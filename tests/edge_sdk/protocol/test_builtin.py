@@ -18,6 +18,7 @@ def test_the_tasks_are_those_the_tool_writes():
     assert builtin_tasks() == tuple(sorted(MODELS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", builtin_tasks())
 def test_committed_files_equal_a_regeneration(name):
     """The manifest to the letter; the skeleton as a graph, since another torch may name its nodes otherwise."""
