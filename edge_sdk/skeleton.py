@@ -19,6 +19,7 @@ from torch import nn
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.tracing import UnsupportedLayer
+from edge_sdk.training.modes import evaluating
 
 if TYPE_CHECKING:
     import onnx
@@ -59,11 +60,10 @@ def make_skeleton(model: nn.Module, example: torch.Tensor, manifest: Manifest) -
 def _export(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
     # A batch axis of 1 would be taken for a constant.
     batch = torch.cat([example[:1], example[:1]])
-    modes = {module: module.training for module in model.modules()}
     try:
-        with _quiet(), torch.no_grad():
+        with evaluating(model), _quiet(), torch.no_grad():
             program = torch.onnx.export(
-                model.eval(),
+                model,
                 (batch,),
                 dynamo=True,
                 optimize=False,
@@ -77,9 +77,6 @@ def _export(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
         raise ImportError("export needs onnx and onnxscript: pip install sparrow-fl[publish]") from error
     except torch.onnx.OnnxExporterError as error:
         raise UnsupportedLayer(f"{type(model).__name__} cannot be exported to ONNX: {error}") from error
-    finally:
-        for module, training in modes.items():
-            module.training = training
     if program is None:
         raise AssertionError("the exporter answers with a program whenever dynamo is True")
     return program.model_proto

@@ -36,6 +36,7 @@ from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.sparsity import keep_by_score, weight_budget
 from edge_sdk.training.local import TrainingDiverged, count_examples, set_tensors
 from edge_sdk.training.merging import whole_model
+from edge_sdk.training.modes import buffers_kept
 
 PASSES = 4
 """What scoring a sample computes, in training passes: one for g, one for the gradient that H g is differentiated from,
@@ -92,15 +93,10 @@ class Scoring:
     def scores(self) -> Scored:
         """θ ⊙ H g."""
         model = self._job.model
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         model.train()
-        try:
+        with buffers_kept(model):
             gradient = self._mean(self._gradient)
             flow = self._mean(lambda loss: self._product(loss, gradient))
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
         scores = {}
         for (name, weight), product in zip(self._weights.items(), flow, strict=True):
             score = weight.detach() * product

@@ -19,6 +19,8 @@ from torch import nn
 from edge_sdk.protocol.messages import Evaluation
 from edge_sdk.tasks import Batches, Task
 from edge_sdk.training.layout import Layout
+from edge_sdk.training.local import device_of
+from edge_sdk.training.modes import evaluating
 
 Similarity = Literal["logits", "probabilities"]
 
@@ -56,19 +58,13 @@ def prefers_personal(
 
 def scores_of(model: nn.Module, task: Task, batches: Batches) -> tuple[torch.Tensor, torch.Tensor]:
     """The model's class scores [N, C] on ``batches``, in evaluation mode, and their targets [N]."""
-    modes = [(module, module.training) for module in model.modules()]
-    device = next(model.parameters()).device
+    device = device_of(model)
     scores, labels = [], []
-    model.eval()
-    try:
-        with Layout(model, task) as layout, torch.inference_mode(), task.compute.precision():
-            for inputs, targets in batches:
-                inputs, targets = inputs.to(device), targets.to(device)
-                scores.append(model(layout(inputs, targets)).float())
-                labels.append(targets)
-    finally:
-        for module, training in modes:
-            module.training = training
+    with evaluating(model), Layout(model, task) as layout, torch.inference_mode(), task.compute.precision():
+        for inputs, targets in batches:
+            inputs, targets = inputs.to(device), targets.to(device)
+            scores.append(model(layout(inputs, targets)).float())
+            labels.append(targets)
     return torch.cat(scores), torch.cat(labels)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from edge_sdk.tasks import Task
+from edge_sdk.training.modes import buffers_kept
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -26,7 +27,6 @@ def visit_gradients(
     (running statistics) are as before afterwards, and no gradient is left, whatever ``visit`` raises.
     """
     inputs, targets = (torch.cat([batch[part] for batch in batches]) for part in (0, 1))
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     hooks = []
     wanted = {name: parameter for name, parameter in model.named_parameters() if name in names}
     for name, parameter in wanted.items():
@@ -35,9 +35,10 @@ def visit_gradients(
     for parameter in unwanted:
         parameter.requires_grad_(False)
     try:
-        with task.compute.precision():
-            loss = task.loss(model(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with buffers_kept(model):
+            with task.compute.precision():
+                loss = task.loss(model(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
     finally:
         for hook in hooks:
             hook.remove()
@@ -45,9 +46,6 @@ def visit_gradients(
             parameter.grad = None  # of what was under way, where ``visit`` raised
         for parameter in unwanted:
             parameter.requires_grad_(True)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 def _hand_over(name: str, visit: Callable[[str, torch.Tensor], None], parameter: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from edge_sdk.tasks import Task
+from edge_sdk.training.modes import evaluating
 
 _SLOWER = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
@@ -74,16 +75,12 @@ class Layout:
 
     def _tried(self, inputs: torch.Tensor, targets: torch.Tensor) -> bool:
         """Whether model and loss take this layout: ``x.view(n, -1)``, where ``flatten`` is meant, does not."""
-        modes = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()  # so that no running statistics move
         try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
+            # Evaluating, so that no running statistics move.
+            with evaluating(self._model), torch.random.fork_rng(devices=[]), torch.no_grad():
                 self._task.loss(self._model(_channels_last(inputs)), targets)
         except RuntimeError:
             return False
-        finally:
-            for module, training in modes:
-                module.training = training
         return True
 
     def _restore(self) -> None:

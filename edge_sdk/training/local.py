@@ -23,6 +23,7 @@ from edge_sdk.tasks import Batches, Task
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.gradients import Batch
 from edge_sdk.training.layout import Layout
+from edge_sdk.training.modes import evaluating
 from edge_sdk.training.optimizer import Change, Optimisation
 
 
@@ -81,9 +82,8 @@ def train_locally(
 
     Steps wrap round the data. The optimiser starts afresh; ``seed`` decides shuffling and dropout. A pull back to the
     start, or to ``proximal_centre`` (``proximal``), of weight μ ``proximal_weight`` is left out of the losses reported.
-    adjustment: changes what
-    exists of the model on the way. Raises TrainingDiverged for a loss or weight that is not finite, ValueError where
-    there is nothing to train on.
+    adjustment: changes what exists of the model on the way. Raises TrainingDiverged for a loss or weight that is not
+    finite, ValueError where there is nothing to train on.
     """
     if len(task.train) == 0:
         raise ValueError("the task's training data has no batches; give it at least one sample")
@@ -134,21 +134,15 @@ def evaluate(model: nn.Module, task: Task, batches: Batches) -> Evaluation:
     there is no sample.
     """
     device = device_of(model)
-    modes = [(module, module.training) for module in model.modules()]
     seen, loss_sum, correct = 0, 0.0, 0
-    model.eval()
-    try:
-        with Layout(model, task) as layout, torch.inference_mode(), task.compute.precision():
-            for inputs, targets in batches:
-                inputs, targets = inputs.to(device), targets.to(device)
-                outputs = model(layout(inputs, targets))
-                seen += len(targets)
-                loss_sum += task.loss(outputs, targets).item() * len(targets)
-                if task.classification:
-                    correct += int((outputs.argmax(dim=1) == targets).sum())
-    finally:
-        for module, training in modes:
-            module.training = training
+    with evaluating(model), Layout(model, task) as layout, torch.inference_mode(), task.compute.precision():
+        for inputs, targets in batches:
+            inputs, targets = inputs.to(device), targets.to(device)
+            outputs = model(layout(inputs, targets))
+            seen += len(targets)
+            loss_sum += task.loss(outputs, targets).item() * len(targets)
+            if task.classification:
+                correct += int((outputs.argmax(dim=1) == targets).sum())
     if seen == 0:
         raise ValueError("there is no held-out sample to evaluate on; give the task validation data")
     if not math.isfinite(loss_sum):
