@@ -26,7 +26,8 @@ from edge_sdk.protocol.messages import Assignment, Evaluation
 from edge_sdk.tasks import Task
 from edge_sdk.training.early_stopping import judge_round
 from edge_sdk.training.finetuning import fine_tune
-from edge_sdk.training.local import LocalResult, derive_seed, get_tensors, set_tensors
+from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.local import Adjustment, LocalResult, derive_seed, get_tensors, set_tensors, train_locally
 from edge_sdk.training.merging import whole_model
 
 
@@ -60,6 +61,11 @@ class Job:
     progress: Callable[[int, int, float], None] = lambda done, total, loss: None
     federation: str = ""
     device: str = ""
+
+    def with_settings(self, **changed: object) -> Job:
+        """The same work with other settings of the federation."""
+        settings = self.assignment.settings.model_copy(update=changed)
+        return replace(self, assignment=self.assignment.model_copy(update={"settings": settings}))
 
     def seed(self, purpose: str) -> int:
         """A seed for torch that follows from federation, its seed, device, round and ``purpose`` alone.
@@ -156,6 +162,34 @@ class DeviceMethod(Protocol):
 def _unknown(method: DeviceMethod, job: Job) -> UnknownWork:
     kind = job.assignment.kind.value
     return UnknownWork(f"{type(method).__name__} on this device has no work of kind {kind}; update this SDK")
+
+
+def train_loaded(
+    job: Job,
+    freezing: Freezing,
+    *,
+    purpose: str = "train",
+    proximal_weight: float = 0.0,
+    proximal_centre: Tensors | None = None,
+    adjustment: Adjustment | None = None,
+) -> LocalResult:
+    """Train ``job.model``, loaded with what the round starts from, as the federation's settings say for this round.
+
+    purpose: what batches and dropout are drawn for. The rest is ``train_locally``'s, whose errors it raises.
+    """
+    settings = job.assignment.settings
+    return train_locally(
+        job.model,
+        job.task,
+        settings,
+        learning_rate=settings.learning_rate_of(job.assignment.round),
+        freezing=freezing,
+        proximal_weight=proximal_weight,
+        proximal_centre=proximal_centre,
+        adjustment=adjustment,
+        seed=job.seed(purpose),
+        progress=job.progress,
+    )
 
 
 def conclude(

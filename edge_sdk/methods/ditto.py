@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, adapt_as_in_a_round
+from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, adapt_as_in_a_round, train_loaded
 from edge_sdk.methods.fedavg import FedAvg
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import evaluate, evaluate_held_out, get_tensors, set_tensors, train_locally
+from edge_sdk.training.local import evaluate, evaluate_held_out, get_tensors, set_tensors
 from edge_sdk.training.merging import whole_model
 
 
@@ -29,16 +29,12 @@ class Ditto(FedAvg):
         set_tensors(job.model, job.state.personal or {})  # what never travels (local running statistics)
         trained = super().train(job)
         set_tensors(job.model, received if job.state.personal is None else job.state.personal)
-        own = train_locally(
-            job.model,
-            job.task,
-            settings,
-            learning_rate=settings.learning_rate_of(job.assignment.round),
-            freezing=Freezing(job.model, job.manifest, None),
+        own = train_loaded(
+            job,
+            Freezing(job.model, job.manifest, None),
+            purpose="personal",
             proximal_weight=float(settings.method_settings["proximal_weight"]),
             proximal_centre=received,
-            seed=job.seed("personal"),
-            progress=job.progress,
         )
         state = replace(trained.state, personal=get_tensors(job.model, job.manifest))
         return replace(trained, state=state, flops=2 * trained.flops, steps=trained.steps + own.steps)

@@ -29,15 +29,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, conclude
-from edge_sdk.methods.fedavg import existing
+from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, conclude, train_loaded
+from edge_sdk.methods.fedavg import sparse_mask
 from edge_sdk.protocol.elements import ElementMask, Flags
-from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import pack
@@ -63,7 +62,6 @@ from edge_sdk.training.local import (
     evaluate_held_out,
     get_tensors,
     set_tensors,
-    train_locally,
 )
 from edge_sdk.training.merging import whole_model
 from edge_sdk.training.replacing import Flat, Replacing
@@ -75,7 +73,7 @@ class DMPFL(DeviceMethod):
     def train(self, job: Job) -> Trained:
         """One round of the stage ``masks`` or ``global``. Raises BundleError for a payload that does not fit,
         TrainingDiverged when the round failed."""
-        m_g = _global_mask(job)
+        m_g = sparse_mask(job)
         if job.assignment.plan["stage"] == "global":
             return self._refine(job, m_g)
         dual = _composed(job, m_g)
@@ -86,7 +84,7 @@ class DMPFL(DeviceMethod):
         update = Update(pack(job.manifest, personal, replacing.mask), replacing.mask)
         dual = Dual.of(job.manifest, personal, replacing.mask, whole_model(job.manifest, job.received), m_g)
         counts = {**replacing.counts, **_sizes(dual)}
-        trained = conclude(_without_stopping(job), result, personal=personal, update=update, counts=counts)
+        trained = _concluded(job, result, personal=personal, update=update, counts=counts)
         state = replace(trained.state, own=dual.stored())
         return replace(trained, state=state, flops=trained.flops + replacing.flops)
 
@@ -101,13 +99,12 @@ class DMPFL(DeviceMethod):
         set_tensors(job.model, _global_model(job))
         result = _train(job, Freezing(job.model, job.manifest, None, flags_of(m_g)))
         values = pack(job.manifest, get_tensors(job.model, job.manifest), m_g)
-        return conclude(
-            _without_stopping(replace(job, state=state)), result, personal=state.personal, update=Update(values, m_g)
-        )
+        job = replace(job, state=state)
+        return _concluded(job, result, personal=state.personal, update=Update(values, m_g))
 
     def personalise(self, job: Job) -> Trained:
         """The stage ``personal``: train what is private, for as long as the plan says, and measure base entropies."""
-        dual = _composed(job, _global_mask(job))
+        dual = _composed(job, sparse_mask(job))
         personal_unmasked = bool(job.assignment.settings.method_settings["personal_unmasked"])
         trains = {name: torch.tensor(flags) for name, flags in dual.private.exists.items()}
         if not personal_unmasked:
@@ -116,9 +113,10 @@ class DMPFL(DeviceMethod):
         set_tensors(job.model, {**dual.personal, **dual.unmasked})
         freezing = Freezing(job.model, job.manifest, None, flags_of(dual.mask), trains)
         epochs = int(job.assignment.plan.get("epochs", 0)) or job.assignment.settings.finetune_epochs or None
-        result = _train(job, freezing, epochs=epochs)
+        longer = {} if epochs is None else {"local_epochs": epochs, "local_steps": None}
+        result = _train(job.with_settings(**longer), freezing)
         dual = replace(dual, personal=get_tensors(job.model, job.manifest))
-        trained = conclude(_without_stopping(job), result, personal=dual.personal, update=None, counts=_sizes(dual))
+        trained = _concluded(job, result, personal=dual.personal, update=None, counts=_sizes(dual))
         memory = trained.state.memory
         if job.task.classification:
             base = self._base_entropies(job, dual)
@@ -167,38 +165,16 @@ class DMPFL(DeviceMethod):
         return self.personalise(job).state
 
 
-def _without_stopping(job: Job) -> Job:
-    """A device that stopped would miss the stage ``personal``; and losses of θ_c and θ_g are no one series."""
-    settings = job.assignment.settings.model_copy(update={"early_stopping": False})
-    return replace(job, assignment=job.assignment.model_copy(update={"settings": settings}))
+def _concluded(job: Job, result: LocalResult, **outcome: Any) -> Trained:
+    """Without early stopping: who stopped would miss the stage ``personal``; and the losses are not of one series."""
+    return conclude(job.with_settings(early_stopping=False), result, **outcome)
 
 
-def _train(
-    job: Job, freezing: Freezing, adjustment: Replacing | None = None, *, epochs: int | None = None
-) -> LocalResult:
-    settings = job.assignment.settings
-    if epochs is not None:
-        settings = settings.model_copy(update={"local_epochs": epochs, "local_steps": None})
-    if not freezing.names:
-        examples = count_examples(job.task.train)
-        return LocalResult(examples, 0, 0, evaluate(job.model, job.task, job.task.train).loss)
-    return train_locally(
-        job.model,
-        job.task,
-        settings,
-        learning_rate=settings.learning_rate_of(job.assignment.round),
-        freezing=freezing,
-        adjustment=adjustment,
-        seed=job.seed("train"),
-        progress=job.progress,
-    )
-
-
-def _global_mask(job: Job) -> ElementMask:
-    m_g = existing(job)
-    if m_g is None:
-        raise BundleError("the payload has no mask of elements; update the coordinator, or this SDK")
-    return m_g
+def _train(job: Job, freezing: Freezing, adjustment: Replacing | None = None) -> LocalResult:
+    if freezing.names:
+        return train_loaded(job, freezing, adjustment=adjustment)
+    examples = count_examples(job.task.train)
+    return LocalResult(examples, 0, 0, evaluate(job.model, job.task, job.task.train).loss)
 
 
 def _global_model(job: Job) -> Tensors:

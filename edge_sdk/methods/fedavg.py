@@ -17,14 +17,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, conclude
+from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, conclude, train_loaded
 from edge_sdk.protocol.elements import ElementMask
+from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.masks import pack
 from edge_sdk.training.elements import flags_of
 from edge_sdk.training.finetuning import fine_tune
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import evaluate, evaluate_held_out, get_tensors, set_tensors, train_locally
+from edge_sdk.training.local import evaluate, evaluate_held_out, get_tensors, set_tensors
 from edge_sdk.training.merging import whole_model
+from edge_sdk.training.replacing import Replacing
 
 
 class FedAvg(DeviceMethod):
@@ -33,21 +35,19 @@ class FedAvg(DeviceMethod):
 
     def train(self, job: Job) -> Trained:
         """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
-        settings = job.assignment.settings
         set_tensors(job.model, whole_model(job.manifest, job.received))
-        mask = existing(job)
-        result = train_locally(
-            job.model,
-            job.task,
-            settings,
-            learning_rate=settings.learning_rate_of(job.assignment.round),
-            freezing=Freezing(job.model, job.manifest, None, flags_of(mask)),
-            proximal_weight=self.proximal_weight(job),
-            seed=job.seed("train"),
-            progress=job.progress,
-        )
-        trained = pack(job.manifest, get_tensors(job.model, job.manifest), mask)
-        return conclude(job, result, personal=None, update=Update(trained, mask))
+        replacing, mask = self.replacing(job), existing(job)
+        freezing = Freezing(job.model, job.manifest, None, flags_of(mask))
+        weight = self.proximal_weight(job)
+        result = train_loaded(job, freezing, proximal_weight=weight, adjustment=replacing)
+        mask = replacing.mask if replacing else mask
+        update = Update(pack(job.manifest, get_tensors(job.model, job.manifest), mask), mask)
+        trained = conclude(job, result, personal=None, update=update, counts=replacing.counts if replacing else None)
+        return replace(trained, flops=trained.flops + (replacing.flops if replacing else 0))
+
+    def replacing(self, job: Job) -> Replacing | None:
+        """What replaces weights of a sparse model on the way: nothing."""
+        return None
 
     def proximal_weight(self, job: Job) -> float:
         """μ of the pull back to the weights received: none."""
@@ -75,6 +75,14 @@ def existing(job: Job) -> ElementMask | None:
     """What exists of the model received; None where all does."""
     mask = job.received.mask if job.received else None
     return mask if isinstance(mask, ElementMask) else None
+
+
+def sparse_mask(job: Job) -> ElementMask:
+    """What exists of a model that must be sparse. Raises BundleError where all does."""
+    mask = existing(job)
+    if mask is None:
+        raise BundleError("the payload has no mask of elements; update the coordinator, or this SDK")
+    return mask
 
 
 def _fine_tune(job: Job) -> None:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, conclude
+from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, conclude, train_loaded
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import pack
 from edge_sdk.training.finetuning import fine_tune
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import LocalResult, evaluate_held_out, get_tensors, set_tensors, train_locally
+from edge_sdk.training.local import LocalResult, evaluate_held_out, get_tensors, set_tensors
 from edge_sdk.training.merging import whole_model
 from edge_sdk.training.parts import only
 
@@ -34,16 +34,7 @@ class FedPer(DeviceMethod):
 
     def train_parts(self, job: Job) -> LocalResult:
         """Train the model that is loaded: all of it together."""
-        settings = job.assignment.settings
-        return train_locally(
-            job.model,
-            job.task,
-            settings,
-            learning_rate=settings.learning_rate_of(job.assignment.round),
-            freezing=Freezing(job.model, job.manifest, None),
-            seed=job.seed("train"),
-            progress=job.progress,
-        )
+        return train_loaded(job, Freezing(job.model, job.manifest, None))
 
     def evaluate(self, job: Job) -> Evaluated:
         """The shared part as it is now with the device's own."""

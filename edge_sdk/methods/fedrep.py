@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edge_sdk.methods import Job
+from edge_sdk.methods import Job, train_loaded
 from edge_sdk.methods.fedper import FedPer
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import LocalResult, train_locally
+from edge_sdk.training.local import LocalResult
 from edge_sdk.training.parts import only
 
 
@@ -27,13 +27,5 @@ class FedRep(FedPer):
         return replace(body, samples=head.samples + body.samples, steps=head.steps + body.steps)
 
     def _train_part(self, job: Job, *, shared: bool) -> LocalResult:
-        settings = job.assignment.settings
-        return train_locally(
-            job.model,
-            job.task,
-            settings,
-            learning_rate=settings.learning_rate_of(job.assignment.round),
-            freezing=Freezing(job.model, job.manifest, None, trained=only(job.manifest, shared=shared)),
-            seed=job.seed("body" if shared else "head"),
-            progress=job.progress,
-        )
+        freezing = Freezing(job.model, job.manifest, None, trained=only(job.manifest, shared=shared))
+        return train_loaded(job, freezing, purpose="body" if shared else "head")

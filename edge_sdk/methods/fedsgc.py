@@ -30,11 +30,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_sdk.methods import Job, Trained, Update, conclude
-from edge_sdk.methods.fedavg import FedAvg, existing
+from edge_sdk.methods import Job, Trained
+from edge_sdk.methods.fedavg import sparse_mask
+from edge_sdk.methods.fedprox import FedProx
 from edge_sdk.protocol.elements import ElementMask, Flags
 from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.sparsity import (
     Grown,
     Pruned,
@@ -44,48 +44,27 @@ from edge_sdk.protocol.sparsity import (
     over_pruning,
     prune,
 )
-from edge_sdk.training.elements import flags_of
-from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import get_tensors, set_tensors, train_locally
 from edge_sdk.training.merging import whole_model
 from edge_sdk.training.replacing import Flat, Replacing
 
 
-class FedSGC(FedAvg):
+class FedSGC(FedProx):
     """Sparse local training; between rounds a device keeps how many epochs it has trained, and the mask by name."""
 
     def train(self, job: Job) -> Trained:
-        """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
-        settings = job.assignment.settings
-        set_tensors(job.model, whole_model(job.manifest, job.received))
-        replacing = replacing_of(job)
-        result = train_locally(
-            job.model,
-            job.task,
-            settings,
-            learning_rate=settings.learning_rate_of(job.assignment.round),
-            freezing=Freezing(job.model, job.manifest, None, flags_of(replacing.mask)),
-            proximal_weight=self.proximal_weight(job),
-            adjustment=replacing,
-            seed=job.seed("train"),
-            progress=job.progress,
-        )
-        values = pack(job.manifest, get_tensors(job.model, job.manifest), replacing.mask)
-        update = Update(values, replacing.mask)
-        trained = conclude(job, result, personal=None, update=update, counts=replacing.counts)
-        memory = {**trained.state.memory, "epochs": _epochs(job) + settings.local_epochs}
-        return replace(trained, state=replace(trained.state, memory=memory), flops=trained.flops + replacing.flops)
+        """FedAvg's of what exists. Raises what that does."""
+        trained = super().train(job)
+        memory = {**trained.state.memory, "epochs": _epochs(job) + job.assignment.settings.local_epochs}
+        return replace(trained, state=replace(trained.state, memory=memory))
 
-    def proximal_weight(self, job: Job) -> float:
-        """μ, a setting."""
-        return float(job.assignment.settings.method_settings["proximal_weight"])
+    def replacing(self, job: Job) -> Replacing:
+        """Eq. 1-4, in rounds where they are due."""
+        return replacing_of(job)
 
 
 def replacing_of(job: Job) -> Replacing:
     """What replaces weights in this round. Raises BundleError for a payload without a mask of elements."""
-    mask = existing(job)
-    if mask is None:
-        raise BundleError("the payload has no mask of elements; update the coordinator, or this SDK")
+    mask = sparse_mask(job)
     rules = _Rules(job, mask)
     batches = int(job.assignment.settings.method_settings["grow_batches"])
     return Replacing(job.model, job.task, job.manifest, mask, steps=rules.times, rule=rules, batches=batches)

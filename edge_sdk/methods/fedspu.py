@@ -23,11 +23,21 @@ Where paper and released code differ, or are silent:
 
 from __future__ import annotations
 
-from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, adapt_as_in_a_round, conclude
+from edge_sdk.methods import (
+    DeviceMethod,
+    DeviceState,
+    Evaluated,
+    Job,
+    Trained,
+    Update,
+    adapt_as_in_a_round,
+    conclude,
+    train_loaded,
+)
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import FULL_RATIO, NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import evaluate, evaluate_held_out, get_tensors, set_tensors, train_locally
+from edge_sdk.training.local import evaluate, evaluate_held_out, get_tensors, set_tensors
 from edge_sdk.training.merging import merge, whole_model
 
 
@@ -38,17 +48,8 @@ class FedSPU(DeviceMethod):
     def train(self, job: Job) -> Trained:
         """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
         draw, mask = _assigned(job)
-        settings = job.assignment.settings
         set_tensors(job.model, _starting_point(job, mask))
-        result = train_locally(
-            job.model,
-            job.task,
-            settings,
-            learning_rate=settings.learning_rate_of(job.assignment.round),
-            freezing=Freezing(job.model, job.manifest, mask),
-            seed=job.seed("train"),
-            progress=job.progress,
-        )
+        result = train_loaded(job, Freezing(job.model, job.manifest, mask))
         personal = get_tensors(job.model, job.manifest)
         return conclude(job, result, personal=personal, update=Update(pack(job.manifest, personal, mask), mask, draw))
 

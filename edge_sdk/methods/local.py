@@ -7,9 +7,18 @@ device does moves it.
 
 from __future__ import annotations
 
-from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, adapt_as_in_a_round, conclude
+from edge_sdk.methods import (
+    DeviceMethod,
+    DeviceState,
+    Evaluated,
+    Job,
+    Trained,
+    adapt_as_in_a_round,
+    conclude,
+    train_loaded,
+)
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import evaluate_held_out, get_tensors, set_tensors, train_locally
+from edge_sdk.training.local import evaluate_held_out, get_tensors, set_tensors
 from edge_sdk.training.merging import whole_model
 
 
@@ -19,20 +28,11 @@ class Local(DeviceMethod):
     def personalise(self, job: Job) -> Trained:
         """One round on the personal model. Raises BundleError where there is none yet and no whole payload either,
         TrainingDiverged when the round failed."""
-        settings = job.assignment.settings
         if job.state.personal is None:
             set_tensors(job.model, whole_model(job.manifest, job.received))
         else:
             set_tensors(job.model, job.state.personal)
-        result = train_locally(
-            job.model,
-            job.task,
-            settings,
-            learning_rate=settings.learning_rate_of(job.assignment.round),
-            freezing=Freezing(job.model, job.manifest, None),
-            seed=job.seed("train"),
-            progress=job.progress,
-        )
+        result = train_loaded(job, Freezing(job.model, job.manifest, None))
         return conclude(job, result, personal=get_tensors(job.model, job.manifest), update=None)
 
     def evaluate(self, job: Job) -> Evaluated:

@@ -30,10 +30,9 @@ import torch
 from numpy.typing import NDArray
 
 from edge_sdk.methods import Job, Trained, Update
-from edge_sdk.methods.fedavg import existing
+from edge_sdk.methods.fedavg import sparse_mask
 from edge_sdk.methods.fedprox import FedProx
 from edge_sdk.protocol.elements import ElementMask, everything
-from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import growth_flops, training_flops
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.sparsity import readjust
@@ -63,9 +62,7 @@ class PruneFL(FedProx):
         """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
         if not job.assignment.plan.get("gradients"):
             return super().train(job)
-        mask = existing(job)
-        if mask is None:
-            raise BundleError("the payload has no mask of elements; update the coordinator, or this SDK")
+        mask = sparse_mask(job)
         set_tensors(job.model, whole_model(job.manifest, job.received))
         squares, samples = squared_gradients(job, "gradients")
         trained = super().train(job)

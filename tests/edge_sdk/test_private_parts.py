@@ -78,7 +78,7 @@ def test_fedrep_freezes_the_other_part_bit_for_bit(monkeypatch, more):
         seen.append({name: torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()})
         return result
 
-    monkeypatch.setattr("edge_sdk.methods.fedrep.train_locally", watched)
+    monkeypatch.setattr("edge_sdk.methods.train_locally", watched)
     job = job_of(**more)
     trained = FedRep().train(job)
     head_moves, body_moves = seen
