@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.elements import ElementMask, Points
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors, TensorSpec
 from edge_sdk.protocol.masks import Mask, NeuronMask, blocks, count_values, neuron_block, neuron_view, same_mask, unpack
@@ -151,3 +152,49 @@ class OneUpdate:
         """Keep it."""
         self.values, self.mask = values, mask
         self.updates += 1
+
+
+class BlockSums:
+    """Numerators of updates under masks of blocks, and for every block the weight of those who touched it.
+
+    everybody: untouched blocks count as no change, so that a block's divisor is the weight of all updates, as in the
+    code that pFedGate's authors released.
+    """
+
+    def __init__(self, manifest: Manifest, *, everybody: bool = False) -> None:
+        self._manifest = manifest
+        self._everybody = everybody
+        self._numerators = {spec.name: np.zeros(spec.size, dtype=np.float64) for spec in manifest.shared}
+        self._weights = np.zeros(len(manifest.block_table.sizes), dtype=np.float64)
+        self._weight = 0.0
+        self.updates = 0
+
+    def fold_in_place(
+        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
+    ) -> None:
+        """Add one update, of some blocks or of all."""
+        assert mask is None or isinstance(mask, BlockMask)
+        for spec, block, part in unpack(self._manifest, values, mask):
+            block.add(self._numerators[spec.name].reshape(spec.shape), part, scale=float(num_examples))
+        self._weights[slice(None) if mask is None else mask.on] += num_examples
+        self._weight += num_examples
+        self.updates += 1
+
+    @property
+    def touched(self) -> NDArray[np.bool_]:
+        """The blocks that anybody sent, [L]."""
+        return self._weights > 0
+
+    def mean(self, previous: Tensors) -> Tensors:
+        """The next global values: name -> float32; blocks that nobody sent are taken from ``previous``, bit for bit."""
+        table = self._manifest.block_table
+        result: Tensors = {}
+        for spec in self._manifest.shared:
+            weights: NDArray[np.float64] = np.array([self._weight])
+            if spec.name in table.tensors:
+                weights = np.repeat(self._weights[table.places[spec.name]], table.tensors[spec.name])
+            numerator, old = self._numerators[spec.name], previous[spec.name].reshape(-1).astype(np.float64)
+            total = self._weight if self._everybody else weights
+            quotient = (numerator + (total - weights) * old) / np.where(weights > 0, total, 1.0)
+            result[spec.name] = np.where(weights > 0, quotient.astype(np.float32), old).reshape(spec.shape)
+        return result

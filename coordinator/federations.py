@@ -67,7 +67,7 @@ class Federations:
     ) -> FederationInfo:
         settings = completed(request.settings)
         method = _check_model(settings.method, manifest)
-        manifest = manifest.with_private(method.private(manifest))
+        manifest = method.manifest(manifest, settings)
         if hashlib.sha256(skeleton).hexdigest() != manifest.skeleton_sha256:
             raise BadContent("skeleton_sha256 of the manifest is not that of the skeleton sent; publish both together")
         check_skeleton(skeleton, manifest)

@@ -6,7 +6,8 @@ bytes again. The last few are remembered, because a device asks twice (size and 
 broken download asks again.
 
 What a method keeps beside a model's values lies in a second file of the same version. Masks of elements also lie by
-themselves, under their digests, as long as a device holds them: what changed since then is what it is sent.
+themselves, under their digests, as long as a device holds them: what changed since then is what it is sent. Where a
+method knows what of the values changed since a round, a device that holds the model of that round is sent no more.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sqlalchemy import select
 from coordinator.errors import NotFound
 from coordinator.methods import GlobalModel, Situation, load_method
 from coordinator.storage.store import Store
-from coordinator.storage.tables import Assignment, Device, Federation
+from coordinator.storage.tables import Assignment, Device, Federation, Round
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.elements import ElementMask, from_bits
 from edge_sdk.protocol.manifest import Manifest
@@ -85,6 +86,14 @@ class Models:
         self._store.blobs.put(_model_key(federation_id, version), body)
         self._latest[federation_id] = (version, model)
         return hashlib.sha256(body).hexdigest()
+
+    def digest(self, federation: Federation, version: int) -> str | None:
+        """SHA-256 of the file of a model's values, by which devices say which they hold; None where none asks that."""
+        if not load_method(federation.method).sends_changes:
+            return None
+        if version == federation.model_version:
+            return federation.model_sha256
+        return hashlib.sha256(self.file(federation.id, version)).hexdigest()
 
     def file(self, federation_id: int, version: int) -> bytes:
         """The values of a global model as stored: a checkpoint."""
@@ -148,7 +157,7 @@ class Models:
         # What is not cut for one device's neurons is the same for all that hold the same mask.
         whose = None if assignment.full or assignment.ratio is None else assignment.id
         version, plan = assignment.model_version, json.dumps(assignment.plan)
-        key: Hashable = (federation.id, version, whose, device.mask, plan)
+        key: Hashable = (federation.id, version, whose, device.mask, device.model, plan)
         with self._lock:
             if key in self._payloads:
                 self._payloads.move_to_end(key)
@@ -161,12 +170,15 @@ class Models:
         return body
 
     def _pack(self, federation: Federation, device: Device, assignment: Assignment) -> bytes:
-        manifest, settings = self.manifest(federation), settings_of(federation)
+        manifest, settings, plan = self.manifest(federation), settings_of(federation), assignment.plan or {}
         model = self.model(federation, assignment.model_version)
         mask, draw = self.mask(federation, device.name, assignment)
         if assignment.full:
             mask, draw = model.mask, None
-        situation = Situation(manifest, settings, assignment.round, assignment.plan or {})
+        method, situation = load_method(federation.method), Situation(manifest, settings, assignment.round, plan)
+        held = self._round_of(federation, device.model) if method.sends_changes else None
+        if held is not None:
+            mask = method.changed(model, held, situation)
         return bundle.encode(
             manifest,
             pack(manifest, model.tensors, mask),
@@ -174,8 +186,16 @@ class Models:
             draw=draw,
             precision=settings.precision_of("down", Kind(assignment.kind)),
             known=self._held_mask(federation, device),
-            signs=load_method(federation.method).signs(model, situation),
+            signs=method.signs(model, situation),
         )
+
+    def _round_of(self, federation: Federation, digest: str | None) -> int | None:
+        """The number of a round that the global model so called came of; None for one that is not known here."""
+        if digest is None:
+            return None
+        of_digest = select(Round.number).where(Round.federation_id == federation.id, Round.model_sha256 == digest)
+        with self._store.reading() as db:
+            return db.scalars(of_digest.order_by(Round.number).limit(1)).first()
 
 
 def _model_key(federation_id: int, version: int) -> str:

@@ -106,22 +106,25 @@ class Rounds:
 
     # --- what devices ask ----------------------------------------------------------------------------------------
 
-    def next_assignment(self, device_id: str, mask: str | None = None, *, asked: bool = True) -> Asked:
+    def next_assignment(
+        self, device_id: str, mask: str | None = None, model: str | None = None, *, asked: bool = True
+    ) -> Asked:
         """The device's oldest open assignment, or none. Raises Finished when there will be none.
 
         A device that comes after the end, without a model, is given ``adapt`` first. mask: the digest of the mask of
-        elements that it holds. asked: False for another look within one long poll: whoever has left since it asked,
-        perhaps without a word to the poll, stays away.
+        elements that it holds; model: that of the global model that it can rebuild. asked: False for another look
+        within one long poll: whoever has left since it asked, perhaps without a word to the poll, stays away.
         """
         now = self._clock()
         with self._store.reading() as db:
             device, federation, assignment = _open_assignment(db, device_id)
         away = asked and not device.present
         # A poll is no fact worth a write, unless the device was thought away, has not been seen for a while, or holds
-        # another mask than it did.
-        if away or (asked and (now - device.seen_at > 30 or mask != device.mask)):
+        # another mask or model than it did.
+        if away or (asked and (now - device.seen_at > 30 or (mask, model) != (device.mask, device.model))):
+            holds = {"mask": mask, "model": model}
             with self._store.writing() as db:
-                db.execute(update(Device).where(Device.id == device_id).values(present=True, seen_at=now, mask=mask))
+                db.execute(update(Device).where(Device.id == device_id).values(present=True, seen_at=now, **holds))
                 device = db.get_one(Device, device_id)
         if federation.status == wire.FederationStatus.paused:
             return Asked(None, away)
@@ -204,6 +207,7 @@ class Rounds:
             payload=payload,
             work=work,
             plan=assignment.plan or {},
+            model_sha256=self._models.digest(federation, assignment.model_version),
         )
 
     def _has_payload(self, federation: Federation, assignment: Assignment) -> bool:
@@ -353,7 +357,7 @@ class Rounds:
         if assignment.kind == wire.Kind.prepare and decoded.mask is None:
             raise BadContent("mask: an update that prepares the model says what exists of it; send it with its mask")
         if not same_mask(decoded.mask, mask):
-            if not isinstance(decoded.mask, ElementMask):
+            if not isinstance(decoded.mask, method.mask_type):
                 raise BadContent(
                     f"mask: it is not the one of round {assignment.round} for {device.name}; fetch the assignment again"
                 )

@@ -186,7 +186,11 @@ class Session:
             self._send(self.progress.pending)
         try:
             assignment, pause = self._transport.assignment(
-                self._federation, wait_seconds, self.progress.upload_cost, self._mask.digest if self._mask else None
+                self._federation,
+                wait_seconds,
+                self.progress.upload_cost,
+                self._mask.digest if self._mask else None,
+                self.progress.model,
             )
         except FederationOver:
             return Step(Outcome.over)
@@ -249,11 +253,12 @@ class Session:
             manifest=self.manifest,
             task=self.task,
             model=self.task.model,
-            state=DeviceState(self.personal, self.progress.memory, self._folder.own),
+            state=DeviceState(self.personal, self.progress.memory, self._folder.own, self.progress.model),
             received=received,
             progress=lambda done, total, loss: self._report_progress(assignment, done, total, loss),
             federation=self.info.name,
             device=self._identity.name,
+            budget=self._budget,
         )
         match assignment.kind:
             case Kind.train:
@@ -397,7 +402,7 @@ class Session:
     ) -> None:
         """Keep the new state and the update together, then send it."""
         pending = self._folder.put_outbox(assignment.assignment_id, assignment.kind, body)
-        changed |= {"memory": dict(state.memory), "pending": pending}
+        changed |= {"memory": dict(state.memory), "model": state.model, "pending": pending}
         if state.personal is self.personal and state.own is self._folder.own and feedback is None:
             self._save_progress(**changed)
         else:

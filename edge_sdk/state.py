@@ -101,7 +101,9 @@ class Totals(BaseModel):
 
 
 class Progress(BaseModel):
-    """How far a device has come. ``memory`` is the method's own; ``training`` and ``evaluation`` are what each cost."""
+    """How far a device has come. ``memory`` is the method's own; ``training`` and ``evaluation`` are what each cost;
+    ``model`` names the global model that the state lets the method rebuild.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -112,6 +114,7 @@ class Progress(BaseModel):
     adapted: bool = False
     accuracy_before: float | None = None
     memory: dict[str, Any] = Field(default_factory=dict)
+    model: str | None = None
     training: Totals = Totals()
     evaluation: Totals = Totals()
     pending: Pending | None = None

@@ -99,18 +99,23 @@ class Transport:
         return _read(Enrolled, answer)
 
     def assignment(
-        self, federation: str, wait_seconds: float, cost: UploadCost | None, mask: str | None = None
+        self,
+        federation: str,
+        wait_seconds: float,
+        cost: UploadCost | None,
+        mask: str | None = None,
+        model: str | None = None,
     ) -> tuple[Assignment | None, float]:
         """Ask for work, waiting up to ``wait_seconds``. Returns it, or None and the pause asked for in seconds.
 
-        cost: what the last upload cost. mask: the digest of the mask of elements that this device holds. Raises
-        FederationOver when nothing is left to do.
+        cost: what the last upload cost. mask: the digest of the mask of elements that this device holds; model:
+        that of the global model that it can rebuild. Raises FederationOver when nothing is left to do.
         """
         headers = {"Sparrow-Upload-Cost": json.dumps(cost.model_dump(mode="json"))} if cost else {}
         answer = self._call(
             "GET",
             f"/v1/federations/{federation}/assignment",
-            params={"wait": wait_seconds, **({"mask": mask} if mask else {})},
+            params={"wait": wait_seconds, **({"mask": mask} if mask else {}), **({"model": model} if model else {})},
             headers=headers,
             timeout=httpx.Timeout(wait_seconds + 30.0, connect=10.0),
         )

@@ -77,6 +77,9 @@ async def get_assignment(
     mask: Annotated[
         str | None, Query(pattern="^[0-9a-f]{64}$", description="Digest of the mask of elements that the device holds")
     ] = None,
+    model: Annotated[
+        str | None, Query(pattern="^[0-9a-f]{64}$", description="SHA-256 of the global model that the device holds")
+    ] = None,
     upload_cost: Annotated[str | None, Header(alias="Sparrow-Upload-Cost", max_length=2000)] = None,
 ) -> Response:
     """Ask for work, waiting up to ``wait`` seconds (long poll)."""
@@ -90,7 +93,7 @@ async def get_assignment(
     asked = True
     while True:
         ring = house.bell.next_ring()
-        work = await run_in_threadpool(house.rounds.next_assignment, device.device_id, mask, asked=asked)
+        work = await run_in_threadpool(house.rounds.next_assignment, device.device_id, mask, model, asked=asked)
         asked = False
         if work.was_away:
             house.something_happened()  # a round may open

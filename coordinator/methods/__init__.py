@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from coordinator.aggregation import MaskedSums, Sums
 from coordinator.errors import BadContent
+from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Manifest, Tensors
@@ -102,10 +103,18 @@ class CoordinatorMethod(Protocol):
         """The share of each hidden layer's neurons that a device of this budget trains; None trains everything."""
         return None
 
-    def private(self, manifest: Manifest) -> frozenset[str]:
-        """The tensors that never leave a device; in the federation's manifest they are ``personal``. Raises BadContent
-        for a model that the method cannot take."""
-        return frozenset()
+    mask_type: type = ElementMask
+    """The kind of masks that devices may change, where ``check_mask`` lets them."""
+
+    sends_changes: bool = False
+    """Whether a device that says which global model it holds is sent only what has ``changed`` since."""
+
+    def manifest(self, published: Manifest, settings: FederationSettings) -> Manifest:
+        """The federation's manifest: what of the model never leaves a device, and how it is cut into blocks.
+
+        Raises BadContent for a model that the method cannot take, or not with these settings.
+        """
+        return published
 
     def start(self, tensors: Tensors, situation: Situation) -> GlobalModel:
         """The first global model, of initial values. Raises BadContent for settings that cannot be carried out."""
@@ -125,6 +134,10 @@ class CoordinatorMethod(Protocol):
         """The number of the last round for everyone among those closed, which late devices are still given; or None."""
         return None
 
+    def changed(self, model: GlobalModel, since: int, situation: Situation) -> BlockMask:
+        """What of ``model`` is not as it was when round ``since`` had closed; for methods that send changes."""
+        raise NotImplementedError
+
     def signs(self, model: GlobalModel, situation: Situation) -> Signs | None:
         """Directions that go down with the model's values, int8 in -1..1."""
         return None
@@ -133,8 +146,8 @@ class CoordinatorMethod(Protocol):
         """Whether updates of a round so planned bring the gradients of all maskable weights."""
         return False
 
-    def check_mask(self, model: GlobalModel, mask: ElementMask, situation: Situation) -> None:
-        """Raise BadContent unless an update may have this mask of elements, which is not the model's."""
+    def check_mask(self, model: GlobalModel, mask: Any, situation: Situation) -> None:
+        """Raise BadContent unless an update may have this mask, of type ``mask_type`` but not its assignment's."""
         raise BadContent("mask: it is not the round's, which this method does not let devices change; train under it")
 
     def sums(self, model: GlobalModel, situation: Situation) -> Sums:

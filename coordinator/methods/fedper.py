@@ -23,9 +23,9 @@ class FedPer(CoordinatorMethod):
         """The whole model is trained."""
         return 1.0
 
-    def private(self, manifest: Manifest) -> frozenset[str]:
-        """The last linear layer."""
-        return frozenset(linear_layers(manifest)[-1].tensors)
+    def manifest(self, published: Manifest, settings: FederationSettings) -> Manifest:
+        """The last linear layer is private."""
+        return published.with_private(linear_layers(published)[-1].tensors)
 
     def sends_values(self, kind: Kind, holds_model: bool) -> bool:
         """The newest shared part, to be judged with the device's own."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from coordinator.methods.fedper import FedPer, linear_layers
 from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.messages import FederationSettings
 
 
 class LGFedAvg(FedPer):
     """Server half of LG-FedAvg."""
 
-    def private(self, manifest: Manifest) -> frozenset[str]:
-        """All but the linear layers, or the first of them."""
-        linear = linear_layers(manifest)
+    def manifest(self, published: Manifest, settings: FederationSettings) -> Manifest:
+        """All but the linear layers, or the first of them, is private."""
+        linear = linear_layers(published)
         head = {name for layer in linear for name in layer.tensors}
-        body = {spec.name for spec in manifest.shared} - head
-        return frozenset(body or linear[0].tensors)
+        body = {spec.name for spec in published.shared} - head
+        return published.with_private(body or linear[0].tensors)

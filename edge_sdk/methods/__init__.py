@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
@@ -36,12 +37,14 @@ class DeviceState:
     """What a device keeps between rounds.
 
     personal: every kept tensor of the personal model by name, or None before the first download. memory: the method's
-    own JSON-able notes (the last stop-rule loss, say). own: its arrays beside the model, by name.
+    own JSON-able notes (the last stop-rule loss, say). own: its arrays beside the model, by name. model: the SHA-256 of
+    the global model that the method can rebuild from these, so that what changed since is all that need be sent.
     """
 
     personal: Tensors | None = None
     memory: Mapping[str, Any] = field(default_factory=dict)
     own: Tensors = field(default_factory=dict)
+    model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Job:
     """One assignment with all that a method needs to carry it out.
 
     ``model`` is the task's module, whose weights the method overwrites; ``received`` the decoded payload; ``progress``
-    is called with (steps done, steps in all, running loss). ``federation`` and ``device`` are their names.
+    is called with (steps done, steps in all, running loss). ``federation`` and ``device`` are their names;
+    ``budget`` is what the device says it can afford.
     """
 
     assignment: Assignment
@@ -61,6 +65,7 @@ class Job:
     progress: Callable[[int, int, float], None] = lambda done, total, loss: None
     federation: str = ""
     device: str = ""
+    budget: float = 1.0
 
     def with_settings(self, **changed: object) -> Job:
         """The same work with other settings of the federation."""
@@ -80,13 +85,15 @@ class Job:
 class Update:
     """What a round sends: values float32 [count_values(manifest, mask)], and the mask's seed form if any.
 
-    gradients: of all maskable weights, float32, in rounds that ask for them.
+    gradients: of all maskable weights, float32, in rounds that ask for them. base: the global model that the round
+    started from, where its payload was only what had changed of it.
     """
 
     values: Array
     mask: Mask | None = None
     draw: NeuronDraw | None = None
     gradients: NDArray[np.float32] | None = None
+    base: Tensors | None = None
 
 
 @dataclass(frozen=True)
@@ -199,14 +206,16 @@ def conclude(
     personal: Tensors | None,
     update: Update | None,
     counts: Mapping[str, int] | None = None,
+    forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Trained:
     """The outcome of a round whose training has left ``job.model`` as it is: judged by the rule of early stopping.
 
     personal: the model that the device keeps until the next round; its own arrays stay as they are. The FLOPs are those
-    of the samples seen, weight gradients only of what the update's mask lets train.
+    of the samples seen, weight gradients only of what the update's mask lets train. forward: how the model is run,
+    where that is not calling it.
     """
     settings = job.assignment.settings
-    judged = judge_round(job.model, job.task, settings, job.state.memory, result.train_loss)
+    judged = judge_round(job.model, job.task, settings, job.state.memory, result.train_loss, forward)
     return Trained(
         state=DeviceState(personal, judged.memory, job.state.own),
         update=update,

@@ -3,12 +3,15 @@
 Every weight and every bias is a tensor of its own; a block is a run of one tensor's values in row-major order. Blocks
 are numbered through the model, tensor after tensor. The first block of every tensor is always on; which of the others
 are follows from their importances by a knapsack, solved exactly.
+
+A table is part of the federation's manifest: both sides number blocks alike, and another table is another model. What
+of a model is sent, being touched or changed, is a ``BlockMask``, and the blocks of a tensor are ``Runs`` of its values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -17,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Selection = NDArray[np.bool_]
+Costs = NDArray[np.int64]
 
 LARGEST_FRONT = 50_000
 """Partial choices that the exact solver keeps at once; beyond, it makes do with a greedy one (card, 4.4)."""
@@ -86,74 +90,203 @@ class BlockTable:
         """Which blocks are always on, [L]: the first of every tensor, F of the card."""
         return np.array([place == 0 for sizes in self.tensors.values() for place in range(len(sizes))], dtype=bool)
 
-    def capacity(self, share: float) -> int:
-        """Values that blocks which are not forced may hold at a budget of ``share`` (s of the card, in (0, 1]).
+    @cached_property
+    def places(self) -> dict[str, slice]:
+        """Tensor name -> the numbers of its blocks."""
+        ends = list(accumulate(len(sizes) for sizes in self.tensors.values()))
+        return {
+            name: slice(end - len(sizes), end) for (name, sizes), end in zip(self.tensors.items(), ends, strict=True)
+        }
 
-        Raises ValueError where not even the forced blocks fit.
+    def smallest_share(self, costs: Costs | None = None) -> float:
+        """The budget that the blocks which are always on take: with less, nothing can be selected."""
+        costs = self.sizes if costs is None else costs
+        return float(costs[self.forced].sum() / costs.sum())
+
+    def capacity(self, share: float, costs: Costs | None = None) -> int:
+        """What blocks that are not forced may cost at a budget of ``share`` (s of the card, in (0, 1]).
+
+        costs: whole numbers [L] >= 0; those of values, W, unless given. Raises ValueError, which names the smallest
+        budget, where not even the forced blocks fit.
         """
-        total, forced = int(self.sizes.sum()), int(self.sizes[self.forced].sum())
+        costs = self.sizes if costs is None else costs
+        total, forced = int(costs.sum()), int(costs[self.forced].sum())
         capacity = math.floor(share * total + 1e-9) - forced
         if capacity < 0:
             raise ValueError(
-                f"the blocks that are always on hold {forced} of {total} values, more than a budget of {share:g}; "
-                f"raise the budget, or lower the first block's share"
+                f"the blocks that are always on cost {forced} of {total}, more than a budget of {share:g}: the "
+                f"smallest is {math.ceil(forced / total * 1000) / 1000:g}; raise the budget, or lower the share of the "
+                f"first blocks"
             )
         return capacity
 
-    def select(self, importances: NDArray[np.floating], share: float) -> Selection:
-        """The blocks that are on, [L]: the forced ones and the most important others that fit in ``share`` (card, 4.4).
+    def select(
+        self,
+        importances: NDArray[np.floating],
+        share: float,
+        costs: Costs | None = None,
+        among: Selection | None = None,
+    ) -> Selection:
+        """The blocks that are on: the forced ones and the most important others that fit in ``share`` (card, 4.4).
 
-        ``importances`` [L] are G of the card, in (0, 1); those of forced blocks are not looked at. Raises ValueError
-        where the budget is too small.
+        ``importances`` [..., L] are G of the card, in (0, 1), and the answer has their shape; those of forced blocks are
+        not looked at. costs: what each block takes of the budget, see ``capacity``. among: no others may be on. Raises
+        ValueError where the budget is too small.
         """
-        capacity = self.capacity(share)
-        chosen = self.forced.copy()
-        candidates = np.flatnonzero(~chosen)
-        values = importances[candidates] - _TIE * candidates
-        chosen[candidates[knapsack(self.sizes[candidates], values, capacity)]] = True
+        costs = self.sizes if costs is None else costs
+        capacity = self.capacity(share, costs)
+        chosen = np.broadcast_to(self.forced, importances.shape).copy()
+        candidates = np.flatnonzero(~self.forced if among is None else ~self.forced & among)
+        values = importances[..., candidates] - _TIE * candidates
+        taken = knapsack(costs[candidates], values.reshape(-1, len(candidates)), capacity)
+        chosen[..., candidates] = taken.reshape(values.shape)
         return chosen
 
 
-def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: int) -> NDArray[np.intp]:
-    """Sorted places of the items of the largest total value whose ``sizes`` [n] add up to at most ``capacity``.
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """Blocks of the manifest's table: ``on`` [L]. What the table does not name (buffers) belongs to every such mask."""
 
-    Exact: partial choices that another one beats, being no larger and no less valuable, are dropped (Pareto dominance);
-    the blocks of a tensor share one size, so few remain. With more than LARGEST_FRONT of them, ``_greedy``.
+    on: Selection
+
+    def packed(self) -> bytes:
+        """One bit for every block, most significant bit first."""
+        return np.packbits(self.on).tobytes()
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Where the blocks of one tensor lie that a mask names; has the methods of ``masks.Block``.
+
+    view: the tensor's shape. spans: (start, stop) of runs of its values in row-major order, sorted, apart.
     """
-    if sizes.sum() <= capacity:
-        return np.arange(len(sizes))
+
+    view: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, view: tuple[int, ...], sizes: Sequence[int], on: Selection) -> Runs:
+        """The blocks that are ``on`` of a tensor cut into ``sizes``."""
+        spans: list[tuple[int, int]] = []
+        for end, size, wanted in zip(accumulate(sizes), sizes, on.tolist(), strict=True):
+            if wanted and spans and spans[-1][1] == end - size:
+                spans[-1] = spans[-1][0], end
+            elif wanted:
+                spans.append((end - size, end))
+        return cls(view, tuple(spans))
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return sum(stop - start for start, stop in self.spans)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the packed values."""
+        return (self.size,)
+
+    def _pairs(self, tensor: NDArray[np.generic]) -> Iterator[tuple[NDArray[np.generic], slice]]:
+        """Each run of ``tensor``, a view, and where it is packed."""
+        flat, done = tensor.reshape(-1), 0
+        for start, stop in self.spans:
+            yield flat[start:stop], slice(done, done + stop - start)
+            done += stop - start
+
+    def take_into(self, tensor: NDArray[np.generic], out: NDArray[np.generic]) -> None:
+        """Copy the values of ``tensor`` into ``out``, a C-contiguous array of ``size`` values of its dtype."""
+        packed = out.reshape(-1)
+        for run, place in self._pairs(tensor):
+            packed[place] = run
+
+    def put(self, tensor: NDArray[np.generic], values: NDArray[np.generic]) -> None:
+        """Overwrite the values of ``tensor``, which is C-contiguous, in place."""
+        packed = values.reshape(-1)
+        for run, place in self._pairs(tensor):
+            run[:] = packed[place]
+
+    def add(self, tensor: NDArray[np.float64], values: NDArray[np.generic] | float, scale: float = 1.0) -> None:
+        """Add ``scale`` times ``values`` (``size`` of them, or one for all) to those of ``tensor``, in place.
+
+        Products and sums are float64, whatever the values' type.
+        """
+        flat, done = tensor.reshape(-1), 0
+        packed = np.broadcast_to(np.asarray(values).reshape(-1), self.size)
+        for start, stop in self.spans:
+            flat[start:stop] += np.multiply(packed[done : done + stop - start], scale, dtype=np.float64)
+            done += stop - start
+
+
+def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: int) -> Selection:
+    """Which items to take so that their ``sizes`` [n] add up to at most ``capacity`` and their values to the most.
+
+    values: [problems, n], several problems with the same items; the answer is [problems, n]. Of equal values the first
+    wins.
+
+    Exact. Of items of one size the most valuable come first, so a choice says how many of each size; of these partial
+    choices those are dropped that another one beats, being no larger and no less valuable (Pareto dominance), or that
+    even all the rest would not lift above one that has room for the rest. Blocks of a tensor share one size and the
+    small ones all fit, so few remain. With more than LARGEST_FRONT of them, ``_greedy``.
+    """
+    problems = len(values)
+    if sizes.sum() <= capacity or not problems:
+        return np.ones(values.shape, dtype=bool)
+    rows = np.arange(problems)[:, None]
     order = np.argsort(-sizes, kind="stable")
-    weights, worth = np.zeros(1, dtype=np.int64), np.zeros(1)
-    steps: list[tuple[NDArray[np.intp], Selection]] = []
-    for item in order:
-        fits = np.flatnonzero(weights + sizes[item] <= capacity)
-        parents = np.concatenate([np.arange(len(weights)), fits])
-        taken = np.arange(len(parents)) >= len(weights)
-        weights = np.concatenate([weights, weights[fits] + sizes[item]])
-        worth = np.concatenate([worth, worth[fits] + values[item]])
-        ranked = np.lexsort((-worth, weights))
-        best = np.maximum.accumulate(worth[ranked])
-        kept = ranked[np.concatenate([[True], best[1:] > best[:-1]])]
-        if len(kept) > LARGEST_FRONT:
-            return _greedy(sizes, values, capacity)
-        weights, worth = weights[kept], worth[kept]
-        steps.append((parents[kept], taken[kept]))
-    chosen, point = [], len(weights) - 1  # the front rises in value, so its last point is the best
-    for item, (parents, taken) in zip(order[::-1], reversed(steps), strict=True):
-        if taken[point]:
-            chosen.append(item)
-        point = parents[point]
-    return np.sort(np.array(chosen, dtype=np.intp))
+    ranked = sizes[order]
+    ranks = np.lexsort((-values[:, order], np.broadcast_to(-ranked, values.shape)), axis=1)
+    ordered = values[:, order].ravel().take(ranks + rows * len(sizes))
+    starts = np.flatnonzero(np.diff(ranked, prepend=-1)).tolist()
+    rest = [*np.cumsum(ranked[::-1])[::-1].tolist(), 0]
+    weights, worth = np.zeros((problems, 1), dtype=np.int64), np.zeros((problems, 1))
+    steps: list[tuple[int, int, NDArray[np.intp]]] = []
+    for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True):
+        count = end - start
+        sums = np.zeros((problems, 1, count + 1))
+        ordered[:, None, start:end].cumsum(axis=2, out=sums[:, :, 1:])
+        heavier = (weights[:, :, None] + ranked[start] * np.arange(count + 1)).reshape(problems, -1)
+        better = (worth[:, :, None] + sums).reshape(problems, -1)
+        better[heavier > capacity] = -np.inf
+        least = np.where(heavier <= capacity - rest[end], better, -np.inf).max(axis=1, keepdims=True)
+        better[better < least] = -np.inf
+        front = np.lexsort((-better, heavier), axis=1)
+        flat = front + rows * front.shape[1]
+        best = better.take(flat)
+        highest = np.maximum.accumulate(best, axis=1)
+        kept = best > -np.inf
+        kept[:, 1:] &= best[:, 1:] > highest[:, :-1]
+        width = int(kept.sum(axis=1).max())
+        if width * problems > LARGEST_FRONT:
+            if problems == 1:
+                return _greedy(sizes, values[0], capacity)[None]
+            return np.concatenate([knapsack(sizes, half, capacity) for half in np.array_split(values, 2)])
+        if problems == 1:
+            places = np.flatnonzero(kept)[None]
+        else:
+            places = np.argsort(~kept, axis=1, kind="stable")[:, :width]
+            best[~kept] = -np.inf
+        places = places + rows * front.shape[1]
+        worth, flat, front = best.take(places), flat.take(places), front.take(places)
+        weights = heavier.take(flat)
+        steps.append((start, count, front))
+    sorted_choice = np.zeros(values.shape, dtype=bool)
+    point = worth.argmax(axis=1)
+    for start, count, front in reversed(steps):
+        point, taken = np.divmod(front[rows[:, 0], point], count + 1)
+        sorted_choice[:, start : start + count] = np.arange(count) < taken[:, None]
+    chosen = np.zeros(values.shape, dtype=bool)
+    chosen[rows, order[ranks]] = sorted_choice
+    return chosen
 
 
-def _greedy(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: int) -> NDArray[np.intp]:
+def _greedy(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: int) -> Selection:
     """The densest items first, or the best single one: at least half of the largest value (card, 4.4)."""
-    chosen, left = [], capacity
+    chosen, left = np.zeros(len(sizes), dtype=bool), capacity
     for item in np.argsort(-values / sizes, kind="stable"):
         if sizes[item] <= left:
-            chosen.append(item)
+            chosen[item] = True
             left -= sizes[item]
     fitting = np.flatnonzero(sizes <= capacity)
     if len(fitting) and values[fitting].max() > values[chosen].sum():
-        chosen = [fitting[values[fitting].argmax()]]
-    return np.sort(np.array(chosen, dtype=np.intp))
+        chosen[:] = False
+        chosen[fitting[values[fitting].argmax()]] = True
+    return chosen

@@ -14,7 +14,7 @@ Metadata, all strings as safetensors wants them:
     manifest  digest of the manifest that gives the values their names and shapes
     mask      {"form": "full"} | of neurons: {"form": "draw", job, round, device, ratio}, {"form": "bits"},
               {"form": "index"} | of elements: {"form": "known", digest}, {"form": "elements"},
-              {"form": "changed", digest}
+              {"form": "changed", digest} | of blocks: {"form": "blocks"}
     report    JSON that travels with the values (an update's ``UpdateReport``), or ""
     sha256    digest of the header without this entry, and of the data: a bundle can be checked on its own
 
@@ -23,6 +23,9 @@ model; ``bits`` is one bit per hidden neuron in manifest order, most significant
 the active neurons as uint16 or uint32. So the conv(1->3)-fc(5)-out(2) network of ``manifest`` with conv neuron 1 and fc
 neurons 0 and 2 active packs as bits 0b010_10100 in one byte, then conv.weight[1], fc.weight[[0,2]][:, 4:8],
 out.weight[:, [0,2]].
+
+Masks of blocks are a bit for each, most significant bit first. pFedGate's card would list few of many: with the blocks
+that a model has, some dozens, that saves a byte or two.
 
 Masks of elements name one that both sides hold (``known``), list the bits of all maskable weights (``elements``), or
 say where they differ from the one of that digest (``changed``).
@@ -54,6 +57,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.elements import ElementMask, apply_difference, difference, from_bits
 from edge_sdk.protocol.errors import BundleError, ManifestError
 from edge_sdk.protocol.manifest import Array, Manifest
@@ -266,6 +270,7 @@ def largest_bundle(
     scales = 4 * rows if precision == "int8" else 0
     weights = sum(spec.size for spec in manifest.maskable)
     mask = (weights + 7) // 8 if elements else 4 * sum(manifest.group_sizes.values()) + 4 * len(manifest.group_sizes)
+    mask += len(manifest.block_table.sizes)
     dense = 4 * weights if gradients else 0
     return 8 + MAX_HEADER + values * _DTYPES[precision][1] + scales + mask + dense
 
@@ -395,6 +400,8 @@ def _encode_mask(manifest: Manifest, mask: Mask | None, draw: NeuronDraw | None,
     check_mask(manifest, mask)
     if isinstance(mask, ElementMask):
         forms = _element_forms(mask, known)
+    elif isinstance(mask, BlockMask):
+        forms = [({"form": "blocks"}, mask.packed())]
     else:
         forms = [({"form": "bits"}, _bits(manifest, mask)), ({"form": "index"}, _index(manifest, mask))]
         if draw is not None:
@@ -446,6 +453,8 @@ def _decode_mask(
             return _mask_from_bits(manifest, data), None
         case {"form": "index"} if len(description) == 1:
             return _mask_from_index(manifest, data), None
+        case {"form": "blocks"} if len(description) == 1:
+            return _mask_from_block_bits(manifest, data), None
         case {"form": "elements"} if len(description) == 1:
             return _elements(lambda: from_bits(manifest, data)), None
         case {"form": "changed", "digest": str(digest)} if len(description) == 2:
@@ -472,7 +481,7 @@ def _decode_mask(
             except (ValueError, OverflowError) as error:
                 raise BundleError(f"the mask cannot be drawn: {error}") from None
     raise BundleError(
-        "the mask has none of the forms full, draw, bits, index, known, elements and changed; update the older side"
+        "the mask has none of the forms full, draw, bits, index, known, elements, changed, blocks; update one side"
     )
 
 
@@ -490,6 +499,16 @@ def _elements(read: Callable[[], ElementMask]) -> ElementMask:
         return read()
     except ManifestError as error:
         raise BundleError(str(error)) from None
+
+
+def _mask_from_block_bits(manifest: Manifest, data: memoryview) -> BlockMask:
+    length = len(manifest.block_table.sizes)
+    if len(data) != (length + 7) // 8:
+        raise BundleError(f"the mask has {len(data)} bytes, {length} blocks take {(length + 7) // 8}")
+    flags = np.unpackbits(np.frombuffer(data, dtype=np.uint8)).view(np.bool_)
+    if flags[length:].any():
+        raise BundleError("the mask's padding bits must be zero")
+    return BlockMask(flags[:length])
 
 
 def _mask_from_bits(manifest: Manifest, data: memoryview) -> NeuronMask:

@@ -13,6 +13,9 @@ pooling, look-ups of an embedding, the optimiser) is left out, as papers on spar
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import MULTIPLYING, Manifest
 from edge_sdk.protocol.masks import Mask, block_of
@@ -42,6 +45,22 @@ def growth_flops(manifest: Manifest, samples: int, mask: ElementMask) -> int:
     """FLOPs of the whole weights' gradients on ``samples``, the rest of the pass being that of what exists."""
     forward = _layer_flops(manifest, mask)
     return samples * (sum(forward) + sum(forward[1:]) + forward_flops(manifest))
+
+
+def block_flops(manifest: Manifest) -> NDArray[np.int64]:
+    """FLOPs of one sample's forward pass that each block of the manifest stands for, [L]: 0 of biases and norms."""
+    positions = {
+        name: layer.positions for layer in manifest.layers if layer.kind in MULTIPLYING for name in layer.tensors
+    }
+    matrices = {spec.name for spec in manifest.shared if len(spec.shape) > 1}
+    return np.array(
+        [
+            2 * positions.get(name, 0) * size * (name in matrices)
+            for name, sizes in manifest.block_table.tensors.items()
+            for size in sizes
+        ],
+        dtype=np.int64,
+    )
 
 
 def _layer_flops(manifest: Manifest, mask: Mask | None) -> list[int]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from edge_sdk.protocol.blocks import BlockTable
 from edge_sdk.protocol.errors import ManifestError
 
 Array = NDArray[np.generic]
@@ -150,7 +151,9 @@ class Manifest(_Record):
     """A model as its tensors (state-dict order), hidden neuron groups (forward order), layers and input.
 
     ``input_shape`` and ``output_shape`` leave the batch out. ``skeleton_sha256`` names the ONNX skeleton of the forward
-    pass that is published beside it.
+    pass that is published beside it. ``blocks`` cut tensors into runs of values, of which a method may use some
+    (``blocks``): name -> sizes, for as many tensors as whoever published the model chose to cut; a federation whose
+    method needs blocks has the rest added.
     """
 
     version: Literal[1] = 1
@@ -160,6 +163,7 @@ class Manifest(_Record):
     tensors: tuple[TensorSpec, ...] = Field(min_length=1, max_length=100_000)
     groups: tuple[NeuronGroup, ...] = ()
     layers: tuple[Layer, ...] = ()
+    blocks: dict[Name, tuple[Size, ...]] = {}
     skeleton_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
 
     @model_validator(mode="after")
@@ -180,6 +184,12 @@ class Manifest(_Record):
             for name in layer.tensors:
                 if name not in names:
                     raise ValueError(f"layer {layer.name}: the manifest has no tensor {name!r}")
+        trainable = {tensor.name: tensor.size for tensor in self.shared if tensor.trainable}
+        for name, blocks in self.blocks.items():
+            if trainable.get(name) != sum(blocks):
+                raise ValueError(
+                    f"blocks: {name!r} has blocks of {sum(blocks)} values; cut shared, trainable tensors, and whole"
+                )
         return self
 
     @cached_property
@@ -209,6 +219,11 @@ class Manifest(_Record):
         return tuple(spec for spec in self.shared if spec.name in weights and spec.trainable and len(spec.shape) > 1)
 
     @cached_property
+    def block_table(self) -> BlockTable:
+        """How the model is cut into blocks, in state-dict order."""
+        return BlockTable({spec.name: self.blocks[spec.name] for spec in self.shared if spec.name in self.blocks})
+
+    @cached_property
     def group_sizes(self) -> dict[str, int]:
         """Neuron group name -> number of neurons, in forward order."""
         return {group.name: group.size for group in self.groups}
@@ -229,6 +244,10 @@ class Manifest(_Record):
             for spec in self.tensors
         ]
         return Manifest.model_validate({**self.model_dump(), "tensors": tensors}) if names else self
+
+    def with_blocks(self, blocks: Mapping[str, Sequence[int]]) -> Manifest:
+        """The same manifest, its tensors cut like this. Raises ValueError where that is not all of a tensor."""
+        return Manifest.model_validate({**self.model_dump(), "blocks": blocks})
 
     def check_tensors(self, tensors: Tensors, *, what: str, only_shared: bool = False) -> None:
         """Raise ManifestError, naming the tensor, unless ``tensors`` has exactly this model's names, shapes and types.

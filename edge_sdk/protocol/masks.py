@@ -6,7 +6,8 @@ tensor thus form a *block*, an outer product of index lists, and are packed row-
 order. No bitmap over parameters is ever built: index lists over rows and columns are 15 to 40 times cheaper.
 
 Methods that train one sparse model have an ``ElementMask`` in its place (see ``elements``): the existing elements of a
-tensor are *points*, packed in the same order.
+tensor are *points*, packed in the same order. Where a method uses some blocks of the model, a ``BlockMask`` names them
+(see ``blocks``): what they hold of a tensor are *runs*.
 
 Seed form: both sides can draw a mask themselves from a ``NeuronDraw`` (FedSPU's method card, 4.7): the active neurons
 of a group are the ``a = max(1, floor(ratio * n))`` ones with the smallest SHA-256 of
@@ -24,6 +25,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_sdk.protocol.blocks import BlockMask, Runs
 from edge_sdk.protocol.elements import ElementMask, Index, Points, check_elements
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Array, Manifest, NeuronGroup, Segment, Tensors, TensorSpec
@@ -58,7 +60,7 @@ class NeuronMask:
     active: Mapping[str, Index]
 
 
-Mask = NeuronMask | ElementMask
+Mask = NeuronMask | ElementMask | BlockMask
 """What of a model is active; None in its place means everything."""
 
 
@@ -104,10 +106,15 @@ def check_mask(manifest: Manifest, mask: Mask) -> None:
     """Raise ManifestError unless the mask is one of the manifest's model.
 
     Of neurons: every group is named once, with sorted indices in range and at least one. Of elements: every maskable
-    tensor, with its shape.
+    tensor, with its shape. Of blocks: one boolean for each of the manifest's.
     """
     if isinstance(mask, ElementMask):
         check_elements(manifest, mask)
+        return
+    if isinstance(mask, BlockMask):
+        length = len(manifest.block_table.sizes)
+        if mask.on.shape != (length,) or mask.on.dtype != np.bool_:
+            raise ManifestError(f"a mask of {mask.on.dtype} {mask.on.shape} for {length} blocks; give booleans of each")
         return
     if set(mask.active) != set(manifest.group_sizes):
         raise ManifestError(
@@ -122,12 +129,15 @@ def check_mask(manifest: Manifest, mask: Mask) -> None:
 
 
 def same_mask(one: Mask | None, other: Mask | None) -> bool:
-    """Whether two masks of one manifest name the same neurons, or the same elements."""
-    if one is other or one is None or other is None:
-        return one is other
-    if isinstance(one, ElementMask) or isinstance(other, ElementMask):
-        return isinstance(one, ElementMask) and isinstance(other, ElementMask) and one.digest == other.digest
-    return all(np.array_equal(index, other.active[group]) for group, index in one.active.items())
+    """Whether two masks of one manifest name the same neurons, elements or blocks."""
+    match one, other:
+        case NeuronMask(), NeuronMask():
+            return all(np.array_equal(index, other.active[group]) for group, index in one.active.items())
+        case ElementMask(), ElementMask():
+            return one.digest == other.digest
+        case BlockMask(), BlockMask():
+            return np.array_equal(one.on, other.on)
+    return one is other
 
 
 def _axis_index(segments: tuple[Segment, ...], mask: NeuronMask, sizes: Mapping[str, int]) -> Index | None:
@@ -249,8 +259,17 @@ def neuron_view(manifest: Manifest, spec: TensorSpec) -> tuple[int, ...]:
     return spec.shape
 
 
-def block_of(manifest: Manifest, spec: TensorSpec, mask: Mask | None) -> Block | Points:
+Part = Block | Points | Runs
+"""Where the active values of one tensor lie."""
+
+
+def block_of(manifest: Manifest, spec: TensorSpec, mask: Mask | None) -> Part:
     """Where the active values of ``spec`` lie under ``mask`` (None: everything is active)."""
+    if isinstance(mask, BlockMask):
+        table = manifest.block_table
+        if spec.name not in table.tensors:
+            return neuron_block(manifest, spec, None)
+        return Runs.of(spec.shape, table.tensors[spec.name], mask.on[table.places[spec.name]])
     if isinstance(mask, ElementMask):
         index = mask.index.get(spec.name)
         return neuron_block(manifest, spec, None) if index is None else Points(spec.shape, index)
@@ -270,7 +289,7 @@ def neuron_block(manifest: Manifest, spec: TensorSpec, mask: NeuronMask | None) 
     return Block(view, rows, columns, (*active, *view[2:]))
 
 
-def blocks(manifest: Manifest, mask: Mask | None) -> Iterator[tuple[TensorSpec, Block | Points]]:
+def blocks(manifest: Manifest, mask: Mask | None) -> Iterator[tuple[TensorSpec, Part]]:
     """Every shared tensor with its active block, in the order in which values are packed."""
     for spec in manifest.shared:
         yield spec, block_of(manifest, spec, mask)
@@ -282,6 +301,8 @@ def count_values(manifest: Manifest, mask: Mask | None) -> int:
         return manifest.shared_values
     if isinstance(mask, ElementMask):
         return manifest.shared_values - mask.size + mask.count
+    if isinstance(mask, BlockMask):
+        return manifest.shared_values - int(manifest.block_table.sizes[~mask.on].sum())
     active = {group: len(index) for group, index in mask.active.items()}
     total = 0
     for spec in manifest.shared:
@@ -302,7 +323,7 @@ def pack(manifest: Manifest, tensors: Tensors, mask: Mask | None) -> NDArray[np.
     return packed
 
 
-def unpack(manifest: Manifest, packed: Array, mask: Mask | None) -> Iterator[tuple[TensorSpec, Block | Points, Array]]:
+def unpack(manifest: Manifest, packed: Array, mask: Mask | None) -> Iterator[tuple[TensorSpec, Part, Array]]:
     """Walk a packed vector: each shared tensor, its block, and the values of that block (views, no copy)."""
     start = 0
     for spec, block in blocks(manifest, mask):

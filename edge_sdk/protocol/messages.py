@@ -281,6 +281,9 @@ class Assignment(_Answer):
     plan: dict[str, bool | int | float | str] = Field(
         default_factory=dict, description="What the method asks of this round beyond the settings"
     )
+    model_sha256: str | None = Field(
+        default=None, description="The global model that the payload is of, where a device may later hold on to it"
+    )
 
 
 class OpenAssignment(_Answer):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_sdk.protocol.blocks import Runs
 from edge_sdk.protocol.elements import Points
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import Mask, blocks
@@ -33,6 +34,10 @@ def row_lengths(manifest: Manifest, mask: Mask | None) -> NDArray[np.intp]:
         elif isinstance(block, Points):
             rows, columns = block.view[0], math.prod(block.view[1:])
             counts = np.diff(np.searchsorted(block.index, np.arange(rows + 1) * columns))
+            lengths.append(counts[counts > 0])
+        elif isinstance(block, Runs):
+            ends = np.arange(spec.shape[0] + 1) * math.prod(spec.shape[1:])
+            counts = np.diff(sum(np.clip(ends - start, 0, stop - start) for start, stop in block.spans))
             lengths.append(counts[counts > 0])
         else:
             rows = block.shape[0]

@@ -10,10 +10,11 @@ The rule asks nothing of a method but its losses, so every method here can use i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from edge_sdk.protocol.messages import FederationSettings
@@ -58,16 +59,21 @@ class Judged:
 
 
 def judge_round(
-    model: nn.Module, task: Task, settings: FederationSettings, memory: Mapping[str, Any], train_loss: float
+    model: nn.Module,
+    task: Task,
+    settings: FederationSettings,
+    memory: Mapping[str, Any],
+    train_loss: float,
+    forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Judged:
     """Measure ``model``, as a round has left it, on validation data, and apply the rule where ``settings`` ask for it.
 
-    memory: the device's notes from before the round, in which the rule keeps its own two; the others stay. Raises what
-    ``evaluate`` does.
+    memory: the device's notes from before the round, in which the rule keeps its own two; the others stay. forward: as
+    ``evaluate`` takes it, which also says what is raised.
     """
     if not settings.early_stopping:
         return Judged(memory)
-    validation_loss = evaluate(model, task, task.validation).loss
+    validation_loss = evaluate(model, task, task.validation, forward).loss
     loss = stop_loss(train_loss, validation_loss, settings.stop_weight)
     before = StopState(memory.get("last_loss"), memory.get("increases", 0))
     after, stopped = judge(before, loss, settings.patience, settings.min_improvement)

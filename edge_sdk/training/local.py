@@ -7,10 +7,12 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, repeat
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -65,6 +67,24 @@ class Adjustment(Protocol):
         """
 
 
+class Steps(Protocol):
+    """An optimisation that ``take_steps`` moves a model by; entered while the model trains."""
+
+    def __enter__(self) -> object:
+        """Begin."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the model as it has become."""
+
+    def forget_gradients(self) -> None:
+        """Before a step's backward pass."""
+
+    def step(self) -> None:
+        """Move the parameters, after a step's backward pass."""
+
+
 def train_locally(
     model: nn.Module,
     task: Task,
@@ -85,6 +105,57 @@ def train_locally(
     adjustment: changes what exists of the model on the way. Raises TrainingDiverged for a loss or weight that is not
     finite, ValueError where there is nothing to train on.
     """
+    optimisation = Optimisation(
+        freezing,
+        settings,
+        learning_rate=learning_rate,
+        proximal_weight=proximal_weight,
+        proximal_centre=_on(device_of(model), proximal_centre),
+    )
+    recent: deque[Batch] = deque(maxlen=adjustment.batches if adjustment else 0)
+    layout = Layout(model, task)
+
+    def forward(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        inputs = layout(inputs, targets)
+        recent.append((inputs, targets))
+        return cast(torch.Tensor, model(inputs))
+
+    def after(step: int) -> None:
+        if adjustment is not None and step in adjustment.steps:
+            optimisation.change(partial(adjustment.decide, step, recent))
+
+    return take_steps(
+        model,
+        task,
+        settings,
+        optimisation,
+        forward,
+        learning_rate=learning_rate,
+        seed=seed,
+        layout=layout,
+        after=after,
+        progress=progress,
+    )
+
+
+def take_steps(
+    model: nn.Module,
+    task: Task,
+    settings: FederationSettings,
+    optimisation: Steps,
+    forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    learning_rate: float,
+    seed: int,
+    layout: AbstractContextManager[object] | None = None,
+    after: Callable[[int], None] = lambda step: None,
+    progress: Callable[[int, int, float], None] = lambda done, total, loss: None,
+) -> LocalResult:
+    """``train_locally`` by any ``optimisation``, where ``forward`` gives the outputs for a batch's (inputs, targets).
+
+    learning_rate: for advice alone. layout: how the model lies in memory meanwhile. after: called with each step's
+    number when it has been taken. Raises what ``train_locally`` does.
+    """
     if len(task.train) == 0:
         raise ValueError("the task's training data has no batches; give it at least one sample")
     device = device_of(model)
@@ -93,21 +164,12 @@ def train_locally(
     seed_generators(device, seed)
     model.train()
     seen, loss_sum = 0, 0.0
-    recent: deque[Batch] = deque(maxlen=adjustment.batches if adjustment else 0)
-    optimisation = Optimisation(
-        freezing,
-        settings,
-        learning_rate=learning_rate,
-        proximal_weight=proximal_weight,
-        proximal_centre=_on(device, proximal_centre),
-    )
-    with optimisation, Layout(model, task) as layout:
+    with optimisation, layout or nullcontext():
         for step, (inputs, targets) in enumerate(islice(chain.from_iterable(repeat(task.train)), total), start=1):
             optimisation.forget_gradients()
             inputs, targets = inputs.to(device), targets.to(device)
-            inputs = layout(inputs, targets)
             with task.compute.precision():
-                loss = task.loss(model(inputs), targets)
+                loss = task.loss(forward(inputs, targets), targets)
             value = loss.item()
             if not math.isfinite(value):
                 raise TrainingDiverged(
@@ -115,9 +177,7 @@ def train_locally(
                 )
             loss.backward()  # type: ignore[no-untyped-call]
             optimisation.step()
-            recent.append((inputs, targets))
-            if adjustment is not None and step in adjustment.steps:
-                optimisation.change(partial(adjustment.decide, step, recent))
+            after(step)
             seen += len(targets)
             loss_sum += value * len(targets)
             progress(step, total, loss_sum / seen)
@@ -127,18 +187,20 @@ def train_locally(
     return LocalResult(num_examples, seen, total, loss_sum / seen)
 
 
-def evaluate(model: nn.Module, task: Task, batches: Batches) -> Evaluation:
+def evaluate(
+    model: nn.Module, task: Task, batches: Batches, forward: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> Evaluation:
     """Mean loss and, where the task is a classification, accuracy of ``model`` on ``batches``, in evaluation mode.
 
-    Leaves every module in the mode it was in. Raises TrainingDiverged when the loss is not finite, ValueError when
-    there is no sample.
+    forward: gives the outputs, where that is not calling the model. Leaves every module in the mode it was in. Raises
+    TrainingDiverged when the loss is not finite, ValueError when there is no sample.
     """
     device = device_of(model)
     seen, loss_sum, correct = 0, 0.0, 0
     with evaluating(model), Layout(model, task) as layout, torch.inference_mode(), task.compute.precision():
         for inputs, targets in batches:
             inputs, targets = inputs.to(device), targets.to(device)
-            outputs = model(layout(inputs, targets))
+            outputs = model(layout(inputs, targets)) if forward is None else forward(inputs)
             seen += len(targets)
             loss_sum += task.loss(outputs, targets).item() * len(targets)
             if task.classification:

@@ -67,7 +67,7 @@ class Optimisation:
     def _begin(self, changed: Mapping[str, torch.Tensor]) -> None:
         self._freezing.__enter__()
         self._parameters = self._freezing.parameters
-        self._optimizer = _optimizer(self._parameters, self._settings, self._learning_rate)
+        self._optimizer = optimizer_of(self._parameters, self._settings, self._learning_rate)
         self._pull: Pull | None = None
         if self._proximal_weight:
             # What was taken away is pulled nowhere, or it would come back to life where gradients are masked in place.
@@ -159,7 +159,8 @@ class _PlainSGD:
         torch._foreach_add_(moving, gradients, alpha=-self._learning_rate)
 
 
-def _optimizer(parameters: list[torch.Tensor], settings: FederationSettings, learning_rate: float) -> _Optimizer:
+def optimizer_of(parameters: list[torch.Tensor], settings: FederationSettings, learning_rate: float) -> _Optimizer:
+    """The optimiser that ``settings`` name, afresh."""
     if settings.optimizer == "adam":
         return torch.optim.Adam(parameters, lr=learning_rate, weight_decay=settings.weight_decay)
     if settings.optimizer == "adamw":

@@ -14,6 +14,7 @@ from edge_sdk.exporting import export_personal
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
+from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.session import Outcome
 
 DIGITS = load_builtin("digits").manifest
@@ -64,14 +65,16 @@ def test_what_is_private_is_personal_in_the_manifest(house, method):
     ],
 )
 def test_a_network_of_linear_layers_alone(method, names, private):
-    assert load_method(method).private(linear(*names)) == private
+    manifest = load_method(method).manifest(linear(*names), FederationSettings())
+    assert {spec.name for spec in manifest.tensors if spec.policy == "personal"} == private
 
 
 @pytest.mark.parametrize("method", list(SHARED))
 @pytest.mark.parametrize("names", ["", "a"])
 def test_a_model_that_cannot_be_cut_is_refused(method, names):
     with pytest.raises(BadContent, match="cannot be cut into a body and a head: it needs a linear layer, and another"):
-        load_method(method).private(linear(*names) if names else linear("a").model_copy(update={"layers": ()}))
+        model = linear(*names) if names else linear("a").model_copy(update={"layers": ()})
+        load_method(method).manifest(model, FederationSettings())
 
 
 def values_on_the_wire(session, manifest):

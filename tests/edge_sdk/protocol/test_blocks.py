@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -99,6 +97,11 @@ def test_budgets(shapes, values, length, forced, largest, capacities):
         table.capacity(0.1)
 
 
+def chosen_of(sizes, values, capacity):
+    """The places of the items that are taken, of one problem."""
+    return np.flatnonzero(knapsack(np.array(sizes), np.array(values)[None], capacity)[0]).tolist()
+
+
 @pytest.mark.parametrize(
     ("sizes", "importances", "capacity", "items"),
     [
@@ -111,7 +114,7 @@ def test_budgets(shapes, values, length, forced, largest, capacities):
 )
 def test_knapsack(sizes, importances, capacity, items):
     values = np.array(importances) - 1e-9 * np.arange(len(sizes))
-    assert knapsack(np.array(sizes), values, capacity).tolist() == items
+    assert chosen_of(sizes, values, capacity) == items
 
 
 def test_from_tensors_to_selected_blocks():
@@ -133,25 +136,52 @@ def test_a_whole_budget_keeps_every_block():
     assert BlockTable.of(CIFAR10).select(np.zeros(50), 1.0).all()
 
 
-items = st.lists(st.tuples(st.integers(1, 20), st.floats(0.01, 1)), min_size=1, max_size=10)
+@pytest.mark.parametrize("seed", range(10))
+def test_the_knapsack_is_as_good_as_trying_everything(seed):
+    draw = np.random.default_rng(seed)
+    for _ in range(100):
+        items, largest = draw.integers(1, 17), draw.choice([3, 20])  # many of one size, or few
+        sizes = draw.integers(0, largest, items)
+        values = draw.random((draw.integers(1, 4), items)).round(draw.integers(1, 9))
+        capacity = int(draw.integers(0, sizes.sum() + 1))
+        choices = np.arange(2**items)[:, None] >> np.arange(items) & 1
+        fitting = choices[choices @ sizes <= capacity]
+        chosen = knapsack(sizes, values, capacity)
+        assert (chosen @ sizes <= capacity).all()
+        assert (chosen * values).sum(axis=1) == pytest.approx((values @ fitting.T).max(axis=1))
 
 
-@given(items, st.integers(0, 80))
-def test_the_knapsack_is_as_good_as_trying_everything(items, capacity):
-    sizes, values = (np.array(column) for column in zip(*items, strict=True))
-    choices = [np.array(choice, dtype=bool) for choice in itertools.product([0, 1], repeat=len(sizes))]
-    best = max(values[choice].sum() for choice in choices if sizes[choice].sum() <= capacity)
-    chosen = knapsack(sizes, values, capacity)
-    assert sizes[chosen].sum() <= capacity
-    assert values[chosen].sum() == pytest.approx(best)
+def test_many_problems_are_solved_like_each_alone():
+    table = BlockTable.of(CIFAR10)
+    importances = np.random.default_rng(0).random((3, 7, 50))
+    together = table.select(importances, 0.5)
+    assert together.shape == importances.shape
+    for one, choice in zip(importances.reshape(-1, 50), together.reshape(-1, 50), strict=True):
+        assert (table.select(one, 0.5) == choice).all()
+    assert (together @ table.sizes <= table.sizes.sum() // 2).all()
+
+
+def test_costs_and_what_may_be_chosen():
+    table = BlockTable({"conv": (1, 1, 1), "linear": (10, 10, 10)})
+    costs = np.array([10, 10, 10, 1, 1, 1])
+    importances = np.array([0.5, 0.9, 0.8, 0.5, 0.7, 0.6])
+    assert np.flatnonzero(table.select(importances, 0.7, costs)).tolist() == [0, 1, 3, 4, 5]
+    assert np.flatnonzero(table.select(importances, 0.7)).tolist() == [0, 1, 2, 3, 4]
+    among = np.array([False, False, True, False, False, True])
+    assert np.flatnonzero(table.select(importances, 0.7, costs, among)).tolist() == [0, 2, 3, 5]
+    assert table.smallest_share(costs) == pytest.approx(1 / 3)
+    with pytest.raises(ValueError, match=r"cost 11 of 33, more than a budget of 0.3: the smallest is 0.334; raise"):
+        table.capacity(0.3, costs)
 
 
 def test_too_many_partial_choices_are_chosen_greedily(monkeypatch):
     monkeypatch.setattr(blocks, "LARGEST_FRONT", 2)
-    chosen = knapsack(np.array([6, 3, 3, 1]), np.array([0.9, 0.6, 0.5, 0.1]), 7)
-    assert chosen.tolist() == [1, 2, 3]
+    assert chosen_of([6, 3, 3, 1], [0.9, 0.6, 0.5, 0.1], 7) == [1, 2, 3]
     # One large item beats the dense small one.
-    assert knapsack(np.array([1, 10, 9, 8]), np.array([0.2, 1.0, 0.5, 0.4]), 10).tolist() == [1]
+    assert chosen_of([1, 10, 9, 8], [0.2, 1.0, 0.5, 0.4], 10) == [1]
+    # Of several problems that are too much at once, one may still be solved exactly.
+    two = knapsack(np.array([5, 5, 6]), np.array([[0.5, 0.5, 0.66], [0.1, 0.1, 0.9]]), 10)
+    assert [np.flatnonzero(row).tolist() for row in two] == [[0, 1], [2]]
 
 
 def test_forty_blocks_take_few_partial_choices():

@@ -1,0 +1,217 @@
+"""pFedGate, the device half: a private gating layer picks and scales blocks of the shared model, batch by batch.
+
+Chen, Yao, Gao, Ding, Li, "Efficient Personalized Federated Learning via Sparse Model-Adaptation", ICML 2023,
+arXiv:2305.02776. In each batch of a round (its Algorithm 1)
+
+    (G, M) = gate(x);   I = knapsack(G) within the budget;   θ' = θ ⊛ M·I;   one step of gate and θ on f(θ'; x, y)
+
+and what goes up is θ of the blocks that any batch has used. Gate, scales, importances and θ as trained here stay. What
+is kept: the personal model is θ under the device's mean gates, a plain model that export and prediction without a gate
+take; beside it θ as trained, the gate, and what was received of the blocks touched, from which the global model can be
+rebuilt, so that only what changed need come down.
+
+A device is judged as it would be used: on the newest θ, every sample with gates of its own. Beside that stand the
+batch's gates, as in the paper; the same on θ as trained here, before it is averaged, which is what the paper reports;
+and the mean gates.
+
+Where paper and released code differ (the method card has the reasons): gates of dropped blocks learn, too; importances
+are not clipped; momentum begins anew each round, and moves touched blocks alone; a batch of one sample, which the code
+skips, goes by the gate's running statistics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, conclude
+from edge_sdk.protocol.blocks import BlockMask, Costs
+from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.flops import block_flops
+from edge_sdk.protocol.manifest import Tensors
+from edge_sdk.protocol.masks import merge_in_place, pack, unpack
+from edge_sdk.training.gated import PROBE, Budget, Gated, GatedOptimisation, adapted, gate_tensors, load_gate
+from edge_sdk.training.gating import GatingLayer, fitting_pool
+from edge_sdk.training.layer_seconds import block_nanoseconds
+from edge_sdk.training.local import LocalResult, derive_seed, evaluate, get_tensors, set_tensors, take_steps
+from edge_sdk.training.merging import is_whole, whole_model
+from edge_sdk.training.modes import evaluating
+
+ADAPT_EPOCHS = 5
+"""Most epochs in which a late device trains its gate; it stops before where the validation loss rises."""
+
+
+class BudgetTooSmall(ProtocolError):
+    """The blocks that are always on cost more than the device can afford; the work is handed back."""
+
+
+class PFedGate(DeviceMethod):
+    """A gate between rounds in ``own``, and θ as it was left and as it came."""
+
+    def train(self, job: Job) -> Trained:
+        """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed,
+        BudgetTooSmall."""
+        received, settings = _newest(job), job.assignment.settings
+        gated = _gated(job, received)
+        result = _steps(job, gated, model_rate=settings.learning_rate_of(job.assignment.round))
+        trained = get_tensors(job.model, job.manifest)
+        touched = BlockMask(gated.touched)
+        whole = job.received is not None and is_whole(job.manifest, job.received)
+        update = Update(pack(job.manifest, trained, touched), touched, base=None if whole else received)
+        counts = {
+            "values": int(gated.table.sizes.sum()),
+            "values_touched": int(gated.table.sizes[gated.touched].sum()),
+            "values_kept": gated.kept // result.samples,
+        }
+        concluded = conclude(
+            job, result, personal=_static(job, gated, trained), update=update, counts=counts, forward=gated.each
+        )
+        own = {
+            **_gate_state(job, gated),
+            "model": pack(job.manifest, trained, None),
+            "received": pack(job.manifest, received, touched),
+            "touched": gated.touched.astype(np.uint8),
+        }
+        state = replace(concluded.state, own=own, model=job.assignment.model_sha256)
+        return replace(concluded, state=state, flops=_flops(job, gated, result))
+
+    def evaluate(self, job: Job) -> Evaluated:
+        """The newest θ with the device's gate, in four ways; nothing where the device has no gate yet."""
+        if job.state.personal is None:
+            return Evaluated(None, None)
+        newest = _newest(job)
+        gated, held_out = _gated(job, newest), job.task.held_out
+        judge = partial(evaluate, job.model, job.task)
+        gated.gate.eval()
+        with evaluating(job.model):
+            static = gated.static(job.task.train)
+            fresh, batch = judge(held_out, gated.each), judge(held_out, gated)
+            validation = fresh if job.task.test is None else judge(job.task.validation, gated.each)
+            set_tensors(job.model, _trained(job))
+            others = {"batch": batch, "local": judge(held_out, gated.each), "local batch": judge(held_out, gated)}
+            set_tensors(job.model, adapted(newest, gated.table, static))
+            others["static"] = judge(held_out)
+        return Evaluated(fresh, None, validation, others)
+
+    def adapt(self, job: Job) -> DeviceState:
+        """A device that came too late trains a gate for the finished θ, which stays as it is (card, 4.10)."""
+        received = _newest(job)
+        gated = _gated(job, received)
+        best, kept = float("inf"), gate_tensors(gated.gate)
+        epochs = job.assignment.settings.finetune_epochs or ADAPT_EPOCHS
+        once = job.with_settings(local_epochs=1, local_steps=None)
+        for epoch in range(epochs):
+            _steps(once, gated, model_rate=None, purpose=f"adapt {epoch}")
+            loss = evaluate(job.model, job.task, job.task.validation, gated.each).loss
+            if loss > best:
+                break
+            best, kept = loss, gate_tensors(gated.gate)
+        load_gate(gated.gate, kept)
+        own = {
+            **_gate_state(job, gated),
+            "model": pack(job.manifest, received, None),
+            "received": np.zeros(0, np.float32),
+            "touched": np.zeros(len(gated.table.sizes), np.uint8),
+        }
+        return replace(job.state, personal=_static(job, gated, received), own=own, model=job.assignment.model_sha256)
+
+
+def _newest(job: Job) -> Tensors:
+    """The newest θ: what came, or what changed of it on top of what the device holds. Raises BundleError."""
+    if job.received is None or is_whole(job.manifest, job.received) or job.state.model is None:
+        return whole_model(job.manifest, job.received)
+    held = _trained(job)
+    touched = BlockMask(job.state.own["touched"].astype(bool))
+    merge_in_place(job.manifest, held, job.state.own["received"], touched)
+    merge_in_place(job.manifest, held, job.received.values, job.received.mask)
+    return held
+
+
+def _trained(job: Job) -> Tensors:
+    """θ as this device's last round left it, copied."""
+    values = unpack(job.manifest, job.state.own["model"], None)
+    return {spec.name: np.array(part).reshape(spec.shape) for spec, _, part in values}
+
+
+def _static(job: Job, gated: Gated, tensors: Tensors) -> Tensors:
+    """The model under the device's mean gates, with the buffers that never travel."""
+    gates = gated.static(job.task.train)
+    return {**get_tensors(job.model, job.manifest), **adapted(tensors, gated.table, gates)}
+
+
+def _gate_state(job: Job, gated: Gated) -> Tensors:
+    kept: Tensors = {f"gate:{name}": tensor for name, tensor in gate_tensors(gated.gate).items()}
+    if job.assignment.settings.method_settings["cost"] == "seconds" and gated.budget.costs is not None:
+        kept["nanoseconds"] = gated.budget.costs
+    return kept
+
+
+def _gated(job: Job, tensors: Tensors) -> Gated:
+    """The model, loaded with ``tensors``, under the device's gate and within its budget."""
+    rules, manifest = job.assignment.settings.method_settings, job.manifest
+    set_tensors(job.model, {**(job.state.personal or {}), **tensors})
+    table, paths = manifest.block_table, int(rules["gate_paths"])
+    length, shape = len(table.sizes), manifest.input_shape
+    gate = GatingLayer(
+        shape,
+        length,
+        seed=derive_seed(f"{job.federation}:{job.assignment.settings.seed}", "gate"),
+        paths=paths,
+        bias=float(rules["gate_bias"]),
+        pool=int(rules["gate_pool"]) or fitting_pool(shape, length, paths, manifest.trainable_values),
+        input_norm=bool(rules["gate_input_norm"]),
+        batch_norm=bool(rules["gate_batch_norm"]),
+        squashes=bool(rules["gate_sigmoid"]),
+        sees_input=bool(rules["gate_input"]),
+    )
+    stored = {name.removeprefix("gate:"): t for name, t in job.state.own.items() if name.startswith("gate:")}
+    load_gate(gate, stored)
+    budget = Budget(job.budget, _costs(job), float(rules["touched_limit"]))
+    probe = 1.0 if rules["gate_gradients"] == "exact" else PROBE
+    try:
+        return Gated(job.model, table, gate, budget, flops=block_flops(manifest), probe=probe)
+    except ValueError as error:
+        raise BudgetTooSmall(str(error)) from None
+
+
+def _costs(job: Job) -> Costs | None:
+    match job.assignment.settings.method_settings["cost"]:
+        case "parameters":
+            return None
+        case "flops":
+            return block_flops(job.manifest)
+    if "nanoseconds" in job.state.own:
+        return job.state.own["nanoseconds"].astype(np.int64)
+    inputs, _ = next(iter(job.task.train))
+    return block_nanoseconds(job.model, job.manifest, inputs)
+
+
+def _steps(job: Job, gated: Gated, *, model_rate: float | None, purpose: str = "train") -> LocalResult:
+    settings = job.assignment.settings
+    rate = float(settings.method_settings["gate_learning_rate"])
+    decay = settings.learning_rate_of(job.assignment.round) / settings.learning_rate
+    optimisation = GatedOptimisation(gated, settings, model_rate=model_rate, gate_rate=rate * decay)
+
+    def forward(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return gated(inputs)
+
+    return take_steps(
+        job.model,
+        job.task,
+        settings,
+        optimisation,
+        forward,
+        learning_rate=settings.learning_rate_of(job.assignment.round),
+        seed=job.seed(purpose),
+        progress=job.progress,
+    )
+
+
+def _flops(job: Job, gated: Gated, result: LocalResult) -> int:
+    """Of the blocks that were on the pass and both gradients; of the gate's linear layer, whose input needs none, one."""
+    seen = 0 if gated.gate.logits is not None else gated.gate.linear.in_features
+    gate = 4 * seen * len(gated.table.sizes) * int(job.assignment.settings.method_settings["gate_paths"])
+    return 3 * gated.worked + gate * result.samples

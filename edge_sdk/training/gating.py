@@ -1,0 +1,184 @@
+"""The gating layer: from a batch of inputs to a scale and an importance for every block (pFedGate, arXiv:2305.02776).
+
+    h = flatten(SN(x))                              switchable normalisation, arXiv:1806.10779
+    M = mean of sigmoid(BN(V_M h + c_M))            scales      (Eq. 4-5; the method card, 4.1 and 4.2)
+    G = mean of sigmoid(BN(V_G h + c_G))            importances
+
+The means are over the batch; ``each`` leaves them out, so that every sample has gates of its own. Logits of scales
+begin around ``bias``: with the authors' 0 every layer of the model would begin halved. Where the layer would outgrow
+the model that it serves, its input is pooled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from edge_sdk.training.local import seed_generators
+
+LARGEST_SHARE = 0.1
+"""Of the model's parameters: a gate that would have more pools its input (card, 4.1)."""
+
+_EPSILON = 1e-5
+_POOLING = {2: F.avg_pool1d, 3: F.avg_pool2d, 4: F.avg_pool3d}
+"""By the dimensions of an input, channels first."""
+
+
+class SwitchNorm(nn.Module):
+    """Switchable normalisation of [N, channels, positions], or where it is ``flat`` of [N, channels] (card, 4.2).
+
+    Mean and variance are blends of those over a sample's channel, over a sample, and over the batch; of flat inputs of
+    the last two. Variances are unbiased; running ones begin at 0, as the authors' do.
+    """
+
+    running_mean: torch.Tensor
+    running_var: torch.Tensor
+
+    def __init__(self, channels: int, *, flat: bool) -> None:
+        super().__init__()
+        self._flat = flat
+        self._momentum = 0.997 if flat else 0.9
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.mean_logits = nn.Parameter(torch.ones(2 if flat else 3))
+        self.var_logits = nn.Parameter(torch.ones(2 if flat else 3))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.zeros(channels))
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factor and the summand, [N, C, 1] or [N, C], that normalise ``inputs``; moves running statistics in
+        training."""
+        spread = inputs.var(-1, keepdim=True)
+        mean = inputs.mean(-1, keepdim=True)
+        if self._flat:
+            means, variances = [mean], [spread]
+        else:
+            squares = spread + mean * mean
+            layer = mean.mean(1, keepdim=True)
+            means, variances = [mean, layer], [spread, squares.mean(1, keepdim=True) - layer * layer]
+        if not self.training:
+            shape = (1, -1) if self._flat else (1, -1, 1)
+            batch_mean, batch_var = self.running_mean.view(shape), self.running_var.view(shape)
+        else:
+            if self._flat:
+                batch_mean, batch_var = inputs.mean(0, keepdim=True), inputs.var(0, keepdim=True)
+            else:
+                batch_mean = mean.mean(0, keepdim=True)
+                batch_var = squares.mean(0, keepdim=True) - batch_mean * batch_mean
+            self._remember(batch_mean.flatten(), batch_var.flatten())
+        of_mean, of_var = self.mean_logits.softmax(0), self.var_logits.softmax(0)
+        blended = sum(share * part for share, part in zip(of_mean, [*means, batch_mean], strict=True))
+        variance = sum(share * part for share, part in zip(of_var, [*variances, batch_var], strict=True))
+        weight, bias = (part if self._flat else part.view(-1, 1) for part in (self.weight, self.bias))
+        factor = weight * torch.rsqrt(cast(torch.Tensor, variance) + _EPSILON)
+        return factor, bias - blended * factor
+
+    @torch.no_grad()
+    def _remember(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        self.running_mean.lerp_(mean, 1 - self._momentum)
+        self.running_var.lerp_(variance, 1 - self._momentum)
+
+
+class GatingLayer(nn.Module):
+    """Scales and importances of ``length`` blocks, from inputs of ``shape`` (the batch left out).
+
+    paths: 1 gives one vector for both, 2 a layer for each, begun as copies. pool: side of the squares (of the runs, of
+    one-dimensional signals) whose mean the gate sees; flat inputs are never pooled. The switches leave a part out, for
+    ablations; without ``sees_input`` the gate is a vector, the same for every batch. ``seed`` decides where it begins:
+    devices with the same one begin with the same gate.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        length: int,
+        *,
+        seed: int,
+        paths: int = 2,
+        bias: float = 3.0,
+        pool: int = 1,
+        input_norm: bool = True,
+        batch_norm: bool = True,
+        squashes: bool = True,
+        sees_input: bool = True,
+    ) -> None:
+        super().__init__()
+        self._length, self._paths, self._squashes = length, paths, squashes
+        self._pool = pool if len(shape) in _POOLING else 1
+        self._flat = len(shape) == 1 or math.prod(shape[1:]) < 2
+        self._pooling = _POOLING.get(len(shape), F.avg_pool1d)
+        start = torch.cat([torch.full((length,), bias), torch.zeros(length)])[: paths * length]
+        channels = math.prod(shape) if self._flat else shape[0]
+        normed = input_norm and sees_input and math.prod(shape) > 1
+        self.norm = SwitchNorm(channels, flat=self._flat) if normed else None
+        self.batch_norm = nn.BatchNorm1d(paths * length) if batch_norm and sees_input else None
+        self.logits: nn.Parameter | None = None
+        if not sees_input:
+            self.logits = nn.Parameter(start)
+            return
+        with torch.random.fork_rng(devices=[]):
+            seed_generators(torch.device("cpu"), seed)
+            path = nn.Linear(width(shape, self._pool), length)
+        self.linear = nn.Linear(path.in_features, paths * length)
+        shift = self.linear if self.batch_norm is None else self.batch_norm
+        with torch.no_grad():
+            self.linear.weight.copy_(path.weight.repeat(paths, 1))
+            self.linear.bias.copy_(path.bias.repeat(paths))
+            shift.bias.add_(start)
+
+    def each(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Importances and scales of every sample alone, [N, L] both."""
+        if self.logits is not None:
+            gates = self.logits.expand(len(inputs), -1)
+        else:
+            gates = self.linear(self._normalised(inputs.to(self.linear.weight.dtype)))
+            if self.batch_norm is not None:
+                gates = self.batch_norm(gates)
+        if self._squashes:
+            gates = gates.sigmoid()
+        scales, importances = gates[:, : self._length], gates[:, -self._length :]
+        return importances, scales
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Importances and scales of the batch, [L] both."""
+        importances, scales = self.each(inputs)
+        return importances.mean(0), scales.mean(0)
+
+    def _normalised(self, inputs: torch.Tensor) -> torch.Tensor:
+        """SN(x), pooled and flat. The norm is linear in each channel: pooling first leaves less to normalise."""
+        channels = inputs.flatten(1) if self._flat else inputs.flatten(2)
+        pooled = channels
+        if self._pool > 1:
+            pooled = self._pooling(inputs, self._pool, ceil_mode=True).flatten(2)
+        if self.norm is not None:
+            factor, summand = self.norm(channels)
+            pooled = torch.addcmul(summand, pooled, factor)
+        return pooled.flatten(1)
+
+
+def width(shape: Sequence[int], pool: int) -> int:
+    """How many numbers the gate's linear layer sees of an input of ``shape``, d_X."""
+    return math.prod([shape[0], *(math.ceil(side / pool) for side in shape[1:])]) if len(shape) > 1 else shape[0]
+
+
+def fitting_pool(shape: Sequence[int], length: int, paths: int, parameters: int) -> int:
+    """The smallest pool with which a gate has no more than LARGEST_SHARE of the model's ``parameters``, or the largest.
+
+    Flat inputs, and those of more than three dimensions beside their channels, are never pooled.
+    """
+    if len(shape) not in _POOLING:
+        return 1
+    for pool in range(1, max(shape[1:]) + 1):
+        if size(width(shape, pool), length, paths) <= LARGEST_SHARE * parameters:
+            return pool
+    return max(shape[1:])
+
+
+def size(seen: int, length: int, paths: int) -> int:
+    """Parameters of a gate that sees ``seen`` numbers, its input's normalisation left out: P(d_X L + 3L)."""
+    return paths * (seen * length + 3 * length)

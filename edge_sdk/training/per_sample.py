@@ -1,0 +1,76 @@
+"""Gates of their own for every sample of a batch, in one forward pass.
+
+A block of whole output rows scales outputs: row r of W ⊛ M' gives M'_r times what row r of W gives. So linear layers,
+convolutions and batch norm run once on the whole weights, and what they give of each sample is scaled by that sample's
+gates. This computes blocks that are off, too: it is for judging many samples, not for saving work on one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from edge_sdk.protocol.blocks import BlockTable
+
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class ScaledRows:
+    """A model whose every parameter scales outputs by rows; call it with inputs [N, ...] and gates [N, L]."""
+
+    def __init__(self, model: nn.Module, rows: dict[str, torch.Tensor]) -> None:
+        self._model = model
+        self._rows = rows
+        self._layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _LAYERS)]
+
+    @classmethod
+    def of(cls, model: nn.Module, table: BlockTable) -> ScaledRows | None:
+        """The model so run; None where it has other layers with parameters, or blocks that cut rows."""
+        rows: dict[str, torch.Tensor] = {}
+        for prefix, module in model.named_modules():
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                if not isinstance(module, _LAYERS) or name not in table.tensors:
+                    return None
+                sizes, row = np.array(table.tensors[name]), parameter[0].numel()
+                if (sizes % row).any():
+                    return None
+                place = table.places[name]
+                rows[name] = torch.from_numpy(np.repeat(np.arange(place.start, place.stop), sizes // row))
+        return cls(model, rows)
+
+    def __call__(self, inputs: torch.Tensor, gates: torch.Tensor) -> torch.Tensor | None:
+        """The outputs; None where some layer's are not one for each sample."""
+        fits = True
+
+        def scale(name: str, module: Any, outputs: torch.Tensor) -> torch.Tensor:
+            nonlocal fits
+            if len(outputs) != len(gates):
+                fits = False
+                return outputs
+            axis = -1 if isinstance(module, nn.Linear) else 1
+            shape = [len(gates), *(1,) * (outputs.dim() - 1)]
+            shape[axis] = outputs.shape[axis]
+            wide = [1] * outputs.dim()
+            wide[axis] = -1
+            prefix = f"{name}." if name else ""
+            if module.bias is not None:
+                outputs = outputs - module.bias.view(wide)
+            if module.weight is not None:
+                outputs = outputs * gates[:, self._rows[f"{prefix}weight"]].view(shape)
+            if module.bias is not None:
+                outputs = outputs + gates[:, self._rows[f"{prefix}bias"]].view(shape) * module.bias.view(wide)
+            return outputs
+
+        handles = [
+            module.register_forward_hook(lambda module, _, outputs, name=name: scale(name, module, outputs))
+            for name, module in self._layers
+        ]
+        try:
+            outputs: torch.Tensor = self._model(inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return outputs if fits else None
