@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from coordinator.aggregation import ElementSums, Sum
+from coordinator.aggregation import ElementSums, Sum, quotient
 from coordinator.errors import BadContent
 from coordinator.methods import CoordinatorMethod, GlobalModel, Situation, Work
 from edge_sdk.protocol.elements import ElementMask
@@ -209,7 +209,7 @@ class DMPFL(CoordinatorMethod):
         for spec, numerator, weights in sums.totals():
             maskable = spec.name in model.mask.exists
             old = (model.own if maskable else model.tensors)[spec.name].reshape(-1)
-            mean = np.divide(numerator, weights, out=old.astype(np.float64), where=weights > 0).astype(np.float32)
+            mean = quotient(numerator, weights, old)
             if not maskable:
                 tensors[spec.name] = mean.reshape(spec.shape)
                 continue
