@@ -110,6 +110,7 @@ class DMPFL(CoordinatorMethod):
 
     settings_type: type[BaseModel] = DMPFLSettings
     personal_models = True
+    for_everyone = True
 
     def rules(self, settings: FederationSettings) -> DMPFLSettings:
         """The method's settings."""
