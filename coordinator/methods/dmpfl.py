@@ -146,8 +146,7 @@ class DMPFL(CoordinatorMethod):
 
     @staticmethod
     def _model(dense: Tensors, mask: ElementMask, tensors: Tensors, notes: dict[str, int] | None = None) -> GlobalModel:
-        masked = {name: np.where(exists, dense[name], np.float32(0)) for name, exists in mask.exists.items()}
-        return GlobalModel({**tensors, **masked}, mask, dense, notes or {})
+        return GlobalModel({**tensors, **mask.apply(dense)}, mask, dense, notes or {})
 
     def work(self, situation: Situation) -> Work:
         """What the round's stage asks."""
@@ -211,7 +210,7 @@ class DMPFL(CoordinatorMethod):
                 kept = _shared(mean, sums.votes[spec.name], sums.updates, counts[spec.name], rules)
                 exists[spec.name] = kept.reshape(spec.shape)
         mask = ElementMask({name: exists[name] for name in model.mask.exists}) if exists else model.mask
-        new = sum(int(np.count_nonzero(mask.exists[name] & ~model.mask.exists[name])) for name in mask.exists)
+        new = mask.without(model.mask).count
         return self._model(dense, mask, tensors, {"positions_replaced": new, "shared": mask.count})
 
 

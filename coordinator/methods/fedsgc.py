@@ -85,8 +85,7 @@ class FedSGC(CoordinatorMethod):
         seed = situation.settings.seed
         at_random = rules.initial_mask == "random"
         mask = random_mask(manifest, counts, seed) if at_random else magnitude_mask(tensors, manifest, counts)
-        masked = {name: np.where(exists, tensors[name], np.float32(0)) for name, exists in mask.exists.items()}
-        return GlobalModel({**tensors, **masked}, mask, {"replaced": np.zeros(1, dtype=np.int64)})
+        return GlobalModel({**tensors, **mask.apply(tensors)}, mask, {"replaced": np.zeros(1, dtype=np.int64)})
 
     def work(self, situation: Situation) -> Work:
         """Whether this round replaces weights, and the epochs that a device is expected to train in all, T_c."""
@@ -150,7 +149,7 @@ class FedSGC(CoordinatorMethod):
                 directions = np.where(directions == 0, model.own[_key(spec.name)], directions).astype(np.int8)
             own[_key(spec.name)] = directions
         mask = ElementMask({name: exists[name] for name in model.mask.exists})
-        replaced = sum(int(np.count_nonzero(mask.exists[name] & ~model.mask.exists[name])) for name in mask.exists)
+        replaced = mask.without(model.mask).count
         own["replaced"] = model.own["replaced"] + replaced
         return GlobalModel(tensors, mask, own, {"positions_replaced": replaced, "union": union})
 
