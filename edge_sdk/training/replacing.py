@@ -20,7 +20,7 @@ from edge_sdk.tasks import Task
 from edge_sdk.training.elements import flags_of
 from edge_sdk.training.gradients import Batch, visit_gradients
 from edge_sdk.training.local import TrainingDiverged
-from edge_sdk.training.optimizer import Change
+from edge_sdk.training.optimisation import Change
 
 Flat = NDArray[np.float32]
 Rule = Callable[[int, str, Flat, Flat, Flags], tuple[Pruned, Grown]]

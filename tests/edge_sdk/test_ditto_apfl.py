@@ -21,7 +21,7 @@ from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tracing import describe
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import TrainingDiverged, get_tensors, train_locally
-from edge_sdk.training.optimizer import Optimisation
+from edge_sdk.training.optimisation import Optimisation
 
 
 @pytest.fixture(autouse=True)

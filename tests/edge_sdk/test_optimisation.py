@@ -19,7 +19,7 @@ from edge_sdk.training.active import ActiveBlock
 from edge_sdk.training.elements import Elements, SparseRows, flags_of, run_of
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import train_locally
-from edge_sdk.training.optimizer import Change, Optimisation
+from edge_sdk.training.optimisation import Change, Optimisation
 
 
 class Net(nn.Module):
