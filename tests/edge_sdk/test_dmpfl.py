@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -31,6 +30,10 @@ from edge_sdk.training.adaptive import entropy
 from edge_sdk.training.dual import Dual
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors
 
+from .networks import convolutions, perceptron
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 OWN = {
     "density": 0.4,
     "layer_sparsity": "uniform",
@@ -38,35 +41,6 @@ OWN = {
     "adjust_at": "penultimate",
     "similarity": "logits",
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def perceptron(*widths):
-    layers = []
-    for inputs, outputs in pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1]), (widths[0],)
-
-
-def convolutions(channels, kernel, hidden):
-    size = 7 - kernel
-    return nn.Sequential(
-        nn.Conv2d(2, channels, kernel, bias=False),
-        nn.BatchNorm2d(channels),
-        nn.ReLU(),
-        nn.Conv2d(channels, 3, 1),
-        nn.Flatten(),
-        nn.Linear(3 * size * size, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, 4),
-    ), (2, 6, 6)
 
 
 MLP = lambda: perceptron(12, 20, 16, 4)  # noqa: E731

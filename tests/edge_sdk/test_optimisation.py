@@ -21,6 +21,8 @@ from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import train_locally
 from edge_sdk.training.optimisation import Change, Optimisation
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Net(nn.Module):
     """A convolution (run in channels last) and a linear layer large enough for every way to run sparse weights."""
@@ -62,15 +64,6 @@ SETTINGS = {
     "adamw": {"optimizer": "adamw"},
 }
 MASKED = ("conv.weight", "fc.weight")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Many threads on a busy machine wait for each other, and there is little to share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def made(pattern, seed=0):
