@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.elements import ElementMask, Points
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors, TensorSpec
-from edge_sdk.protocol.masks import Mask, NeuronMask, blocks, count_values, neuron_block, neuron_view, same_mask, unpack
+from edge_sdk.protocol.masks import Block, Mask, count_values, neuron_view, same_mask, unpack
 
 Sum = NDArray[np.float64]
 
@@ -52,14 +52,11 @@ class MaskedSums:
         self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
     ) -> None:
         """Add one update, whose mask is not of elements."""
-        assert mask is None or isinstance(mask, NeuronMask)
         weight = float(num_examples)
-        start = 0
-        for spec in self._manifest.shared:
-            block = neuron_block(self._manifest, spec, mask)
-            block.add(self._numerators[spec.name], values[start : start + block.size], scale=weight)
+        for spec, block, part in unpack(self._manifest, values, mask):
+            assert isinstance(block, Block)
+            block.add(self._numerators[spec.name], part, scale=weight)
             block.pairs().add(self._weights[spec.name], weight)
-            start += block.size
         self.updates += 1
 
     def mean(self, previous: Tensors) -> Tensors:
@@ -68,9 +65,8 @@ class MaskedSums:
         for spec in self._manifest.shared:
             numerator, weights = self._numerators[spec.name], self._weights[spec.name]
             spread = weights.reshape(weights.shape + (1,) * (numerator.ndim - weights.ndim))
-            quotient = (numerator / np.where(spread > 0, spread, 1.0)).astype(np.float32)
             old = previous[spec.name].reshape(numerator.shape)
-            result[spec.name] = np.where(spread > 0, quotient, old).reshape(spec.shape)
+            result[spec.name] = quotient(numerator, spread, old).reshape(spec.shape)
         return result
 
 
@@ -86,8 +82,7 @@ class ElementSums:
         self._mask = mask
         self._packed = np.zeros(count_values(manifest, mask), dtype=np.float64)
         self._weight = 0.0
-        self._numerators: dict[str, Sum] = {}
-        self._weights: dict[str, Sum] = {}
+        self._apart: dict[str, Sum] = {}  # numerators and weights, [2, size]
         self.updates = 0
         self.num_examples = 0
 
@@ -108,36 +103,37 @@ class ElementSums:
         shared = {spec.name: part for spec, _, part in unpack(self._manifest, self._packed, self._mask)}
         for spec, block, part in unpack(self._manifest, values, mask):
             if isinstance(block, Points):
-                for sums in (self._numerators, self._weights):
-                    if spec.name not in sums:
-                        sums[spec.name] = np.zeros(spec.size, dtype=np.float64)
-                block.add(self._numerators[spec.name], part, scale=weight)
-                block.add(self._weights[spec.name], weight)
+                if spec.name not in self._apart:
+                    self._apart[spec.name] = np.zeros((2, spec.size))
+                numerator, weights = self._apart[spec.name]
+                block.add(numerator, part, scale=weight)
+                block.add(weights, weight)
             else:
                 np.add(shared[spec.name], np.multiply(part, weight, dtype=np.float64), out=shared[spec.name])
 
     def totals(self) -> Iterator[tuple[TensorSpec, Sum, Sum]]:
         """Each shared tensor with its numerators and weights, float64 [size]: 0 and 0 where nobody sent a value."""
-        start = 0
-        for spec, block in blocks(self._manifest, self._mask):
-            part = self._packed[start : start + block.size]
-            start += block.size
+        for spec, block, part in unpack(self._manifest, self._packed, self._mask):
             if isinstance(block, Points):
-                numerator = self._numerators.get(spec.name, np.zeros(spec.size)).copy()
-                weights = self._weights.get(spec.name, np.zeros(spec.size)).copy()
+                apart = self._apart.get(spec.name)
+                numerator, weights = np.zeros((2, spec.size)) if apart is None else apart.copy()
                 block.add(numerator, part)
                 block.add(weights, self._weight)
                 yield spec, numerator, weights
             else:
-                yield spec, part.copy(), np.full(spec.size, float(self.num_examples))
+                yield spec, part.astype(np.float64).reshape(-1), np.full(spec.size, float(self.num_examples))
 
     def mean(self, previous: Tensors) -> Tensors:
         """The next global values: name -> float32; what nobody sent is taken from ``previous``."""
         result: Tensors = {}
         for spec, numerator, weights in self.totals():
-            quotient = (numerator / np.where(weights > 0, weights, 1.0)).astype(np.float32)
-            result[spec.name] = np.where(weights > 0, quotient, previous[spec.name].reshape(-1)).reshape(spec.shape)
+            result[spec.name] = quotient(numerator, weights, previous[spec.name].reshape(-1)).reshape(spec.shape)
         return result
+
+
+def quotient(numerator: Sum, weights: Sum, old: Array) -> NDArray[np.float32]:
+    """``numerator / weights`` where there is weight, else ``old``, float32, which has the numerator's shape."""
+    return np.divide(numerator, weights, out=old.astype(np.float64), where=weights > 0).astype(np.float32)
 
 
 class OneUpdate:

@@ -142,6 +142,8 @@ class Rounds:
     def _late_work(self, federation: Federation, device_id: str) -> Assignment | None:
         """The work of the last round for everyone, for a device that has not done it and was not drawn since."""
         method = load_method(federation.method)
+        if not method.for_everyone:  # asked at every poll: what follows validates the settings
+            return None
         situation = Situation(self._models.manifest(federation), settings_of(federation), federation.round)
         number = method.last_for_everyone(situation)
         if number is None:

@@ -95,6 +95,9 @@ class CoordinatorMethod(Protocol):
     prepares: bool = False
     """Whether one device ``prepare``s the model before the first round: round 0, repeated until an update comes."""
 
+    for_everyone: bool = False
+    """Whether it has rounds for everyone, whose work late devices are still given (``last_for_everyone``)."""
+
     def smallest_budget(self, settings: FederationSettings) -> float:
         """The budget below which a device is not drawn; 0 draws everybody."""
         return 0.0

@@ -25,14 +25,15 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from coordinator.aggregation import ElementSums, Sum
+from coordinator.aggregation import ElementSums, Sum, quotient
 from coordinator.errors import BadContent
 from coordinator.methods import CoordinatorMethod, GlobalModel, Situation, Work
+from coordinator.methods.sparse import check_counts, weights_per_layer
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask
 from edge_sdk.protocol.messages import FederationSettings, Kind
-from edge_sdk.protocol.sparsity import LayerSparsity, layer_counts, magnitude_mask, trim
+from edge_sdk.protocol.sparsity import LayerSparsity, magnitude_mask, trim
 
 
 class DMPFLSettings(BaseModel):
@@ -110,6 +111,7 @@ class DMPFL(CoordinatorMethod):
 
     settings_type: type[BaseModel] = DMPFLSettings
     personal_models = True
+    for_everyone = True
 
     def rules(self, settings: FederationSettings) -> DMPFLSettings:
         """The method's settings."""
@@ -128,31 +130,23 @@ class DMPFL(CoordinatorMethod):
 
     def start(self, tensors: Tensors, situation: Situation) -> GlobalModel:
         """m_g: the K_l largest |w_g|."""
-        settings, manifest = situation.settings, situation.manifest
+        settings, counts = situation.settings, self._counts(situation)
         rules = self.rules(settings)
-        if settings.local_steps is not None:
-            raise BadContent("local_steps: stages go by epochs; give local_epochs instead")
-        if not manifest.maskable:
-            raise BadContent("the model has no linear layer or convolution whose weights are shared: nothing is sparse")
         if rules.iterations and settings.rounds < 4 * rules.iterations:
             raise BadContent(
                 f"rounds: {settings.rounds} are too few for {rules.iterations} iterations of three stages; give at "
                 f"least {4 * rules.iterations}"
             )
-        try:
-            mask = magnitude_mask(tensors, manifest, self._counts(situation))
-        except ValueError as error:
-            raise BadContent(f"method_settings: {error}") from None
+        mask = magnitude_mask(tensors, situation.manifest, counts)
         return self._model({name: tensors[name] for name in mask.exists}, mask, tensors)
 
     def _counts(self, situation: Situation) -> dict[str, int]:
         rules = self.rules(situation.settings)
-        return layer_counts(situation.manifest, rules.density, rules.layer_sparsity)
+        return weights_per_layer(situation, rules.density, rules.layer_sparsity)
 
     @staticmethod
     def _model(dense: Tensors, mask: ElementMask, tensors: Tensors, notes: dict[str, int] | None = None) -> GlobalModel:
-        masked = {name: np.where(exists, dense[name], np.float32(0)) for name, exists in mask.exists.items()}
-        return GlobalModel({**tensors, **masked}, mask, dense, notes or {})
+        return GlobalModel({**tensors, **mask.apply(dense)}, mask, dense, notes or {})
 
     def work(self, situation: Situation) -> Work:
         """What the round's stage asks."""
@@ -189,9 +183,7 @@ class DMPFL(CoordinatorMethod):
         """In the stage ``masks``, any mask that has K_l weights in each layer."""
         if situation.plan.get("stage") != "masks":
             super().check_mask(model, mask, situation)
-        for name, count in self._counts(situation).items():
-            if mask.counts[name] != count:
-                raise BadContent(f"mask: {name} has {mask.counts[name]} weights, it must have {count}; grow what goes")
+        check_counts(mask, self._counts(situation))
 
     def sums(self, model: GlobalModel, situation: Situation) -> ElementSums:
         """Weighted sums, and votes where masks differ."""
@@ -209,7 +201,7 @@ class DMPFL(CoordinatorMethod):
         for spec, numerator, weights in sums.totals():
             maskable = spec.name in model.mask.exists
             old = (model.own if maskable else model.tensors)[spec.name].reshape(-1)
-            mean = np.divide(numerator, weights, out=old.astype(np.float64), where=weights > 0).astype(np.float32)
+            mean = quotient(numerator, weights, old)
             if not maskable:
                 tensors[spec.name] = mean.reshape(spec.shape)
                 continue
@@ -218,7 +210,7 @@ class DMPFL(CoordinatorMethod):
                 kept = _shared(mean, sums.votes[spec.name], sums.updates, counts[spec.name], rules)
                 exists[spec.name] = kept.reshape(spec.shape)
         mask = ElementMask({name: exists[name] for name in model.mask.exists}) if exists else model.mask
-        new = sum(int(np.count_nonzero(mask.exists[name] & ~model.mask.exists[name])) for name in mask.exists)
+        new = mask.without(model.mask).count
         return self._model(dense, mask, tensors, {"positions_replaced": new, "shared": mask.count})
 
 

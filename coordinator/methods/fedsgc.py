@@ -30,14 +30,13 @@ import numpy as np
 from pydantic import BaseModel, Field, model_validator
 
 from coordinator.aggregation import ElementSums
-from coordinator.errors import BadContent
 from coordinator.methods import CoordinatorMethod, GlobalModel, Situation, Work
-from coordinator.methods.sparse import SparseTrainingSettings
+from coordinator.methods.sparse import SparseTrainingSettings, check_counts, weights_per_layer
 from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.messages import FederationSettings
-from edge_sdk.protocol.sparsity import layer_counts, magnitude_mask, random_mask, trim
+from edge_sdk.protocol.sparsity import magnitude_mask, random_mask, trim
 
 PAPER = {"rest": "all", "direction_memory": False, "adjust_interval": 20, "device_interval": 20}
 """As printed (for MNIST), where the defaults are not: they were chosen on validation data (docs/results/fedsgc.md)."""
@@ -82,19 +81,11 @@ class FedSGC(CoordinatorMethod):
     def start(self, tensors: Tensors, situation: Situation) -> GlobalModel:
         """θ_1 = weights · m_1; no directions yet."""
         rules, manifest = self.rules(situation.settings), situation.manifest
-        if situation.settings.local_steps is not None:
-            raise BadContent("local_steps: replacing weights goes by epochs; give local_epochs instead")
-        if not manifest.maskable:
-            raise BadContent("the model has no linear layer or convolution whose weights are shared: nothing is sparse")
-        try:
-            counts = layer_counts(manifest, rules.density, rules.layer_sparsity)
-        except ValueError as error:
-            raise BadContent(f"method_settings: {error}") from None
+        counts = weights_per_layer(situation, rules.density, rules.layer_sparsity)
         seed = situation.settings.seed
         at_random = rules.initial_mask == "random"
         mask = random_mask(manifest, counts, seed) if at_random else magnitude_mask(tensors, manifest, counts)
-        masked = {name: np.where(exists, tensors[name], np.float32(0)) for name, exists in mask.exists.items()}
-        return GlobalModel({**tensors, **masked}, mask, {"replaced": np.zeros(1, dtype=np.int64)})
+        return GlobalModel({**tensors, **mask.apply(tensors)}, mask, {"replaced": np.zeros(1, dtype=np.int64)})
 
     def work(self, situation: Situation) -> Work:
         """Whether this round replaces weights, and the epochs that a device is expected to train in all, T_c."""
@@ -121,11 +112,7 @@ class FedSGC(CoordinatorMethod):
         if not situation.plan:
             super().check_mask(model, mask, situation)
         assert model.mask is not None
-        for name, count in model.mask.counts.items():
-            if mask.counts[name] != count:
-                raise BadContent(
-                    f"mask: {name} has {mask.counts[name]} weights, it must have {count}; grow what it drops"
-                )
+        check_counts(mask, model.mask.counts)
 
     def sums(self, model: GlobalModel, situation: Situation) -> ElementSums:
         """Σ n_c θ_c m_c and Σ n_c m_c."""
@@ -162,7 +149,7 @@ class FedSGC(CoordinatorMethod):
                 directions = np.where(directions == 0, model.own[_key(spec.name)], directions).astype(np.int8)
             own[_key(spec.name)] = directions
         mask = ElementMask({name: exists[name] for name in model.mask.exists})
-        replaced = sum(int(np.count_nonzero(mask.exists[name] & ~model.mask.exists[name])) for name in mask.exists)
+        replaced = mask.without(model.mask).count
         own["replaced"] = model.own["replaced"] + replaced
         return GlobalModel(tensors, mask, own, {"positions_replaced": replaced, "union": union})
 

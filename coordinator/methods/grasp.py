@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from coordinator.aggregation import ElementSums, OneUpdate, Sums
 from coordinator.errors import BadContent
 from coordinator.methods import CoordinatorMethod, GlobalModel, Situation
+from coordinator.methods.sparse import check_maskable
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import merge_in_place
@@ -63,8 +64,7 @@ class Prepared(CoordinatorMethod):
 
     def start(self, tensors: Tensors, situation: Situation) -> GlobalModel:
         """The whole model: what exists of it is not known yet."""
-        if not situation.manifest.maskable:
-            raise BadContent("the model has no linear layer or convolution whose weights are shared: nothing is sparse")
+        check_maskable(situation.manifest)
         return GlobalModel(tensors)
 
     def check_mask(self, model: GlobalModel, mask: ElementMask, situation: Situation) -> None:

@@ -119,6 +119,5 @@ class PruneFL(Prepared):
             share=rules.share * 0.5 ** (situation.round / rules.half_life),
             fixed_cost=rules.fixed_cost,
         )
-        replaced = sum(int(np.count_nonzero(mask.exists[name] & ~averaged.mask.exists[name])) for name in mask.exists)
-        masked = {name: tensors[name] * exists for name, exists in mask.exists.items()}
-        return GlobalModel({**tensors, **masked}, mask, notes={"positions_replaced": replaced, "weights": mask.count})
+        notes = {"positions_replaced": mask.without(averaged.mask).count, "weights": mask.count}
+        return GlobalModel({**tensors, **mask.apply(tensors)}, mask, notes=notes)

@@ -1,4 +1,4 @@
-"""What methods that replace weights of a sparse model now and then (FedDST, FedSGC) take for settings."""
+"""What methods of one sparse model share: settings (FedDST, FedSGC), and what they refuse."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from edge_sdk.protocol.sparsity import LayerSparsity
+from coordinator.errors import BadContent
+from coordinator.methods import Situation
+from edge_sdk.protocol.elements import ElementMask
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.sparsity import LayerSparsity, layer_counts
 
 
 class SparseTrainingSettings(BaseModel):
@@ -33,3 +37,27 @@ class SparseTrainingSettings(BaseModel):
     proximal_weight: float = Field(
         default=0.0, ge=0, allow_inf_nan=False, description="Weight μ of FedProx's pull back to the model received"
     )
+
+
+def check_maskable(manifest: Manifest) -> None:
+    """Raise BadContent for a model of which nothing can be sparse."""
+    if not manifest.maskable:
+        raise BadContent("the model has no linear layer or convolution whose weights are shared: nothing is sparse")
+
+
+def weights_per_layer(situation: Situation, density: float, rule: LayerSparsity) -> dict[str, int]:
+    """K_l of every maskable tensor. Raises BadContent for a federation that cannot replace weights by epochs."""
+    if situation.settings.local_steps is not None:
+        raise BadContent("local_steps: replacing weights goes by epochs; give local_epochs instead")
+    check_maskable(situation.manifest)
+    try:
+        return layer_counts(situation.manifest, density, rule)
+    except ValueError as error:
+        raise BadContent(f"method_settings: {error}") from None
+
+
+def check_counts(mask: ElementMask, wanted: dict[str, int]) -> None:
+    """Raise BadContent unless the mask has K_l weights in each layer."""
+    for name, count in wanted.items():
+        if mask.counts[name] != count:
+            raise BadContent(f"mask: {name} has {mask.counts[name]} weights, it must have {count}; grow what it drops")

@@ -26,7 +26,6 @@ from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask
 from edge_sdk.protocol.messages import Assignment, Evaluation
 from edge_sdk.tasks import Task
 from edge_sdk.training.early_stopping import judge_round
-from edge_sdk.training.finetuning import fine_tune
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import Adjustment, LocalResult, derive_seed, get_tensors, set_tensors, train_locally
 from edge_sdk.training.merging import whole_model
@@ -199,6 +198,16 @@ def train_loaded(
     )
 
 
+def fine_tune(job: Job, freezing: Freezing, *, purpose: str = "adapt") -> LocalResult:
+    """Train ``job.model``, a global model loaded, for ``finetune_epochs``, or where that is 0 as long as in a round.
+
+    Raises what ``train_loaded`` does.
+    """
+    epochs = job.assignment.settings.finetune_epochs
+    longer = {"local_epochs": epochs, "local_steps": None} if epochs else {}
+    return train_loaded(job.with_settings(**longer), freezing, purpose=purpose)
+
+
 def conclude(
     job: Job,
     result: LocalResult,
@@ -252,17 +261,6 @@ def adapt_as_in_a_round(job: Job, mask: NeuronMask | None = None) -> DeviceState
 
     Raises BundleError for a payload that is missing or partial, TrainingDiverged.
     """
-    settings = job.assignment.settings
     set_tensors(job.model, whole_model(job.manifest, job.received))
-    fine_tune(
-        job.model,
-        job.manifest,
-        job.task,
-        settings,
-        epochs=settings.finetune_epochs or None,
-        learning_rate=settings.learning_rate_of(job.assignment.round),
-        seed=job.seed("adapt"),
-        mask=mask,
-        progress=job.progress,
-    )
+    fine_tune(job, Freezing(job.model, job.manifest, mask))
     return replace(job.state, personal=get_tensors(job.model, job.manifest))

@@ -17,12 +17,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, conclude, train_loaded
+from edge_sdk.methods import (
+    DeviceMethod,
+    DeviceState,
+    Evaluated,
+    Job,
+    Trained,
+    Update,
+    conclude,
+    fine_tune,
+    train_loaded,
+)
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.masks import pack
 from edge_sdk.training.elements import flags_of
-from edge_sdk.training.finetuning import fine_tune
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import evaluate, evaluate_held_out, get_tensors, set_tensors
 from edge_sdk.training.merging import whole_model
@@ -87,15 +96,4 @@ def sparse_mask(job: Job) -> ElementMask:
 
 def _fine_tune(job: Job) -> None:
     """Train the loaded global model for ``finetune_epochs``; the same copy whenever it is asked for in this round."""
-    settings = job.assignment.settings
-    fine_tune(
-        job.model,
-        job.manifest,
-        job.task,
-        settings,
-        epochs=settings.finetune_epochs,
-        learning_rate=settings.learning_rate_of(job.assignment.round),
-        seed=job.seed("finetune"),
-        elements=flags_of(existing(job)),
-        progress=job.progress,
-    )
+    fine_tune(job, Freezing(job.model, job.manifest, None, flags_of(existing(job))), purpose="finetune")

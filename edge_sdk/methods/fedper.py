@@ -12,10 +12,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, conclude, train_loaded
+from edge_sdk.methods import (
+    DeviceMethod,
+    DeviceState,
+    Evaluated,
+    Job,
+    Trained,
+    Update,
+    conclude,
+    fine_tune,
+    train_loaded,
+)
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import pack
-from edge_sdk.training.finetuning import fine_tune
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import LocalResult, evaluate_held_out, get_tensors, set_tensors
 from edge_sdk.training.merging import whole_model
@@ -44,19 +53,8 @@ class FedPer(DeviceMethod):
 
     def adapt(self, job: Job) -> DeviceState:
         """A device that came too late trains a part of its own for the shared one, which stays as it is."""
-        settings = job.assignment.settings
         set_tensors(job.model, joined(job))
-        fine_tune(
-            job.model,
-            job.manifest,
-            job.task,
-            settings,
-            epochs=settings.finetune_epochs or None,
-            learning_rate=settings.learning_rate_of(job.assignment.round),
-            seed=job.seed("adapt"),
-            trained=only(job.manifest, shared=False),
-            progress=job.progress,
-        )
+        fine_tune(job, Freezing(job.model, job.manifest, None, trained=only(job.manifest, shared=False)))
         return replace(job.state, personal=get_tensors(job.model, job.manifest))
 
 

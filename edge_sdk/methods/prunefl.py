@@ -47,6 +47,7 @@ from edge_sdk.training.local import (
     train_locally,
 )
 from edge_sdk.training.merging import whole_model
+from edge_sdk.training.replacing import array_of, multiply
 
 STEADY_CHANGE = 0.1
 """A choice is steady that changes the number of weights by less than this share."""
@@ -154,14 +155,13 @@ def _choose(job: Job, squares: dict[str, NDArray[np.float32]], mask: ElementMask
     parameters = {name: parameter for name, parameter in job.model.named_parameters() if name in squares}
     chosen = readjust(
         job.manifest,
-        {name: parameter.detach().cpu().contiguous().numpy() for name, parameter in parameters.items()},
+        {name: array_of(parameter) for name, parameter in parameters.items()},
         squares,
         mask,
         density=float(own["density"]),
         share=float(own["share"]),
         fixed_cost=float(own["fixed_cost"]),
     )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.mul_(torch.from_numpy(chosen.exists[name]).to(parameter.device))
+    for name, parameter in parameters.items():
+        multiply(parameter, chosen.exists[name])
     return chosen

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.protocol.manifest import Array, Manifest
+from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 
 Index = NDArray[np.intp]
 Flags = NDArray[np.bool_]
@@ -64,6 +64,15 @@ class ElementMask:
     def digest(self) -> str:
         """SHA-256 of the bits, by which both sides name the mask."""
         return hashlib.sha256(self.bits).hexdigest()
+
+    def without(self, other: ElementMask) -> ElementMask:
+        """What this mask has and ``other`` has not."""
+        return ElementMask({name: flags & ~other.exists[name] for name, flags in self.exists.items()})
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        """The maskable ones of ``tensors``, float32, with 0 where nothing exists."""
+        # a product would leave zeros of both signs
+        return {name: np.where(flags, tensors[name], np.float32(0)) for name, flags in self.exists.items()}
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class Dual:
     @classmethod
     def of(cls, manifest: Manifest, personal: Tensors, mask: ElementMask, received: Tensors, m_g: ElementMask) -> Dual:
         """From θ_c, and θ_g as received."""
-        rest = pack_weights(received, without(m_g, mask))
+        rest = pack_weights(received, m_g.without(mask))
         unmasked = {spec.name: np.array(received[spec.name]) for spec in manifest.shared if spec.name not in m_g.exists}
         return cls(personal, mask, m_g, rest, unmasked)
 
@@ -50,28 +50,17 @@ class Dual:
     @property
     def private(self) -> ElementMask:
         """What the personal model alone has."""
-        return without(self.mask, self.global_mask)
+        return self.mask.without(self.global_mask)
 
     def global_model(self) -> Tensors:
         """θ_g by name: its own weights, and the personal model's where both masks have them."""
         tensors: Tensors = {name: np.array(tensor) for name, tensor in self.personal.items()} | self.unmasked
-        rest, start = without(self.global_mask, self.mask), 0
-        for name, both in self.global_mask.exists.items():
-            tensors[name] = np.where(both, tensors[name], np.float32(0))
-            index = rest.index[name]
+        tensors |= self.global_mask.apply(tensors)
+        start = 0
+        for name, index in self.global_mask.without(self.mask).index.items():
             tensors[name].reshape(-1)[index] = self.rest[start : start + len(index)]
             start += len(index)
         return tensors
-
-
-def without(one: ElementMask, other: ElementMask) -> ElementMask:
-    """What ``one`` has and ``other`` has not."""
-    return ElementMask({name: flags & ~other.exists[name] for name, flags in one.exists.items()})
-
-
-def both(one: ElementMask, other: ElementMask) -> ElementMask:
-    """What both have."""
-    return ElementMask({name: flags & other.exists[name] for name, flags in one.exists.items()})
 
 
 def pack_weights(tensors: Tensors, mask: ElementMask) -> NDArray[np.float32]:

@@ -26,7 +26,7 @@ from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.gradients import Batch
 from edge_sdk.training.layout import Layout
 from edge_sdk.training.modes import evaluating
-from edge_sdk.training.optimizer import Change, Optimisation
+from edge_sdk.training.optimisation import Change, Optimisation
 
 
 class TrainingDiverged(ArithmeticError):

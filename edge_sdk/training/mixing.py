@@ -26,7 +26,7 @@ from edge_sdk.training.local import (
     seed_generators,
     set_tensors,
 )
-from edge_sdk.training.optimizer import Optimisation
+from edge_sdk.training.optimisation import Optimisation
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from edge_sdk.tasks import Task
 from edge_sdk.training.elements import flags_of
 from edge_sdk.training.gradients import Batch, visit_gradients
 from edge_sdk.training.local import TrainingDiverged
-from edge_sdk.training.optimizer import Change
+from edge_sdk.training.optimisation import Change
 
 Flat = NDArray[np.float32]
 Rule = Callable[[int, str, Flat, Flat, Flags], tuple[Pruned, Grown]]
@@ -62,7 +62,7 @@ class Replacing:
 
         def visit(name: str, gradient: torch.Tensor) -> None:
             before, shape = self.mask.exists[name].reshape(-1), parameters[name].shape
-            weights, steepness = _flat(parameters[name]), _flat(gradient)
+            weights, steepness = (array_of(each).reshape(-1) for each in (parameters[name], gradient))
             if not (np.isfinite(weights).all() and np.isfinite(steepness).all()):
                 raise TrainingDiverged(
                     f"{name} or its gradient is not finite after step {step}; lower the learning rate"
@@ -70,7 +70,7 @@ class Replacing:
             pruned, grown = self._rule(step, name, weights, steepness, before)
             kept = grown.exists.copy()
             kept[pruned.guided] = False  # were one of them taken back, it would start at 0
-            changes.append(partial(_multiply, parameters[name], kept.reshape(shape)))
+            changes.append(partial(multiply, parameters[name], kept.reshape(shape)))
             exists[name] = grown.exists.reshape(shape)
             renewed[name] = torch.from_numpy((~pruned.exists & (before | grown.exists)).reshape(shape))
             self.counts.update(
@@ -89,12 +89,13 @@ class Replacing:
         return Change(flags_of(self.mask) or {}, renewed)
 
 
-def _flat(tensor: torch.Tensor) -> Flat:
-    """A copy-free flat view where the tensor lies row by row on the CPU, else a copy."""
-    flat: Flat = tensor.detach().cpu().contiguous().numpy().reshape(-1)
-    return flat
+def array_of(tensor: torch.Tensor) -> NDArray[np.float32]:
+    """A view where the tensor lies row by row on the CPU, else a copy."""
+    array: NDArray[np.float32] = tensor.detach().cpu().contiguous().numpy()
+    return array
 
 
 @torch.no_grad()
-def _multiply(parameter: torch.Tensor, kept: Flags) -> None:
+def multiply(parameter: torch.Tensor, kept: Flags) -> None:
+    """Make zero what is not kept."""
     parameter.mul_(torch.from_numpy(kept).to(parameter.device))

@@ -21,15 +21,9 @@ from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tracing import describe
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import TrainingDiverged, get_tensors, train_locally
-from edge_sdk.training.optimizer import Optimisation
+from edge_sdk.training.optimisation import Optimisation
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def job_of(*, personal=None, memory=None, own=None, number=3, batch_size=8, norm=False, **given):

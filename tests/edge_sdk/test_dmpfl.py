@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -28,8 +27,12 @@ from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tracing import describe
 from edge_sdk.training.adaptive import entropy
-from edge_sdk.training.dual import Dual, both, without
+from edge_sdk.training.dual import Dual
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors
+
+from .networks import convolutions, perceptron
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 OWN = {
     "density": 0.4,
@@ -38,35 +41,6 @@ OWN = {
     "adjust_at": "penultimate",
     "similarity": "logits",
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def perceptron(*widths):
-    layers = []
-    for inputs, outputs in pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1]), (widths[0],)
-
-
-def convolutions(channels, kernel, hidden):
-    size = 7 - kernel
-    return nn.Sequential(
-        nn.Conv2d(2, channels, kernel, bias=False),
-        nn.BatchNorm2d(channels),
-        nn.ReLU(),
-        nn.Conv2d(channels, 3, 1),
-        nn.Flatten(),
-        nn.Linear(3 * size * size, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, 4),
-    ), (2, 6, 6)
 
 
 MLP = lambda: perceptron(12, 20, 16, 4)  # noqa: E731
@@ -180,7 +154,7 @@ def test_composition_of_the_card():
     before = [[0, 9.0, 0, 0], [0, 0, 9.0, 0], [0.3, 0, 2.1, 9.0]]
     dual, name = grid(before, FIGURE["m_c"], FIGURE["w_g"], FIGURE["m_g"])
     np.testing.assert_array_equal(dual.personal[name], np.array(FIGURE["theta_c"], dtype=np.float32))
-    assert (both(dual.mask, dual.global_mask).count, dual.private.count) == (3, 2)
+    assert (dual.mask.count, dual.private.count) == (5, 2)  # three are shared
     np.testing.assert_array_equal(dual.global_model()[name], np.array(FIGURE["w_g"], dtype=np.float32))
     np.testing.assert_array_equal(dual.rest, np.array([1.2, 1.4], dtype=np.float32))
 
@@ -413,7 +387,7 @@ def test_a_newcomers_mask_has_all_its_weights(stage):
     assert device.m_g.count < sum(device.counts.values())
     device.play(stage)
     assert device.dual.mask.counts == device.counts
-    assert without(device.m_g, device.dual.mask).count == 0
+    assert device.m_g.without(device.dual.mask).count == 0
 
 
 @pytest.mark.parametrize("stage", ["masks", "global", "personal"])
@@ -473,7 +447,7 @@ def test_what_both_have_is_stored_once(tmp_path):
     device.move()
     device.play("personal")
     dual, own = device.dual, device.state.own
-    only_global = without(dual.global_mask, dual.mask).count
+    only_global = dual.global_mask.without(dual.mask).count
     assert own["rest"].nbytes == 4 * only_global
     unmasked = sum(tensor.nbytes for tensor in dual.unmasked.values())
     bits = 2 * math.ceil(dual.mask.size / 8)

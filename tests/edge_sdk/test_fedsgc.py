@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -30,6 +29,10 @@ from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tracing import describe
 from edge_sdk.training.local import TrainingDiverged, get_tensors
 
+from .networks import convolutions, perceptron
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 OWN = {
     "density": 0.3,
     "layer_sparsity": "uniform",
@@ -42,37 +45,6 @@ OWN = {
     "guided_share": 0.3,
     "guided_basis": "total",
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Many threads on a busy machine wait for each other, and there is little to share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def perceptron(*widths):
-    layers = []
-    for inputs, outputs in pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1]), (widths[0],)
-
-
-def convolutions(channels, kernel, hidden):
-    size = 7 - kernel
-    return nn.Sequential(
-        nn.Conv2d(2, channels, kernel, bias=False),
-        nn.BatchNorm2d(channels),
-        nn.ReLU(),
-        nn.Conv2d(channels, 3, 1),
-        nn.Dropout(0.2),
-        nn.Flatten(),
-        nn.Linear(3 * size * size, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, 4),
-    ), (2, 6, 6)
 
 
 def job_of(
@@ -115,7 +87,7 @@ def job_of(
 
 
 MLP = lambda: perceptron(12, 20, 16, 4)  # noqa: E731
-CNN = lambda: convolutions(6, 3, 10)  # noqa: E731
+CNN = lambda: convolutions(6, 3, 10, dropout=True)  # noqa: E731
 
 
 def same_update(one, other):
@@ -420,7 +392,9 @@ def networks(draw):
     if draw(st.booleans()):
         widths = draw(st.lists(st.integers(2, 14), min_size=3, max_size=4))
         return perceptron(*widths)
-    return convolutions(draw(st.integers(1, 6)), draw(st.sampled_from([1, 3, 5])), draw(st.integers(1, 9)))
+    return convolutions(
+        draw(st.integers(1, 6)), draw(st.sampled_from([1, 3, 5])), draw(st.integers(1, 9)), dropout=True
+    )
 
 
 @given(data=st.data())

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from edge_sdk.methods import DeviceState, Job, fine_tune
 from edge_sdk.protocol.masks import NeuronDraw, block_of, draw_neurons
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.loading import Arrays, build_seeded, classification
 from edge_sdk.tracing import describe
-from edge_sdk.training.finetuning import fine_tune
+from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import get_tensors
 
 OPTIMISERS = [
@@ -42,17 +43,11 @@ def digits():
 
 def tune(digits, *, epochs=2, mask=None, keep_zeros=False, **settings):
     model, manifest, task = digits
-    return fine_tune(
-        model,
-        manifest,
-        task,
-        FederationSettings(**settings),
-        epochs=epochs,
-        learning_rate=0.05,
-        seed=1,
-        mask=mask,
-        elements={name: each.detach() != 0 for name, each in model.named_parameters() if each.dim() > 1 and keep_zeros},
-    )
+    elements = {name: each.detach() != 0 for name, each in model.named_parameters() if each.dim() > 1 and keep_zeros}
+    settings = FederationSettings(finetune_epochs=epochs, learning_rate=0.05, **settings)
+    assignment = Assignment(assignment_id="a", kind="adapt", round=1, deadline_seconds=60, settings=settings)
+    job = Job(assignment, manifest, task, model, DeviceState(), None)
+    return fine_tune(job, Freezing(model, manifest, mask, elements))
 
 
 def bits(tensor):
@@ -107,5 +102,5 @@ def test_zeros_and_frozen_neurons_together(digits, settings):
 
 def test_epochs_are_those_asked_for_or_a_rounds(digits):
     assert tune(digits, epochs=3, local_steps=2).steps == 15
-    assert tune(digits, epochs=None, local_steps=2).steps == 2
-    assert tune(digits, epochs=None, local_epochs=4).steps == 20
+    assert tune(digits, epochs=0, local_steps=2).steps == 2
+    assert tune(digits, epochs=0, local_epochs=4).steps == 20

@@ -19,6 +19,8 @@ from edge_sdk.tracing import UnsupportedLayer, describe
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import get_tensors, train_locally
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Residual(nn.Module):
     """ResNet's basic block."""
@@ -235,15 +237,6 @@ MODELS = {
     "encoder, norm first": (lambda: encoder(norm_first=True), (6, 16)),
     "encoder, causal": (lambda: Transformer(Causal()), (6, 16)),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """So small layers wait longer for a second thread than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(name) -> tuple[nn.Module, Manifest, torch.Tensor]:

@@ -23,15 +23,9 @@ from edge_sdk.training import local
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors
 from edge_sdk.training.parts import only
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HEAD = ("2.weight", "2.bias")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def job_of(*, state=None, moved=0.0, **given):

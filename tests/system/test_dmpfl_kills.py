@@ -1,17 +1,14 @@
-"""kill -9 in a federation of DM-PFL, in each of its three stages: it goes on in that stage, to the same models.
-
-How devices and coordinators are killed there is that of ``test_kills``.
-"""
+"""kill -9 in a federation of DM-PFL, in each of its three stages: it goes on in that stage, to the same models."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from .conftest import Coordinator, Device, Devices, Machine
-from .test_kills import BUDGETS, NAME, Victim, join, update_answered
+from .conftest import Coordinator, Device, Machine
+from .kills import NAME, Ending, Victim, check_end, ending, join, join_all, kill_at, update_answered
 
 pytestmark = pytest.mark.slow
 
@@ -29,65 +26,31 @@ SETTINGS: dict[str, Any] = {
 """int8, so that what rounding took, which devices keep from round to round, must survive, too."""
 
 
-@dataclass(frozen=True)
-class Ending:
-    """Digests of the global models, what each round counted, and the models that devices export and keep."""
-
-    of_rounds: list[str]
-    notes: list[dict[str, int]]
-    masks: dict[str, bytes]
-    personal: dict[str, bytes]
-
-
-def ending(coordinator: Coordinator, devices: Devices) -> Ending:
-    records = coordinator.rounds(NAME)
-    return Ending(
-        [record["model_sha256"] for record in records],
-        [record["notes"] for record in records],
-        {name: (devices.folder / name / "mask.bits").read_bytes() for name in BUDGETS},
-        {name: devices.onnx(name).read_bytes() for name in BUDGETS},
-    )
-
-
 def check(coordinator: Coordinator, devices: dict[str, Device]) -> None:
     """All went through every stage, once."""
-    for name, device in devices.items():
-        assert device.wait(60) == 0, device.output
-        assert f"{name}: {len(STAGES)} rounds" in device.output
-        assert "Traceback" not in device.output
-    assert coordinator.logged("Traceback") == []
-    info, records = coordinator.info(NAME), coordinator.rounds(NAME)
-    assert (info["status"], info["reason"], info["round"]) == ("finished", "max_rounds", len(STAGES))
-    assert info["model_version"] == STAGES.count("masks") + STAGES.count("global")
-    assert [record["round"] for record in records] == list(range(1, len(STAGES) + 1))
+    records = check_end(coordinator, devices, len(STAGES))
+    assert coordinator.info(NAME)["model_version"] == STAGES.count("masks") + STAGES.count("global")
     for stage, record in zip(STAGES, records, strict=True):
-        assert (sorted(record["cohort"]), record["updates"]) == (sorted(BUDGETS), len(BUDGETS))
-        assert (record["handed_back"], record["expired"]) == (0, 0)
         assert (record["parts_up"] == {}) == (stage == "personal")
         assert ("private" in record["notes"]) == (stage != "global")
         assert ("replaced" in record["notes"]) == (stage == "masks")
-
-
-def join_all(coordinator: Coordinator, devices: Devices) -> dict[str, Device]:
-    coordinator.create(NAME, **SETTINGS)
-    return {name: join(devices, coordinator.url, name) for name in BUDGETS}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(machine: Machine) -> Ending:
     """What becomes of the federation when nobody is killed."""
     coordinator, devices = machine()
-    check(coordinator, join_all(coordinator, devices))
+    check(coordinator, join_all(coordinator, devices, SETTINGS))
     return ending(coordinator, devices)
 
 
+def opens(number: int) -> Callable[[Coordinator, int], None]:
+    return lambda coordinator, since: coordinator.wait_for_log(rf"round {number} opens")
+
+
 def test_the_coordinator_is_killed_in_every_stage(coordinator, device, undisturbed):
-    devices = join_all(coordinator, device)
-    for number in (2, 3, 4, 7, 8):
-        coordinator.wait_for_log(rf"round {number} opens")
-        coordinator.kill()
-        assert all(each.alive() for each in devices.values()), f"too late: round {number}"
-        coordinator.start()
+    devices = join_all(coordinator, device, SETTINGS)
+    kill_at({f"round {number}": opens(number) for number in (2, 3, 4, 7, 8)}, coordinator, devices)
     check(coordinator, devices)
     assert ending(coordinator, device) == undisturbed
 

@@ -1,21 +1,28 @@
-"""kill -9 in a federation of FedSGC: models, masks and direction maps must end as if nothing had happened, bit for bit.
-
-Points of a round, and how devices and coordinators are killed there, are those of ``test_kills``.
-"""
+"""kill -9 in a federation of FedSGC: models, masks and direction maps must end as if nothing had happened."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from .conftest import Coordinator, Device, Devices, Machine, wait_until
-from .test_kills import ACKNOWLEDGED, BUDGETS, NAME, Victim, join, update_answered
+from .conftest import Coordinator, Device, Machine, wait_until
+from .kills import (
+    ACKNOWLEDGED,
+    NAME,
+    Ending,
+    Victim,
+    check_end,
+    ending,
+    join,
+    join_all,
+    kill_at,
+    model_files,
+    update_answered,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -34,51 +41,11 @@ SETTINGS: dict[str, Any] = {
 """int8, so that what rounding took, which devices keep from round to round, must survive, too."""
 
 
-def join_all(coordinator: Coordinator, devices: Devices) -> dict[str, Device]:
-    coordinator.create(NAME, **SETTINGS)
-    return {name: join(devices, coordinator.url, name) for name in BUDGETS}
-
-
-def model_files(coordinator: Coordinator) -> list[Path]:
-    """Values and state of the models on the coordinator's disk, oldest first."""
-    return sorted((coordinator.data / "blobs").glob("*/models/*.safetensors"))
-
-
-@dataclass(frozen=True)
-class Ending:
-    """Digests of the global models, what each round counted, the last model's files, and the exported models."""
-
-    of_rounds: list[str]
-    notes: list[dict[str, int]]
-    last: dict[str, bytes]
-    masks: dict[str, bytes]
-    personal: dict[str, bytes]
-
-
-def ending(coordinator: Coordinator, devices: Devices) -> Ending:
-    records = coordinator.rounds(NAME)
-    return Ending(
-        [record["model_sha256"] for record in records],
-        [record["notes"] for record in records],
-        {path.name: path.read_bytes() for path in model_files(coordinator)},
-        {name: (devices.folder / name / "mask.bits").read_bytes() for name in BUDGETS},
-        {name: devices.onnx(name).read_bytes() for name in BUDGETS},
-    )
-
-
 def check(coordinator: Coordinator, devices: dict[str, Device]) -> None:
-    """All went to the end, every update counts once, and the mask is what it should be."""
-    for name, device in devices.items():
-        assert device.wait(60) == 0, device.output
-        assert f"{name}: {ROUNDS} rounds" in device.output
-        assert "Traceback" not in device.output
-    assert coordinator.logged("Traceback") == []
-    info, records = coordinator.info(NAME), coordinator.rounds(NAME)
-    assert (info["status"], info["reason"], info["round"], info["warning"]) == ("finished", "max_rounds", ROUNDS, None)
-    assert info["model_version"] == ROUNDS, "one new model a round"
+    """All went to the end, and the mask is what it should be."""
+    records, info = check_end(coordinator, devices, ROUNDS), coordinator.info(NAME)
+    assert (info["model_version"], info["warning"]) == (ROUNDS, None), "one new model a round"
     for record in records:
-        assert (record["cohort"], record["updates"]) == (sorted(BUDGETS), len(BUDGETS))
-        assert (record["handed_back"], record["expired"]) == (0, 0)
         assert (record["notes"]["positions_replaced"] > 0) == (record["round"] in ADJUSTING)
     values, state = (load_file(path) for path in model_files(coordinator))
     replaced = sum(record["notes"]["positions_replaced"] for record in records)
@@ -97,7 +64,7 @@ def check(coordinator: Coordinator, devices: dict[str, Device]) -> None:
 def undisturbed(machine: Machine) -> Ending:
     """What becomes of the federation when nobody is killed."""
     coordinator, devices = machine()
-    check(coordinator, join_all(coordinator, devices))
+    check(coordinator, join_all(coordinator, devices, SETTINGS))
     return ending(coordinator, devices)
 
 
@@ -120,12 +87,8 @@ MOMENTS: dict[str, Callable[[Coordinator, int], None]] = {
 
 
 def test_the_coordinator_is_killed_at_every_point_of_a_round(coordinator, device, undisturbed):
-    devices = join_all(coordinator, device)
-    for moment, wait in MOMENTS.items():
-        wait(coordinator, coordinator.log_size())
-        coordinator.kill()
-        assert all(each.alive() for each in devices.values()), f"too late: {moment}"
-        coordinator.start()
+    devices = join_all(coordinator, device, SETTINGS)
+    kill_at(MOMENTS, coordinator, devices)
     check(coordinator, devices)
     assert ending(coordinator, device) == undisturbed
 
@@ -153,19 +116,10 @@ def test_a_device_is_killed_at_every_point_of_a_round(coordinator, device, proxy
     # While it trains: what changed of the mask is there and on its disk, the update has not begun.
     victim.wait_for(update_answered)
     victim.seen = len(between.exchanges)
-    victim.wait_for(lambda exchange: exchange.path.endswith("/payload") and exchange.complete)
-    victim.device.kill()
-    assert not [each for each in between.exchanges[victim.seen :] if each.method == "PUT"], "too late"
-    victim.start()
+    victim.die_training()
 
     # In the middle of an update, and the coordinator dies with it.
-    unheard = between.fault("PUT", "/update", "request", 1000)
-    assert unheard.reached.wait(30)
-    coordinator.kill()
-    victim.device.kill()
-    unheard.ended.set()
-    coordinator.start()
-    victim.start()
+    victim.die_with_coordinator_at(between.fault("PUT", "/update", "request", 1000))
 
     assert between.chunked == []
     check(coordinator, {"small": victim.device, "large": other})

@@ -366,3 +366,10 @@ def test_neuron_groups_do_not_matter_to_masks_of_elements(small):
     tensors = numbered(small)
     values = {spec.name: part for spec, _, part in unpack(small, pack(small, tensors, mask), mask)}
     assert values["fc.weight"].tolist() == tensors["fc.weight"].ravel()[[0, 13, 71]].tolist()
+
+
+def test_one_mask_without_another_and_zeros_without_a_sign():
+    one, other = (ElementMask({"w": np.array(flags)}) for flags in ([True, True, False], [True, False, True]))
+    assert one.without(other).exists["w"].tolist() == [False, True, False]
+    applied = one.apply({"w": np.full(3, -2, dtype=np.float32), "b": np.ones(1, dtype=np.float32)})
+    assert {name: tensor.tobytes() for name, tensor in applied.items()} == {"w": np.float32([-2, -2, 0]).tobytes()}

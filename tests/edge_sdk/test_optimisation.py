@@ -19,7 +19,9 @@ from edge_sdk.training.active import ActiveBlock
 from edge_sdk.training.elements import Elements, SparseRows, flags_of, run_of
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import train_locally
-from edge_sdk.training.optimizer import Change, Optimisation
+from edge_sdk.training.optimisation import Change, Optimisation
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Net(nn.Module):
@@ -62,15 +64,6 @@ SETTINGS = {
     "adamw": {"optimizer": "adamw"},
 }
 MASKED = ("conv.weight", "fc.weight")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Many threads on a busy machine wait for each other, and there is little to share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def made(pattern, seed=0):
