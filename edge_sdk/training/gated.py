@@ -27,7 +27,7 @@ from edge_sdk.tasks import Batches
 from edge_sdk.training.gates import GatedModel
 from edge_sdk.training.gating import GatingLayer
 from edge_sdk.training.modes import evaluating
-from edge_sdk.training.optimizer import optimizer_of
+from edge_sdk.training.optimisation import optimizer_of
 from edge_sdk.training.per_sample import ScaledRows
 
 PROBE = 0.125
