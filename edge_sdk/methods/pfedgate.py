@@ -211,7 +211,7 @@ def _steps(job: Job, gated: Gated, *, model_rate: float | None, purpose: str = "
 
 
 def _flops(job: Job, gated: Gated, result: LocalResult) -> int:
-    """Of the blocks that were on the pass and both gradients; of the gate's linear layer, whose input needs none, one."""
+    """Of blocks that were on: forward, and both gradients; the gate's linear layer needs none for its input."""
     seen = 0 if gated.gate.logits is not None else gated.gate.linear.in_features
     gate = 4 * seen * len(gated.table.sizes) * int(job.assignment.settings.method_settings["gate_paths"])
     return 3 * gated.worked + gate * result.samples

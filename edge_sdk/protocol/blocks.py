@@ -129,9 +129,9 @@ class BlockTable:
     ) -> Selection:
         """The blocks that are on: the forced ones and the most important others that fit in ``share`` (card, 4.4).
 
-        ``importances`` [..., L] are G of the card, in (0, 1), and the answer has their shape; those of forced blocks are
-        not looked at. costs: what each block takes of the budget, see ``capacity``. among: no others may be on. Raises
-        ValueError where the budget is too small.
+        ``importances`` [..., L] are G of the card, in (0, 1), and the answer has their shape; those of forced blocks
+        are not looked at. costs: what each block takes of the budget, see ``capacity``. among: no others may be on.
+        Raises ValueError where the budget is too small.
         """
         costs = self.sizes if costs is None else costs
         capacity = self.capacity(share, costs)

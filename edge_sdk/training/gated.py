@@ -26,12 +26,16 @@ from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tasks import Batches
 from edge_sdk.training.gates import GatedModel
 from edge_sdk.training.gating import GatingLayer
+from edge_sdk.training.layout import gains
 from edge_sdk.training.modes import evaluating
 from edge_sdk.training.optimisation import optimizer_of
 from edge_sdk.training.per_sample import ScaledRows
 
 PROBE = 0.125
 """Share of a batch that gates of off blocks learn from where their gradients are estimated."""
+
+WIDE = 32
+"""Channels of a convolution from which on some of them are computed faster in channels last (``layout``)."""
 
 Gates = NDArray[np.floating]
 
@@ -73,6 +77,8 @@ class Gated:
         self._gated = GatedModel(model, table, probe=probe)
         self._forced = torch.from_numpy(table.forced)
         self._rows = ScaledRows.of(model, table)
+        convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+        self._channels_last = gains(model) and max(module.out_channels for module in convolutions) >= WIDE
         self.leaves = self._gated.leaves
         self.touched: Selection = np.zeros(len(table.sizes), dtype=bool)
         self.kept = self.worked = 0
@@ -87,7 +93,8 @@ class Gated:
             self.touched |= on
             self.kept += len(inputs) * int(self.table.sizes[on].sum())
             self.worked += len(inputs) * int(self._flops[on].sum())
-        return self._gated(inputs, self._through(importances, scales, on), on)
+        laid_out = inputs.to(memory_format=torch.channels_last) if self._channels_last and inputs.dim() == 4 else inputs
+        return self._gated(laid_out, self._through(importances, scales, on), on)
 
     def select(
         self, importances: torch.Tensor, among: Callable[[Selection], Selection | None] | None = None

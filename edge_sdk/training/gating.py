@@ -53,8 +53,7 @@ class SwitchNorm(nn.Module):
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The factor and the summand, [N, C, 1] or [N, C], that normalise ``inputs``; moves running statistics in
         training."""
-        spread = inputs.var(-1, keepdim=True)
-        mean = inputs.mean(-1, keepdim=True)
+        spread, mean = torch.var_mean(inputs, -1, keepdim=True)
         if self._flat:
             means, variances = [mean], [spread]
         else:

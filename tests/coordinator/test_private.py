@@ -72,8 +72,8 @@ def test_a_network_of_linear_layers_alone(method, names, private):
 @pytest.mark.parametrize("method", list(SHARED))
 @pytest.mark.parametrize("names", ["", "a"])
 def test_a_model_that_cannot_be_cut_is_refused(method, names):
+    model = linear(*names) if names else linear("a").model_copy(update={"layers": ()})
     with pytest.raises(BadContent, match="cannot be cut into a body and a head: it needs a linear layer, and another"):
-        model = linear(*names) if names else linear("a").model_copy(update={"layers": ()})
         load_method(method).manifest(model, FederationSettings())
 
 
