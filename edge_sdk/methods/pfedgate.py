@@ -55,8 +55,8 @@ class PFedGate(DeviceMethod):
         """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed,
         BudgetTooSmall."""
         received, settings = _newest(job), job.assignment.settings
-        gated = _gated(job, received)
-        result = _steps(job, gated, model_rate=settings.learning_rate_of(job.assignment.round))
+        gated = gated_model(job, received)
+        result = take_gated_steps(job, gated, model_rate=settings.learning_rate_of(job.assignment.round))
         trained = get_tensors(job.model, job.manifest)
         touched = BlockMask(gated.touched)
         whole = job.received is not None and is_whole(job.manifest, job.received)
@@ -83,7 +83,7 @@ class PFedGate(DeviceMethod):
         if job.state.personal is None:
             return Evaluated(None, None)
         newest = _newest(job)
-        gated, held_out = _gated(job, newest), job.task.held_out
+        gated, held_out = gated_model(job, newest), job.task.held_out
         judge = partial(evaluate, job.model, job.task)
         gated.gate.eval()
         with evaluating(job.model):
@@ -99,12 +99,12 @@ class PFedGate(DeviceMethod):
     def adapt(self, job: Job) -> DeviceState:
         """A device that came too late trains a gate for the finished θ, which stays as it is (card, 4.10)."""
         received = _newest(job)
-        gated = _gated(job, received)
+        gated = gated_model(job, received)
         best, kept = float("inf"), gate_tensors(gated.gate)
         epochs = job.assignment.settings.finetune_epochs or ADAPT_EPOCHS
         once = job.with_settings(local_epochs=1, local_steps=None)
         for epoch in range(epochs):
-            _steps(once, gated, model_rate=None, purpose=f"adapt {epoch}")
+            take_gated_steps(once, gated, model_rate=None, purpose=f"adapt {epoch}")
             loss = evaluate(job.model, job.task, job.task.validation, gated.each).loss
             if loss > best:
                 break
@@ -149,8 +149,8 @@ def _gate_state(job: Job, gated: Gated) -> Tensors:
     return kept
 
 
-def _gated(job: Job, tensors: Tensors) -> Gated:
-    """The model, loaded with ``tensors``, under the device's gate and within its budget."""
+def gated_model(job: Job, tensors: Tensors) -> Gated:
+    """The model, loaded with ``tensors``, under the device's gate and within its budget. Raises BudgetTooSmall."""
     rules, manifest = job.assignment.settings.method_settings, job.manifest
     set_tensors(job.model, {**(job.state.personal or {}), **tensors})
     table, paths = manifest.block_table, int(rules["gate_paths"])
@@ -189,7 +189,8 @@ def _costs(job: Job) -> Costs | None:
     return block_nanoseconds(job.model, job.manifest, inputs)
 
 
-def _steps(job: Job, gated: Gated, *, model_rate: float | None, purpose: str = "train") -> LocalResult:
+def take_gated_steps(job: Job, gated: Gated, *, model_rate: float | None, purpose: str = "train") -> LocalResult:
+    """A round's steps of the gate and, at ``model_rate``, of the model. Raises TrainingDiverged."""
     settings = job.assignment.settings
     rate = float(settings.method_settings["gate_learning_rate"])
     decay = settings.learning_rate_of(job.assignment.round) / settings.learning_rate

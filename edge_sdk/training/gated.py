@@ -55,10 +55,10 @@ class Budget:
 class Gated:
     """``model`` under the gates that ``gate`` gives, within ``budget``.
 
-    Called with inputs it gives the model's outputs, one choice of blocks for them all. In training mode it counts:
-    ``touched`` [L], the blocks that any batch used; ``kept``, the values that were on, and ``worked``, what ``flops``
-    [L] says of them, both added up over samples. Raises ValueError where the budget is too small, or the gate's table
-    is not this model's.
+    Called with inputs it gives the model's outputs, one choice of blocks for them all, ``chosen``. In training it
+    counts: ``touched`` [L] are the blocks that any batch used; ``kept``, the values that were on, and ``worked``, what
+    ``flops`` [L] says of them, are added up over samples. Raises ValueError where the budget is too small, or the
+    gate's table is not this model's.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Gated:
         convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
         self._channels_last = gains(model) and max(module.out_channels for module in convolutions) >= WIDE
         self.leaves = self._gated.leaves
+        self.chosen: Selection = table.forced
         self.touched: Selection = np.zeros(len(table.sizes), dtype=bool)
         self.kept = self.worked = 0
 
@@ -89,6 +90,7 @@ class Gated:
         self.gate.train(self.model.training and len(inputs) > 1)
         importances, scales = self.gate(inputs)
         on = self.select(importances, among=self._within_limit)
+        self.chosen = on
         if self.model.training:
             self.touched |= on
             self.kept += len(inputs) * int(self.table.sizes[on].sum())
