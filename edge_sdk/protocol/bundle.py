@@ -13,16 +13,16 @@ Metadata, all strings as safetensors wants them:
     sparrow   version of this format, "1"
     manifest  digest of the manifest that gives the values their names and shapes
     mask      {"form": "full"} | of neurons: {"form": "draw", job, round, device, ratio}, {"form": "bits"},
-              {"form": "index"} | of elements: {"form": "known", digest}, {"form": "elements"},
-              {"form": "changed", digest} | of blocks: {"form": "blocks"}
+              {"form": "index"}, {"form": "first", counts} | of elements: {"form": "known", digest},
+              {"form": "elements"}, {"form": "changed", digest} | of blocks: {"form": "blocks"}
     report    JSON that travels with the values (an update's ``UpdateReport``), or ""
     sha256    digest of the header without this entry, and of the data: a bundle can be checked on its own
 
 A mask takes its smallest form. ``draw`` names a seed from which both sides derive it, about 100 bytes whatever the
 model; ``bits`` is one bit per hidden neuron in manifest order, most significant bit first; ``index`` lists, per group,
-the active neurons as uint16 or uint32. So the conv(1->3)-fc(5)-out(2) network of ``manifest`` with conv neuron 1 and fc
-neurons 0 and 2 active packs as bits 0b010_10100 in one byte, then conv.weight[1], fc.weight[[0,2]][:, 4:8],
-out.weight[:, [0,2]].
+the active neurons as uint16 or uint32; ``first`` is for the first neurons of every group, and says how many. So the
+conv(1->3)-fc(5)-out(2) network of ``manifest`` with conv neuron 1 and fc neurons 0 and 2 active packs as bits
+0b010_10100 in one byte, then conv.weight[1], fc.weight[[0,2]][:, 4:8], out.weight[:, [0,2]].
 
 Masks of blocks are a bit for each, most significant bit first. pFedGate's card would list few of many: with the blocks
 that a model has, some dozens, that saves a byte or two.
@@ -62,6 +62,7 @@ from edge_sdk.protocol.elements import ElementMask, apply_difference, difference
 from edge_sdk.protocol.errors import BundleError, ManifestError
 from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, check_mask, count_values, draw_neurons, unpack
+from edge_sdk.protocol.neurons import neuron_bits, neurons_from_bits
 from edge_sdk.protocol.quantization import LARGEST, Quantised, row_lengths
 
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
@@ -403,9 +404,12 @@ def _encode_mask(manifest: Manifest, mask: Mask | None, draw: NeuronDraw | None,
     elif isinstance(mask, BlockMask):
         forms = [({"form": "blocks"}, mask.packed())]
     else:
-        forms = [({"form": "bits"}, _bits(manifest, mask)), ({"form": "index"}, _index(manifest, mask))]
+        forms = [({"form": "bits"}, neuron_bits(manifest, mask)), ({"form": "index"}, _index(manifest, mask))]
         if draw is not None:
             forms.append(({"form": "draw", **asdict(draw)}, b""))
+        if all(index[-1] == len(index) - 1 for index in mask.active.values()):  # sorted and different: the first ones
+            counts = [len(mask.active[group]) for group in manifest.group_sizes]
+            forms.append(({"form": "first", "counts": counts}, b""))
     # A mask tensor costs its entry in the header too, about 60 bytes.
     return min(forms, key=lambda form: len(_canonical(form[0])) + (60 + len(form[1]) if form[1] else 0))
 
@@ -417,15 +421,6 @@ def _element_forms(mask: ElementMask, known: ElementMask | None) -> list[_Form]:
     if known is not None:
         forms.append(({"form": "changed", "digest": known.digest}, difference(known, mask)))
     return forms
-
-
-def _bits(manifest: Manifest, mask: NeuronMask) -> bytes:
-    flags = np.zeros(sum(manifest.group_sizes.values()), dtype=bool)
-    start = 0
-    for group, size in manifest.group_sizes.items():
-        flags[start + mask.active[group]] = True
-        start += size
-    return np.packbits(flags).tobytes()
 
 
 def _index_dtype(size: int) -> str:
@@ -472,6 +467,8 @@ def _decode_mask(
             return _held(known, digest), None
         case {"form": "full"} if len(description) == 1:
             return None, None
+        case {"form": "first", "counts": list(counts)} if len(description) == 2:
+            return _mask_of_first(manifest, counts), None
         case {"form": "draw", "job": str(job), "round": int(number), "device": str(device), "ratio": float() | int()}:
             if len(description) != 5 or isinstance(number, bool):
                 raise BundleError("a draw has exactly job, round, device and ratio; encode with protocol.bundle")
@@ -481,7 +478,7 @@ def _decode_mask(
             except (ValueError, OverflowError) as error:
                 raise BundleError(f"the mask cannot be drawn: {error}") from None
     raise BundleError(
-        "the mask has none of the forms full, draw, bits, index, known, elements, changed, blocks; update one side"
+        "the mask has none of the forms full, draw, bits, index, first, known, elements, changed, blocks; update one side"
     )
 
 
@@ -512,18 +509,21 @@ def _mask_from_block_bits(manifest: Manifest, data: memoryview) -> BlockMask:
 
 
 def _mask_from_bits(manifest: Manifest, data: memoryview) -> NeuronMask:
-    total = sum(manifest.group_sizes.values())
-    if len(data) != (total + 7) // 8:
-        raise BundleError(f"the mask has {len(data)} bytes, {total} neurons take {(total + 7) // 8}")
-    flags = np.unpackbits(np.frombuffer(data, dtype=np.uint8))
-    if flags[total:].any():
-        raise BundleError("the mask's padding bits must be zero")
-    active = {}
-    start = 0
-    for group, size in manifest.group_sizes.items():
-        active[group] = np.flatnonzero(flags[start : start + size])
-        start += size
-    return _checked(manifest, active)
+    try:
+        return neurons_from_bits(manifest, data)
+    except ManifestError as error:
+        raise BundleError(str(error)) from None
+
+
+def _mask_of_first(manifest: Manifest, counts: list[Any]) -> NeuronMask:
+    sizes = manifest.group_sizes
+    if len(counts) != len(sizes) or not all(
+        type(count) is int and 1 <= count <= size for count, size in zip(counts, sizes.values(), strict=True)
+    ):
+        raise BundleError(
+            "the mask must say of each group how many of its neurons come first; encode with protocol.bundle"
+        )
+    return NeuronMask({group: np.arange(count) for group, count in zip(sizes, counts, strict=True)})
 
 
 def _mask_from_index(manifest: Manifest, data: memoryview) -> NeuronMask:

@@ -1,0 +1,105 @@
+"""Masks of neurons by rule and by name, and the network that active neurons form.
+
+``masks`` says what a ``NeuronMask`` is and draws those of a seed. Here is what methods need that train a *narrow*
+network, of the active neurons alone: the rule of the first neurons (FjORD, HeteroFL), the manifest of that network, and
+masks that a device has chosen and keeps, which both sides store as a file and name by its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from edge_sdk.protocol.elements import ElementMask, from_bits
+from edge_sdk.protocol.errors import ManifestError
+from edge_sdk.protocol.manifest import Manifest, TensorSpec
+from edge_sdk.protocol.masks import FULL_RATIO, Mask, NeuronMask, active_count, check_mask
+
+_NEURONS = b"neurons\n"
+"""What the file of a mask of neurons begins with; that of a mask of elements is its bits alone."""
+
+
+def first_neurons(manifest: Manifest, ratio: float, count: Callable[[int, float], int] = active_count) -> NeuronMask:
+    """The first neurons of every hidden group: ``count`` (size, ratio) of them, by default as many as are drawn."""
+    return NeuronMask({name: np.arange(count(size, ratio)) for name, size in manifest.group_sizes.items()})
+
+
+def active_count_up(size: int, ratio: float) -> int:
+    """Like ``active_count``, rounded up: HeteroFL's rule. The 1e-9 has the same reason."""
+    return size if ratio >= FULL_RATIO else math.ceil(ratio * size - 1e-9)
+
+
+def fits_ratio(manifest: Manifest, mask: Mask | None, ratio: float) -> bool:
+    """Whether this is a mask of neurons of which, in each group, as many are active as ``ratio`` makes."""
+    return isinstance(mask, NeuronMask) and all(
+        len(mask.active[name]) == active_count(size, ratio) for name, size in manifest.group_sizes.items()
+    )
+
+
+def narrowed(manifest: Manifest, mask: NeuronMask) -> Manifest:
+    """The manifest of the network that the active neurons form: the same tensors, shorter along the axes of neurons.
+
+    Its values packed without a mask are those of the whole model packed under ``mask``.
+    """
+    sizes = {name: len(index) for name, index in mask.active.items()}
+    tensors = [{**spec.model_dump(), "shape": _narrow_shape(spec, sizes)} for spec in manifest.tensors]
+    groups = [{"name": name, "size": size} for name, size in sizes.items()]
+    return Manifest.model_validate({**manifest.model_dump(), "tensors": tensors, "groups": groups})
+
+
+def _narrow_shape(spec: TensorSpec, sizes: dict[str, int]) -> tuple[int, ...]:
+    axes = spec.axes or ((),) * len(spec.shape)
+    return tuple(
+        sum(sizes[segment.group] * segment.repeat for segment in segments) if segments else length
+        for segments, length in zip(axes, spec.shape, strict=True)
+    )
+
+
+def neuron_bits(manifest: Manifest, mask: NeuronMask) -> bytes:
+    """One bit per hidden neuron, in manifest order, most significant bit first."""
+    flags = np.zeros(sum(manifest.group_sizes.values()), dtype=bool)
+    start = 0
+    for group, size in manifest.group_sizes.items():
+        flags[start + mask.active[group]] = True
+        start += size
+    return np.packbits(flags).tobytes()
+
+
+def neurons_from_bits(manifest: Manifest, data: bytes | memoryview) -> NeuronMask:
+    """The mask of these bits. Raises ManifestError where they are not one of this model's."""
+    total = sum(manifest.group_sizes.values())
+    if len(data) != (total + 7) // 8:
+        raise ManifestError(f"the mask has {len(data)} bytes, {total} neurons take {(total + 7) // 8}")
+    flags = np.unpackbits(np.frombuffer(data, dtype=np.uint8))
+    if flags[total:].any():
+        raise ManifestError("the mask's padding bits must be zero")
+    active = {}
+    start = 0
+    for group, size in manifest.group_sizes.items():
+        active[group] = np.flatnonzero(flags[start : start + size])
+        start += size
+    mask = NeuronMask(active)
+    check_mask(manifest, mask)
+    return mask
+
+
+def mask_to_file(manifest: Manifest, mask: ElementMask | NeuronMask) -> bytes:
+    """A mask that is kept, as bytes."""
+    return mask.bits if isinstance(mask, ElementMask) else _NEURONS + neuron_bits(manifest, mask)
+
+
+def mask_from_file(manifest: Manifest, data: bytes) -> ElementMask | NeuronMask:
+    """The inverse of ``mask_to_file``. Raises ManifestError for bytes that are no mask of this model."""
+    if data.startswith(_NEURONS) and len(data) == len(_NEURONS) + (sum(manifest.group_sizes.values()) + 7) // 8:
+        return neurons_from_bits(manifest, data[len(_NEURONS) :])
+    return from_bits(manifest, data)
+
+
+def mask_digest(manifest: Manifest, mask: ElementMask | NeuronMask) -> str:
+    """SHA-256 of a mask's file, by which both sides name it."""
+    if isinstance(mask, ElementMask):
+        return mask.digest
+    return hashlib.sha256(mask_to_file(manifest, mask)).hexdigest()

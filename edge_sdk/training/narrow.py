@@ -1,0 +1,182 @@
+"""Training a physically small network: of the active neurons alone, the others being gone and not frozen.
+
+What is dropped contributes nothing: a ``Narrow`` network computes what the whole one does whose dropped neurons have
+weights, biases, scales and shifts of zero, in a share of its time and memory. Parameters and buffers are cut along the
+axes that the manifest describes:
+
+- linear layers, convolutions and embeddings have fewer rows and columns; a depthwise convolution has fewer channels;
+- batch and instance norm treat channels apart, and have fewer of them;
+- group and layer norm take their mean over several neurons. They see zeros in place of the dropped ones, as in the
+  whole network, so that what was trained narrow and is kept whole gives the same answers.
+
+Grouped convolutions, whose columns are other channels in each of their groups, are refused where rows are dropped.
+What a model's code does between its layers cannot be seen in the manifest: ``x.view(-1, 320)`` means something else in
+a narrow network, and so does a softmax over neurons. So the two networks are compared on a few samples, once for each
+model and widths, and one that answers differently is refused: FedSPU trains the whole network and takes any model.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from edge_sdk.protocol.errors import ManifestError
+from edge_sdk.protocol.manifest import Array, Manifest, TensorSpec
+from edge_sdk.protocol.masks import NeuronMask, neuron_block
+from edge_sdk.protocol.neurons import narrowed
+from edge_sdk.training.modes import evaluating
+
+_CLOSE = 1e-3
+"""Answers may differ by this share of the largest: rounding. What the comparison is for differs by more."""
+
+_compared: WeakKeyDictionary[nn.Module, set[tuple[int, ...]]] = WeakKeyDictionary()
+"""Models that have been compared with their narrow networks, and the widths of these."""
+
+
+class CannotNarrow(ManifestError):
+    """The model does not run with fewer neurons."""
+
+
+class Narrow:
+    """The network of the active neurons of ``model``, whose dropped ones must be zero.
+
+    model: a copy that holds what is active, or the whole model itself where that is everything. manifest: its own.
+    samples: inputs as the model takes them, for the comparison; None leaves it out, and then nothing need be zero.
+    Raises CannotNarrow, which says what to do.
+    """
+
+    def __init__(self, model: nn.Module, manifest: Manifest, mask: NeuronMask, samples: torch.Tensor | None) -> None:
+        self._whole, self._blocks = model, {spec.name: neuron_block(manifest, spec, mask) for spec in manifest.tensors}
+        self.model, self.manifest = model, manifest
+        if all(len(mask.active[group]) == size for group, size in manifest.group_sizes.items()):
+            return
+        self.manifest = narrowed(manifest, mask)
+        # The copy takes these in place of what they are cut from, which so is never copied.
+        cut: dict[int, Any] = {}
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for spec, narrow in zip(manifest.tensors, self.manifest.tensors, strict=True):
+            tensor = tensors[spec.name]
+            part = torch.from_numpy(self._take(spec.name, _array(tensor), narrow)).to(tensor.device)
+            cut[id(tensor)] = nn.Parameter(part, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part
+        self.model = copy.deepcopy(model, cut)
+        specs = {spec.name: spec for spec in manifest.tensors}
+        for path, module in list(self.model.named_modules()):
+            name = f"{path}.weight".lstrip(".")
+            if name in specs and (made := _adjusted(path, module, self._kept(specs[name]))) is not module:
+                parent, _, child = path.rpartition(".")
+                setattr(self.model.get_submodule(parent), child, made)
+        widths = tuple(len(index) for index in mask.active.values())
+        if samples is not None and widths not in _compared.setdefault(model, set()):
+            _compare(model, self.model, samples)
+            _compared[model].add(widths)
+
+    def write_back(self) -> None:
+        """Bring what the narrow network has become into the whole model; what is dropped stays as it is."""
+        if self.model is self._whole:
+            return
+        whole, narrow = self._whole.state_dict(), self.model.state_dict()
+        with torch.no_grad():
+            for name, block in self._blocks.items():
+                array = _array(whole[name])
+                block.put(array, _array(narrow[name]))
+                whole[name].copy_(torch.from_numpy(array))
+
+    def _take(self, name: str, array: Array, narrow: TensorSpec) -> Array:
+        return self._blocks[name].take(array).reshape(narrow.shape)
+
+    def _kept(self, spec: TensorSpec) -> torch.Tensor | None:
+        """Of a vector the positions that are active."""
+        if len(spec.shape) != 1:
+            return None
+        return torch.from_numpy(self._blocks[spec.name].take(np.arange(spec.size)).reshape(-1))
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    """A copy, C-contiguous."""
+    return np.array(tensor.detach().cpu().numpy(), order="C")
+
+
+def _adjusted(path: str, module: Any, kept: torch.Tensor | None) -> Any:
+    """The module, which has its narrow weight already, with its sizes put right; or what takes its place."""
+    shape = module.weight.shape
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = shape
+    elif isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        if module.groups == module.in_channels > 1:  # depthwise
+            module.groups = module.groups * shape[0] // module.out_channels
+        elif module.groups > 1 and shape[0] < module.out_channels:
+            raise CannotNarrow(
+                f"{path}: a grouped convolution cannot do without some of its neurons; use depthwise or ordinary ones, "
+                f"or a method that trains the whole network, such as fedspu"
+            )
+        module.out_channels, module.in_channels = shape[0], shape[1] * module.groups
+    elif isinstance(module, nn.Embedding):
+        module.embedding_dim = shape[1]
+    elif isinstance(module, nn.GroupNorm) and kept is not None and len(kept) < module.num_channels:
+        return _GroupNorm(module, kept)
+    elif isinstance(module, nn.LayerNorm) and kept is not None and len(kept) < module.normalized_shape[0]:
+        return _LayerNorm(module, kept)
+    elif hasattr(module, "num_features"):
+        module.num_features = shape[0]
+    return module
+
+
+class _GroupNorm(nn.GroupNorm):
+    """Of ``norm`` the channels ``kept``, zeros standing for the others."""
+
+    kept: torch.Tensor
+
+    def __init__(self, norm: nn.GroupNorm, kept: torch.Tensor) -> None:
+        super().__init__(norm.num_groups, norm.num_channels, norm.eps, affine=False)
+        self.weight, self.bias = norm.weight, norm.bias
+        self.register_buffer("kept", kept.to(norm.weight.device), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Like group norm's."""
+        whole = x.new_zeros(len(x), self.num_channels, *x.shape[2:]).index_copy(1, self.kept, x)
+        narrow = F.group_norm(whole, self.num_groups, eps=self.eps).index_select(1, self.kept)
+        return (narrow.transpose(1, -1) * self.weight + self.bias).transpose(1, -1)
+
+
+class _LayerNorm(nn.LayerNorm):
+    """Of ``norm`` the entries ``kept`` of its one axis, zeros standing for the others."""
+
+    kept: torch.Tensor
+
+    def __init__(self, norm: nn.LayerNorm, kept: torch.Tensor) -> None:
+        super().__init__(norm.normalized_shape, norm.eps, elementwise_affine=False)
+        self.weight, self.bias = norm.weight, norm.bias
+        self.register_buffer("kept", kept.to(norm.weight.device), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Like layer norm's."""
+        whole = x.new_zeros(*x.shape[:-1], *self.normalized_shape).index_copy(-1, self.kept, x)
+        narrow = F.layer_norm(whole, self.normalized_shape, eps=self.eps).index_select(-1, self.kept) * self.weight
+        return narrow if self.bias is None else narrow + self.bias
+
+
+def _compare(whole: nn.Module, narrow: nn.Module, samples: torch.Tensor) -> None:
+    with evaluating(whole), evaluating(narrow), torch.inference_mode():
+        wanted = whole(samples)
+        try:
+            found = narrow(samples)
+        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+            raise _refusal(f"without the dropped neurons it fails ({error})") from None
+    if found.shape != wanted.shape:
+        raise _refusal(f"without the dropped neurons it answers {tuple(found.shape)}, not {tuple(wanted.shape)}")
+    if not torch.allclose(found, wanted, rtol=0.0, atol=_CLOSE * float(wanted.abs().max())):
+        raise _refusal("without the dropped neurons it answers something else than with weights of zero in their place")
+
+
+def _refusal(met: str) -> CannotNarrow:
+    return CannotNarrow(
+        f"this model cannot be trained with fewer neurons: {met}; let its code take sizes from its tensors "
+        f"(x.flatten(1), not x.view(-1, 320)) and mix neurons in its layers alone, or choose a method that trains the "
+        f"whole network, such as fedspu"
+    )
