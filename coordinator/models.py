@@ -6,8 +6,9 @@ bytes again. The last few are remembered, because a device asks twice (size and 
 broken download asks again.
 
 What a method keeps beside a model's values lies in a second file of the same version. Masks of elements also lie by
-themselves, under their digests, as long as a device holds them: what changed since then is what it is sent. Where a
-method knows what of the values changed since a round, a device that holds the model of that round is sent no more.
+themselves, under their digests, as long as a device holds them: what changed since then is what it is sent. So do the
+masks of neurons that devices have chosen, whose values are what these are sent. Where a method knows what of the values
+changed since a round, a device that holds the model of that round is sent no more.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from coordinator.storage.tables import Assignment, Device, Federation, Round
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.elements import ElementMask, from_bits
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.masks import Mask, NeuronDraw, draw_neurons, pack
+from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind
+from edge_sdk.protocol.neurons import fits_ratio, mask_digest, mask_from_file, mask_to_file
 
 PAYLOAD_CACHE_BYTES = 64 * 1024 * 1024
 
@@ -80,7 +82,7 @@ class Models:
             state = {f"own:{name}": array for name, array in model.own.items()}
             if model.mask is not None:
                 state["mask"] = np.frombuffer(model.mask.bits, dtype=np.uint8)
-                self._keep_mask(federation_id, model.mask)
+                self._keep_mask(federation_id, model.mask.digest, model.mask.bits)
             self._store.blobs.put(_state_key(federation_id, version), checkpoint.save(state))
         body = checkpoint.save(model.tensors, json.dumps({"version": version}))
         self._store.blobs.put(_model_key(federation_id, version), body)
@@ -128,29 +130,44 @@ class Models:
                 if key not in keep:
                     self._store.blobs.delete(key)
 
-    def _keep_mask(self, federation_id: int, mask: ElementMask) -> None:
-        key = _mask_key(federation_id, mask.digest)
-        if key not in self._store.blobs.keys(f"{federation_id}/masks"):
-            self._store.blobs.put(key, mask.bits)
+    def keep_mask(self, federation: Federation, mask: NeuronMask) -> str:
+        """Store a mask that a device has chosen; returns its digest."""
+        manifest = self.manifest(federation)
+        digest = mask_digest(manifest, mask)
+        self._keep_mask(federation.id, digest, mask_to_file(manifest, mask))
+        return digest
 
-    def _held_mask(self, federation: Federation, device: Device) -> ElementMask | None:
-        """The mask of elements that a device said it holds, where that is one of this federation's."""
+    def _keep_mask(self, federation_id: int, digest: str, data: bytes) -> None:
+        key = _mask_key(federation_id, digest)
+        if key not in self._store.blobs.keys(f"{federation_id}/masks"):
+            self._store.blobs.put(key, data)
+
+    def _held_mask(self, federation: Federation, device: Device) -> ElementMask | NeuronMask | None:
+        """The mask that a device said it holds, where that is one of this federation's."""
         if device.mask is None:
             return None
         try:
-            bits = self._store.blobs.get(_mask_key(federation.id, device.mask))
+            data = self._store.blobs.get(_mask_key(federation.id, device.mask))
         except FileNotFoundError:
             return None
-        return from_bits(self.manifest(federation), bits)
+        return mask_from_file(self.manifest(federation), data)
 
     def mask(
-        self, federation: Federation, device: str, assignment: Assignment
+        self, federation: Federation, device: Device, assignment: Assignment
     ) -> tuple[Mask | None, NeuronDraw | None]:
-        """What of the model an assignment trains, and its seed form, if any; (None, None) for everything."""
+        """What of the model an assignment trains, and its seed form, if any; (None, None) for everything, and where the
+        device has yet to choose: because it never did, lost its state, or has another budget now."""
         if assignment.ratio is None:
             return self.model(federation, assignment.model_version).mask, None
-        draw = NeuronDraw(job_of(federation), assignment.round, device, assignment.ratio)
-        return draw_neurons(self.manifest(federation), draw), draw
+        manifest, method = self.manifest(federation), load_method(federation.method)
+        if method.devices_choose:
+            held = self._held_mask(federation, device)
+            return (held, None) if fits_ratio(manifest, held, assignment.ratio) else (None, None)
+        neurons = method.neurons(manifest, assignment.ratio)
+        if neurons is not None:
+            return neurons, None
+        draw = NeuronDraw(job_of(federation), assignment.round, device.name, assignment.ratio)
+        return draw_neurons(manifest, draw), draw
 
     def payload(self, federation: Federation, device: Device, assignment: Assignment) -> bytes:
         """The bundle of global values that an assignment sends down."""
@@ -172,20 +189,21 @@ class Models:
     def _pack(self, federation: Federation, device: Device, assignment: Assignment) -> bytes:
         manifest, settings, plan = self.manifest(federation), settings_of(federation), assignment.plan or {}
         model = self.model(federation, assignment.model_version)
-        mask, draw = self.mask(federation, device.name, assignment)
+        mask, draw = self.mask(federation, device, assignment)
         if assignment.full:
             mask, draw = model.mask, None
         method, situation = load_method(federation.method), Situation(manifest, settings, assignment.round, plan)
         held = self._round_of(federation, device.model) if method.sends_changes else None
         if held is not None:
             mask = method.changed(model, held, situation)
+        known = self._held_mask(federation, device)
         return bundle.encode(
             manifest,
             pack(manifest, model.tensors, mask),
             mask,
             draw=draw,
             precision=settings.precision_of("down", Kind(assignment.kind)),
-            known=self._held_mask(federation, device),
+            known=known if isinstance(known, ElementMask) else None,
             signs=method.signs(model, situation),
         )
 

@@ -52,7 +52,8 @@ from coordinator.storage.tables import Assignment, Device, Federation, Round
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol import messages as wire
 from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.masks import count_values, pack, same_mask
+from edge_sdk.protocol.masks import NeuronMask, count_values, pack, same_mask
+from edge_sdk.protocol.neurons import fits_ratio
 
 log = logging.getLogger(__name__)
 
@@ -111,9 +112,9 @@ class Rounds:
     ) -> Asked:
         """The device's oldest open assignment, or none. Raises Finished when there will be none.
 
-        A device that comes after the end, without a model, is given ``adapt`` first. mask: the digest of the mask of
-        elements that it holds; model: that of the global model that it can rebuild. asked: False for another look
-        within one long poll: whoever has left since it asked, perhaps without a word to the poll, stays away.
+        A device that comes after the end, without a model, is given ``adapt`` first. mask: the digest of the mask that
+        it holds; model: that of the global model that it can rebuild. asked: False for another look within one long
+        poll: whoever has left since it asked, perhaps without a word to the poll, stays away.
         """
         now = self._clock()
         with self._store.reading() as db:
@@ -277,7 +278,7 @@ class Rounds:
             return LARGEST_RECEIPT
         manifest, mask = self._models.manifest(federation), None
         if assignment.status == "open":  # else the model may be gone, and all that is left to say is that it is settled
-            mask, _ = self._models.mask(federation, device.name, assignment)
+            mask, _ = self._models.mask(federation, device, assignment)
         return bundle.largest_bundle(
             # Devices may have masks of elements of their own, with more elements than the global one.
             count_values(manifest, None if isinstance(mask, ElementMask) else mask),
@@ -298,13 +299,14 @@ class Rounds:
             assignment, device, federation = _owned(db, assignment_id, device_id)
         if self._settled(assignment, digest):
             return False
-        report = self._check_update(federation, device, assignment, body)
+        report, chosen = self._check_update(federation, device, assignment, body)
         changed: dict[str, Any] = {}
         if assignment.kind in BUNDLE_KINDS:
             # Who trained holds the model's mask, though it has not said so yet: it may not be lost with this round.
             mask = self._models.model(federation, assignment.model_version).mask
-            if mask is not None and mask.digest != device.mask:
-                changed["mask"] = mask.digest
+            held = mask.digest if mask is not None else self._models.keep_mask(federation, chosen) if chosen else None
+            if held is not None and held != device.mask:
+                changed["mask"] = held
             self._store.blobs.put(_update_key(federation.id, assignment.id, digest), body)
         if not device.holds_model and _leaves_model(federation, assignment):
             changed["holds_model"] = True
@@ -339,12 +341,13 @@ class Rounds:
 
     def _check_update(
         self, federation: Federation, device: Device, assignment: Assignment, body: bytes
-    ) -> wire.UpdateReport | wire.Receipt:
+    ) -> tuple[wire.UpdateReport | wire.Receipt, NeuronMask | None]:
+        """The report, and the neurons that the device has chosen, if that is what it does."""
         try:
             if assignment.kind == wire.Kind.personalise:
-                return wire.UpdateReport.model_validate_json(body)
+                return wire.UpdateReport.model_validate_json(body), None
             if assignment.kind not in BUNDLE_KINDS:
-                return wire.Receipt.model_validate_json(body)
+                return wire.Receipt.model_validate_json(body), None
             model = self._models.model(federation, assignment.model_version)
             decoded = bundle.decode(body, self._models.manifest(federation), model.mask)
             report = wire.UpdateReport.model_validate_json(decoded.report)
@@ -354,14 +357,21 @@ class Rounds:
         if decoded.precision != precision:
             raise BadContent(f"values: sent as {decoded.precision}, the federation's precision is {precision}")
         method, plan = load_method(federation.method), assignment.plan or {}
-        mask, _ = self._models.mask(federation, device.name, assignment)
+        mask, _ = self._models.mask(federation, device, assignment)
         situation = Situation(self._models.manifest(federation), settings_of(federation), assignment.round, plan)
         if assignment.kind == wire.Kind.prepare and decoded.mask is None:
             raise BadContent("mask: an update that prepares the model says what exists of it; send it with its mask")
-        if not same_mask(decoded.mask, mask):
-            if not isinstance(decoded.mask, method.mask_type):
+        if method.devices_choose and mask is None and assignment.ratio is not None:
+            if not fits_ratio(situation.manifest, decoded.mask, assignment.ratio):
                 raise BadContent(
-                    f"mask: it is not the one of round {assignment.round} for {device.name}; fetch the assignment again"
+                    f"mask: of the n neurons of each group a device chooses max(1, floor(p n)) at a budget of "
+                    f"p = {assignment.ratio:g}, and these are not so many; fetch the assignment again"
+                )
+        elif not same_mask(decoded.mask, mask):
+            if not isinstance(decoded.mask, method.mask_type):
+                kept = f"that {device.name} chose and keeps" if method.devices_choose else f"for {device.name}"
+                raise BadContent(
+                    f"mask: it is not the one of round {assignment.round} {kept}; fetch the assignment again"
                 )
             method.check_mask(model, decoded.mask, situation)
         if (decoded.gradients is not None) != method.wants_gradients(plan) or decoded.signs is not None:
@@ -378,7 +388,8 @@ class Rounds:
                     f"values: they moved by {norm:.3g} from what was sent (2-norm), the federation allows {limit:g}; "
                     f"hand the assignment back, or train with a lower learning rate or a clip"
                 )
-        return report
+        chosen = decoded.mask if method.devices_choose and isinstance(decoded.mask, NeuronMask) else None
+        return report, chosen
 
     # --- progress ------------------------------------------------------------------------------------------------
 
@@ -715,7 +726,7 @@ def _assign(
         position=position,
         status="open",
         model_version=federation.model_version,
-        full=kind not in COHORT_KINDS or not device.holds_model,
+        full=kind not in COHORT_KINDS or not (device.holds_model or method.narrow),
         ratio=None if kind == wire.Kind.evaluate else method.active_ratio(device.budget),
         created_at=now,
         deadline_at=now + settings_of(federation).deadline_seconds,

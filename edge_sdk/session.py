@@ -25,11 +25,11 @@ from devices import EnergyMeter
 from edge_sdk.errors import FederationOver, Refused, RoundOver, SdkError
 from edge_sdk.methods import DeviceState, Job, Trained, Update, load_method
 from edge_sdk.protocol import bundle
-from edge_sdk.protocol.elements import ElementMask, from_bits
+from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import Mask
+from edge_sdk.protocol.masks import Mask, NeuronMask, same_mask
 from edge_sdk.protocol.messages import (
     Assignment,
     ChangeDevice,
@@ -45,6 +45,7 @@ from edge_sdk.protocol.messages import (
     UpdateReport,
     UploadCost,
 )
+from edge_sdk.protocol.neurons import mask_digest, mask_from_file, mask_to_file
 from edge_sdk.protocol.quantization import Quantised
 from edge_sdk.rounding import round_update
 from edge_sdk.state import Pending, StateFolder, Totals
@@ -59,7 +60,7 @@ log = logging.getLogger(__name__)
 JSON_TYPE = "application/json"
 PATIENCE_WHEN_LEAVING = 3.0
 MASK = "mask.bits"
-"""The file of the mask of elements that this device holds."""
+"""The file of the mask that this device holds: of elements, as last received, or of the neurons that it has chosen."""
 
 
 class Outcome(Enum):
@@ -189,7 +190,7 @@ class Session:
                 self._federation,
                 wait_seconds,
                 self.progress.upload_cost,
-                self._mask.digest if self._mask else None,
+                mask_digest(self.manifest, self._mask) if self._mask else None,
                 self.progress.model,
             )
         except FederationOver:
@@ -246,14 +247,20 @@ class Session:
             received = None
             if assignment.payload is not None:
                 body = self._transport.payload(assignment.assignment_id, assignment.payload)
-                received = bundle.decode(body, self.manifest, self._mask)
+                received = bundle.decode(body, self.manifest, _elements(self._mask))
                 self._keep_mask(_elements(received.mask))
         job = Job(
             assignment=assignment,
             manifest=self.manifest,
             task=self.task,
             model=self.task.model,
-            state=DeviceState(self.personal, self.progress.memory, self._folder.own, self.progress.model),
+            state=DeviceState(
+                self.personal,
+                self.progress.memory,
+                self._folder.own,
+                self.progress.model,
+                self._mask if isinstance(self._mask, NeuronMask) else None,
+            ),
             received=received,
             progress=lambda done, total, loss: self._report_progress(assignment, done, total, loss),
             federation=self.info.name,
@@ -276,17 +283,17 @@ class Session:
                     assignment.assignment_id, f"{self.info.method} on this device has no work of kind {other.value}"
                 )
 
-    def _load_mask(self) -> ElementMask | None:
-        """The mask of elements that was last received; a file that is not one is none: the mask is sent again."""
-        bits = self._folder.cached(MASK)
+    def _load_mask(self) -> ElementMask | NeuronMask | None:
+        """The mask that this device holds; a file that is not one is none: it is sent, or chosen, again."""
+        data = self._folder.cached(MASK)
         try:
-            return None if bits is None else from_bits(self.manifest, bits)
+            return None if data is None else mask_from_file(self.manifest, data)
         except ProtocolError:
             return None
 
-    def _keep_mask(self, mask: ElementMask | None) -> None:
-        if mask is not None and (self._mask is None or mask.digest != self._mask.digest):
-            self._folder.cache(MASK, mask.bits)
+    def _keep_mask(self, mask: ElementMask | NeuronMask | None) -> None:
+        if mask is not None and not same_mask(mask, self._mask):
+            self._folder.cache(MASK, mask_to_file(self.manifest, mask))
             self._mask = mask
 
     def _train(self, job: Job, work: Callable[[Job], Trained], download: Phase) -> None:
@@ -401,6 +408,7 @@ class Session:
         **changed: object,
     ) -> None:
         """Keep the new state and the update together, then send it."""
+        self._keep_mask(state.neurons)  # first: without the rest it is chosen again, from the same model
         pending = self._folder.put_outbox(assignment.assignment_id, assignment.kind, body)
         changed |= {"memory": dict(state.memory), "model": state.model, "pending": pending}
         if state.personal is self.personal and state.own is self._folder.own and feedback is None:

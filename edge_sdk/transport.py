@@ -108,8 +108,8 @@ class Transport:
     ) -> tuple[Assignment | None, float]:
         """Ask for work, waiting up to ``wait_seconds``. Returns it, or None and the pause asked for in seconds.
 
-        cost: what the last upload cost. mask: the digest of the mask of elements that this device holds; model:
-        that of the global model that it can rebuild. Raises FederationOver when nothing is left to do.
+        cost: what the last upload cost. mask: the digest of the mask that this device holds; model: that of the global
+        model that it can rebuild. Raises FederationOver when nothing is left to do.
         """
         headers = {"Sparrow-Upload-Cost": json.dumps(cost.model_dump(mode="json"))} if cost else {}
         answer = self._call(

@@ -75,7 +75,7 @@ async def get_assignment(
     house: TheHouse,
     wait: Annotated[float, Query(ge=0, le=600, description="Longest wait for work, s")] = 0.0,
     mask: Annotated[
-        str | None, Query(pattern="^[0-9a-f]{64}$", description="Digest of the mask of elements that the device holds")
+        str | None, Query(pattern="^[0-9a-f]{64}$", description="Digest of the mask that the device holds")
     ] = None,
     model: Annotated[
         str | None, Query(pattern="^[0-9a-f]{64}$", description="SHA-256 of the global model that the device holds")

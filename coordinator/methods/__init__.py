@@ -21,6 +21,7 @@ from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import FederationSettings, Kind
 
 Plan = Mapping[str, bool | int | float | str]
@@ -92,6 +93,14 @@ class CoordinatorMethod(Protocol):
     """Whether devices keep a personal model from round to round. Where not, they are sent the whole global model each
     time, and asked to ``adapt`` the last one when the federation has ended."""
 
+    narrow: bool = False
+    """Whether devices train the network of their active neurons alone, and never need the rest: then even the first
+    download is no more than these."""
+
+    devices_choose: bool = False
+    """Whether each device chooses its active neurons itself, once, from the whole model; ``active_ratio`` says how
+    many. The mask of its first update is stored, and decides what it is sent from then on and may send."""
+
     prepares: bool = False
     """Whether one device ``prepare``s the model before the first round: round 0, repeated until an update comes."""
 
@@ -104,6 +113,11 @@ class CoordinatorMethod(Protocol):
 
     def active_ratio(self, budget: float) -> float | None:
         """The share of each hidden layer's neurons that a device of this budget trains; None trains everything."""
+        return None
+
+    def neurons(self, manifest: Manifest, ratio: float) -> NeuronMask | None:
+        """The neurons that follow from a device's active ratio alone, by a rule that its device half has too; None:
+        they are drawn, or ``devices_choose`` them."""
         return None
 
     mask_type: type = ElementMask

@@ -47,8 +47,8 @@ class Device(Base):
     ``present`` is False from a missed deadline or a leave-taking until the device asks again: it is not drawn.
     After it handed an assignment back it is not drawn before ``rest_until``.
     ``holds_model`` says that an answer of the device proved that it has downloaded the whole model once. ``mask`` is
-    the digest of the mask of elements that it last said it holds, ``model`` that of the global model that it can
-    rebuild; ``num_examples`` its training samples, where it told.
+    the digest of the mask that it last said it holds, ``model`` that of the global model that it can rebuild;
+    ``num_examples`` its training samples, where it told.
     """
 
     __tablename__ = "devices"

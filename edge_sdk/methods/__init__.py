@@ -38,12 +38,14 @@ class DeviceState:
     personal: every kept tensor of the personal model by name, or None before the first download. memory: the method's
     own JSON-able notes (the last stop-rule loss, say). own: its arrays beside the model, by name. model: the SHA-256 of
     the global model that the method can rebuild from these, so that what changed since is all that need be sent.
+    neurons: those that the device has chosen for itself, where its method has it choose; None leaves them as they are.
     """
 
     personal: Tensors | None = None
     memory: Mapping[str, Any] = field(default_factory=dict)
     own: Tensors = field(default_factory=dict)
     model: str | None = None
+    neurons: NeuronMask | None = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,9 @@ class DeviceMethod(Protocol):
 
     Each raises BundleError for a payload that does not fit, TrainingDiverged when the work failed.
     """
+
+    narrow: bool = False
+    """Whether what ``sample_mask`` leaves out is gone while training, and not frozen."""
 
     def train(self, job: Job) -> Trained:
         """Merge the payload, train under the assignment's mask, and say what to keep and to send."""
