@@ -45,12 +45,12 @@ class Preparation:
         """``task``, computed so. Raises DoesNotFit, which names a budget that does."""
         task = task.on(self.compute)
         method = load_method(info.method)
-        rehearsal = Rehearsal(task, manifest, info.settings)
+        rehearsal = Rehearsal(task, manifest, info.settings, narrow=method.narrow)
         try:
             self._check(rehearsal, manifest, method)
             if self.deterministic:
                 return task
-            return task.on(quickest(rehearsal, manifest, info.settings, method.sample_mask(manifest, self.budget)))
+            return task.on(quickest(rehearsal, info.settings, method.sample_mask(manifest, self.budget)))
         except (TrainingDiverged, Unpredictable) as error:
             log.warning("what training takes on this device could not be tried beforehand: %s", error)
             return task

@@ -31,7 +31,6 @@ from edge_sdk.errors import SdkError
 from edge_sdk.methods import UnknownMethod, load_method
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publish import add_method_set, read_setting
@@ -153,7 +152,7 @@ def profile(
     task, manifest = subject.load()
     method = load_method(subject.settings.method)
     masks = {budget: method.sample_mask(manifest, budget) for budget in sorted(budgets)}
-    rehearsal = Rehearsal(task, manifest, subject.settings)
+    rehearsal = Rehearsal(task, manifest, subject.settings, narrow=method.narrow)
     device = subject.compute.device
     evaluation, added = predict_evaluation(rehearsal), {}
     for budget, mask in masks.items():
@@ -170,8 +169,8 @@ def profile(
     for budget, mask in masks.items():
         progress(f"measuring {budget:g}")
         above, in_all = added[budget]
-        flops = training_flops(manifest, rehearsal.samples, weight_gradients=mask)
-        predicted = Taken(flops, base, above, pace.predict(manifest, rehearsal.samples, mask))
+        flops = rehearsal.flops(rehearsal.samples, mask)
+        predicted = Taken(flops, base, above, pace.predict(rehearsal, mask))
         measured = _measured(subject, budget, steps) if base + in_all <= limit else None
         rows.append(Row(budget, base + in_all, predicted, measured))
     whole_model = min(budgets) < 1 and all(mask is None for mask in masks.values())
@@ -190,8 +189,9 @@ def _measured(subject: Subject, budget: float, steps: int) -> Taken | None:
 def measure(subject: Subject, budget: float, steps: int) -> Taken:
     """Train ``steps`` steps at ``budget`` in this process, whose peak memory should be nobody else's."""
     task, manifest = subject.load()
-    mask = load_method(subject.settings.method).sample_mask(manifest, budget)
-    rehearsal = Rehearsal(task, manifest, subject.settings)
+    method = load_method(subject.settings.method)
+    mask = method.sample_mask(manifest, budget)
+    rehearsal = Rehearsal(task, manifest, subject.settings, narrow=method.narrow)
     rehearsal.train(2, mask=mask, samples=2)  # what any training loads is part of the base
     device = subject.compute.device
     base = held(device)

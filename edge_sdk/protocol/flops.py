@@ -26,17 +26,21 @@ def forward_flops(manifest: Manifest, mask: Mask | None = None) -> int:
     return sum(_layer_flops(manifest, mask))
 
 
-def training_flops(manifest: Manifest, samples: int, *, weight_gradients: Mask | None = None) -> int:
+def training_flops(
+    manifest: Manifest, samples: int, *, weight_gradients: Mask | None = None, narrow: bool = False
+) -> int:
     """FLOPs of training on ``samples`` samples, each pass over one counted: forward, and both gradients.
 
     weight_gradients: the neurons between which the gradients of weights are computed, where the rest is skipped; None
     where all are. Forward pass and input gradients are those of the whole network: the error passes through frozen
     neurons (FedSPU's method card, 4.4). Masking a gradient after computing it saves nothing, and counts for nothing.
+    narrow: the rest is not there at all, and costs nothing.
 
     A mask of elements is another matter: what it leaves out does not exist, and is counted nowhere, as papers on sparse
     training do (FedSGC's method card, 4.12). Dense kernels compute it all the same; docs/training.md says which do.
     """
-    forward = _layer_flops(manifest, weight_gradients if isinstance(weight_gradients, ElementMask) else None)
+    gone = narrow or isinstance(weight_gradients, ElementMask)
+    forward = _layer_flops(manifest, weight_gradients if gone else None)
     per_sample = sum(forward) + sum(forward[1:]) + forward_flops(manifest, weight_gradients)
     return samples * per_sample
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons
 from edge_sdk.training.rehearsal import Rehearsal
@@ -33,11 +32,9 @@ class Pace:
     fixed: float
     per_flop: float
 
-    def predict(self, manifest: Manifest, samples: int, mask: NeuronMask | None) -> float:
-        """Seconds of a step of ``samples`` under ``mask``."""
-        if mask is None:
-            return self.whole
-        return self.fixed + self.per_flop * training_flops(manifest, samples, weight_gradients=mask)
+    def predict(self, rehearsal: Rehearsal, mask: NeuronMask | None) -> float:
+        """Seconds of a step on the task's batch under ``mask``."""
+        return self.whole if mask is None else self.fixed + self.per_flop * rehearsal.flops(rehearsal.samples, mask)
 
 
 def measure_pace(rehearsal: Rehearsal, manifest: Manifest, samples: int | None = None) -> Pace:
@@ -50,7 +47,7 @@ def measure_pace(rehearsal: Rehearsal, manifest: Manifest, samples: int | None =
         seconds * rehearsal.samples / (samples or rehearsal.samples)
         for seconds in _least_seconds(rehearsal, [*masks, None], samples)
     )
-    few, many = (training_flops(manifest, rehearsal.samples, weight_gradients=mask) for mask in masks)
+    few, many = (rehearsal.flops(rehearsal.samples, mask) for mask in masks)
     # Where masks change next to nothing, chance decides which of the two was faster.
     per_flop = max(0.0, high - low) / (many - few) if many > few else 0.0
     return Pace(whole, low - per_flop * few, per_flop)

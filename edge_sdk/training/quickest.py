@@ -14,8 +14,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.training.compute import Compute
@@ -37,9 +35,7 @@ WORTH = 0.95
 """A candidate replaces another that takes longer than this times as long: chance alone makes a few per cent."""
 
 
-def quickest(
-    rehearsal: Rehearsal, manifest: Manifest, settings: FederationSettings, mask: NeuronMask | None = None
-) -> Compute:
+def quickest(rehearsal: Rehearsal, settings: FederationSettings, mask: NeuronMask | None = None) -> Compute:
     """The task's compute with the thread count and memory format that are fastest; as it is where trying cannot pay.
 
     settings: how long rounds are. mask: as they have it. Tried are the process's threads, half of them, and so on down
@@ -48,7 +44,7 @@ def quickest(
     """
     usual = rehearsal.task.compute
     steps = settings.local_steps or settings.local_epochs * len(rehearsal.task.train)
-    flops = training_flops(manifest, steps * rehearsal.samples, weight_gradients=mask)
+    flops = rehearsal.flops(steps * rehearsal.samples, mask)
     if usual.device.type != "cpu" or flops < WORTH_TRYING:
         return usual
     begin = time.monotonic()

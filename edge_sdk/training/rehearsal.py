@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import FederationSettings
@@ -17,19 +18,22 @@ from edge_sdk.tasks import Batches, Task
 from edge_sdk.training.compute import Compute
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import evaluate, train_locally
+from edge_sdk.training.narrow import Narrow
 
 
 class Rehearsal:
     """Training as a round does it, on the task's first batch again and again, with a learning rate of 0.
 
     ``samples`` is what that batch holds, ``held_out`` the first one of the task's held-out data. The task's model stays
-    as it is, and so do torch's random numbers. Raises ValueError where there is nothing to train on.
+    as it is, and so do torch's random numbers. narrow: what masks leave out is gone, and not frozen. Raises ValueError
+    where there is nothing to train on.
     """
 
-    def __init__(self, task: Task, manifest: Manifest, settings: FederationSettings) -> None:
+    def __init__(self, task: Task, manifest: Manifest, settings: FederationSettings, *, narrow: bool = False) -> None:
         self.task = replace(task, model=copy.deepcopy(task.model))
         self._manifest = manifest
         self._settings = settings
+        self._narrow = narrow
         with torch.random.fork_rng(devices=[]):
             self._batch = _first(task.train)
             self.held_out = len(_first(task.held_out)[1])
@@ -52,12 +56,12 @@ class Rehearsal:
         but the first, which also pays for whatever is set up once. ``compute`` stands in for the task's."""
         batches = [self.batch(samples)]
         ended: list[float] = []
-        task = replace(self.task, train=batches, compute=compute or self.task.compute)
+        model, freezing = self._trained(mask)
+        task = replace(self.task, model=model, train=batches, compute=compute or self.task.compute)
         settings = self._settings.model_copy(update={"local_steps": steps})
-        freezing = Freezing(self.model, self._manifest, mask)
         with torch.random.fork_rng(devices=[]):
             train_locally(
-                self.model,
+                model,
                 task,
                 settings,
                 learning_rate=0.0,
@@ -66,6 +70,16 @@ class Rehearsal:
                 progress=lambda done, total, loss: ended.append(self._now()),
             )
         return [after - before for before, after in pairwise(ended)]
+
+    def flops(self, samples: int, mask: NeuronMask | None) -> int:
+        """Those of training on so many samples under ``mask``."""
+        return training_flops(self._manifest, samples, weight_gradients=mask, narrow=self._narrow)
+
+    def _trained(self, mask: NeuronMask | None) -> tuple[nn.Module, Freezing]:
+        if mask is None or not self._narrow:
+            return self.model, Freezing(self.model, self._manifest, mask)
+        network = Narrow(self.model, self._manifest, mask, None)
+        return network.model, Freezing(network.model, network.manifest, None)
 
     def evaluate(self, samples: int) -> None:
         """Judge the model on ``samples`` of the batch."""

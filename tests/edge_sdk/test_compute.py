@@ -153,7 +153,7 @@ LONG = FederationSettings(local_steps=1_000_000)
 
 
 def find(rehearsal, settings=LONG):
-    return quickest(rehearsal, manifest_of(rehearsal.task), settings)
+    return quickest(rehearsal, settings)
 
 
 def test_threads_are_halved_and_then_the_other_memory_format_is_tried(task, threads):

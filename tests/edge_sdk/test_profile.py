@@ -98,11 +98,11 @@ def test_flops_of_the_whole_model_are_those_that_torch_counts():
 
 
 def test_seconds_are_linear_in_flops_under_a_mask_and_what_was_timed_without():
-    _, manifest = rehearse("mnist", 8)
+    rehearsal, manifest = rehearse("mnist", 8)
     mask = load_method("fedspu").sample_mask(manifest, 0.5)
     pace = Pace(whole=3.0, fixed=1.0, per_flop=1e-9)
-    assert pace.predict(manifest, 8, None) == 3.0
-    assert pace.predict(manifest, 8, mask) == 1.0 + 1e-9 * training_flops(manifest, 8, weight_gradients=mask)
+    assert pace.predict(rehearsal, None) == 3.0
+    assert pace.predict(rehearsal, mask) == 1.0 + 1e-9 * training_flops(manifest, 8, weight_gradients=mask)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
