@@ -1,0 +1,21 @@
+"""Random federated dropout, server half: each round every device is sent another narrow network of the one model.
+
+Caldas, Konečný, McMahan, Talwalkar, "Expanding the Reach of Federated Learning by Reducing Client Resource
+Requirements", arXiv:1812.07210; Wen, Jeon, Huang, "Federated Dropout", arXiv:2109.15258; after FedSPU's method card,
+section 5. The neurons are drawn as FedSPU's are, the server averages weight by weight over those who held it, weighted
+with their training samples, and the whole global model is what is judged.
+"""
+
+from __future__ import annotations
+
+from coordinator.methods import CoordinatorMethod
+
+
+class FedDrop(CoordinatorMethod):
+    """Server half of random federated dropout; a weight that nobody held keeps its value."""
+
+    narrow = True
+
+    def active_ratio(self, budget: float) -> float | None:
+        """A device's budget is the share of neurons that it trains."""
+        return budget

@@ -1,0 +1,23 @@
+"""FjORD at a fixed width, server half: every device has the first neurons of each layer, as many as its budget says.
+
+Horváth, Laskaridis, Almeida, Leontiadis, Venieris, Lane, "FjORD: Fair and Accurate Federated Learning under
+heterogeneous targets with Ordered Dropout", NeurIPS 2021, arXiv:2102.13451, as FedSPU's method card (section 5) has it:
+max(1, floor(p_k n_l)) neurons, the same in all rounds. The server averages weight by weight over those who held it.
+"""
+
+from __future__ import annotations
+
+from coordinator.methods.feddrop import FedDrop
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.masks import NeuronMask
+from edge_sdk.protocol.neurons import first_neurons
+
+
+class FjORD(FedDrop):
+    """Server half of FjORD."""
+
+    personal_models = True
+
+    def neurons(self, manifest: Manifest, ratio: float) -> NeuronMask | None:
+        """The first of each group."""
+        return first_neurons(manifest, ratio)

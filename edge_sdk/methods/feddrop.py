@@ -1,0 +1,39 @@
+"""Random federated dropout, the device half: each round another narrow network of the one global model.
+
+Caldas, Konečný, McMahan, Talwalkar, "Expanding the Reach of Federated Learning by Reducing Client Resource
+Requirements", arXiv:1812.07210; Wen, Jeon, Huang, "Federated Dropout", arXiv:2109.15258, with a width for each device.
+FedSPU's method card, section 5: neurons are drawn anew in each round as FedSPU draws them, but inactive ones are
+dropped and not frozen, and there is no personal model:
+
+    w_k ← w^t[A, A];   w_k ← w_k - η ∇F_k(w_k; b) on the network of A alone;   send w_k and n_k
+
+The values that are left are not scaled up, which neither the card nor FedSPU's code does. What is judged, and adapted
+after the end, is the whole global model, as in FedAvg.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edge_sdk.methods import Job, Trained
+from edge_sdk.methods.fedavg import FedAvg
+from edge_sdk.methods.narrow import drawn, train_narrow
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.masks import FULL_RATIO, NeuronDraw, NeuronMask, draw_neurons
+
+
+class FedDrop(FedAvg):
+    """FedAvg of narrow networks; a device keeps nothing between rounds but its notes for early stopping."""
+
+    narrow = True
+
+    def train(self, job: Job) -> Trained:
+        """One round. Raises BundleError for a payload that does not fit, CannotNarrow for a model that does not run
+        with fewer neurons, TrainingDiverged when the round failed."""
+        draw = drawn(job)
+        trained = train_narrow(job, draw_neurons(job.manifest, draw), draw=draw)
+        return replace(trained, state=replace(trained.state, personal=None))
+
+    def sample_mask(self, manifest: Manifest, budget: float) -> NeuronMask | None:
+        """The budget is the active ratio. Which neurons are drawn changes from round to round, how many does not."""
+        return draw_neurons(manifest, NeuronDraw("sample", 1, "sample", budget)) if budget < FULL_RATIO else None
