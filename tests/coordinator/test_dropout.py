@@ -1,0 +1,360 @@
+"""Whole federations of the dropout family in one process: what is sent, what is refused, and who remembers what."""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import pytest
+
+from coordinator.errors import BadContent
+from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.bundle import decode, encode
+from edge_sdk.protocol.manifest import initial_values
+from edge_sdk.protocol.masks import NeuronMask, block_of, count_values, same_mask, unpack
+from edge_sdk.protocol.messages import ChangeDevice, UpdateReport
+from edge_sdk.protocol.neurons import active_count_up, first_neurons
+
+DIGITS = load_builtin("digits").manifest
+WHOLE = 4 * DIGITS.shared_values
+SPARE = 1500
+"""What a bundle may take beside its values: its header, and an update's report."""
+
+PERSONAL = ["fjord", "hermes", "fedmp", "prunefl_neurons"]
+CHOOSING = ["hermes", "fedmp", "prunefl_neurons"]
+EVERY = ["feddrop", "heterofl", *PERSONAL]
+BUDGETS = {"a": 0.3, "b": 0.6, "c": 1.0}
+
+
+def values_at(method, budget):
+    """V(k): floors, but for HeteroFL."""
+    return count_values(DIGITS, first_neurons(DIGITS, budget, *([active_count_up] if method == "heterofl" else [])))
+
+
+def open_all(house):
+    return [house.open(name, budget=budget) for name, budget in BUDGETS.items()]
+
+
+def bundles(session, what):
+    """The bundles that a device sent, or received to train, in order."""
+    bodies = session._transport.sent if what == "sent" else session._transport.received
+    return [decode(body, DIGITS) for body in bodies if body[:1] != b"{"]
+
+
+def personal_zeros(session, mask):
+    """Whether the personal model is zero wherever a neuron is dropped, and nowhere else of note."""
+    for spec in DIGITS.shared:
+        left = np.array(session.personal[spec.name])
+        block = block_of(DIGITS, spec, mask)
+        block.put(left, np.zeros(block.shape, np.float32))
+        if left.any():
+            return False
+    return True
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_what_crosses_the_wire_is_the_active_part_and_little_more(house, method):
+    house.create(method)
+    sessions = open_all(house)
+    house.play(*sessions)
+    for session, budget in zip(sessions, BUDGETS.values(), strict=True):
+        wanted = 4 * values_at(method, budget)
+        trained = [body for body in session._transport.sent if body[:1] != b"{"]
+        assert len(trained) == 3
+        assert all(0 <= len(body) - wanted <= SPARE for body in trained)
+        down = [len(body) for body in session._transport.received][:3]
+        first = WHOLE if method in CHOOSING else wanted
+        assert 0 <= down[0] - first <= SPARE
+        assert all(0 <= size - wanted <= SPARE for size in down[1:])
+    record = house.records.rounds("f")[-1]
+    assert (record.updates, record.handed_back) == (3, 0)
+    assert (record.accuracy_personal is not None) == (method in PERSONAL)
+    assert record.accuracy_global > 0.15
+
+
+@pytest.mark.parametrize("method", ["fjord", "heterofl"])
+def test_first_neurons_cost_no_bits(house, method):
+    house.create(method)
+    session = open_all(house)[0]
+    house.rounds.advance()
+    session.step()
+    assert "mask" not in bundles(session, "sent")[0].parts
+    assert "mask" not in bundles(session, "received")[0].parts
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_each_weight_is_averaged_over_those_who_held_it(house, method):
+    house.create(method, rounds=1)
+    sessions = open_all(house)
+    house.play(*sessions)
+    numerator = {spec.name: np.zeros(spec.shape) for spec in DIGITS.shared}
+    weight = {spec.name: np.zeros(spec.shape) for spec in DIGITS.shared}
+    for session in sessions:
+        (update,) = bundles(session, "sent")
+        examples = UpdateReport.model_validate_json(update.report).num_examples
+        for spec, block, values in unpack(DIGITS, update.values, update.mask):
+            dense, held = np.zeros(spec.shape), np.zeros(spec.shape)
+            block.put(dense, values)
+            block.put(held, np.ones(block.shape))
+            numerator[spec.name] += examples * dense
+            weight[spec.name] += examples * held
+    final, _ = checkpoint.load(house.federations.model("f"))
+    start = initial_values(DIGITS, 0)
+    for name, total in weight.items():
+        wanted = np.where(total > 0, numerator[name] / np.maximum(total, 1), start[name])
+        np.testing.assert_allclose(final[name], wanted, rtol=1e-5, atol=1e-7, err_msg=name)
+        assert (total > 0).all(), "the device of budget 1 holds everything"
+
+
+@pytest.mark.parametrize("method", PERSONAL)
+def test_a_device_keeps_its_neurons_and_is_judged_with_them(house, method):
+    house.create(method)
+    sessions = open_all(house)
+    house.play(*sessions)
+    for session in sessions:
+        updates = bundles(session, "sent")
+        assert all(same_mask(update.mask, updates[0].mask) for update in updates)
+        assert personal_zeros(session, updates[0].mask)
+    assert all(receipt.personal and receipt.global_model for receipt in house.receipts())
+    assert house.info().status == "finished"
+
+
+def test_dropped_neurons_change_from_round_to_round(house):
+    house.create("feddrop")
+    session, *others = open_all(house)
+    house.play(session, *others)
+    masks = [update.mask for update in bundles(session, "sent")]
+    assert not same_mask(masks[0], masks[1])
+    assert [len(index) for index in masks[0].active.values()] == [math.floor(0.3 * n) for n in (16, 32, 64)]
+    assert session.personal is not None, "adapted after the end"
+
+
+@pytest.mark.parametrize("method", EVERY)
+@pytest.mark.parametrize("precision", ["int8", "fp16"])
+def test_other_precisions(house, method, precision):
+    house.create(method, precision=precision, rounds=2, update_norm_limit=1e4)
+    sessions = open_all(house)
+    house.play(*sessions)
+    assert house.info().round == 2
+    assert [record.updates for record in house.records.rounds("f")] == [3, 3]
+
+
+@pytest.mark.parametrize("method", PERSONAL)
+def test_a_device_that_comes_after_the_end_adapts_narrow(house, method):
+    house.create(method, rounds=2)
+    house.play(*open_all(house))
+    late = house.open("d", budget=0.3)
+    (worked,) = house.play(late)
+    assert [each.kind.value for each in worked] == ["adapt"]
+    zeros = sum(int((tensor == 0).sum()) for tensor in late.personal.values())
+    assert zeros > DIGITS.shared_values * 0.8
+    assert late.progress.adapted
+
+
+# --- who remembers what a device has chosen --------------------------------------------------------------------------
+
+
+def restarted(house, clock):
+    """The same folders, another coordinator process."""
+    from .house import House
+
+    house.close()
+    return House(house.folder, clock)
+
+
+def test_a_restart_of_both_sides_forgets_nothing(house, clock):
+    house.create("hermes", rounds=4)
+    sessions = open_all(house)
+    for _ in range(2):
+        house.rounds.advance()
+        for session in sessions:
+            session.step()
+    house.rounds.advance()
+    chosen = bundles(sessions[0], "sent")[0].mask
+    with closing(restarted(house, clock)) as later:
+        again = open_all(later)
+        later.play(*again)
+        assert later.info().round == 4
+        down = [len(body) for body in again[0]._transport.received]
+        assert down[0] < WHOLE / 4, "slices alone"
+        assert all(same_mask(update.mask, chosen) for update in bundles(again[0], "sent"))
+        assert personal_zeros(again[0], chosen)
+
+
+def test_a_restart_changes_no_bit(new_house, clock):
+    digests = []
+    for disturbed in (False, True):
+        house = new_house()
+        house.create("fedmp", rounds=3)
+        sessions = open_all(house)
+        if disturbed:
+            house.rounds.advance()
+            sessions[1].step()
+            house = restarted(house, clock)
+            sessions = open_all(house)
+        house.play(*sessions)
+        digests.append(house.info().model_sha256)
+        if disturbed:
+            house.close()
+    assert digests[0] == digests[1]
+
+
+def lose(house, name):
+    """Its model and what belongs to it are gone; who it is it still knows."""
+    folder = house.folder / name
+    for file in ("model.safetensors", "progress.json", "mask.bits"):
+        (folder / file).unlink()
+
+
+def test_a_device_that_lost_its_state_gets_the_whole_model_and_chooses_again(house):
+    house.create("hermes", rounds=4)
+    sessions = open_all(house)
+    house.rounds.advance()
+    for session in sessions:
+        session.step()
+    house.folders[0].close()
+    lose(house, "a")
+    again = house.open("a", budget=0.3)
+    house.play(again, *sessions[1:])
+    down = [len(body) for body in again._transport.received][:3]
+    assert down[0] >= WHOLE > 4 * max(down[1:])
+    assert [record.updates for record in house.records.rounds("f")] == [3] * 4
+    assert personal_zeros(again, bundles(again, "sent")[0].mask)
+
+
+def test_another_budget_is_another_choice(house):
+    house.create("hermes", rounds=4)
+    sessions = open_all(house)
+    house.rounds.advance()
+    for session in sessions:
+        session.step()
+    device = house.device("a")
+    house.devices.change(device.device_id, ChangeDevice(budget=0.6))
+    house.play(*sessions)
+    updates, down = bundles(sessions[0], "sent"), [len(body) for body in sessions[0]._transport.received]
+    counts = [[len(index) for index in update.mask.active.values()] for update in updates]
+    assert counts == [[4, 9, 19], *[[9, 19, 38]] * 3]
+    assert down[1] >= WHOLE, "the whole model, once more"
+    assert 4 * values_at("hermes", 0.6) <= down[2] <= 4 * values_at("hermes", 0.6) + SPARE
+    assert personal_zeros(sessions[0], updates[-1].mask)
+
+
+def forged(session, mask):
+    """An update of this device's open assignment under another mask, of zeros."""
+    values = np.zeros(count_values(DIGITS, mask), np.float32)
+    report = UpdateReport(num_examples=9, status="active", steps=1, train_loss=1.0)
+    return encode(DIGITS, values, mask, report=report.model_dump_json())
+
+
+def assignment_of(house, session):
+    return house.rounds.next_assignment(session._identity.device_id, asked=False).assignment.assignment_id
+
+
+@pytest.mark.parametrize("method", CHOOSING)
+def test_a_first_update_must_have_as_many_neurons_as_its_budget_says(house, method):
+    house.create(method)
+    session = open_all(house)[0]
+    house.rounds.advance()
+    where, device = assignment_of(house, session), session._identity.device_id
+    many = NeuronMask({name: np.arange(size // 2) for name, size in DIGITS.group_sizes.items()})
+    for mask in (many, None):
+        with pytest.raises(BadContent, match=r"max\(1, floor\(p n\)\) at a budget of p = 0\.3, and these are not so"):
+            house.rounds.accept_update(where, device, forged(session, mask))
+    last = NeuronMask(
+        {name: np.arange(size - math.floor(0.3 * size), size) for name, size in DIGITS.group_sizes.items()}
+    )
+    assert house.rounds.accept_update(where, device, forged(session, last)), "which ones is the device's to say"
+
+
+def test_a_later_update_of_other_neurons_is_refused(house):
+    house.create("hermes")
+    sessions = open_all(house)
+    house.rounds.advance()
+    for session in sessions:
+        session.step()
+    house.rounds.advance()
+    session = sessions[0]
+    chosen = bundles(session, "sent")[0].mask
+    other = NeuronMask({name: np.arange(len(index)) for name, index in chosen.active.items()})
+    assert not same_mask(chosen, other)
+    where, device = assignment_of(house, session), session._identity.device_id
+    with pytest.raises(BadContent, match="not the one of round 2 that a chose and keeps; fetch the assignment again"):
+        house.rounds.accept_update(where, device, forged(session, other))
+    house.play(*sessions)
+    assert [record.updates for record in house.records.rounds("f")] == [3] * 3
+
+
+def test_masks_that_nobody_holds_any_more_are_deleted(house):
+    house.create("hermes", rounds=3)
+    sessions = open_all(house)
+    house.rounds.advance()
+    for session in sessions:
+        session.step()
+    house.devices.change(house.device("a").device_id, ChangeDevice(budget=0.6))
+    house.play(*sessions)
+    assert len(list((house.folder / "data").glob("blobs/*/masks/*"))) == 3
+
+
+def test_an_update_that_was_lost_does_not_lose_the_choice(house):
+    house.create("hermes", rounds=3)
+    sessions = open_all(house)
+    house.rounds.advance()
+    sessions[0]._transport.broken = True
+    with pytest.raises(ConnectionError):
+        sessions[0].step()
+    chosen = sessions[0]._mask
+    house.folders[0].close()
+    again = house.open("a", budget=0.3)
+    house.play(again, *sessions[1:])
+    assert all(same_mask(update.mask, chosen) for update in bundles(again, "sent"))
+    assert [record.updates for record in house.records.rounds("f")] == [3] * 3
+
+
+def test_an_update_that_came_too_late_leaves_the_choice_with_the_device(house):
+    """The coordinator never learned it: it sends the whole model, and the device keeps its neurons."""
+    house.create("hermes", rounds=3, quorum=0.5)
+    sessions = open_all(house)
+    house.rounds.advance()
+    transport = sessions[0]._transport
+    update = transport.update
+
+    def late(assignment_id, body, media_type):
+        for session in sessions[1:]:
+            session.step()
+        house.rounds.advance()
+        transport.update = update
+        update(assignment_id, body, media_type)
+
+    transport.update = late
+    sessions[0].step()
+    assert transport.sent == []
+    chosen = sessions[0]._mask
+    while house.info().status == "running":  # the late one first, so that it is not late again
+        house.rounds.advance()
+        for session in sessions:
+            session.step()
+    updates = bundles(sessions[0], "sent")
+    assert updates
+    assert all(same_mask(each.mask, chosen) for each in updates)
+    sizes = [len(body) for body in transport.received]
+    assert sizes[1] >= WHOLE
+    assert sizes[2] < WHOLE / 4
+
+
+def test_a_model_that_does_not_run_narrow_is_handed_back_with_the_reason(house, monkeypatch):
+    from edge_sdk.training import narrow
+
+    def fails(*ignored):
+        raise narrow.CannotNarrow("let its code take sizes from its tensors")
+
+    monkeypatch.setattr(narrow, "_compare", fails)
+    monkeypatch.setattr(narrow, "_compared", WeakKeyDictionary())
+    house.create("feddrop", min_devices=1)
+    session = house.open("a", budget=0.3)
+    house.rounds.advance()
+    session.step()
+    house.rounds.advance()
+    assert house.records.rounds("f")[0].handed_back == 1
