@@ -44,8 +44,7 @@ def train_narrow(
     where neurons are dropped. Raises BundleError, CannotNarrow, TrainingDiverged.
     """
     set_tensors(job.model, merge(job.manifest, _nothing(job), job.received, mask))
-    samples = next(iter(job.task.held_out))[0][:2].to(job.task.compute.device)
-    network = Narrow(job.model, job.manifest, mask, samples)
+    network = Narrow(job.model, job.manifest, mask, job.task.held_out)
     task = replace(job.task, model=network.model)
     trained = train(replace(job, task=task, model=network.model, manifest=network.manifest))
     network.write_back()

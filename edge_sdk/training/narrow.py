@@ -18,6 +18,7 @@ model and widths, and one that answers differently is refused: FedSPU trains the
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,10 +31,15 @@ from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Array, Manifest, TensorSpec
 from edge_sdk.protocol.masks import NeuronMask, neuron_block
 from edge_sdk.protocol.neurons import narrowed
+from edge_sdk.training.gradients import Batch
+from edge_sdk.training.local import device_of
 from edge_sdk.training.modes import evaluating
 
 _CLOSE = 1e-3
 """Answers may differ by this share of the largest: rounding. What the comparison is for differs by more."""
+
+SAMPLES = 2
+"""That they are compared on: one alone would hide code that mixes samples."""
 
 _compared: WeakKeyDictionary[nn.Module, set[tuple[int, ...]]] = WeakKeyDictionary()
 """Models that have been compared with their narrow networks, and the widths of these."""
@@ -47,11 +53,11 @@ class Narrow:
     """The network of the active neurons of ``model``, whose dropped ones must be zero.
 
     model: a copy that holds what is active, or the whole model itself where that is everything. manifest: its own.
-    samples: inputs as the model takes them, for the comparison; None leaves it out, and then nothing need be zero.
+    batches: on whose first samples the two are compared; None leaves that out, and then nothing need be zero.
     Raises CannotNarrow, which says what to do.
     """
 
-    def __init__(self, model: nn.Module, manifest: Manifest, mask: NeuronMask, samples: torch.Tensor | None) -> None:
+    def __init__(self, model: nn.Module, manifest: Manifest, mask: NeuronMask, batches: Iterable[Batch] | None) -> None:
         self._whole, self._blocks = model, {spec.name: neuron_block(manifest, spec, mask) for spec in manifest.tensors}
         self.model, self.manifest = model, manifest
         if all(len(mask.active[group]) == size for group, size in manifest.group_sizes.items()):
@@ -72,8 +78,8 @@ class Narrow:
                 parent, _, child = path.rpartition(".")
                 setattr(self.model.get_submodule(parent), child, made)
         widths = tuple(len(index) for index in mask.active.values())
-        if samples is not None and widths not in _compared.setdefault(model, set()):
-            _compare(model, self.model, samples)
+        if batches is not None and widths not in _compared.setdefault(model, set()):
+            _compare(model, self.model, next(iter(batches))[0][:SAMPLES].to(device_of(model)))
             _compared[model].add(widths)
 
     def write_back(self) -> None:

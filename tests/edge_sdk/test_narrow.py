@@ -48,7 +48,7 @@ def narrow_of(build, shape, ratio, name="device"):
     x = torch.randn(3, *shape)
     manifest = describe(model, x, task="test")
     mask = draw_neurons(manifest, NeuronDraw("job", 1, name, ratio))
-    return Narrow(zeroed(model, manifest, mask), manifest, mask, x), model, manifest, mask, x
+    return Narrow(zeroed(model, manifest, mask), manifest, mask, [(x, x)]), model, manifest, mask, x
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -102,7 +102,7 @@ def test_the_whole_model_is_left_alone_and_never_copied():
     assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
     assert narrow.model.fc1.in_features == narrow.model.fc1.weight.shape[1]
     assert model.fc1.in_features == 320
-    whole = Narrow(model, manifest, first_neurons(manifest, 1.0), torch.randn(2, 1, 28, 28))
+    whole = Narrow(model, manifest, first_neurons(manifest, 1.0), None)
     assert whole.model is model
     whole.write_back()
     assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
@@ -113,7 +113,7 @@ def test_a_frozen_parameter_stays_frozen():
     model.conv1.weight.requires_grad_(False)
     manifest = describe(model, torch.randn(2, 1, 8, 8), task="test")
     mask = first_neurons(manifest, 0.5)
-    narrow = Narrow(zeroed(model, manifest, mask), manifest, mask, torch.randn(2, 1, 8, 8))
+    narrow = Narrow(zeroed(model, manifest, mask), manifest, mask, None)
     assert [key for key, parameter in narrow.model.named_parameters() if not parameter.requires_grad] == [
         "conv1.weight"
     ]
@@ -174,5 +174,5 @@ def test_widths_count_down_to_one_neuron():
     mask = NeuronMask({name: np.array([size - 1]) for name, size in manifest.group_sizes.items()})
     model = zeroed(DigitsNet(), manifest, mask)
     x = torch.randn(4, 1, 8, 8)
-    torch.testing.assert_close(Narrow(model, manifest, mask, x).model.eval()(x), model.eval()(x))
+    torch.testing.assert_close(Narrow(model, manifest, mask, [(x, x)]).model.eval()(x), model.eval()(x))
     assert set(narrowed(manifest, mask).group_sizes.values()) == {1}
