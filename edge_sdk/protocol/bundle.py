@@ -478,7 +478,8 @@ def _decode_mask(
             except (ValueError, OverflowError) as error:
                 raise BundleError(f"the mask cannot be drawn: {error}") from None
     raise BundleError(
-        "the mask has none of the forms full, draw, bits, index, first, known, elements, changed, blocks; update one side"
+        "the mask has none of the forms full, draw, bits, index, first, known, elements, changed and blocks; update "
+        "the older side"
     )
 
 
