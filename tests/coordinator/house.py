@@ -71,11 +71,11 @@ class Wire:
     def change_device(self, device_id, change):
         self.house.devices.change(device_id, change)
 
-    def assignment(self, federation, wait_seconds, cost, mask=None):
+    def assignment(self, federation, wait_seconds, cost, mask=None, model=None):
         if cost:
             self.house.rounds.note_upload_cost(self.device, cost)
         with answered():
-            return self.house.rounds.next_assignment(self.device, mask).assignment, 1.0
+            return self.house.rounds.next_assignment(self.device, mask, model).assignment, 1.0
 
     def payload(self, assignment_id, payload):
         body = self.house.rounds.payload(assignment_id, self.device)
