@@ -19,7 +19,8 @@ from edge_sdk.protocol.manifest import Manifest, TensorSpec
 from edge_sdk.protocol.masks import FULL_RATIO, Mask, NeuronMask, active_count, check_mask
 
 _NEURONS = b"neurons\n"
-"""What the file of a mask of neurons begins with; that of a mask of elements is its bits alone."""
+"""What the file of a mask of neurons begins with; that of a mask of elements is its bits alone, which one in 2^64 of
+them begins with."""
 
 
 def first_neurons(manifest: Manifest, ratio: float, count: Callable[[int, float], int] = active_count) -> NeuronMask:
@@ -93,7 +94,7 @@ def mask_to_file(manifest: Manifest, mask: ElementMask | NeuronMask) -> bytes:
 
 def mask_from_file(manifest: Manifest, data: bytes) -> ElementMask | NeuronMask:
     """The inverse of ``mask_to_file``. Raises ManifestError for bytes that are no mask of this model."""
-    if data.startswith(_NEURONS) and len(data) == len(_NEURONS) + (sum(manifest.group_sizes.values()) + 7) // 8:
+    if data.startswith(_NEURONS):
         return neurons_from_bits(manifest, data[len(_NEURONS) :])
     return from_bits(manifest, data)
 

@@ -14,9 +14,9 @@ from edge_sdk.join import join
 from edge_sdk.publish import publish
 
 from .conftest import Coordinator, Device, Devices, Machine, wait_until
+from .kills import ACKNOWLEDGED
 from .proxy import Exchange, Proxy
 from .test_bytes import CHANNELS, CLASSES, HIDDEN, PIXELS, active_values, task
-from .test_kills import ACKNOWLEDGED
 
 CHOOSING = ("hermes", "fedmp", "prunefl_neurons")
 METHODS = ("feddrop", "fjord", "heterofl", *CHOOSING)
