@@ -160,7 +160,7 @@ class _PlainSGD:
 
 
 class _FusedSGD(torch.optim.SGD):
-    """SGD with momentum in one pass over gradient, momentum and weight instead of three: the same bits in half the time.
+    """SGD with momentum in one pass over gradient, momentum and weight, not three: the same bits in half the time.
 
     For vectors alone: the kernel goes by memory, and of what has more axes a gradient may lie there otherwise.
     """
