@@ -331,12 +331,31 @@ TIME_COLUMNS: tuple[Column, ...] = (
     ("wall seconds", _mean_of(lambda trial: trial.result.wall_seconds)),
 )
 
+SHARE_COLUMNS: tuple[Column, ...] = (
+    ("on in a batch, %", _percent_of(lambda trial: _share(trial, "values_kept"))),
+    ("touched in a round, %", _percent_of(lambda trial: _share(trial, "values_touched"))),
+)
+
 STOP_COLUMNS: tuple[Column, ...] = (
     ("devices stopped", lambda done: f"{_number(fmean(map(_stopped, done)))} of {len(_participants(done[0]))}"),
     ("last round, mean", _mean_of(lambda trial: trial.result.rounds)),
     ("ended by", lambda done: ", ".join(sorted({trial.result.reason or ABSENT for trial in done}))),
     ("device-rounds trained", _mean_of(_device_rounds)),
 )
+
+
+def _share(trial: Recorded, count: str) -> float | None:
+    """Of the model's values, those that a method counted in its device-rounds; None where it counts no such thing."""
+    notes = _end(trial).notes
+    return notes[count] / notes["values"] if notes.get("values") and count in notes else None
+
+
+def _by_block(group: Group) -> Group:
+    """The labels whose method uses some blocks of the model in a batch."""
+    return Group(
+        group.title,
+        {label: done for label, done in group.trials.items() if any(_share(each, "values_kept") for each in done)},
+    )
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -499,6 +518,16 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
     if stopping:
         lines += ["## Who stopped early", ""]
         lines += _for_each(stopping, lambda group: _by_label(group.trials, STOP_COLUMNS))
+    by_block = [group for group in map(_by_block, found) if group.trials]
+    if by_block:
+        lines += [
+            "## What is used of the model",
+            "",
+            "Values of the blocks that were on, mean over batches, and of those that any batch of a device's round "
+            "touched and that went up: shares of the model's, means over device-rounds and seeds.",
+            "",
+            *_for_each(by_block, lambda group: _by_label(group.trials, SHARE_COLUMNS)),
+        ]
     lines += [
         "## Rounds, traffic and work",
         "",
