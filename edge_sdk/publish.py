@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import httpx
@@ -37,6 +37,7 @@ def publish(
     task: Task | str,
     *,
     running_statistics: RunningStatistics = "shared",
+    blocks: Mapping[str, Sequence[int]] | None = None,
     exist_ok: bool = False,
     admin_token: str | None = None,
     client: httpx.Client | None = None,
@@ -45,16 +46,23 @@ def publish(
     """Create the federation ``name`` for ``task``, a Task or the name of a built-in one, and return where it stands.
 
     settings: fields of ``FederationSettings``. running_statistics: whether batch-norm's are averaged over devices or
-    stay personal. exist_ok: return the one that exists instead of raising Refused (HTTP 409). Raises UnsupportedLayer,
-    naming the layer, for a model that cannot be handled; SdkError when the coordinator refuses or does not answer.
+    stay personal. blocks: for methods that use blocks of a model, name of a parameter -> how many rows each of its
+    blocks has, in order (heads of an attention, groups of filters); other parameters are cut as the method does.
+    exist_ok: return the one that exists instead of raising Refused (HTTP 409). Raises UnsupportedLayer, naming the
+    layer, for a model that cannot be handled; ValueError for blocks that do not add up to it; SdkError when the
+    coordinator refuses or does not answer.
     """
     request = CreateFederation(
         name=name, task=task if isinstance(task, str) else None, settings=FederationSettings.model_validate(settings)
     )
     if isinstance(task, str):
+        if blocks:
+            raise ValueError(
+                f"blocks: the task {task!r} is built in, and cut by the method; publish a Task of your own"
+            )
         body, media_type = request.model_dump_json().encode(), "application/json"
     else:
-        body, media_type = _checkpoint(request, task, running_statistics), checkpoint.MEDIA_TYPE
+        body, media_type = _checkpoint(request, task, running_statistics, blocks or {}), checkpoint.MEDIA_TYPE
     own = client or httpx.Client(base_url=server, timeout=TIMEOUT)
     try:
         transport = Transport(own, patience_seconds=30.0)
@@ -70,11 +78,18 @@ def publish(
             own.close()
 
 
-def _checkpoint(request: CreateFederation, task: Task, running_statistics: RunningStatistics) -> bytes:
+def _checkpoint(
+    request: CreateFederation, task: Task, running_statistics: RunningStatistics, blocks: Mapping[str, Sequence[int]]
+) -> bytes:
     example = next(iter(task.train))[0][:2]
     manifest = describe(task.model, example, task=task.name, running_statistics=running_statistics)
     skeleton = make_skeleton(task.model, example, manifest)
-    manifest = manifest.with_skeleton(skeleton)
+    rows = {spec.name: spec.size // spec.shape[0] for spec in manifest.shared if spec.shape}
+    unknown = sorted(set(blocks) - set(rows))
+    if unknown:
+        raise ValueError(f"blocks: the model has no parameter {unknown[0]!r}")
+    cut = {name: [count * rows[name] for count in counts] for name, counts in blocks.items()}
+    manifest = manifest.with_blocks(cut).with_skeleton(skeleton)
     everything = get_tensors(task.model, manifest)
     tensors = {spec.name: everything[spec.name] for spec in manifest.shared}
     tensors["sparrow.manifest"] = np.frombuffer(manifest.model_dump_json().encode(), dtype=np.uint8)
