@@ -11,6 +11,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator.errors import BadContent, NameTaken, NoGlobalModel, NotFound, WrongState
+from coordinator.judging import judge
 from coordinator.methods import CoordinatorMethod, Situation, load_method
 from coordinator.models import Models, settings_of
 from coordinator.rounds import explain, extend_deadlines, forget_adapted, what_is_missing, why_over
@@ -22,6 +23,7 @@ from edge_sdk.protocol.manifest import Manifest, Tensors, initial_values
 from edge_sdk.protocol.messages import (
     ChangeFederation,
     CreateFederation,
+    Evaluation,
     FederationInfo,
     FederationSettings,
     FederationStatus,
@@ -191,6 +193,10 @@ class Federations:
         }
         tensors = self._models.model(federation, federation.model_version).tensors
         return fill(self._models.skeleton(federation.id), self._models.manifest(federation), tensors, metadata=note)
+
+    def evaluate(self, name: str, body: bytes) -> Evaluation:
+        """The global model on test data (see ``judging``). Raises NoGlobalModel, BadContent."""
+        return judge(self.model_onnx(name), self.manifest(name), body)
 
     def _check_usable(self, federation: Federation) -> None:
         reason = why_unusable(federation, self._models.manifest(federation))

@@ -30,5 +30,8 @@ class Settings(BaseSettings):
     max_wait_seconds: float = Field(default=50.0, ge=0, le=600, description="Longest long poll, s")
     retry_after_seconds: int = Field(default=1, ge=0, le=3600, description="Pause asked of devices without work, s")
     max_model_bytes: int = Field(default=2 * 1024**3, gt=0, description="Largest model that can be published, bytes")
+    max_test_bytes: int = Field(
+        default=256 * 1024**2, gt=0, description="Largest test file that the global model is judged on, bytes"
+    )
     tick_seconds: float = Field(default=0.5, gt=0, le=60, description="How often deadlines are looked at, s")
     log_level: str = Field(default="INFO", description="DEBUG, INFO, WARNING or ERROR")

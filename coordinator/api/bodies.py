@@ -16,14 +16,15 @@ LARGEST_REQUEST = 1024 * 1024
 """Longest JSON of a request, in bytes."""
 
 
-READS_ITSELF = re.compile(r"POST /v1/federations|PUT /v1/assignments/[^/]+/update")
+READS_ITSELF = re.compile(r"POST /v1/federations(/[^/]+/model/evaluation)?|PUT /v1/assignments/[^/]+/update")
 """Calls whose handlers read the body with ``read_body``, once they know who is calling."""
 
 
 class SmallBodies:
     """Middleware that refuses long bodies where the framework reads them itself, before it asks who sends them.
 
-    Updates and new federations are read with ``read_body``, by callers that are known, up to limits of their own.
+    Updates, new federations and test data are read with ``read_body``, by callers that are known, up to limits of their
+    own.
     """
 
     def __init__(self, app: ASGIApp) -> None:

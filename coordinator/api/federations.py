@@ -24,6 +24,7 @@ from edge_sdk.protocol.messages import (
     ChangeFederation,
     CreateFederation,
     DeviceReport,
+    Evaluation,
     FederationInfo,
     OpenWork,
     RoundRecord,
@@ -170,6 +171,24 @@ def get_skeleton(name: str, house: TheHouse, request: Request) -> Response:
 def get_model(name: str, house: TheHouse, request: Request) -> Response:
     """The global model: a safetensors file with tensors by name."""
     return ranged(request, house.federations.model(name), checkpoint.MEDIA_TYPE)
+
+
+@router.post(
+    "/{name}/model/evaluation",
+    dependencies=[AdminOnly],
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {checkpoint.MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+        }
+    },
+)
+async def evaluate_model(name: str, request: Request, house: TheHouse) -> Evaluation:
+    """The global model on test data that are sent: a safetensors file of ``inputs`` and ``targets``."""
+    if request.headers.get("content-type", "").split(";")[0].strip() != checkpoint.MEDIA_TYPE:
+        raise WrongMediaType(f"send the test data as {checkpoint.MEDIA_TYPE}")
+    body = await read_body(request, house.settings.max_test_bytes)
+    return await run_in_threadpool(house.federations.evaluate, name, body)
 
 
 @router.get("/{name}/model.onnx", dependencies=[ObserverOnly])

@@ -1,0 +1,103 @@
+"""The global model on an operator's test file, through the API and the command."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnxruntime
+import pytest
+from sklearn.datasets import load_digits
+
+from coordinator import evaluate
+from coordinator.main import create_app
+from coordinator.settings import Settings
+from edge_sdk import inprocess
+from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol.builtin import load_builtin
+
+SHAPE = load_builtin("digits").manifest.input_shape
+PATH = "/v1/federations/default/model/evaluation"
+FILE = {"Content-Type": checkpoint.MEDIA_TYPE}
+
+
+@pytest.fixture
+def client(tmp_path):
+    with inprocess.running(create_app(Settings(data_dir=tmp_path / "data", max_test_bytes=10**6))) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def digits():
+    found = load_digits()
+    return {
+        "inputs": (found.images[:700] / 16).astype(np.float32).reshape(-1, *SHAPE),
+        "targets": found.target[:700].astype(np.int64),
+    }
+
+
+def test_the_model_is_judged_as_onnxruntime_runs_it(client, digits):
+    found = client.post(PATH, content=checkpoint.save(digits), headers=FILE).json()
+    session = onnxruntime.InferenceSession(client.get("/v1/federations/default/model.onnx").content)
+    (scores,) = session.run(None, {session.get_inputs()[0].name: digits["inputs"]})
+    chance = np.exp(scores.astype(np.float64))
+    chance /= chance.sum(axis=1, keepdims=True)
+    assert found["num_examples"] == 700
+    assert found["accuracy"] == pytest.approx((scores.argmax(1) == digits["targets"]).mean())
+    assert found["loss"] == pytest.approx(-np.log(chance[np.arange(700), digits["targets"]]).mean())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"inputs": None}, "lacks 'inputs'"),
+        ({"inputs": np.zeros((3, 5), np.float32)}, "the model takes float32"),
+        ({"inputs": np.zeros((700, *SHAPE), np.float64)}, "scaled as in training"),
+        ({"inputs": np.full((700, *SHAPE), np.nan, np.float32)}, "not finite"),
+        ({"targets": np.zeros(3, np.int64)}, "one whole number for each"),
+        ({"targets": np.zeros(700, np.float32)}, "one whole number for each"),
+        ({"targets": np.full(700, 10)}, "classes lie in 0..9, not in 10..10"),
+        ({"inputs": np.zeros((0, *SHAPE), np.float32), "targets": np.zeros(0, np.int64)}, "one whole number for each"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(client, digits, changed, message):
+    tensors = {name: array for name, array in {**digits, **changed}.items() if array is not None}
+    answer = client.post(PATH, content=checkpoint.save(tensors), headers=FILE)
+    assert answer.status_code == 422
+    assert message in answer.json()["detail"]
+
+
+def test_envelopes(client, digits):
+    assert client.post(PATH, content=b"{}", headers={"Content-Type": "application/json"}).status_code == 415
+    assert client.post(PATH, content=b"rubbish", headers=FILE).status_code == 422
+    assert client.post(PATH, content=bytes(10**6 + 1), headers=FILE).status_code == 413
+    assert client.post("/v1/federations/none/model/evaluation", content=b"", headers=FILE).status_code == 404
+
+
+def test_a_model_that_is_none_by_itself_is_not_judged(client, digits):
+    wanted = {"name": "gated", "task": "digits", "settings": {"method": "pfedgate"}}
+    assert client.post("/v1/federations", json=wanted).status_code == 201
+    answer = client.post("/v1/federations/gated/model/evaluation", content=checkpoint.save(digits), headers=FILE)
+    assert answer.status_code == 404
+
+
+def test_it_takes_an_admin(tmp_path, digits):
+    app = create_app(Settings(data_dir=tmp_path, admin_token="admin", observer_token="observer"))
+    with inprocess.running(app) as client:
+        for token, status in (("observer", 401), ("admin", 200)):
+            headers = {**FILE, "Authorization": f"Bearer {token}"}
+            assert client.post(PATH, content=checkpoint.save(digits), headers=headers).status_code == status
+
+
+def test_the_command(client, digits, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "test.npz"
+    np.savez(file, x=digits["inputs"], y=digits["targets"])
+    monkeypatch.setattr(evaluate.httpx, "post", lambda url, **kwargs: client.post(url, **kwargs))
+    command = ["--server", inprocess.ADDRESS, "--data", str(file)]
+    assert evaluate.main([*command, "--inputs", "x", "--targets", "y"]) == 0
+    assert capsys.readouterr().out.startswith("700 samples: accuracy 0.")
+    assert evaluate.main(command) == 1
+    assert "name its arrays with --inputs and --targets" in capsys.readouterr().err
+    assert evaluate.main([*command, "--inputs", "y", "--targets", "y"]) == 1
+    assert "error: 422 inputs: int64" in capsys.readouterr().err
+    assert evaluate.main([*command[:2], "--data", str(tmp_path / "none.npz")]) == 1
+    (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04")
+    assert evaluate.main([*command[:2], "--data", str(tmp_path / "bad.npz")]) == 1
