@@ -192,5 +192,5 @@ class BlockSums:
             numerator, old = self._numerators[spec.name], previous[spec.name].reshape(-1).astype(np.float64)
             total = self._weight if self._everybody else weights
             quotient = (numerator + (total - weights) * old) / np.where(weights > 0, total, 1.0)
-            result[spec.name] = np.where(weights > 0, quotient.astype(np.float32), old).reshape(spec.shape)
+            result[spec.name] = np.where(weights > 0, quotient, old).astype(np.float32).reshape(spec.shape)
         return result

@@ -82,7 +82,7 @@ INSERT INTO assignments (id, federation_id, device_id, kind, round, position, st
     VALUES ('a', 1, 'd', 'train', 1, 0, 'done', 0, 1, 0.5, 1.0, 9.0, 'abc', 123, '{"steps": 3}');
 """
 TABLES = ("federations", "devices", "rounds", "assignments")
-ADDED = {"mask", "num_examples", "notes", "parts", "plan", "warning"}
+ADDED = {"mask", "model", "num_examples", "notes", "parts", "plan", "warning"}
 
 
 @pytest.fixture
@@ -107,11 +107,13 @@ def test_records_of_before_are_kept_and_have_what_is_new(from_0001):
     with Session(engine) as db:
         federation, device = db.get_one(Federation, 1), db.get_one(Device, "d")
         assert (federation.name, federation.settings, federation.warning) == ("f", {"rounds": 3}, None)
-        assert (device.name, device.stopped_round, device.mask, device.num_examples) == ("pi", 1, None, None)
+        assert (device.name, device.stopped_round, device.num_examples) == ("pi", 1, None)
+        assert (device.mask, device.model) == (None, None)
         current, assignment = db.get_one(Round, 1), db.get_one(Assignment, "a")
         assert (current.summary, current.stale, current.notes, current.parts) == ({"round": 1}, False, None, None)
         assert (assignment.report, assignment.ratio, assignment.plan) == ({"steps": 3}, 0.5, None)
         device.mask, device.num_examples, current.notes, assignment.plan = "0" * 64, 2**40, {"union": 1}, {"x": True}
+        device.model = "f" * 64
         db.commit()
     engine.dispose()
     for table, (row,) in before.items():
