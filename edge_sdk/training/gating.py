@@ -110,8 +110,9 @@ class GatingLayer(nn.Module):
     ) -> None:
         super().__init__()
         self._length, self._paths, self._squashes = length, paths, squashes
-        self._pool = pool if len(shape) in _POOLING else 1
         self._flat = len(shape) == 1 or math.prod(shape[1:]) < 2
+        pools = pool > 1 and len(shape) in _POOLING and not self._flat
+        self._pool = tuple(min(pool, side) for side in shape[1:]) if pools else ()  # no larger than a side
         self._pooling = _POOLING.get(len(shape), F.avg_pool1d)
         start = torch.cat([torch.full((length,), bias), torch.zeros(length)])[: paths * length]
         channels = math.prod(shape) if self._flat else shape[0]
@@ -124,7 +125,7 @@ class GatingLayer(nn.Module):
             return
         with torch.random.fork_rng(devices=[]):
             seed_generators(torch.device("cpu"), seed)
-            path = nn.Linear(width(shape, self._pool), length)
+            path = nn.Linear(width(shape, pool if pools else 1), length)
         self.linear = nn.Linear(path.in_features, paths * length)
         shift = self.linear if self.batch_norm is None else self.batch_norm
         with torch.no_grad():
@@ -154,7 +155,7 @@ class GatingLayer(nn.Module):
         """SN(x), pooled and flat. The norm is linear in each channel: pooling first leaves less to normalise."""
         channels = inputs.flatten(1) if self._flat else inputs.flatten(2)
         pooled = channels
-        if self._pool > 1:
+        if self._pool:
             pooled = self._pooling(inputs, self._pool, ceil_mode=True).flatten(2)
         if self.norm is not None:
             factor, summand = self.norm(channels)
