@@ -137,6 +137,8 @@ class BlockTable:
         capacity = self.capacity(share, costs)
         chosen = np.broadcast_to(self.forced, importances.shape).copy()
         candidates = np.flatnonzero(~self.forced if among is None else ~self.forced & among)
+        if not len(candidates):
+            return chosen
         values = importances[..., candidates] - _TIE * candidates
         taken = knapsack(costs[candidates], values.reshape(-1, len(candidates)), capacity)
         chosen[..., candidates] = taken.reshape(values.shape)

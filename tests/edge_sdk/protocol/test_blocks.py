@@ -174,6 +174,16 @@ def test_costs_and_what_may_be_chosen():
         table.capacity(0.3, costs)
 
 
+@pytest.mark.parametrize("shape", [(1,), (4, 1), (0, 1)])
+def test_where_there_is_no_choice_the_forced_blocks_are_on(shape):
+    alone = BlockTable.of({"a": (9,)}, count=1)
+    assert alone.select(np.ones(shape), 1.0).tolist() == np.ones(shape, bool).tolist()
+    table = BlockTable.of({"a": (9,)}, count=3)
+    importances = np.ones((*shape[:-1], 3))
+    on = table.select(importances, 1.0, among=table.forced)
+    assert on.tolist() == np.broadcast_to(table.forced, importances.shape).tolist()
+
+
 def test_too_many_partial_choices_are_chosen_greedily(monkeypatch):
     monkeypatch.setattr(blocks, "LARGEST_FRONT", 2)
     assert chosen_of([6, 3, 3, 1], [0.9, 0.6, 0.5, 0.1], 7) == [1, 2, 3]
