@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import uuid
 from collections.abc import Callable
 
@@ -29,6 +30,8 @@ from edge_sdk.protocol.messages import (
     FederationStatus,
 )
 from export.skeleton import check_skeleton, fill
+
+log = logging.getLogger(__name__)
 
 
 class Federations:
@@ -73,7 +76,11 @@ class Federations:
         if hashlib.sha256(skeleton).hexdigest() != manifest.skeleton_sha256:
             raise BadContent("skeleton_sha256 of the manifest is not that of the skeleton sent; publish both together")
         check_skeleton(skeleton, manifest)
-        model = method.start(initial_values(manifest, settings.seed, published), Situation(manifest, settings))
+        situation = Situation(manifest, settings)
+        model = method.start(initial_values(manifest, settings.seed, published), situation)
+        warning = method.warning(model, situation)
+        if warning:
+            log.warning("%s: %s", request.name, warning)
         with self._store.writing() as db:
             if db.scalar(select(Federation).where(Federation.name == request.name)):
                 raise NameTaken(f"a federation called {request.name!r} exists; choose another name")
@@ -86,6 +93,7 @@ class Federations:
                 manifest=manifest.model_dump_json(),
                 status=FederationStatus.waiting.value,
                 model_sha256="",
+                warning=warning,
                 round=0,
                 model_version=0,
                 created_at=self._clock(),
