@@ -23,6 +23,7 @@ import copy
 import inspect
 import math
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -141,6 +142,26 @@ class _Call:
         return self.function(tensor, *self.others, **self.named)
 
 
+_TRACING = threading.Lock()
+"""Held while a model is traced: what fx puts in place of every module's call, two tracers would not take back."""
+
+
+class _Tracer(fx.Tracer):
+    """Traces what this thread calls. Models of other threads, devices that train beside it, run as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What a module gives: its node in the graph."""
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+
 class _Run(fx.Interpreter):
     """Runs the traced model, batch after batch, on whole and partial values.
 
@@ -148,7 +169,9 @@ class _Run(fx.Interpreter):
     """
 
     def __init__(self, model: nn.Module, tensors: dict[int, BlockedTensor], vectors: Vectors) -> None:
-        super().__init__(fx.GraphModule(model, fx.Tracer().trace(model)))
+        with _TRACING:
+            graph = _Tracer().trace(model)
+        super().__init__(fx.GraphModule(model, graph))
         self._tensors = tensors
         self._vectors = vectors
         self._layers: dict[str, tuple[BlockedTensor, str | None]] = {}  # weight and bias, by node

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -446,6 +447,25 @@ def test_nothing_as_large_as_a_weight_is_made():
         weigh(gated(torch.randn(4, 40), gates, selected)).backward()
     assert largest.made <= 0.1 * 200 * 100
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_models_are_traced_and_run_in_many_threads_at_once():
+    """fx patches what all threads call; each of these traces its model anew while the others run theirs."""
+
+    def work(seed):
+        outputs = []
+        for _ in range(12):
+            model, inputs = made[seed]
+            table = table_of(model)
+            gates, selected = draw(table, seed=seed)
+            outputs.append((GatedModel(model, table)(inputs, gates, selected), reference(model, table, inputs, gates)))
+        return outputs
+
+    made = [build("conv", seed=seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for outputs in pool.map(work, range(4)):
+            for output, expected in outputs:
+                torch.testing.assert_close(output, expected, **TOLERANCE)
 
 
 def test_leaves_are_the_model():

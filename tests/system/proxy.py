@@ -22,13 +22,17 @@ SMALL = 64 * 1024
 
 @dataclass
 class Exchange:
-    """One request and its answer: bytes of bodies that were passed on, up and down."""
+    """One request and its answer: bytes of bodies that were passed on, up and down.
+
+    ``sent`` is the request as it was, head and body, where the proxy keeps them.
+    """
 
     method: str
     path: str
     status: int = 0
     up: int = 0
     down: int = 0
+    sent: bytes = b""
     answer: bytes = b""  # of JSON that is not large
     complete: bool = False
 
@@ -59,10 +63,14 @@ class Fault:
 
 
 class Proxy:
-    """Listens on a port of its own (``url``) and passes on to ``port`` on this machine. Close it."""
+    """Listens on a port of its own (``url``) and passes on to ``port`` on this machine. Close it.
 
-    def __init__(self, port: int) -> None:
+    keeps: whether exchanges have what was sent, for tests of what is on the wire.
+    """
+
+    def __init__(self, port: int, *, keeps: bool = False) -> None:
         self._port = port
+        self._keeps = keeps
         self._changed = threading.Condition()
         self._exchanges: list[Exchange] = []
         self._faults: list[Fault] = []
@@ -172,9 +180,13 @@ class Proxy:
         if mine and mine.after is None:
             mine.strike()
         server.sendall(head)
+        kept = [head]
         for piece in _pieces(requests, self._length(exchange, head), mine):
             server.sendall(piece)
             exchange.up += len(piece)
+            kept.append(piece)
+        if self._keeps:
+            exchange.sent = b"".join(kept)
 
     def _pass_answer(self, exchange: Exchange, fault: Fault | None, answers: BinaryIO, client: socket.socket) -> None:
         head = _read_head(answers)
