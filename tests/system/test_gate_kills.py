@@ -5,12 +5,13 @@ The personal models that devices export are θ under their mean gates: with anot
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from .conftest import Coordinator, Device, Machine
-from .kills import NAME, Ending, Victim, check_end, ending, join, join_all, kill_at, update_answered
+from .kills import BUDGETS, NAME, Ending, Victim, check_end, ending, join, join_all, kill_at, update_answered
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +37,15 @@ def check(coordinator: Coordinator, devices: dict[str, Device]) -> None:
     assert last["parts_down"]["values"] < first["parts_down"]["values"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _nobody_touches_everything() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(BUDGETS, "large", "0.6")
+        yield
+
+
 @pytest.fixture(scope="module")
-def undisturbed(machine: Machine) -> Ending:
+def undisturbed(_nobody_touches_everything: None, machine: Machine) -> Ending:
     """What becomes of the federation when nobody is killed."""
     coordinator, devices = machine()
     check(coordinator, join_all(coordinator, devices, SETTINGS))
