@@ -20,7 +20,7 @@ SETTINGS: dict[str, Any] = {
     "method": "pfedgate",
     "method_settings": {"blocks": 10, "touched_limit": 0.6, "gate_learning_rate": 0.5},
     "rounds": ROUNDS,
-    "local_epochs": 3,
+    "local_epochs": 12,
     "evaluation_interval": 3,
     "early_stopping": False,
     "precision": "int8",
