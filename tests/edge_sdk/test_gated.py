@@ -17,9 +17,9 @@ from edge_sdk.training.gated import (
     Budget,
     Gated,
     GatedOptimisation,
-    adapted,
     gate_tensors,
     load_gate,
+    scale_in_place,
 )
 from edge_sdk.training.gating import GatingLayer
 from edge_sdk.training.modes import evaluating
@@ -194,27 +194,26 @@ def test_no_batch_ever_exceeds_the_budget(seed, share, count, first, costs, limi
         gated = make(model, table, gate, budget)
     except ValueError:
         return
-    used = []
+    used, gates = [], []
     run = gated._gated
-    gated._gated = lambda inputs, gates, on: used.append((gates.detach().numpy(), on)) or run(inputs, gates, on)
-    first_batch = None
-    for step in range(4):
+    gated._gated = lambda inputs, given, on: gates.append(given.detach().numpy()) or run(inputs, given, on)
+    for _ in range(4):
         gated(torch.randn(3, *shape))
-        gates, on = used[-1]
+        on = gated.chosen
+        used.append(on)
         assert taken[on].sum() <= share * taken.sum() + 1e-6
         assert on[table.forced].all()
-        assert not gates[~on].any()
-        first_batch = on if step == 0 else first_batch
-    union = np.logical_or.reduce([on for _, on in used])
+        assert not gates[-1][~on].any()
+    union = np.logical_or.reduce(used)
     assert (gated.touched == union).all()
-    assert table.sizes[union].sum() <= max(limit * table.sizes.sum() + 1e-6, table.sizes[first_batch].sum())
-    assert gated.kept == 3 * sum(int(table.sizes[on].sum()) for _, on in used)
+    assert table.sizes[union].sum() <= max(limit * table.sizes.sum() + 1e-6, table.sizes[used[0]].sum())
+    assert gated.kept == 3 * sum(int(table.sizes[on].sum()) for on in used)
     assert gated.worked == gated.kept
     if share == 1.0:
         assert union.all()
     with evaluating(model):
         gated(torch.randn(2, *shape))
-    assert taken[used[-1][1]].sum() <= share * taken.sum() + 1e-6
+    assert taken[gated.chosen].sum() <= share * taken.sum() + 1e-6
     assert (gated.touched == union).all(), "judging touches nothing"
 
 
@@ -420,41 +419,40 @@ def test_other_models_are_run_sample_by_sample(name):
     torch.testing.assert_close(found, one_by_one(gated, inputs))
 
 
-def test_static_gates_are_the_mean_over_the_data_and_need_no_gate():
+def test_static_gates_are_the_mean_of_the_samples_trained_on_and_need_no_gate():
     torch.manual_seed(0)
     model, shape = convolutions(6, 3, 10)
     table = table_of(model)
-    gated = make(model, table, gate_for(shape, table), Budget(0.5))
+    gated = make(model.train(), table, gate_for(shape, table), Budget(0.5))
     randomise(gated.gate, model)
-    batches = [(torch.randn(count, *shape), torch.zeros(count)) for count in (8, 8, 3)]
-    found = gated.static(batches)
-    with torch.no_grad():
-        importances, scales = (
-            part.double().mean(0) for part in gated.gate.eval().each(torch.cat([b for b, _ in batches]))
-        )
+    seen = []
+    gated.gate.register_forward_hook(lambda module, given, outputs: seen.append((len(given[0]), *outputs)))
+    batches = [torch.randn(count, *shape) for count in (8, 8, 3, 1)]
+    for inputs in batches:
+        gated(inputs)
+    importances, scales = (sum(each[0] * each[part].detach().double() for each in seen) / 20 for part in (1, 2))
+    with evaluating(model):
+        gated(torch.randn(9, *shape))  # judging does not count
+    found = gated.static()
     on = table.select(importances.numpy(), 0.5)
-    np.testing.assert_allclose(found, np.where(on, scales.numpy(), 0), rtol=1e-6)
+    np.testing.assert_allclose(found, np.where(on, scales.numpy(), 0), rtol=1e-5)
     assert table.sizes[found > 0].sum() <= 0.5 * table.sizes.sum()
     tensors = {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
-    plain = adapted({**tensors, "other": np.ones(3)}, table, found)
-    assert plain.pop("other").tolist() == [1, 1, 1]
+    before = {name: tensor.copy() for name, tensor in tensors.items()}
+    other = np.ones(3, np.float32)
+    scale_in_place({**tensors, "other": other}, table, found)
+    assert other.tolist() == [1, 1, 1]
     model.eval()
     with torch.no_grad():
-        wanted = gated._gated(batches[0][0], torch.from_numpy(found).float(), on)
-        named = {name: torch.from_numpy(tensor) for name, tensor in plain.items()}
-        torch.testing.assert_close(torch.func.functional_call(model, named, (batches[0][0],)), wanted)
-    assert all(tensor.dtype == np.float32 for tensor in plain.values())
-
-
-def test_static_leaves_modes_and_statistics_alone():
-    model, shape = perceptron(6, 12, 4)
-    table = table_of(model)
-    gated = make(model, table, gate_for(shape, table), Budget(0.5))
-    before = gate_tensors(gated.gate)
-    gated.gate.train()
-    gated.static([(torch.randn(4, *shape), torch.zeros(4))])
-    assert gated.gate.training
-    assert all(before[name].tobytes() == tensor.tobytes() for name, tensor in gate_tensors(gated.gate).items())
+        for name, tensor in tensors.items():
+            scales_of = np.repeat(found[table.places[name]], table.tensors[name]).astype(np.float32)
+            assert tensor.tobytes() == (before[name].reshape(-1) * scales_of).tobytes()
+        named = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
+        wanted = gated._gated(batches[0], torch.from_numpy(found).float(), on)
+        torch.testing.assert_close(torch.func.functional_call(model, named, (batches[0],)), wanted)
+    gated.model.train()
+    gated(batches[1])
+    np.testing.assert_allclose(gated.static()[gated.chosen], seen[-1][2].detach()[gated.chosen], rtol=1e-6)
 
 
 def test_estimated_gate_gradients_reach_off_blocks_too():
