@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edge_sdk.methods import Job, Update
 from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.masks import NeuronMask, merge_in_place, pack
-from edge_sdk.protocol.quantization import Quantised, quantise, row_lengths
+from edge_sdk.protocol.manifest import Array, Manifest, Tensors
+from edge_sdk.protocol.masks import NeuronMask, merge_in_place, pack, unpack
+from edge_sdk.protocol.quantization import LARGEST, Quantised, quantise, row_lengths
 from edge_sdk.training.merging import sent_values
 
 
@@ -24,6 +25,7 @@ def round_update(job: Job, update: Update, feedback: Tensors) -> tuple[Quantised
         change += pack(manifest, feedback, mask)
     lengths = row_lengths(manifest, mask)
     numbers = quantise(change, lengths, job.seed("quantise"))
+    _stay_positive_in_place(job.manifest, update, base, numbers, lengths)
     # What neurons or blocks of other rounds are owed stays; an element that no longer exists is owed nothing.
     keeps = isinstance(mask, NeuronMask | BlockMask) and feedback
     left = {
@@ -32,3 +34,19 @@ def round_update(job: Job, update: Update, feedback: Tensors) -> tuple[Quantised
     }
     merge_in_place(manifest, left, change - numbers.values(lengths), mask)
     return numbers, left
+
+
+def _stay_positive_in_place(
+    manifest: Manifest, update: Update, base: Array, numbers: Quantised, lengths: NDArray[np.intp]
+) -> None:
+    """Round up what rounding would make negative in buffers that hold nothing negative, as running variances do: those
+    of channels that are hardly used are smaller than a vector's rounding, and have no square root below zero."""
+    scales = np.repeat(np.where(numbers.scales > 0, numbers.scales, np.float32(1)), lengths)
+    new, start = np.asarray(update.values), 0
+    for spec, block, old in unpack(manifest, base, update.mask):
+        part = slice(start, start + block.size)
+        start += block.size
+        if spec.trainable or not block.size or old.min() < 0 or new[part].min() < 0:
+            continue
+        least = np.clip(np.ceil(-base[part].astype(np.float32) / scales[part]), -LARGEST, 0).astype(np.int8)
+        np.maximum(numbers.numbers[part], least, out=numbers.numbers[part])

@@ -235,6 +235,7 @@ def bundles(session):
     return [body for body, kind in zip(wire.sent, wire.media_types, strict=True) if kind == bundle.MEDIA_TYPE]
 
 
+@pytest.mark.slow
 def test_devices_of_every_budget_learn_one_model(house):
     sessions = start(
         house,
@@ -325,7 +326,9 @@ def agrees(pair):
     return all(found[name].tobytes() == tensor.tobytes() for name, tensor in wanted.items())
 
 
-@pytest.mark.parametrize(("precision", "denominator"), [("fp32", "touched"), ("int8", "all")])
+@pytest.mark.parametrize(
+    ("precision", "denominator"), [("fp32", "touched"), pytest.param("int8", "all", marks=pytest.mark.slow)]
+)
 def test_every_device_rebuilds_the_model_bit_for_bit(house, rebuilt, precision, denominator):
     """Drawn now and then, with what has changed over several rounds."""
     sessions = start(
@@ -451,6 +454,7 @@ def test_an_update_that_came_too_late_leaves_the_base_right(house, rebuilt):
     assert len(rebuilt) >= 6
 
 
+@pytest.mark.slow
 def test_a_device_killed_before_it_sends_goes_on_with_gate_and_base(house, new_house, rebuilt):
     def play(house, *, killed):
         (session,) = start(house, names="a", rounds=4, own={"touched_limit": 0.4})
@@ -599,6 +603,7 @@ def test_the_gate_is_on_no_wire_and_no_global_model_is_given_away(house):
             get("f")
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_federation(house, new_house):
     one, other, third = house, new_house(), new_house()
     for each, seed in ((one, 0), (other, 0), (third, 1)):

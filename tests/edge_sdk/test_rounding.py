@@ -11,7 +11,7 @@ from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import initial_values
-from edge_sdk.protocol.masks import NeuronMask, count_values, merge_in_place, pack
+from edge_sdk.protocol.masks import NeuronMask, count_values, merge_in_place, pack, unpack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.protocol.quantization import row_lengths
 from edge_sdk.rounding import round_update
@@ -137,3 +137,25 @@ def test_without_a_payload_there_is_nothing_to_differ_from(small):
     part = job_of(small, mask=NEURONS)
     with pytest.raises(BundleError, match="a part of the model"):
         round_update(part, Update(np.zeros(small.shared_values, np.float32)), {})
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_variances_do_not_become_negative(small, seed):
+    """That of a channel which is hardly used is smaller than the rounding of its vector; a mean may have any sign."""
+    job = job_of(small, number=seed)
+    base = {spec.name: np.array(tensor) for spec, tensor in zip(small.shared, _whole(small, job), strict=True)}
+    base["bn.running_var"] = np.array([1e-2, 5.0, 2e-2], np.float32)
+    base["bn.running_mean"] = np.array([1e-4, 0.0, -1e-3], np.float32)
+    after = {name: tensor.copy() for name, tensor in base.items()}
+    after["bn.running_var"] = np.array([1e-3, 9.0, 0.0], np.float32)
+    update = Update(pack(small, after, None), base=base)
+    numbers, left = round_update(job, update, {})
+    decoded = pack(small, base, None) + numbers.values(row_lengths(small, None))
+    found = {spec.name: part for spec, _, part in unpack(small, decoded, None)}
+    assert (found["bn.running_var"] >= 0).all()
+    np.testing.assert_allclose(found["bn.running_var"], after["bn.running_var"], atol=5 / 127)
+    np.testing.assert_allclose(decoded + pack(small, left, None), update.values, atol=1e-6)
+
+
+def _whole(small, job):
+    return [part for _, _, part in unpack(small, job.received.values, None)]

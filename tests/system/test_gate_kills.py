@@ -20,7 +20,7 @@ SETTINGS: dict[str, Any] = {
     "method": "pfedgate",
     "method_settings": {"blocks": 10, "touched_limit": 0.6, "gate_learning_rate": 0.5},
     "rounds": ROUNDS,
-    "local_epochs": 12,
+    "local_epochs": 5,
     "evaluation_interval": 3,
     "early_stopping": False,
     "precision": "int8",
@@ -73,6 +73,7 @@ def test_a_device_is_killed_before_and_after_it_sends_and_while_it_trains(coordi
     victim.wait_for(update_answered)
     victim.die_at(between.fault("PUT", "/update", "answer"))
     victim.wait_for(update_answered)
+    victim.seen = len(between.exchanges)
     victim.die_training()
     check(coordinator, {"small": victim.device, "large": other})
     assert ending(coordinator, device) == undisturbed
