@@ -33,12 +33,21 @@ from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import merge_in_place, pack, unpack
-from edge_sdk.training.gated import PROBE, Budget, Gated, GatedOptimisation, gate_tensors, load_gate, scale_in_place
+from edge_sdk.training.gated import (
+    PROBE,
+    Budget,
+    Gated,
+    GatedOptimisation,
+    Gates,
+    gate_tensors,
+    load_gate,
+    scale_in_place,
+)
 from edge_sdk.training.gating import GatingLayer, fitting_pool
 from edge_sdk.training.layer_seconds import block_nanoseconds
 from edge_sdk.training.local import LocalResult, derive_seed, evaluate, get_tensors, set_tensors, take_steps
 from edge_sdk.training.merging import is_whole, whole_model
-from edge_sdk.training.modes import evaluating
+from edge_sdk.training.modes import buffers_kept, evaluating
 
 ADAPT_EPOCHS = 5
 """Most epochs in which a late device trains its gate; it stops before where the validation loss rises."""
@@ -67,7 +76,7 @@ class PFedGate(DeviceMethod):
             "values_kept": gated.kept // result.samples,
         }
         concluded = conclude(job, result, personal=None, update=update, counts=counts, forward=gated.each)
-        state = _state(job, gated, trained, received)
+        state = _state(job, gated, gated.static(), trained, received)
         state = replace(state, memory=concluded.state.memory)
         return replace(concluded, state=state, flops=_flops(job, gated, result))
 
@@ -93,17 +102,20 @@ class PFedGate(DeviceMethod):
         """A device that came too late trains a gate for the finished θ, which stays as it is (card, 4.10)."""
         received = _newest(job)
         gated = gated_model(job, received)
-        best, kept = float("inf"), gate_tensors(gated.gate)
+        best = float("inf")
+        kept: tuple[Tensors, Gates] = gate_tensors(gated.gate), np.zeros(0)
         epochs = job.assignment.settings.finetune_epochs or ADAPT_EPOCHS
         once = job.with_settings(local_epochs=1, local_steps=None)
         for epoch in range(epochs):
-            take_gated_steps(once, gated, model_rate=None, purpose=f"adapt {epoch}")
+            with buffers_kept(job.model):  # running statistics of the model are no more the device's than its weights
+                take_gated_steps(once, gated, model_rate=None, purpose=f"adapt {epoch}")
+            gates = gated.static()
             loss = evaluate(job.model, job.task, job.task.validation, gated.each).loss
             if loss > best:
                 break
-            best, kept = loss, gate_tensors(gated.gate)
-        load_gate(gated.gate, kept)
-        return _state(job, gated, get_tensors(job.model, job.manifest), received)
+            best, kept = loss, (gate_tensors(gated.gate), gates)
+        load_gate(gated.gate, kept[0])
+        return _state(job, gated, kept[1], get_tensors(job.model, job.manifest), received)
 
 
 def _newest(job: Job) -> Tensors:
@@ -123,10 +135,10 @@ def _trained(job: Job) -> Tensors:
     return {spec.name: np.array(part).reshape(spec.shape) for spec, _, part in values}
 
 
-def _state(job: Job, gated: Gated, trained: Tensors, received: Tensors) -> DeviceState:
+def _state(job: Job, gated: Gated, gates: Gates, trained: Tensors, received: Tensors) -> DeviceState:
     """What is kept: θ as ``trained`` here, what was ``received`` where it has changed since, the gate, and the model
-    under the mean gates, for which ``trained`` is overwritten."""
-    gates, touched = gated.static(), BlockMask(gated.touched)
+    under the mean ``gates``, for which ``trained`` is overwritten."""
+    touched = BlockMask(gated.touched)
     own: Tensors = {f"gate:{name}": tensor for name, tensor in gate_tensors(gated.gate).items()}
     own["model"], own["received"] = pack(job.manifest, trained, None), pack(job.manifest, received, touched)
     own["touched"], own["static"] = gated.touched.astype(np.uint8), gates
