@@ -30,7 +30,7 @@ from edge_sdk.protocol.manifest import Array
 from export.errors import ExportError
 
 MIN_VALUES = 256
-"""Smaller weights stay plain: the nodes that unpack one take 400 to 550 bytes."""
+"""Smaller weights stay plain: the nodes that unpack one take 380 to 450 bytes."""
 
 MAX_VALUES = 2**28
 """Larger ones too: their index would exceed the GiB up to which ONNX Runtime folds a node's output, and then each
