@@ -30,11 +30,9 @@ def builtin(task, density=1.0):
     return onnx.load_from_string(fill(found.skeleton, found.manifest, tensors, metadata={"method": "test"})), inputs
 
 
-def run(model, inputs, level=None):
+def run(model, inputs):
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    if level is not None:
-        options.graph_optimization_level = level
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return session.run(None, {session.get_inputs()[0].name: inputs})[0]
 
