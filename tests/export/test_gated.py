@@ -38,7 +38,7 @@ MNIST, CIFAR, HAR = (
 BUILTIN = {DIGITS[0]: "digits", MNIST[0]: "mnist", CIFAR[0]: "cifar10:pfedgate", HAR[0]: "har"}
 
 INPUTS = 1000
-LARGEST = 1e-4
+LARGEST = 1e-5
 
 
 class Mixed(nn.Module):
@@ -68,8 +68,23 @@ class Odd(nn.Module):
         return self.out(torch.tanh(self.slope(self.hidden(x))))
 
 
-def walks(*shape):
+class Words(nn.Module):
+    """Takes whole numbers, and looks rows up."""
+
+    vocabulary = 11
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.norm, self.out = nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(30, 4)
+
+    def forward(self, x):
+        return self.out(self.norm(self.words(x)).flatten(1))
+
+
+def draw(network, *shape):
     """Random inputs that differ in the large, which is what a pooled gate sees."""
+    if network is Words:
+        return torch.randint(Words.vocabulary, shape)
     walk = torch.randn(shape).cumsum(-1)
     return walk / walk.std()
 
@@ -82,8 +97,9 @@ def published(network, shape):
     if network in BUILTIN:
         known = load_builtin(BUILTIN[network])
         return model, known.manifest, known.skeleton
-    manifest = describe(model, torch.zeros(2, *shape), task="t")
-    skeleton = make_skeleton(model, torch.zeros(2, *shape), manifest)
+    example = draw(network, 2, *shape)
+    manifest = describe(model, example, task="t")
+    skeleton = make_skeleton(model, example, manifest)
     return model, manifest.with_skeleton(skeleton), skeleton
 
 
@@ -110,14 +126,14 @@ class Device:
         )
         self.settings, self.budget = settings.method_settings, budget
         self.manifest = load_server_half("pfedgate").manifest(manifest, settings)
-        data = [(walks(16, *shape), torch.randint(classes, (16,))) for _ in range(4)]
+        data = [(draw(network, 16, *shape), torch.randint(classes, (16,))) for _ in range(4)]
         task = Task("t", self.model, nn.functional.cross_entropy, data, data[:1])
         values = pack(self.manifest, get_tensors(self.model, self.manifest), None)
         assignment = Assignment(assignment_id="a", kind="train", round=1, deadline_seconds=9.0, settings=settings)
         received = Bundle(np.asarray(values), None, None, "fp32", "")
         job = Job(assignment, self.manifest, task, self.model, DeviceState(), received, budget=budget)
         self.job, self.state = job, load_method("pfedgate").train(job).state
-        self.inputs = walks(INPUTS, *shape)
+        self.inputs = draw(network, INPUTS, *shape)
 
     def export(self, **more):
         given = {"settings": self.settings, "budget": self.budget, "own": self.state.own, **more}
@@ -207,6 +223,7 @@ def test_rows_are_scaled_for_a_batch_at_once(network, own):
         (MNIST, {"align_rows": False, "blocks": 7}),
         ((Odd, (18,)), {}),
         ((Odd, (18,)), {"align_rows": False, "cost": "flops"}),
+        ((Words, (5,)), {}),
     ],
 )
 def test_other_blocks_and_layers_go_sample_by_sample(network, own):
