@@ -1,0 +1,183 @@
+"""A device's gated model with its gate in one ONNX graph: pFedGate, for every sample its own choice of blocks.
+
+    gates = gating layer(x)          SN with running statistics, pooling, linear map, batch norm, sigmoid
+    I     = knapsack(G)              within the device's budget, ``selection``
+    y     = f(θ ⊛ M·I; x)
+
+(arXiv:2305.02776; the method card, 4.1 to 4.4 and 4.9.) θ is that of the device's last round. Where the blocks of all
+tensors are whole rows, gates scale what each layer gives of each sample, so that a batch is computed at once;
+elsewhere a ``Scan`` goes through the batch and scales the weights for every sample. The knapsack is solved exactly, or,
+for costs of which there would be too many sums, by the guard rule; the property ``selection`` of the file says which:
+``exact``, ``greedy``, or ``fixed`` where blocks do not depend on the input: the budget is everything, or the gate does
+not see the input, in which case the file is a plain model.
+
+Gates differ from PyTorch's by rounding, about 1e-7, and samples whose two best choices are as near to each other may
+get the other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.checker
+import onnx.helper
+import onnx.shape_inference
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto
+
+from edge_sdk.protocol.blocks import BlockTable, Costs
+from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.flops import block_flops
+from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.masks import unpack
+from export.building import Building
+from export.errors import ExportError
+from export.gating import Gate
+from export.rows import Rows, by_sample
+from export.selection import LARGEST_TABLE, decisions, exact, greedy
+from export.skeleton import fill
+
+GATES = "gate/scales"
+"""What the scales times the choice, M' [N, L], are called in the graph."""
+
+MARGIN = 1e-5
+"""Of two choices whose importances add up to sums less than this apart, rounding may decide."""
+
+_TIE = 1e-9
+"""Taken off importances per place, as in ``edge_sdk.protocol.blocks``."""
+
+
+def gated_model(
+    skeleton: bytes,
+    manifest: Manifest,
+    own: Tensors,
+    settings: Mapping[str, Any],
+    budget: float,
+    *,
+    personal: Tensors | None = None,
+    largest_table: int = LARGEST_TABLE,
+) -> ModelProto:
+    """The gated model of a device of pFedGate, for any number of samples.
+
+    manifest: the federation's, with its table of blocks. own: the arrays of the device's state. settings: the
+    method's, complete. budget: the device's, in (0, 1]. personal: the state's model, which is needed where the manifest
+    has tensors that are never sent. largest_table: beyond, the choice is the guard rule's, see ``selection``. Raises
+    SkeletonError, and ExportError where state, settings and manifest do not belong together or nothing fits the budget.
+    """
+    table = _table(manifest)
+    missing = [name for name in ("model", "static") if name not in own]
+    if missing:
+        raise ExportError(
+            f"the state has no {missing[0]!r}: it is no state of pFedGate, or its device has not trained yet; "
+            f"export its personal model instead, or after its first round"
+        )
+    tensors = _weights(manifest, own["model"], personal)
+    gate = Gate.of(manifest, own, settings)
+    costs = _costs(manifest, own, settings)
+    try:
+        everything = table.capacity(budget, costs) >= costs[~table.forced].sum()
+    except ValueError as error:
+        raise ExportError(f"{error}; or export with the budget that the device trained with") from None
+    if gate.constant is not None:
+        scales, importances = gate.constant
+        chosen = table.select(importances.astype(np.float64), budget, costs)
+        return _finished(_loaded(skeleton, manifest, _scaled(tensors, table, np.where(chosen, scales, 0.0))), "fixed")
+    model = _loaded(skeleton, manifest, tensors)
+    to = Building("gate/")
+    importances_name, scales_name = gate.build(to, model.graph.input[0].type.tensor_type.elem_type)
+    selection = "fixed"
+    if not everything:
+        chosen_name, selection = _choose(to, importances_name, table, costs, budget, largest_table)
+        to.add("Mul", scales_name, chosen_name, output=GATES)
+    else:
+        to.add("Identity", scales_name, output=GATES)
+    rows = Rows.of(model, table, manifest)
+    if rows is None:
+        by_sample(model.graph, to, GATES, table, manifest)
+    else:
+        rows.scale(model.graph, to, GATES)
+    return _finished(model, selection)
+
+
+def _table(manifest: Manifest) -> BlockTable:
+    table = manifest.block_table
+    uncut = [spec.name for spec in manifest.shared if spec.trainable and spec.name not in table.tensors]
+    if uncut:
+        raise ExportError(
+            f"{uncut[0]}: the manifest does not say how it is cut into blocks; give the federation's manifest, which "
+            f"lies in the device's state, and not the published one"
+        )
+    return table
+
+
+def _weights(manifest: Manifest, packed: NDArray[Any], personal: Tensors | None) -> Tensors:
+    """θ as the device's last round left it, and from ``personal`` what is never sent."""
+    try:
+        parts = unpack(manifest, np.asarray(packed, dtype=np.float32), None)
+        tensors = {spec.name: np.array(part).reshape(spec.shape) for spec, _, part in parts}
+    except (ProtocolError, ValueError) as error:
+        raise ExportError(f"the state is one of another model: {error}; use the manifest it was trained with") from None
+    for spec in manifest.kept:
+        if spec.name not in tensors:
+            if personal is None or spec.name not in personal:
+                raise ExportError(f"{spec.name}: it is never sent; give the personal model of the state, which has it")
+            tensors[spec.name] = np.asarray(personal[spec.name])
+    return tensors
+
+
+def _costs(manifest: Manifest, own: Tensors, settings: Mapping[str, Any]) -> Costs:
+    match settings.get("cost", "parameters"):
+        case "parameters":
+            return manifest.block_table.sizes
+        case "flops":
+            return block_flops(manifest)
+        case "seconds" if "nanoseconds" in own and len(own["nanoseconds"]) == len(manifest.block_table.sizes):
+            return own["nanoseconds"].astype(np.int64)
+    raise ExportError(
+        f"budgets are a share of {settings.get('cost')!r}, and the state does not say what blocks cost; export from "
+        f"the state of the device that trained"
+    )
+
+
+def _scaled(tensors: Tensors, table: BlockTable, gates: NDArray[Any]) -> Tensors:
+    """θ ⊛ M' for good."""
+    scaled = dict(tensors)
+    for name, sizes in table.tensors.items():
+        factors = np.repeat(gates[table.places[name]].astype(np.float32), sizes)
+        scaled[name] = np.multiply(tensors[name], factors.reshape(tensors[name].shape))
+    return scaled
+
+
+def _loaded(skeleton: bytes, manifest: Manifest, tensors: Tensors) -> ModelProto:
+    return onnx.load_model_from_string(fill(skeleton, manifest, tensors))
+
+
+def _finished(model: ModelProto, selection: str) -> ModelProto:
+    onnx.helper.set_model_props(model, {"selection": selection})
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
+        raise ExportError(f"the gated model is no valid ONNX model: {error}; export the static model instead") from None
+    return model
+
+
+def _choose(
+    to: Building, importances: str, table: BlockTable, costs: Costs, budget: float, largest: int
+) -> tuple[str, str]:
+    """float32 [N, L], 1 where a block is on, and the rule."""
+    candidates = np.flatnonzero(~table.forced)
+    values = to.add("Gather", importances, to.index(candidates), axis=1)
+    exactly = to.add("Sub", to.add("Cast", values, to=TensorProto.DOUBLE), to.constant(_TIE * candidates))
+    capacity = table.capacity(budget, costs)
+    plan = decisions(costs[candidates], capacity, largest)
+    if plan is None:
+        taken, rule = greedy(to, exactly, costs[candidates], capacity), "greedy"
+    else:
+        taken, rule = exact(to, exactly, plan, costs[candidates]), "exact"
+    ahead = to.add("Pad", taken, to.whole(0, 0, 0, 1), to.constant(np.array(1, np.float32)))
+    places = np.full(len(costs), len(candidates))
+    places[candidates] = np.arange(len(candidates))
+    return to.add("Gather", ahead, to.index(places), axis=1), rule
