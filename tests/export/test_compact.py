@@ -654,8 +654,10 @@ class Builder:
             name = f"gn{len(self.nodes)}"
             parts = [self.draw(f"{name}.weight", channels), self.draw(f"{name}.bias", channels)]
             x = self.add(kind, [x, *parts], num_groups=math.gcd(channels, 2))
-        elif kind in ("MaxPool", "AveragePool"):
-            x = self.add(kind, [x], kernel_shape=[3, 3], pads=[1] * 4, strides=[1, 1])
+        elif kind in ("MaxPool", "AveragePool", "padded average"):
+            attributes = {"count_include_pad": 1} if kind == "padded average" else {}
+            kind = kind.replace("padded average", "AveragePool")
+            x = self.add(kind, [x], kernel_shape=[3, 3], pads=[1] * 4, strides=[1, 1], **attributes)
         else:
             x = self.add(kind, [x])
         return x
@@ -663,7 +665,7 @@ class Builder:
 
 KINDS = (
     *("conv", "valid", "strided", "bn", "residual", "gated", "concat", "depthwise", "transposed", "pad", "last"),
-    *("MaxPool", "AveragePool", "GroupNormalization", "Relu", "Sigmoid", "Gelu", "Neg"),
+    *("MaxPool", "AveragePool", "padded average", "GroupNormalization", "Relu", "Sigmoid", "Gelu", "Neg"),
 )
 
 
