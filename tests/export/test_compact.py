@@ -129,6 +129,13 @@ def manifest_names(manifest):
     return [spec.name for spec in manifest.kept]
 
 
+def test_a_relu_stands_where_it_can_be_part_of_the_convolution():
+    """A maximum of rectified values is the rectified maximum."""
+    _, _, model = masked_task("mnist:leaf", 1.0)
+    operators = [node.op_type for node in compact(model).graph.node]
+    assert operators == ["Conv", "Relu", "MaxPool"] * 2 + ["Reshape", "Gemm", "Relu", "Gemm"]
+
+
 def test_the_given_model_stays_and_the_same_model_gives_the_same_bytes():
     _, _, model = masked_task("digits", 0.3)
     before = model.SerializeToString(deterministic=True)
