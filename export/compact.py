@@ -128,18 +128,18 @@ def _skip_zeros_in_place(graph: GraphProto, flow: Flow) -> bool:
             zero = known.get(node.input[place])
             same = _same_shape(node.input[other], node.output[0], flow)
             if zero is not None and same and node.input[other] not in known and not zero.any():
-                _rename_reads_in_place(graph, node.output[0], node.input[other])
-                changed = True
+                changed |= _rename_reads_in_place(graph, node.output[0], node.input[other])
                 break
     plumbing.drop_unused_in_place(graph)
     return changed
 
 
-def _rename_reads_in_place(graph: GraphProto, name: str, to: str) -> None:
-    for node in graph.node:
-        for place, read in enumerate(node.input):
-            if read == name:
-                node.input[place] = to
+def _rename_reads_in_place(graph: GraphProto, name: str, to: str) -> bool:
+    """Whether anything read it; graphs within nodes go on doing so."""
+    found = [(node, place) for node in graph.node for place, read in enumerate(node.input) if read == name]
+    for node, place in found:
+        node.input[place] = to
+    return bool(found)
 
 
 # --- constants that padding keeps out of the bias
