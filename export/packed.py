@@ -1,0 +1,201 @@
+"""Weights with many zeros, stored as their other values and a bit for each place.
+
+A mask of single elements makes no operator cheaper, but the file can hold what exists alone: of a weight of n values,
+of which a share q exists, (q + 1/32) of float32's bytes (q + 1/16 of float16's, q + 1/8 of int8's). Standard operators
+put the weight together again. They read constants only and their shapes are static, so ONNX Runtime folds them when it
+loads the file: what it runs is the plain model, at the plain model's speed.
+
+Eight bits of the mask are one byte, the most significant first. A table, computed once for all weights, says of each of
+the 256 bytes which of its places hold a value, and the how-many-th of the byte::
+
+    code   = Cast(mask)                                [m]     m = ceil(n / 8)
+    before = CumSum(Gather(count, code), exclusive)    [m, 1]  values in the bytes before
+    index  = Max(Gather(rank, code) + before, 0)       [m, 8]  rank is 1..8, or far below zero where nothing is
+    weight = Reshape(Gather(values, index))            values begins with a zero, for the places that hold nothing
+
+Summing up counts of bytes, not single bits, halves the time to load and the memory for it: a weight takes about five
+times its float32 size until all are folded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx.helper
+import onnx.numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+
+from edge_sdk.protocol.manifest import Array
+from export.errors import ExportError
+
+MIN_VALUES = 256
+"""Smaller weights stay plain: the nodes that unpack one take 400 to 550 bytes."""
+
+MAX_VALUES = 2**28
+"""Larger ones too: their index would exceed the GiB up to which ONNX Runtime folds a node's output, and then each
+prediction would unpack them anew."""
+
+OLDEST_OPSET = 13
+"""The first in which all operators used take their axes and types as they are given here."""
+
+_BITS: dict[int, str] = {TensorProto.FLOAT: "u4", TensorProto.FLOAT16: "u2", TensorProto.INT8: "u1"}
+_NOTHING = -(2**31)
+
+
+def pack(model: ModelProto) -> ModelProto:
+    """A model that predicts the same bit for bit, from a file that stores no zeros of its weights.
+
+    A weight is an initialiser of float32, float16 or int8, of whatever operator. What would not get smaller, and what a
+    caller may replace since it is an input as well, stays as it is; so a packed model stays as it is altogether. The
+    zeros need no mask from outside: a value counts as zero where all its bits are (-0.0 is a value). The model given is
+    not changed. Raises ExportError for operators older than ``OLDEST_OPSET``, and for data outside the model.
+    """
+    versions = [opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx")]
+    if any(version < OLDEST_OPSET for version in versions):
+        raise ExportError(
+            f"the model uses operators of version {versions[0]}, packing needs {OLDEST_OPSET}; "
+            "convert it with onnx.version_converter"
+        )
+    prefix = _free_prefix(model.graph)
+    inputs = {value.name for value in model.graph.input}
+    found: dict[str, _Packed] = {}
+    for tensor in model.graph.initializer:
+        if tensor.name not in inputs and tensor.data_type in _BITS:
+            packed = _pack(tensor, f"{prefix}{len(found)}", prefix)
+            if packed is not None and packed.bytes < tensor.ByteSize():
+                found[tensor.name] = packed
+    table = _table(prefix)
+    saved = sum(tensor.ByteSize() for tensor in model.graph.initializer if tensor.name in found)
+    if saved <= table.bytes + sum(packed.bytes for packed in found.values()):
+        return _copy(model)
+    return _with(model, [table, *found.values()], set(found))
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Nodes and the constants they read; what they give has the name that the weight had."""
+
+    tensors: list[TensorProto]
+    nodes: list[NodeProto]
+
+    @property
+    def bytes(self) -> int:
+        entries: list[TensorProto | NodeProto] = [*self.tensors, *self.nodes]
+        return sum(entry.ByteSize() + 4 for entry in entries)
+
+
+def _pack(tensor: TensorProto, name: str, prefix: str) -> _Packed | None:
+    if tensor.external_data or tensor.data_location != TensorProto.DEFAULT:
+        raise ExportError(f"{tensor.name!r} lies in a file of its own; load the model with its external data")
+    weight = onnx.numpy_helper.to_array(tensor)
+    if not MIN_VALUES <= weight.size <= MAX_VALUES:
+        return None
+    flat = np.ascontiguousarray(weight).reshape(-1)
+    exists = flat.view(_BITS[tensor.data_type]) != 0
+    if weight.nbytes <= np.count_nonzero(exists) * weight.itemsize + weight.size // 8:
+        return None  # the rule for all that has no zeros, before anything is copied
+    values = np.concatenate([np.zeros(1, flat.dtype), np.compress(exists, flat)])
+    mask = np.packbits(exists)
+    constants: dict[str, Array] = {"v": values, "m": mask, "s": np.array(weight.shape, dtype=np.int64)}
+    nodes = [
+        _node("Cast", [f"{name}m"], f"{name}c", to=TensorProto.INT32),
+        _node("Gather", [f"{prefix}count", f"{name}c"], f"{name}n"),
+        _node("CumSum", [f"{name}n", f"{prefix}first"], f"{name}b", exclusive=1),
+        _node("Gather", [f"{prefix}rank", f"{name}c"], f"{name}r"),
+        _node("Add", [f"{name}r", f"{name}b"], f"{name}a"),
+        _node("Max", [f"{name}a", f"{prefix}zero"], f"{name}i"),
+        _node("Gather", [f"{name}v", f"{name}i"], f"{name}w"),
+    ]
+    last = f"{name}w"
+    if weight.size % 8:
+        # the last byte's places beyond the weight
+        constants |= {"l": np.array([-1]), "z": np.array([0]), "e": np.array([weight.size])}
+        nodes += [
+            _node("Reshape", [last, f"{name}l"], f"{name}f"),
+            _node("Slice", [f"{name}f", f"{name}z", f"{name}e"], f"{name}g"),
+        ]
+        last = f"{name}g"
+    nodes.append(_node("Reshape", [last, f"{name}s"], tensor.name))
+    return _Packed([_constant(name + key, array) for key, array in constants.items()], nodes)
+
+
+def _table(prefix: str) -> _Packed:
+    """``rank`` [256, 8] and ``count`` [256, 1], int32: of each byte's places, which value they hold; all its values.
+
+    Computed when the file is loaded, since it would take 9 KiB in the file. Types are those that every ONNX
+    Runtime computes with: not all divide bytes.
+    """
+    constants: dict[str, Array] = {
+        "codes": np.arange(256, dtype=np.uint8).reshape(256, 1),
+        "places": 2 ** np.arange(7, -1, -1, dtype=np.int32),
+        "two": np.array(2, dtype=np.int32),
+        "zero": np.array(0, dtype=np.int32),
+        "first": np.array(0, dtype=np.int32),
+        "second": np.array(1, dtype=np.int32),
+        "nothing": np.array(_NOTHING, dtype=np.int32),
+        "axes": np.array([1], dtype=np.int64),
+    }
+    steps: list[tuple[str, list[str], str, dict[str, int]]] = [
+        ("Cast", ["codes"], "code", {"to": TensorProto.INT32}),
+        ("Div", ["code", "places"], "high", {}),
+        ("Mod", ["high", "two"], "bit", {}),
+        ("CumSum", ["bit", "second"], "sum", {}),
+        ("Cast", ["bit"], "exists", {"to": TensorProto.BOOL}),
+        ("Where", ["exists", "sum", "nothing"], "rank", {}),
+        ("ReduceSum", ["bit", "axes"], "count", {}),
+    ]
+    return _Packed(
+        [_constant(prefix + key, array) for key, array in constants.items()],
+        [_node(op, [prefix + key for key in inputs], prefix + out, **given) for op, inputs, out, given in steps],
+    )
+
+
+def _node(op: str, inputs: list[str], output: str, **attributes: int) -> NodeProto:
+    node = onnx.helper.make_node(op, inputs, [output])
+    node.attribute.extend(onnx.helper.make_attribute(key, value) for key, value in attributes.items())
+    return node
+
+
+def _constant(name: str, array: Array) -> TensorProto:
+    return onnx.numpy_helper.from_array(array, name)
+
+
+def _free_prefix(graph: GraphProto) -> str:
+    """Short, since it stands in the file twenty times for each weight; no name of the model's begins with it."""
+    names = set(_names(graph))
+    number = 0
+    while any(name.startswith(f"~{number}.") for name in names):
+        number += 1
+    return f"~{number}."
+
+
+def _names(graph: GraphProto) -> Iterator[str]:
+    """All names of values in the graph and the graphs within it."""
+    for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        yield value.name
+    for node in graph.node:
+        yield from node.input
+        yield from node.output
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _names(inner)
+
+
+def _copy(model: ModelProto) -> ModelProto:
+    copied = ModelProto()
+    copied.CopyFrom(model)
+    return copied
+
+
+def _with(model: ModelProto, parts: list[_Packed], gone: set[str]) -> ModelProto:
+    """The model without the initialisers ``gone``, and with these parts before all else."""
+    result = _copy(model)
+    graph = result.graph
+    plain = [tensor for tensor in graph.initializer if tensor.name not in gone]
+    nodes = list(graph.node)
+    del graph.initializer[:], graph.node[:]
+    graph.initializer.extend([*plain, *(tensor for part in parts for tensor in part.tensors)])
+    graph.node.extend([*(node for part in parts for node in part.nodes), *nodes])
+    return result
