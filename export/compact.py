@@ -1,0 +1,279 @@
+"""Remove from an ONNX model every neuron and channel that cannot influence its output.
+
+What a method that drops neurons leaves behind is a dense model with rows of zeros; kernels multiply those all the same.
+Here they leave the file: the answer is the network one would have built small. Which units go is decided by
+``export.channels``, over the graph as it is, whatever its layers are called. Around that decision:
+
+- What only constants decide is computed (``graph.fold_constants_in_place``).
+- A value all of whose channels are constant becomes an initialiser where it is added, multiplied, subtracted or
+  divided, and the branch that made it goes: a residual block that is switched off costs nothing.
+- Constant channels add to the next layer the same everywhere: that goes into its bias. Under padding it does not, since
+  the border meets zeros; then all of them are drawn together into one, whose weights are the sum.
+- Repeated until nothing changes, since what has gone can set free what fed it.
+
+Equal to the given model up to the rounding of float32, for every finite input for which no activation overflows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx.checker
+import onnx.helper
+from onnx import GraphProto, ModelProto, NodeProto
+
+from edge_sdk.protocol.manifest import Array
+from export import graph as plumbing
+from export.channels import Bools, Contraction, Floats, Flow, padding
+from export.errors import ExportError
+
+_BROADCASTING = ("Add", "Sub", "Mul", "Div")
+
+
+def compact(model: ModelProto) -> ModelProto:
+    """The same function in fewer channels: a new model with inputs and outputs as they were.
+
+    model: complete, its weights inside the file, of one opset. Parts that no rule knows keep their width. The same
+    model gives the same bytes. Raises ExportError when the model is not valid ONNX.
+    """
+    result = ModelProto()
+    result.CopyFrom(model)
+    try:
+        onnx.checker.check_model(result)
+    except (onnx.checker.ValidationError, RuntimeError) as error:
+        raise ExportError(f"the model is not valid ONNX: {error}; fill the federation's skeleton again") from None
+    result.graph.ClearField("value_info")
+    while True:
+        plumbing.fold_constants_in_place(result)
+        flow = Flow(result)
+        if _replace_constant_values_in_place(result, flow) or _draw_together_in_place(result, flow):
+            continue
+        if not _cut_in_place(result, flow):
+            break
+    try:
+        onnx.checker.check_model(result)
+    except (onnx.checker.ValidationError, RuntimeError) as error:
+        raise ExportError(f"compacting made an invalid model: {error}; export it dense and report this") from None
+    return result
+
+
+# --- values that are constant as a whole
+
+
+def _replace_constant_values_in_place(model: ModelProto, flow: Flow) -> bool:
+    """Read constants where a branch computes them, and skip what then adds zeros; whether anything changed."""
+    graph, changed = model.graph, False
+    made = {name for node in graph.node for name in node.output}
+    for node in graph.node:
+        if node.op_type not in _BROADCASTING or not plumbing.is_standard(node):
+            continue
+        for place, other in ((0, 1), (1, 0)):
+            name = node.input[place]
+            if name not in made or not _same_shape(node.input[other], node.output[0], flow):
+                continue
+            array = _as_constant(name, flow)
+            if array is not None:
+                node.input[place] = plumbing.fresh_name(graph, f"{name}.constant")
+                plumbing.set_constant_in_place(graph, node.input[place], array)
+                changed = True
+                break
+    return _skip_zeros_in_place(graph, flow) or changed
+
+
+def _same_shape(one: str, other: str, flow: Flow) -> bool:
+    return one in flow.shapes and flow.shapes[one] == flow.shapes.get(other)
+
+
+def _as_constant(name: str, flow: Flow) -> Array | None:
+    """The value as an array that broadcasts to it, or None where it is not known to be constant."""
+    if name not in flow.shapes:
+        return None
+    for axis in range(flow.rank(name)):
+        if flow.has(name, axis) and not np.isnan(flow.constant(name, axis)).any():
+            vector = flow.constant(name, axis).astype(np.float32)
+            return vector.reshape(-1, *[1] * (flow.rank(name) - axis - 1))
+    return None
+
+
+def _skip_zeros_in_place(graph: GraphProto, flow: Flow) -> bool:
+    """Take out additions of zero, but for one that makes an output of the graph; whether there were any."""
+    outputs = {value.name for value in graph.output}
+    known, changed = plumbing.constants(graph), False
+    for node in graph.node:
+        if node.op_type != "Add" or not plumbing.is_standard(node) or node.output[0] in outputs:
+            continue
+        for place, other in ((0, 1), (1, 0)):
+            zero = known.get(node.input[place])
+            same = _same_shape(node.input[other], node.output[0], flow)
+            if zero is not None and same and node.input[other] not in known and not zero.any():
+                _rename_reads_in_place(graph, node.output[0], node.input[other])
+                changed = True
+                break
+    plumbing.drop_unused_in_place(graph)
+    return changed
+
+
+def _rename_reads_in_place(graph: GraphProto, name: str, to: str) -> None:
+    for node in graph.node:
+        for place, read in enumerate(node.input):
+            if read == name:
+                node.input[place] = to
+
+
+# --- constants that padding keeps out of the bias
+
+
+def _draw_together_in_place(model: ModelProto, flow: Flow) -> bool:
+    """Let one constant channel stand for all, with the weights that make up for it; whether anything changed."""
+    graph = model.graph
+    reads, changed = plumbing.read_counts(graph), False
+    for contraction in flow.contractions:
+        constant = flow.constant(contraction.data, contraction.axis)
+        drawn = ~np.isnan(constant) & (constant != 0) & contraction.used.any(axis=0) & ~contraction.absorbs(constant)
+        if drawn.sum() < 2 or reads[contraction.weight] != 1 or not contraction.padded:
+            continue
+        first = int(np.argmax(np.where(drawn, np.abs(constant), 0.0)))
+        weights = np.moveaxis(contraction.weights, 1, 0).astype(np.float64)
+        total = np.tensordot(constant[drawn] / constant[first], weights[drawn], axes=1)
+        weights[drawn] = 0.0
+        weights[first] = total
+        array = np.moveaxis(weights, 0, contraction.inputs_axis).astype(contraction.weights.dtype)
+        plumbing.set_constant_in_place(graph, contraction.weight, array)
+        changed = True
+    return changed
+
+
+# --- the cut
+
+
+def _cut_in_place(model: ModelProto, flow: Flow) -> bool:
+    """Remove the units that nothing needs; whether there were any."""
+    kept = flow.kept()
+    if all(units.all() for units in kept.values()):
+        return False
+    graph = model.graph
+    added = [_added(contraction, kept, flow) for contraction in flow.contractions]
+    for name, array in flow.arrays.items():
+        cut = array
+        for axis in range(array.ndim):
+            if flow.has(name, axis) and not kept[name, axis].all():
+                cut = np.compress(kept[name, axis], cut, axis=axis)
+        if cut is not array:
+            plumbing.set_constant_in_place(graph, name, cut)
+    for node in graph.node:
+        _fit_in_place(graph, node, flow, kept)
+    behind: dict[str, NodeProto] = {}
+    for contraction, bias in zip(flow.contractions, added, strict=True):
+        if not bias.any():
+            continue
+        if contraction.bias is None:
+            behind.update(_add_behind_in_place(graph, contraction.node, bias.astype(contraction.weights.dtype)))
+        else:
+            _add_in_place(graph, contraction, contraction.bias, bias)
+    _insert_in_place(graph, behind)
+    return True
+
+
+def _added(contraction: Contraction, kept: dict[tuple[str, int], Bools], flow: Flow) -> Floats:
+    """[outputs kept]: what the constants among the inputs that go added to the outputs that stay."""
+    constant = flow.constant(contraction.data, contraction.axis)
+    gone = ~kept[contraction.data, contraction.axis] & ~np.isnan(constant) & (constant != 0)
+    rows = kept[contraction.node.output[0], contraction.out_axis]
+    total: Floats = contraction.weight_of(gone)[rows] @ constant[gone]
+    return total
+
+
+def _fit_in_place(graph: GraphProto, node: NodeProto, flow: Flow, kept: dict[tuple[str, int], Bools]) -> None:
+    """Sizes that stand in a node and not in its weights."""
+    if not plumbing.is_standard(node) or not node.output or node.output[0] not in flow.shapes:
+        return
+    out = node.output[0]
+    if node.op_type == "Reshape" and any(
+        not kept[out, axis].all() for axis in range(flow.rank(out)) if flow.has(out, axis)
+    ):
+        before, after = (
+            plumbing.Shape(_sizes_left(name, flow, kept), flow.shapes[name].fixed) for name in (node.input[0], out)
+        )
+        target = plumbing.reshape_target(before, after)
+        if target is None:
+            raise AssertionError("the channels of a reshape go only where its target can be said")
+        plumbing.set_target_in_place(graph, node, target)
+    if (out, 1) not in kept or kept[out, 1].all():
+        return
+    if node.op_type == "Conv" and plumbing.attribute(node, "group", 1) > 1:
+        groups = kept[node.input[0], 1].reshape(plumbing.attribute(node, "group", 1), -1).any(axis=1)
+        plumbing.set_attribute_in_place(node, "group", int(groups.sum()))
+    if node.op_type == "GroupNormalization":
+        groups = kept[out, 1].reshape(plumbing.attribute(node, "num_groups", 1), -1).any(axis=1)
+        plumbing.set_attribute_in_place(node, "num_groups", int(groups.sum()))
+    if node.op_type == "Pad":
+        _fit_pad_in_place(graph, node, flow, kept[out, 1])
+
+
+def _sizes_left(name: str, flow: Flow, kept: dict[tuple[str, int], Bools]) -> tuple[int, ...]:
+    return tuple(
+        int(kept[name, axis].sum()) if flow.has(name, axis) else size
+        for axis, size in enumerate(flow.shapes[name].sizes)
+    )
+
+
+def _fit_pad_in_place(graph: GraphProto, node: NodeProto, flow: Flow, kept: Bools) -> None:
+    rank = flow.rank(node.output[0])
+    pads = padding(node, flow.arrays, rank)
+    if pads is None:
+        raise AssertionError("the channels of a padding go only where its pads are constants")
+    before, behind = pads
+    if before[1] or behind[1]:
+        end = len(kept) - behind[1]
+        before[1], behind[1] = int(kept[: before[1]].sum()), int(kept[end:].sum())
+        name = plumbing.fresh_name(graph, f"{node.output[0]}.pads")
+        plumbing.set_constant_in_place(graph, name, np.array([*before, *behind], dtype=np.int64))
+        node.input[1] = name
+        if len(node.input) > 3:
+            del node.input[3:]
+
+
+def _add_in_place(graph: GraphProto, contraction: Contraction, place: int, bias: Floats) -> None:
+    """Add ``bias`` [outputs kept] to the node's own, its input ``place``."""
+    node, known = contraction.node, plumbing.constants(graph)
+    while len(node.input) <= place:
+        node.input.append("")
+    name = node.input[place]
+    if not name or plumbing.read_counts(graph)[name] > 1:
+        node.input[place] = plumbing.fresh_name(graph, name or f"{node.output[0]}.bias")
+    if name:
+        bias = np.add(bias, known[name])
+    plumbing.set_constant_in_place(graph, node.input[place], bias.astype(contraction.weights.dtype))
+
+
+def _add_behind_in_place(graph: GraphProto, node: NodeProto, bias: Array) -> dict[str, NodeProto]:
+    """A matrix product has no bias: use that of the addition behind it, or answer with one to insert behind its output.
+
+    The new node is not inserted here: nodes that are still to be changed would move.
+    """
+    known, reads, out = plumbing.constants(graph), plumbing.read_counts(graph), node.output[0]
+    for other in graph.node:
+        if other.op_type == "Add" and plumbing.is_standard(other) and out in other.input and reads[out] == 1:
+            place = 1 - list(other.input).index(out)
+            array = known.get(other.input[place])
+            if array is not None and array.shape[-1:] == bias.shape and array.size == bias.size:
+                if reads[other.input[place]] > 1:
+                    other.input[place] = plumbing.fresh_name(graph, other.input[place])
+                total = np.add(array, bias, dtype=np.float64).astype(bias.dtype)
+                plumbing.set_constant_in_place(graph, other.input[place], total)
+                return {}
+    name, before = plumbing.fresh_name(graph, f"{out}.bias"), plumbing.fresh_name(graph, f"{out}.product")
+    plumbing.set_constant_in_place(graph, name, bias)
+    node.output[0] = before
+    return {before: onnx.helper.make_node("Add", [before, name], [out])}
+
+
+def _insert_in_place(graph: GraphProto, behind: dict[str, NodeProto]) -> None:
+    """Insert each node behind the one that makes the value it stands under."""
+    if not behind:
+        return
+    nodes = []
+    for node in graph.node:
+        nodes.append(NodeProto.FromString(node.SerializeToString()))
+        nodes += [behind[name] for name in node.output if name in behind]
+    del graph.node[:]
+    graph.node.extend(nodes)

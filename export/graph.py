@@ -1,0 +1,288 @@
+"""Plumbing for what rewrites an ONNX graph: constants, attributes, static shapes, constant folding, unused nodes.
+
+Functions whose name says ``in_place`` change the model they are given; the others leave it alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx.helper
+import onnx.numpy_helper
+import onnx.shape_inference
+from numpy.typing import NDArray
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto
+
+from edge_sdk.protocol.manifest import Array
+from export.errors import ExportError
+
+BATCHES = (10007, 10009)
+"""Sizes tried for the free axes of the inputs: primes, so that no product of a network's own sizes is taken for one."""
+
+SMALL = 4096
+"""A folded constant may be larger than what it was made from only up to so many bytes: the file is to shrink."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a value's axes where each free axis of the inputs is ``BATCHES[0]``; ``fixed``: which never vary."""
+
+    sizes: tuple[int, ...]
+    fixed: tuple[bool, ...]
+
+
+def constants(graph: GraphProto) -> dict[str, Array]:
+    """Name -> array of every initialiser that a caller cannot replace."""
+    given = {value.name for value in graph.input}
+    return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer if tensor.name not in given}
+
+
+def set_constant_in_place(graph: GraphProto, name: str, array: Array) -> None:
+    """Write the initialiser ``name``, which need not be there yet."""
+    tensor = onnx.numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
+    for known in graph.initializer:
+        if known.name == name:
+            known.CopyFrom(tensor)
+            return
+    graph.initializer.append(tensor)
+
+
+def attribute(node: NodeProto, name: str, default: Any) -> Any:
+    """The attribute's value, or ``default`` where the node leaves it out."""
+    return next((onnx.helper.get_attribute_value(each) for each in node.attribute if each.name == name), default)
+
+
+def set_attribute_in_place(node: NodeProto, name: str, value: Any) -> None:
+    """Write an attribute; None takes it out."""
+    kept = [each for each in node.attribute if each.name != name]
+    del node.attribute[:]
+    node.attribute.extend(kept)
+    if value is not None:
+        node.attribute.append(onnx.helper.make_attribute(name, value))
+
+
+def is_standard(node: NodeProto) -> bool:
+    """Whether the operator is one of ONNX's own."""
+    return node.domain in ("", "ai.onnx")
+
+
+def opset(model: ModelProto) -> int:
+    """The version of the standard operators that the model uses."""
+    versions = [entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")]
+    if len(versions) != 1:
+        raise ExportError(f"the model names the operator versions {versions}; export it with one opset")
+    return int(versions[0])
+
+
+def reads(node: NodeProto) -> Iterator[str]:
+    """The names a node reads, those that graphs within it capture included; what is left out is skipped."""
+    yield from filter(None, node.input)
+    for each in node.attribute:
+        for inner in [each.g] if each.type == AttributeProto.GRAPH else each.graphs:
+            for node_inside in inner.node:
+                yield from reads(node_inside)
+            yield from (value.name for value in inner.output)
+
+
+def read_counts(graph: GraphProto) -> Counter[str]:
+    """How many times each value is read; being an output of the graph counts."""
+    return Counter([*(name for node in graph.node for name in reads(node)), *(value.name for value in graph.output)])
+
+
+def fresh_name(graph: GraphProto, wish: str) -> str:
+    """``wish``, or the first of ``wish_2``, ``wish_3``, ... that nothing in the graph is called."""
+    taken = {tensor.name for tensor in graph.initializer} | {value.name for value in (*graph.input, *graph.output)}
+    taken |= {name for node in graph.node for name in (*reads(node), *node.output)}
+    name, number = wish, 1
+    while name in taken:
+        number += 1
+        name = f"{wish}_{number}"
+    return name
+
+
+def drop_unused_in_place(graph: GraphProto) -> None:
+    """Remove nodes and initialisers from which no path leads to an output."""
+    used = {value.name for value in graph.output}
+    kept = []
+    for node in reversed(graph.node):
+        if used.intersection(node.output):
+            kept.append(node)
+            used.update(reads(node))
+    if len(kept) < len(graph.node):
+        nodes = [NodeProto.FromString(node.SerializeToString()) for node in reversed(kept)]
+        del graph.node[:]
+        graph.node.extend(nodes)
+    for index in reversed(range(len(graph.initializer))):
+        if graph.initializer[index].name not in used:
+            del graph.initializer[index]
+
+
+def evaluate(node: NodeProto, inputs: Sequence[Array | None], version: int) -> list[Array]:
+    """The node's outputs for these inputs (None: left out), by ONNX's reference implementation in numpy."""
+    import onnx.reference
+
+    names = [f"x{index}" if given is not None else "" for index, given in enumerate(inputs)]
+    copy = NodeProto()
+    copy.CopyFrom(node)
+    del copy.input[:]
+    copy.input.extend(names)
+    feed = {name: given for name, given in zip(names, inputs, strict=True) if given is not None}
+    graph = onnx.helper.make_graph(
+        [copy],
+        "node",
+        [
+            onnx.helper.make_tensor_value_info(
+                name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), list(array.shape)
+            )
+            for name, array in feed.items()
+        ],
+        [onnx.helper.make_empty_tensor_value_info(name) for name in copy.output],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", version)])
+    return [np.asarray(each) for each in onnx.reference.ReferenceEvaluator(model).run(None, feed)]
+
+
+def shapes(model: ModelProto) -> dict[str, Shape]:
+    """Name -> shape of every value whose rank is known, initialisers included."""
+    first, second = (_inferred(model, batch) for batch in BATCHES)
+    found = {
+        name: Shape(sizes, tuple(a == b for a, b in zip(sizes, second[name], strict=True)))
+        for name, sizes in first.items()
+        if len(second.get(name, ())) == len(sizes)
+    }
+    for tensor in model.graph.initializer:
+        found[tensor.name] = Shape(tuple(tensor.dims), (True,) * len(tensor.dims))
+    return found
+
+
+def _inferred(model: ModelProto, batch: int) -> dict[str, tuple[int, ...]]:
+    """ONNX's shape inference. It does not follow all that exporters compute of shapes, so that is folded as found."""
+    given, version = ModelProto(), opset(model)
+    given.CopyFrom(model)
+    graph = given.graph
+    graph.ClearField("value_info")  # may be what was true before channels were removed
+    for value in graph.input:
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.WhichOneof("value") != "dim_value":
+                dim.dim_value = batch
+    for value in graph.output:
+        value.type.tensor_type.ClearField("shape")
+    for index in reversed(range(len(graph.initializer))):  # weights would only be carried to and fro
+        tensor = graph.initializer[index]
+        if np.prod(tensor.dims) > SMALL:
+            graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+            del graph.initializer[index]
+    for node in graph.node:
+        if node.op_type == "GroupNormalization" and is_standard(node):  # onnx 1.23 does not infer its shape
+            node.op_type = "Identity"
+            del node.input[1:], node.attribute[:]
+    while True:
+        sizes = _sizes(onnx.shape_inference.infer_shapes(given, data_prop=True).graph)
+        known = constants(graph)
+        for node in graph.node:
+            if node.op_type == "Shape" and is_standard(node) and node.input[0] in sizes:
+                part = slice(attribute(node, "start", 0), attribute(node, "end", None))
+                known[node.output[0]] = np.array(sizes[node.input[0]][part], dtype=np.int64)
+                set_constant_in_place(graph, node.output[0], known[node.output[0]])
+                node.op_type = _FOLDED
+        if not _fold_nodes_in_place(graph, version, known):
+            return sizes
+
+
+def _sizes(graph: GraphProto) -> dict[str, tuple[int, ...]]:
+    sizes = {}
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        dims = value.type.tensor_type.shape.dim
+        if value.type.tensor_type.HasField("shape") and all(dim.WhichOneof("value") == "dim_value" for dim in dims):
+            sizes[value.name] = tuple(int(dim.dim_value) for dim in dims)
+    return sizes
+
+
+_FOLDED = "folded"
+_NOT_FOLDED = {
+    _FOLDED,
+    "RandomNormal",
+    "RandomUniform",
+    "RandomNormalLike",
+    "RandomUniformLike",
+    "Bernoulli",
+    "Multinomial",
+}
+
+
+def fold_constants_in_place(model: ModelProto) -> None:
+    """Replace what only constants decide by initialisers, and the targets of reshapes by plain ones where they can be.
+
+    Nodes that make more bytes than they read are left: the file is to become smaller. What nothing reads is removed.
+    """
+    graph, version = model.graph, opset(model)
+    _fix_reshapes_in_place(model)
+    drop_unused_in_place(graph)
+    _fold_nodes_in_place(graph, version, constants(graph))
+    drop_unused_in_place(graph)
+
+
+def _fold_nodes_in_place(graph: GraphProto, version: int, known: dict[str, Array]) -> bool:
+    """Turn nodes that read ``known`` values alone into initialisers; whether any node went."""
+    for node in graph.node:
+        foldable = is_standard(node) and node.op_type not in _NOT_FOLDED
+        if not foldable or not all(name in known for name in reads(node)):
+            continue
+        inputs = [known[name] if name else None for name in node.input]
+        outputs = evaluate(node, inputs, version)
+        bound = max(SMALL, sum(each.nbytes for each in inputs if each is not None))
+        if node.op_type != "Constant" and sum(each.nbytes for each in outputs) > bound:
+            continue
+        for name, array in zip(node.output, outputs, strict=True):
+            if name:
+                known[name] = array
+                set_constant_in_place(graph, name, array)
+        node.op_type = _FOLDED
+    remaining = [NodeProto.FromString(node.SerializeToString()) for node in graph.node if node.op_type != _FOLDED]
+    if len(remaining) == len(graph.node):
+        return False
+    del graph.node[:]
+    graph.node.extend(remaining)
+    return True
+
+
+def _fix_reshapes_in_place(model: ModelProto) -> None:
+    found, known = shapes(model), constants(model.graph)
+    for node in model.graph.node:
+        if node.op_type != "Reshape" or not is_standard(node):
+            continue
+        target = reshape_target(found.get(node.input[0]), found.get(node.output[0]))
+        if target is not None and not (
+            node.input[1] in known
+            and np.array_equal(known[node.input[1]], target)
+            and not attribute(node, "allowzero", 0)
+        ):
+            set_target_in_place(model.graph, node, target)
+
+
+def set_target_in_place(graph: GraphProto, node: NodeProto, target: NDArray[np.int64]) -> None:
+    """Give a Reshape the shape ``target`` as a constant of its own."""
+    if node.input[1] not in constants(graph) or read_counts(graph)[node.input[1]] > 1:
+        node.input[1] = fresh_name(graph, f"{node.output[0]}.shape")
+    set_attribute_in_place(node, "allowzero", None)
+    set_constant_in_place(graph, node.input[1], target)
+
+
+def reshape_target(before: Shape | None, after: Shape | None) -> NDArray[np.int64] | None:
+    """What a Reshape has to be told: 0 copies an axis, -1 is what remains; None where sizes alone cannot say it."""
+    if before is None or after is None or 0 in after.sizes or 0 in before.sizes:
+        return None
+    target, free = [], 0
+    for axis, (size, fixed) in enumerate(zip(after.sizes, after.fixed, strict=True)):
+        if fixed:
+            target.append(size)
+        elif axis < len(before.sizes) and before.sizes[axis] == size and not before.fixed[axis]:
+            target.append(0)
+        else:
+            target.append(-1)
+            free += 1
+    return np.array(target, dtype=np.int64) if free <= 1 else None
