@@ -1,0 +1,115 @@
+"""The same function in fewer steps, where what is rounded to integers would otherwise be rounded once more.
+
+ONNX Runtime joins a convolution with the batch norm and the ReLU behind it itself, but not across the rounding that
+quantisation puts between them: so they are brought together before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import onnx.helper
+import onnx.numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+
+from edge_sdk.protocol.manifest import Array
+
+
+def fuse(model: ModelProto) -> ModelProto:
+    """A model whose batch norms are part of the convolutions before them, and whose ReLUs precede max-pooling.
+
+    Weights that the graph transposes are stored transposed.
+
+    Equal to float rounding. What others read as well, or a caller may replace, stays. The model given is not changed.
+    """
+    result = ModelProto()
+    result.CopyFrom(model)
+    _turn_weights_in_place(result.graph)
+    _fold_norms_in_place(result.graph)
+    _swap_pools_in_place(result.graph)
+    return result
+
+
+def _fold_norms_in_place(graph: GraphProto) -> None:
+    """conv, then (y - mean) / sqrt(var + eps) * gain + shift: one convolution with other weights and bias."""
+    constants = _constants(graph)
+    for conv, norm in list(_pairs(graph, "Conv", "BatchNormalization")):
+        names = [*conv.input[1:], *norm.input[1:]]
+        if len(norm.output) > 1 or any(name not in constants for name in names):
+            continue
+        weight, *bias = (onnx.numpy_helper.to_array(constants[name]).astype(np.float64) for name in conv.input[1:])
+        gain, shift, mean, variance = (onnx.numpy_helper.to_array(constants[name]) for name in norm.input[1:])
+        epsilon = next((each.f for each in norm.attribute if each.name == "epsilon"), 1e-5)
+        scale = gain / np.sqrt(variance.astype(np.float64) + epsilon)
+        new = {
+            f"{norm.output[0]}.weight": weight * scale.reshape(-1, *[1] * (weight.ndim - 1)),
+            f"{norm.output[0]}.bias": ((bias[0] if bias else 0) - mean) * scale + shift,
+        }
+        graph.initializer.extend(_float(name, array) for name, array in new.items())
+        data, out = conv.input[0], norm.output[0]
+        del conv.input[:], conv.output[:]
+        conv.input.extend([data, *new])
+        conv.output.append(out)
+        graph.node.remove(norm)
+    _drop_unread_in_place(graph)
+
+
+def _turn_weights_in_place(graph: GraphProto) -> None:
+    constants = _constants(graph)
+    for node in list(graph.node):
+        if node.op_type == "Transpose" and node.input[0] in constants:
+            axes = next((list(each.ints) for each in node.attribute if each.name == "perm"), None)
+            array = np.transpose(onnx.numpy_helper.to_array(constants[node.input[0]]), axes)
+            graph.initializer.append(_float(node.output[0], array))
+            graph.node.remove(node)
+    _drop_unread_in_place(graph)
+
+
+def _swap_pools_in_place(graph: GraphProto) -> None:
+    """max-pooling, then ReLU: the other way round, which gives the same and lets the ReLU join what is before it."""
+    for pool, relu in list(_pairs(graph, "MaxPool", "Relu")):
+        if len(pool.output) == 1:
+            pool.op_type, relu.op_type = "Relu", "MaxPool"
+            relu.attribute.extend(pool.attribute)
+            del pool.attribute[:]
+
+
+def _constants(graph: GraphProto) -> dict[str, TensorProto]:
+    """The float32 initialisers that a caller cannot replace."""
+    given = {value.name for value in graph.input}
+    tensors = (tensor for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT)
+    return {tensor.name: tensor for tensor in tensors if tensor.name not in given}
+
+
+def _drop_unread_in_place(graph: GraphProto) -> None:
+    read = _readers(graph)
+    given = {value.name for value in graph.input}
+    kept = [tensor for tensor in graph.initializer if read[tensor.name] or tensor.name in given]
+    del graph.initializer[:]
+    graph.initializer.extend(kept)
+
+
+def _pairs(graph: GraphProto, first: str, second: str) -> Iterator[tuple[NodeProto, NodeProto]]:
+    """Nodes of the operator ``first`` whose output is read by nothing but one of ``second``, as its first input."""
+    readers = _readers(graph)
+    made_by = {node.output[0]: node for node in graph.node if node.op_type == first}
+    for node in graph.node:
+        if node.op_type == second and node.input[0] in made_by and readers[node.input[0]] == 1:
+            yield made_by[node.input[0]], node
+
+
+def _readers(graph: GraphProto) -> Counter[str]:
+    """How often each value is read, inner graphs and outputs included."""
+    found = Counter(value.name for value in graph.output)
+    for node in graph.node:
+        found.update(node.input)
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                found.update(_readers(inner))
+    return found
+
+
+def _float(name: str, array: Array) -> TensorProto:
+    return onnx.numpy_helper.from_array(np.ascontiguousarray(array, dtype=np.float32), name)
