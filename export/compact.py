@@ -16,6 +16,8 @@ Equal to the given model up to the rounding of float32, for every finite input f
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx.checker
 import onnx.helper
@@ -191,7 +193,7 @@ def _fit_in_place(graph: GraphProto, node: NodeProto, flow: Flow, kept: dict[tup
         not kept[out, axis].all() for axis in range(flow.rank(out)) if flow.has(out, axis)
     ):
         before, after = (
-            plumbing.Shape(_sizes_left(name, flow, kept), flow.shapes[name].fixed) for name in (node.input[0], out)
+            replace(flow.shapes[name], sizes=_sizes_left(name, flow, kept)) for name in (node.input[0], out)
         )
         target = plumbing.reshape_target(before, after)
         if target is None:

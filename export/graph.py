@@ -23,16 +23,20 @@ from export.errors import ExportError
 BATCHES = (10007, 10009)
 """Sizes tried for the free axes of the inputs: primes, so that no product of a network's own sizes is taken for one."""
 
-SMALL = 4096
+SMALL = 65536
 """A folded constant may be larger than what it was made from only up to so many bytes: the file is to shrink."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a value's axes where each free axis of the inputs is ``BATCHES[0]``; ``fixed``: which never vary."""
+    """The sizes of a value's axes where each free axis of the inputs is ``BATCHES[0]``; ``fixed``: which never vary.
+
+    ``type`` is ONNX's number for the kind of its elements.
+    """
 
     sizes: tuple[int, ...]
     fixed: tuple[bool, ...]
+    type: int
 
 
 def constants(graph: GraphProto) -> dict[str, Array]:
@@ -150,16 +154,19 @@ def shapes(model: ModelProto) -> dict[str, Shape]:
     """Name -> shape of every value whose rank is known, initialisers included."""
     first, second = (_inferred(model, batch) for batch in BATCHES)
     found = {
-        name: Shape(sizes, tuple(a == b for a, b in zip(sizes, second[name], strict=True)))
-        for name, sizes in first.items()
-        if len(second.get(name, ())) == len(sizes)
+        name: Shape(sizes, tuple(a == b for a, b in zip(sizes, second[name][0], strict=True)), kind)
+        for name, (sizes, kind) in first.items()
+        if name in second and len(second[name][0]) == len(sizes)
     }
     for tensor in model.graph.initializer:
-        found[tensor.name] = Shape(tuple(tensor.dims), (True,) * len(tensor.dims))
+        found[tensor.name] = Shape(tuple(tensor.dims), (True,) * len(tensor.dims), tensor.data_type)
     return found
 
 
-def _inferred(model: ModelProto, batch: int) -> dict[str, tuple[int, ...]]:
+_Sizes = dict[str, tuple[tuple[int, ...], int]]
+
+
+def _inferred(model: ModelProto, batch: int) -> _Sizes:
     """ONNX's shape inference. It does not follow all that exporters compute of shapes, so that is folded as found."""
     given, version = ModelProto(), opset(model)
     given.CopyFrom(model)
@@ -173,7 +180,7 @@ def _inferred(model: ModelProto, batch: int) -> dict[str, tuple[int, ...]]:
         value.type.tensor_type.ClearField("shape")
     for index in reversed(range(len(graph.initializer))):  # weights would only be carried to and fro
         tensor = graph.initializer[index]
-        if np.prod(tensor.dims) > SMALL:
+        if np.prod(tensor.dims) > 4096:
             graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
             del graph.initializer[index]
     for node in graph.node:
@@ -186,19 +193,19 @@ def _inferred(model: ModelProto, batch: int) -> dict[str, tuple[int, ...]]:
         for node in graph.node:
             if node.op_type == "Shape" and is_standard(node) and node.input[0] in sizes:
                 part = slice(attribute(node, "start", 0), attribute(node, "end", None))
-                known[node.output[0]] = np.array(sizes[node.input[0]][part], dtype=np.int64)
+                known[node.output[0]] = np.array(sizes[node.input[0]][0][part], dtype=np.int64)
                 set_constant_in_place(graph, node.output[0], known[node.output[0]])
                 node.op_type = _FOLDED
         if not _fold_nodes_in_place(graph, version, known):
             return sizes
 
 
-def _sizes(graph: GraphProto) -> dict[str, tuple[int, ...]]:
-    sizes = {}
+def _sizes(graph: GraphProto) -> _Sizes:
+    sizes: _Sizes = {}
     for value in (*graph.input, *graph.output, *graph.value_info):
         dims = value.type.tensor_type.shape.dim
         if value.type.tensor_type.HasField("shape") and all(dim.WhichOneof("value") == "dim_value" for dim in dims):
-            sizes[value.name] = tuple(int(dim.dim_value) for dim in dims)
+            sizes[value.name] = tuple(int(dim.dim_value) for dim in dims), value.type.tensor_type.elem_type
     return sizes
 
 
@@ -220,9 +227,10 @@ def fold_constants_in_place(model: ModelProto) -> None:
     Nodes that make more bytes than they read are left: the file is to become smaller. What nothing reads is removed.
     """
     graph, version = model.graph, opset(model)
-    _fix_reshapes_in_place(model)
+    _fix_shapes_and_types_in_place(model)
     drop_unused_in_place(graph)
     _fold_nodes_in_place(graph, version, constants(graph))
+    _drop_zero_biases_in_place(graph)
     drop_unused_in_place(graph)
 
 
@@ -250,9 +258,24 @@ def _fold_nodes_in_place(graph: GraphProto, version: int, known: dict[str, Array
     return True
 
 
-def _fix_reshapes_in_place(model: ModelProto) -> None:
+def _drop_zero_biases_in_place(graph: GraphProto) -> None:
+    """Exporters write biases of zero where a layer has none."""
+    known = constants(graph)
+    for node in graph.node:
+        if node.op_type in ("Conv", "ConvTranspose", "Gemm") and is_standard(node) and len(node.input) == 3:
+            bias = known.get(node.input[2])
+            if bias is not None and not bias.any():
+                del node.input[2]
+
+
+def _fix_shapes_and_types_in_place(model: ModelProto) -> None:
     found, known = shapes(model), constants(model.graph)
     for node in model.graph.node:
+        if node.op_type == "CastLike" and is_standard(node) and node.input[1] in found:
+            node.op_type = "Cast"
+            kind = found[node.input[1]].type
+            del node.input[1:], node.attribute[:]
+            set_attribute_in_place(node, "to", kind)
         if node.op_type != "Reshape" or not is_standard(node):
             continue
         target = reshape_target(found.get(node.input[0]), found.get(node.output[0]))
