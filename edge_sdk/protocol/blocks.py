@@ -15,12 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 Selection = NDArray[np.bool_]
 Costs = NDArray[np.int64]
+Rule = Literal["exact", "greedy"]
 
 LARGEST_FRONT = 50_000
 """Partial choices that the exact solver keeps at once; beyond, it makes do with a greedy one (card, 4.4)."""
@@ -126,19 +128,20 @@ class BlockTable:
         share: float,
         costs: Costs | None = None,
         among: Selection | None = None,
+        rule: Rule = "exact",
     ) -> Selection:
         """The blocks that are on: the forced ones and the most important others that fit in ``share`` (card, 4.4).
 
         ``importances`` [..., L] are G of the card, in (0, 1), and the answer has their shape; those of forced blocks
         are not looked at. costs: what each block takes of the budget, see ``capacity``. among: no others may be on.
-        Raises ValueError where the budget is too small.
+        rule: how the knapsack is solved, see ``knapsack``. Raises ValueError where the budget is too small.
         """
         costs = self.sizes if costs is None else costs
         capacity = self.capacity(share, costs)
         chosen = np.broadcast_to(self.forced, importances.shape).copy()
         candidates = np.flatnonzero(~self.forced if among is None else ~self.forced & among)
         values = importances[..., candidates] - _TIE * candidates
-        taken = knapsack(costs[candidates], values.reshape(-1, len(candidates)), capacity)
+        taken = knapsack(costs[candidates], values.reshape(-1, len(candidates)), capacity, rule)
         chosen[..., candidates] = taken.reshape(values.shape)
         return chosen
 
@@ -216,7 +219,7 @@ class Runs:
             done += stop - start
 
 
-def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: int) -> Selection:
+def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: int, rule: Rule = "exact") -> Selection:
     """Which items to take so that their ``sizes`` [n] add up to at most ``capacity`` and their values to the most.
 
     values: [problems, n], several problems with the same items; the answer is [problems, n]. Of equal values the first
@@ -225,11 +228,13 @@ def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: i
     Exact. Of items of one size the most valuable come first, so a choice says how many of each size; of these partial
     choices those are dropped that another one beats, being no larger and no less valuable (Pareto dominance), or that
     even all the rest would not lift above one that has room for the rest. Blocks of a tensor share one size and the
-    small ones all fit, so few remain. With more than LARGEST_FRONT of them, ``_greedy``.
+    small ones all fit, so few remain. With more than LARGEST_FRONT of them, or by the rule ``greedy``, ``_greedy``.
     """
     problems = len(values)
     if sizes.sum() <= capacity or not problems:
         return np.ones(values.shape, dtype=bool)
+    if rule == "greedy":
+        return np.stack([_greedy(sizes, each, capacity) for each in values])
     rows = np.arange(problems)[:, None]
     order = np.argsort(-sizes, kind="stable")
     ranked = sizes[order]
@@ -281,8 +286,8 @@ def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: i
 def _greedy(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: int) -> Selection:
     """The densest items first, or the best single one: at least half of the largest value (card, 4.4)."""
     chosen, left = np.zeros(len(sizes), dtype=bool), capacity
-    for item in np.argsort(-values / sizes, kind="stable"):
-        if sizes[item] <= left:
+    for item in np.argsort(-values / np.maximum(sizes, 1), kind="stable"):  # what costs nothing always fits
+        if sizes[item] <= left and values[item] > 0:
             chosen[item] = True
             left -= sizes[item]
     fitting = np.flatnonzero(sizes <= capacity)

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from edge_sdk.protocol.blocks import BlockTable, Costs, Selection
+from edge_sdk.protocol.blocks import BlockTable, Costs, Rule, Selection
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.training.gates import GatedModel
@@ -43,12 +43,14 @@ Gates = NDArray[np.floating]
 class Budget:
     """What a device may use: ``share`` of the sum of ``costs`` [L] (of the values, where None) in every batch.
 
-    limit: share of the values that the batches of a round may use together, the first batch's choice being free.
+    limit: share of the values that the batches of a round may use together, the first batch's choice being free. rule:
+    how blocks are chosen, see ``blocks.knapsack``.
     """
 
     share: float
     costs: Costs | None = None
     limit: float = 1.0
+    rule: Rule = "exact"
 
 
 class Gated:
@@ -105,9 +107,9 @@ class Gated:
     ) -> Selection:
         """The blocks that are on, [..., L], for importances [..., L]."""
         values, budget = importances.detach().cpu().double().numpy(), self.budget
-        on = self.table.select(values, budget.share, budget.costs)
+        on = self.table.select(values, budget.share, budget.costs, rule=budget.rule)
         others = among(on) if among and self.model.training else None
-        return on if others is None else self.table.select(values, budget.share, budget.costs, others)
+        return on if others is None else self.table.select(values, budget.share, budget.costs, others, budget.rule)
 
     def _within_limit(self, on: Selection) -> Selection | None:
         """What a batch must make do with where ``on`` would touch more than the round may: what has been touched."""

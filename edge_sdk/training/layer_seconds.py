@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +23,13 @@ def block_nanoseconds(model: nn.Module, manifest: Manifest, inputs: torch.Tensor
     layers = {layer.name: modules[layer.name] for layer in manifest.layers if layer.kind in MULTIPLYING}
     seen: dict[str, torch.Tensor] = {}
 
-    def notice(name: str) -> Any:
-        return lambda module, given, outputs: seen.setdefault(name, given[0].detach())
+    def notice(name: str, given: tuple[torch.Tensor, ...]) -> None:
+        seen.setdefault(name, given[0].detach())
 
-    handles = [module.register_forward_hook(notice(name)) for name, module in layers.items()]
+    handles = [
+        module.register_forward_pre_hook(lambda _, given, name=name: notice(name, given))
+        for name, module in layers.items()
+    ]
     try:
         with torch.no_grad(), buffers_kept(model):
             model(inputs)

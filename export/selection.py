@@ -1,0 +1,180 @@
+"""The choice of blocks within a budget (pFedGate's knapsack; its method card, 4.4) as nodes of an ONNX graph.
+
+Which items there are, what each costs, and what there is to spend is known when the file is written; only the values
+come with an input. So what could be left of the budget after each decision is known as well, and the exact solution is
+a dynamic programme whose every table has a fixed size. Of items of one cost the most valuable come first (``TopK``), so
+that a choice says how many of each cost; costs are decided upon from the largest to the smallest. A *state* is what is
+left before one of these decisions, and all states in which everything that is still to come fits are one. With c items
+of cost w taken,
+
+    F_g(left) = max over c of  (sum of the c most valuable)  +  F_{g+1}(left - c w),      F = 0 at the end
+
+is computed for all states of a decision at once, from the last to the first; then the counts are read off, from the
+first to the last. Blocks of a tensor share one cost and small ones nearly always all fit, so there are few states: 100
+to 10,000 pairs of a state and a count for the networks of the built-in tasks, most in the middle. Where there are more
+than LARGEST_TABLE, ``greedy`` does instead: the guard rule of the card.
+
+Values are float64, as in ``edge_sdk.protocol.blocks``, which both choices follow in what they do with ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx.helper
+from numpy.typing import NDArray
+from onnx import GraphProto, TensorProto
+
+from edge_sdk.protocol.blocks import Costs
+from export.building import Building
+
+LARGEST_TABLE = 100_000
+"""Pairs of a state and a count beyond which the exact solution is none for a file: 2 bytes each."""
+
+_NEVER = -1e300
+"""The value of what cannot be chosen."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How many items of one cost are taken.
+
+    items: which they are, [n]. follows: for each state, of which the first is "all that is still to come fits", and
+    each count 0 .. n, the place of the state after it among those of the next decision, plus 1; 0: not affordable.
+    """
+
+    items: NDArray[np.intp]
+    follows: NDArray[np.int64]
+
+
+def decisions(costs: Costs, capacity: int, largest: int = LARGEST_TABLE) -> list[Decision] | None:
+    """The dynamic programme for items of ``costs`` [n], largest first; None where it has over ``largest`` pairs.
+
+    It ends where all states have become one; what costs less than its last is always taken.
+    """
+    kinds = [(int(cost), np.flatnonzero(costs == cost)) for cost in np.unique(costs)[::-1]]
+    rest = [*np.cumsum([cost * len(items) for cost, items in reversed(kinds)])[::-1].tolist(), 0]
+    found: list[Decision] = []
+    states, pairs = [capacity] if capacity < rest[0] else [], 0
+    for (cost, items), after in zip(kinds, rest[1:], strict=True):
+        if not states:
+            break
+        pairs += (len(states) + 1) * (len(items) + 1)
+        if pairs > largest:
+            return None
+        counts = np.arange(len(items) + 1)
+        left = np.array(states)[:, None] - cost * counts
+        ahead = sorted({int(value) for value in left[(left >= 0) & (left < after)]})
+        follows = np.zeros((len(states) + 1, len(counts)), dtype=np.int64)
+        follows[0, -1] = 1
+        follows[1:] = np.where(left < 0, 0, np.where(left >= after, 1, np.searchsorted(ahead, left) + 2))
+        found.append(Decision(items, follows))
+        states = ahead
+    return found
+
+
+def exact(to: Building, values: str, plan: Sequence[Decision], costs: Costs) -> str:
+    """float32 [N, n], 1 for each item that is taken; values: float64 [N, n]. No item of value 0 or less is."""
+    width = max(len(decision.items) for decision in plan)
+    decided = np.concatenate([decision.items for decision in plan])
+    padded = to.add("Pad", values, to.whole(0, 0, 0, 1), to.constant(np.array(_NEVER)))
+    table = np.full((len(plan), width), len(costs), dtype=np.int64)
+    for row, decision in zip(table, plan, strict=True):
+        row[: len(decision.items)] = decision.items
+    grouped = to.add("Gather", padded, to.index(table), axis=1)
+    best, order = to.several("TopK", grouped, to.whole(width), outputs=2)
+    _, ranks = to.several("TopK", order, to.whole(width), outputs=2, largest=0)
+    useful = to.add("Max", best, to.constant(np.array(0.0)))
+    sums = to.add("CumSum", to.add("Pad", useful, to.whole(0, 0, 1, 0, 0, 0)), to.whole(2))
+    # one column of what cannot be chosen, and one of what is to come where everything is decided: nothing
+    never = to.slice(padded, 1, len(costs), len(costs) + 1)
+    worth = to.add("Pad", never, to.whole(0, 0, 0, 1))
+    counts = _counts(to, [_column(to, sums, place, d) for place, d in enumerate(plan)], worth, never, plan)
+    enough = to.add("Less", ranks, to.add("Unsqueeze", counts, to.whole(2)))
+    taken = to.add("And", enough, to.add("Greater", grouped, to.constant(np.array(0.0))))
+    flat = to.reshape(to.add("Cast", taken, to=TensorProto.FLOAT), (0, -1))
+    places = np.full(len(costs), table.size)
+    places[decided] = np.flatnonzero(table.reshape(-1) < len(costs))
+    if len(decided) < len(costs):  # what is always affordable is taken where it is of any use
+        useful = to.add("Cast", to.add("Greater", values, to.constant(np.array(0.0))), to=TensorProto.FLOAT)
+        flat = to.add("Concat", flat, useful, axis=1)
+        places = np.where(places < table.size, places, table.size + np.arange(len(costs)))
+    return to.add("Gather", flat, to.index(places), axis=1)
+
+
+def _column(to: Building, sums: str, place: int, decision: Decision) -> str:
+    """Sums of the most valuable 0, 1, .. n items of one cost, [N, 1, n + 1]."""
+    row = to.slice(sums, 1, place, place + 1)
+    return to.slice(row, 2, 0, len(decision.items) + 1)
+
+
+def _counts(to: Building, sums: list[str], worth: str, never: str, plan: Sequence[Decision]) -> str:
+    """How many items of each cost are taken, int64 [N, decisions]."""
+    choices: list[str] = []
+    for place in reversed(range(len(plan))):
+        ahead = to.add("Gather", worth, to.index(plan[place].follows), axis=1)
+        best, choice = to.several("TopK", to.add("Add", ahead, sums[place]), to.whole(1), outputs=2)
+        choices.insert(0, to.add("Squeeze", choice, to.whole(2)))
+        worth = to.add("Concat", never, to.add("Squeeze", best, to.whole(2)), axis=1)
+    # the first decision has the states "all fits", which it is not in, and the one in which all begins
+    state = to.add("Cast", to.add("Equal", never, never), to=TensorProto.INT64)
+    counts = []
+    for decision, choice in zip(plan, choices, strict=True):
+        counts.append(to.add("GatherElements", choice, state, axis=1))
+        if decision is not plan[-1]:
+            width = decision.follows.shape[1]
+            pair = to.add("Add", to.add("Mul", state, to.whole(width)), counts[-1])
+            state = to.add("Gather", to.index(np.maximum(decision.follows - 1, 0).reshape(-1)), pair)
+    return to.add("Concat", *counts, axis=1)
+
+
+def greedy(to: Building, values: str, costs: Costs, capacity: int) -> str:
+    """float32 [N, n], 1 for each item that the guard rule takes: the densest first, or the best one alone."""
+    count = len(costs)
+    density = to.add("Div", values, to.constant(np.maximum(costs, 1).astype(np.float64)))
+    _, order = to.several("TopK", density, to.whole(count), outputs=2)
+    _, ranks = to.several("TopK", order, to.whole(count), outputs=2, largest=0)
+    sorted_costs = to.add("Gather", to.constant(costs.astype(np.int64)), order)
+    sorted_values = to.add("GatherElements", values, order, axis=1)
+    useful = to.add("Greater", sorted_values, to.constant(np.array(0.0)))
+    rows = [to.add("Transpose", each, perm=[1, 0]) for each in (sorted_costs, useful)]
+    first = to.add("Squeeze", to.slice(sorted_costs, 1, 0, 1), to.whole(1))
+    left = to.add("Add", to.add("Sub", first, first), to.whole(capacity))
+    _, flags = to.several("Scan", left, *rows, outputs=2, body=_step(to), num_scan_inputs=2)
+    taken = to.add("GatherElements", to.add("Transpose", flags, perm=[1, 0]), ranks, axis=1)
+    # ONNX Runtime has no Where for float64
+    total = to.sum(to.add("Mul", values, to.add("Cast", taken, to=TensorProto.DOUBLE)), 1)
+    fitting = to.add("Add", values, to.constant(np.where(costs <= capacity, 0.0, _NEVER)))
+    best, which = to.several("TopK", fitting, to.whole(1), outputs=2)
+    alone = to.add("Equal", to.constant(np.arange(count)[None]), which)
+    better = to.add("Greater", best, total)
+    others = to.add("And", to.add("Not", better), taken)
+    return to.add("Cast", to.add("Or", to.add("And", better, alone), others), to=TensorProto.FLOAT)
+
+
+def _step(to: Building) -> GraphProto:
+    """One item of each sample: taken where it fits in what is left."""
+    left, cost, useful, fits, taken, spent, after = (
+        to.name(what) for what in ("left", "cost", "useful", "fits", "taken", "spent", "after")
+    )
+    make = onnx.helper.make_node
+    nodes = [
+        make("LessOrEqual", [cost, left], [fits]),
+        make("And", [fits, useful], [taken]),
+        make("Cast", [taken], [f"{spent}_flag"], to=TensorProto.INT64),
+        make("Mul", [f"{spent}_flag", cost], [spent]),
+        make("Sub", [left, spent], [after]),
+    ]
+    info = onnx.helper.make_tensor_value_info
+    return onnx.helper.make_graph(
+        nodes,
+        to.name("step"),
+        [
+            info(left, TensorProto.INT64, ["batch"]),
+            info(cost, TensorProto.INT64, ["batch"]),
+            info(useful, TensorProto.BOOL, ["batch"]),
+        ],
+        [info(after, TensorProto.INT64, ["batch"]), info(taken, TensorProto.BOOL, ["batch"])],
+    )
