@@ -125,7 +125,9 @@ def _dynamic(source: Source, budget: float | None) -> ModelProto:
     if source.method == "dmpfl":
         from export.adaptive import adaptive_model
 
-        return adaptive_model(source.skeleton, source.manifest, source.own, source.memory, settings)
+        return adaptive_model(
+            source.skeleton, source.manifest, source.own, source.memory, settings, personal=source.tensors
+        )
     raise ExportError(
         f"--mode dynamic is for pfedgate and dmpfl, whose devices choose sample by sample; {source.method} has one "
         f"model, leave --mode out"

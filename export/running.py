@@ -59,12 +59,16 @@ def compare(found: Array, wanted: Array) -> Parity:
         difference = np.abs(found.astype(np.float64) - wanted)
     difference[(found == wanted) | (np.isnan(found) & np.isnan(wanted))] = 0
     largest = float(np.nan_to_num(difference, nan=np.inf, posinf=np.inf).max())
-    same = float(np.mean(found.argmax(1) == wanted.argmax(1))) if wanted.ndim == 2 else None
+    same = float(np.mean(found.argmax(1) == wanted.argmax(1))) if _scores(wanted) else None
     return Parity(len(wanted), largest, float(np.nan_to_num(np.abs(wanted)).max()), same)
+
+
+def _scores(outputs: Array) -> bool:
+    return outputs.ndim == 2 and outputs.shape[1] > 1
 
 
 def accuracy(outputs: Array, labels: Array | None) -> float | None:
     """Share of samples whose highest score is their label's; None without labels, or where outputs are no scores."""
-    if labels is None or outputs.ndim != 2:
+    if labels is None or not _scores(outputs):
         return None
     return float(np.mean(outputs.argmax(1) == labels))

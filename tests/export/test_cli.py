@@ -6,16 +6,29 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import torch
+from torch import nn
 
+from coordinator.federations import completed
+from coordinator.methods import load_method as load_server_half
+from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.protocol import checkpoint, personal
 from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.bundle import Bundle
+from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import initial_values
-from edge_sdk.protocol.messages import FederationInfo, FederationSettings
+from edge_sdk.protocol.masks import pack
+from edge_sdk.protocol.messages import Assignment, FederationInfo, FederationSettings
 from edge_sdk.state import Progress, Reference, StateFolder
+from edge_sdk.tasks import Task
+from edge_sdk.tasks.digits import DigitsNet
+from edge_sdk.training.dual import Dual
+from edge_sdk.training.local import get_tensors
 from export import compact as compacting
 from export import report
 from export.__main__ import main
 from export.samples import draw_inputs, read_samples
+from export.skeleton import fill
 
 DIGITS = load_builtin("digits")
 
@@ -29,11 +42,11 @@ def pruned(keep=0.2):
     return tensors
 
 
-def info(method="fedspu", **settings):
+def info(settings):
     return FederationInfo(
         uid="u",
         name="kitchen",
-        method=method,
+        method=settings.method,
         task="digits",
         status="running",
         round=4,
@@ -45,18 +58,20 @@ def info(method="fedspu", **settings):
         parameters=1,
         manifest_digest=DIGITS.manifest.digest,
         global_model_usable=True,
-        settings=FederationSettings(method=method, method_settings=settings),
+        settings=settings,
     )
 
 
-def save_state(path, tensors, *, method="fedspu", reference=None):
+def save_state(path, tensors, *, method="fedspu", reference=None, manifest=DIGITS.manifest, own=None, **memory):
     """A state folder as a device leaves it after round 3."""
     folder = StateFolder(path, durable=False, reference=reference)
-    folder.cache(personal.MANIFEST, DIGITS.manifest.model_dump_json().encode())
+    folder.cache(personal.MANIFEST, manifest.model_dump_json().encode())
     folder.cache(personal.SKELETON, DIGITS.skeleton)
-    member = personal.Membership(device="pi", budget=0.5, federation=info(method))
+    settings = completed(FederationSettings(method=method))
+    member = personal.Membership(device="pi", budget=0.5, federation=info(settings))
     folder.cache(personal.MEMBERSHIP, member.model_dump_json().encode())
-    folder.save(DIGITS.manifest, tensors, Progress(last_round=3), own={"gate:w": np.ones(2, np.float32)})
+    own = {"own": np.ones(2, np.float32)} if own is None else own
+    folder.save(manifest, tensors, Progress(last_round=3, memory=memory), own=own)
     folder.close()
     return path
 
@@ -76,10 +91,12 @@ def data(tmp_path):
 
 
 def fill_dense(tmp_path):
-    from export.skeleton import fill
+    return fill_with(tmp_path, pruned())
 
+
+def fill_with(tmp_path, tensors):
     path = tmp_path / "dense.onnx"
-    path.write_bytes(fill(DIGITS.skeleton, DIGITS.manifest, pruned()))
+    path.write_bytes(fill(DIGITS.skeleton, DIGITS.manifest, tensors))
     return path
 
 
@@ -346,6 +363,44 @@ def test_rounding_that_costs_too_much_is_refused(state, tmp_path, capsys):
 def test_what_does_not_go_together_is_told(state, tmp_path, capsys, arguments, message):
     assert export(state, tmp_path / "m.onnx", *arguments) == 1
     assert message in capsys.readouterr().err
+
+
+def test_the_gate_of_a_device_of_pfedgate_goes_into_the_file(data, tmp_path, capsys):
+    settings = completed(FederationSettings(method="pfedgate", local_epochs=1, early_stopping=False))
+    manifest = load_server_half("pfedgate").manifest(DIGITS.manifest, settings)
+    torch.manual_seed(0)
+    model, batch = DigitsNet(), [(torch.rand(16, 1, 8, 8), torch.randint(10, (16,)))]
+    task = Task("digits", model, nn.functional.cross_entropy, batch, batch)
+    received = Bundle(np.asarray(pack(manifest, get_tensors(model, manifest), None)), None, None, "fp32", "")
+    assignment = Assignment(assignment_id="a", kind="train", round=1, deadline_seconds=9.0, settings=settings)
+    job = Job(assignment, manifest, task, model, DeviceState(), received, budget=0.5)
+    trained = load_method("pfedgate").train(job).state
+    state = save_state(tmp_path / "state", trained.personal, method="pfedgate", manifest=manifest, own=trained.own)
+    output = tmp_path / "m.onnx"
+    assert export(state, output, "--mode", "dynamic", "--data", data) == 0
+    assert "dynamic" in capsys.readouterr().out
+    assert properties(output).items() >= {"mode": "dynamic", "method": "pfedgate", "selection": "exact"}.items()
+    inputs = batch[0][0].numpy()
+    one = np.concatenate([scores(output, inputs[number : number + 1]) for number in range(16)])
+    np.testing.assert_allclose(scores(output, inputs), one, atol=1e-5)  # the choice is each sample's own
+    assert export(state, tmp_path / "more.onnx", "--mode", "dynamic", "--budget", "1") == 0
+    assert np.abs(scores(tmp_path / "more.onnx", inputs) - one).max() > 1e-3
+
+
+def test_both_models_of_a_device_of_dmpfl_go_into_the_file(tmp_path):
+    own, shared = pruned(), initial_values(DIGITS.manifest, 1)
+    mask = ElementMask({spec.name: own[spec.name] != 0 for spec in DIGITS.manifest.maskable})
+    every = ElementMask({name: np.ones_like(flags) for name, flags in mask.exists.items()})
+    dual = Dual.of(DIGITS.manifest, own, mask, shared, every)
+    bases = {"entropy_personal": 2.0, "entropy_global": 2.0}
+    state = save_state(tmp_path / "state", dual.personal, method="dmpfl", own=dual.stored(), **bases)
+    output = tmp_path / "m.onnx"
+    assert export(state, output, "--mode", "dynamic") == 0
+    inputs = np.random.default_rng(3).random((50, 1, 8, 8), dtype=np.float32)
+    found = scores(output, inputs)
+    sides = [scores(fill_with(tmp_path, tensors), inputs) for tensors in (dual.personal, dual.global_model())]
+    chosen = [np.isclose(found, side, atol=1e-5).all(1) for side in sides]
+    assert (chosen[0] | chosen[1]).all()
 
 
 def test_a_dynamic_export_needs_the_settings(tmp_path, capsys):
