@@ -5,16 +5,15 @@ of which a share q exists, (q + 1/32) of float32's bytes (q + 1/16 of float16's,
 put the weight together again. They read constants only and their shapes are static, so ONNX Runtime folds them when it
 loads the file: what it runs is the plain model, at the plain model's speed.
 
-Eight bits of the mask are one byte, the most significant first. A table, computed once for all weights, says of each of
-the 256 bytes which of its places hold a value, and the how-many-th of the byte::
+A byte of the mask says it of eight places, the most significant bit first; a table of the 256 bytes' bits is computed
+once for all weights::
 
-    code   = Cast(mask)                                [m]     m = ceil(n / 8)
-    before = CumSum(Gather(count, code), exclusive)    [m, 1]  values in the bytes before
-    index  = Max(Gather(rank, code) + before, 0)       [m, 8]  rank is 1..8, or far below zero where nothing is
-    weight = Reshape(Gather(values, index))            values begins with a zero, for the places that hold nothing
+    bits   = Reshape(Gather(table, mask), n)     1 where there is a value
+    index  = CumSum(bits) x bits                 which value, from 1; 0 where there is none
+    weight = Reshape(GatherElements(values, index), shape)    values begins with a zero
 
-Summing up counts of bytes, not single bits, halves the time to load and the memory for it: a weight takes about five
-times its float32 size until all are folded.
+Of the ways to write this it is the one that loads fastest: ONNX Runtime's Gather and broadcasts take 30 to 60
+nanoseconds for each row, GatherElements a tenth. A weight takes about six times its float32 size until all are folded.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ OLDEST_OPSET = 13
 """The first in which all operators used take their axes and types as they are given here."""
 
 _BITS: dict[int, str] = {TensorProto.FLOAT: "u4", TensorProto.FLOAT16: "u2", TensorProto.INT8: "u1"}
-_NOTHING = -(2**31)
 
 
 def pack(model: ModelProto) -> ModelProto:
@@ -101,50 +99,44 @@ def _pack(tensor: TensorProto, name: str, prefix: str) -> _Packed | None:
     constants: dict[str, Array] = {"v": values, "m": mask, "s": np.array(weight.shape, dtype=np.int64)}
     nodes = [
         _node("Cast", [f"{name}m"], f"{name}c", to=TensorProto.INT32),
-        _node("Gather", [f"{prefix}count", f"{name}c"], f"{name}n"),
-        _node("CumSum", [f"{name}n", f"{prefix}first"], f"{name}b", exclusive=1),
-        _node("Gather", [f"{prefix}rank", f"{name}c"], f"{name}r"),
-        _node("Add", [f"{name}r", f"{name}b"], f"{name}a"),
-        _node("Max", [f"{name}a", f"{prefix}zero"], f"{name}i"),
-        _node("Gather", [f"{name}v", f"{name}i"], f"{name}w"),
+        _node("Gather", [f"{prefix}table", f"{name}c"], f"{name}t"),
+        _node("Reshape", [f"{name}t", f"{prefix}flat"], f"{name}f"),
     ]
-    last = f"{name}w"
+    flat_bits = f"{name}f"
     if weight.size % 8:
-        # the last byte's places beyond the weight
-        constants |= {"l": np.array([-1]), "z": np.array([0]), "e": np.array([weight.size])}
-        nodes += [
-            _node("Reshape", [last, f"{name}l"], f"{name}f"),
-            _node("Slice", [f"{name}f", f"{name}z", f"{name}e"], f"{name}g"),
-        ]
-        last = f"{name}g"
-    nodes.append(_node("Reshape", [last, f"{name}s"], tensor.name))
+        # the last byte has places beyond the weight
+        constants["e"] = np.array([weight.size], dtype=np.int64)
+        nodes.append(_node("Slice", [flat_bits, f"{prefix}start", f"{name}e"], f"{name}g"))
+        flat_bits = f"{name}g"
+    nodes += [
+        _node("Cast", [flat_bits], f"{name}b", to=TensorProto.INT32),
+        _node("CumSum", [f"{name}b", f"{prefix}axis"], f"{name}n"),
+        _node("Mul", [f"{name}n", f"{name}b"], f"{name}i"),
+        _node("GatherElements", [f"{name}v", f"{name}i"], f"{name}w"),
+        _node("Reshape", [f"{name}w", f"{name}s"], tensor.name),
+    ]
     return _Packed([_constant(name + key, array) for key, array in constants.items()], nodes)
 
 
 def _table(prefix: str) -> _Packed:
-    """``rank`` [256, 8] and ``count`` [256, 1], int32: of each byte's places, which value they hold; all its values.
+    """``table`` [256, 8], uint8: the bits of each byte; and what all weights read besides.
 
-    Computed when the file is loaded, since it would take 9 KiB in the file. Types are those that every ONNX
-    Runtime computes with: not all divide bytes.
+    Computed when the file is loaded, since it would take 2 KiB in the file. Types are those that every ONNX Runtime
+    computes with: not all divide bytes.
     """
     constants: dict[str, Array] = {
         "codes": np.arange(256, dtype=np.uint8).reshape(256, 1),
         "places": 2 ** np.arange(7, -1, -1, dtype=np.int32),
         "two": np.array(2, dtype=np.int32),
-        "zero": np.array(0, dtype=np.int32),
-        "first": np.array(0, dtype=np.int32),
-        "second": np.array(1, dtype=np.int32),
-        "nothing": np.array(_NOTHING, dtype=np.int32),
-        "axes": np.array([1], dtype=np.int64),
+        "axis": np.array(0, dtype=np.int32),
+        "flat": np.array([-1], dtype=np.int64),
+        "start": np.array([0], dtype=np.int64),
     }
     steps: list[tuple[str, list[str], str, dict[str, int]]] = [
         ("Cast", ["codes"], "code", {"to": TensorProto.INT32}),
         ("Div", ["code", "places"], "high", {}),
         ("Mod", ["high", "two"], "bit", {}),
-        ("CumSum", ["bit", "second"], "sum", {}),
-        ("Cast", ["bit"], "exists", {"to": TensorProto.BOOL}),
-        ("Where", ["exists", "sum", "nothing"], "rank", {}),
-        ("ReduceSum", ["bit", "axes"], "count", {}),
+        ("Cast", ["bit"], "table", {"to": TensorProto.UINT8}),
     ]
     return _Packed(
         [_constant(prefix + key, array) for key, array in constants.items()],

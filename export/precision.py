@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
@@ -47,6 +47,9 @@ OPERATORS = ("Add", "AveragePool", "Clip", "Concat", "Conv", "Flatten", *LINEAR,
 
 BATCH = 64
 
+Samples: TypeAlias = Array | Sequence[Array]
+"""[N, *input_shape], or N arrays of the input's shape."""
+
 
 def to_half(model: ModelProto) -> ModelProto:
     """The model with its float32 weights stored as float16; inputs, outputs and computing stay float32.
@@ -75,10 +78,10 @@ def to_half(model: ModelProto) -> ModelProto:
     return result
 
 
-def quantise(model: ModelProto, samples: Sequence[Array], *, operators: Sequence[str] = OPERATORS) -> ModelProto:
+def quantise(model: ModelProto, samples: Samples, *, operators: Sequence[str] = OPERATORS) -> ModelProto:
     """The model in int8: QuantizeLinear and DequantizeLinear around ``operators``, weights per channel, static ranges.
 
-    samples: [N, *input_shape], or N arrays of the input's shape: what the device sees; the smallest and largest value
+    samples: [N, *input_shape], or N arrays of the input's shape, as the device sees them; the least and largest value
     that an activation takes become its range. Inputs and outputs keep their types. Weights take 7 of the 8 bits:
     processors without dot products of bytes (x86 before VNNI) would overflow with 8. The same input gives the same
     bytes. The model given is not changed. Raises ExportError where the samples do not fit, nothing can be quantised, or
@@ -167,8 +170,8 @@ class Choice:
 
 def choose(
     model: ModelProto,
-    calibration: Sequence[Array],
-    inputs: Sequence[Array],
+    calibration: Samples,
+    inputs: Samples,
     labels: Array | None = None,
     *,
     max_fall: float = MAX_FALL,
@@ -307,12 +310,12 @@ def _source(model: ModelProto) -> ValueInfoProto:
     return sources[0]
 
 
-def _samples(source: ValueInfoProto, samples: Sequence[Array]) -> Array:
+def _samples(source: ValueInfoProto, samples: Samples) -> Array:
     tensor = source.type.tensor_type
     wanted = [dim.dim_value if dim.WhichOneof("value") == "dim_value" else None for dim in tensor.shape.dim[1:]]
     dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
     try:
-        rows = np.asarray(samples)
+        rows: Array = np.asarray(samples)
     except ValueError:
         raise ExportError("the samples differ in shape; give an array, samples first") from None
     fits = rows.ndim == len(wanted) + 1 and all(
