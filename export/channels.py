@@ -23,7 +23,7 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto, NodeProto, TensorProto
 
 from edge_sdk.protocol.manifest import Array
 from export import graph as plumbing
@@ -32,6 +32,8 @@ from export.graph import Shape, attribute
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Index = NDArray[np.intp]
+
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16)
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,8 @@ class Flow:
         return np.nan
 
     def set_constant(self, name: str, axis: int, vector: Floats) -> None:
-        """What a rule found out about its output."""
-        if self.has(name, axis):
+        """What a rule found out about its output. Integers are left alone: their arithmetic is not that of floats."""
+        if self.has(name, axis) and self.shapes[name].type in _FLOATS:
             self._constant[name, axis] = np.where(np.isfinite(vector), vector, np.nan)
 
     def contract(self, contraction: Contraction) -> None:
@@ -269,8 +271,7 @@ def _apply(node: NodeProto, operands: Sequence[Array | None], flow: Flow) -> Flo
             None if each is None else np.asarray(np.where(np.isnan(each), 1, each)).astype(kind)
             for each, kind in zip(operands, types, strict=True)
         ]
-        with np.errstate(all="ignore"):  # what is not finite is not taken for a constant
-            (value,) = plumbing.evaluate(node, safe, flow.version)
+        (value,) = plumbing.evaluate(node, safe, flow.version)
         result = np.where(unknown, np.nan, np.asarray(value, dtype=np.float64))
     if node.op_type == "Mul":
         zero = np.any(np.broadcast_arrays(*[each == 0 for each in given]), axis=0)
@@ -381,8 +382,10 @@ def _batch_norm(node: NodeProto, flow: Flow) -> None:
         flow.couple(data, axis, out, axis)
     if flow.has(out, 1):
         scale, shift, mean, variance = (np.asarray(flow.arrays[part], dtype=np.float64) for part in parts)
-        factor = scale / np.sqrt(variance + attribute(node, "epsilon", 1e-5))
-        flow.set_constant(out, 1, np.where(scale == 0, shift, (flow.constant(data, 1) - mean) * factor + shift))
+        with np.errstate(all="ignore"):  # what is not finite is not taken for a constant
+            factor = scale / np.sqrt(variance + attribute(node, "epsilon", 1e-5))
+            passed = (flow.constant(data, 1) - mean) * factor + shift
+        flow.set_constant(out, 1, np.where(scale == 0, shift, passed))
 
 
 def _group_norm(node: NodeProto, flow: Flow) -> None:
@@ -566,6 +569,14 @@ def _gather(node: NodeProto, flow: Flow) -> None:
             flow.set_constant(out, to, flow.constant(data, axis))
 
 
+def _shape(node: NodeProto, flow: Flow) -> None:
+    """Asked for the size of the batch, as a rule; that needs no other axis."""
+    (data,) = node.input
+    asked = range(flow.rank(data))[attribute(node, "start", 0) : attribute(node, "end", None)]
+    for axis in set(range(flow.rank(data))) - set(asked):
+        flow.speak_for(data, axis)
+
+
 def _slice(node: NodeProto, flow: Flow) -> None:
     data, out = node.input[0], node.output[0]
     if len(node.input) < 4 or node.input[3] not in flow.arrays:
@@ -602,6 +613,7 @@ RULES: dict[str, Rule] = {
     "Gemm": _gemm,
     "MatMul": _matmul,
     "Pad": _pad,
+    "Shape": _shape,
     "Slice": _slice,
     "Transpose": _transpose,
 }

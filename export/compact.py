@@ -21,7 +21,7 @@ from dataclasses import replace
 import numpy as np
 import onnx.checker
 import onnx.helper
-from onnx import GraphProto, ModelProto, NodeProto
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from edge_sdk.protocol.manifest import Array
 from export import graph as plumbing
@@ -87,7 +87,7 @@ def _same_shape(one: str, other: str, flow: Flow) -> bool:
 
 def _as_constant(name: str, flow: Flow) -> Array | None:
     """The value as an array that broadcasts to it, or None where it is not known to be constant."""
-    if name not in flow.shapes:
+    if name not in flow.shapes or flow.shapes[name].type != TensorProto.FLOAT:
         return None
     for axis in range(flow.rank(name)):
         if flow.has(name, axis) and not np.isnan(flow.constant(name, axis)).any():
