@@ -43,7 +43,7 @@ from export.errors import ExportError
 from export.selection import LARGEST_TABLE, decisions, exact, greedy
 from export.skeleton import INPUT, OUTPUT, fill
 
-GATES = "gates"
+GATES = "gate/scales"
 """What the scales times the choice, M' [N, L], are called in the graph."""
 
 MARGIN = 1e-5
