@@ -25,6 +25,8 @@ from export.running import runtime
 from export.samples import parity_inputs, read_samples
 from export.source import read_source
 
+PICTURES = (".png", ".svg", ".pdf")
+
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
@@ -35,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"error: {error.filename} cannot be written: {error.strerror}", file=sys.stderr)
+        print(f"error: {error.filename or options.output} cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return 0
 
@@ -88,6 +90,8 @@ def _export(options: argparse.Namespace) -> Report:
     runtime()
     if options.picture is not None:
         picture_maker()
+        if options.picture.suffix not in PICTURES:
+            raise ExportError(f"{options.picture}: a picture's name ends with one of {', '.join(PICTURES)}")
     if options.output.suffix == ".ort":
         raise ExportError(f"{options.output}: name it .onnx; --ort-format writes an .ort beside it")
     steps = 6 + (0 if options.quick else MEASUREMENTS)
@@ -112,7 +116,8 @@ def _export(options: argparse.Namespace) -> Report:
             accuracy_limit=options.accuracy_limit,
             doing=doing,
         )
-        options.output.parent.mkdir(parents=True, exist_ok=True)
+        for path in filter(None, (options.output, options.json, options.picture)):
+            path.parent.mkdir(parents=True, exist_ok=True)
         # beside the output, so that it can be moved into place in one step
         with tempfile.TemporaryDirectory(dir=options.output.parent, prefix=".export-") as folder:
             export, reference = Path(folder) / "export.onnx", Path(folder) / "dense.onnx"

@@ -12,6 +12,7 @@ from torch import nn
 from coordinator.federations import completed
 from coordinator.methods import load_method as load_server_half
 from edge_sdk.methods import DeviceState, Job, load_method
+from edge_sdk.predict import Predictor
 from edge_sdk.protocol import checkpoint, personal
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.bundle import Bundle
@@ -358,6 +359,7 @@ def test_rounding_that_costs_too_much_is_refused(state, tmp_path, capsys):
         (("--mode", "dynamic"), "is for pfedgate and dmpfl"),
         (("--mode", "dynamic", "--precision", "fp16"), "leave --precision out"),
         (("--output", "m.ort"), "name it .onnx"),
+        (("--picture", "m.txt"), "ends with one of .png, .svg, .pdf"),
     ],
 )
 def test_what_does_not_go_together_is_told(state, tmp_path, capsys, arguments, message):
@@ -435,6 +437,7 @@ def test_the_format_of_minimal_builds_and_the_operators_they_need(state, tmp_pat
     np.testing.assert_allclose(
         scores(tmp_path / "m.ort", inputs), scores(tmp_path / "m.onnx", inputs), rtol=1e-4, atol=1e-5
     )
+    assert Predictor(tmp_path / "m.ort").properties["method"] == "fedspu"
     config = (tmp_path / "m.required_operators.config").read_text()
     assert "MaxPool" in config
     assert "MaxPool" in capsys.readouterr().out
