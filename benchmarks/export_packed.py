@@ -1,10 +1,10 @@
 """``python -m benchmarks.export_packed``: what packed weights and fewer bits cost and save, against dense float32.
 
 Each built-in model, its weights under random masks, dense and packed: bytes of the file, milliseconds of one sample,
-milliseconds to load it, and by how much loading it raises the peak memory of a process (Linux only). Then fp32, int8
-and what ``auto`` chooses between them, as trained for a few epochs on ``--data``; without, models are as they were
-drawn, and the share of samples of the same class says little. One thread, one sample at a time; the files of a density
-run and load in turns, and medians count.
+and, in a process of its own as on a device, milliseconds to load it and by how much that raises the peak memory (Linux
+only). Then fp32, int8 and what ``auto`` chooses between them, as trained for a few epochs on ``--data``; without,
+models are as they were drawn, and the share of samples of the same class says little. One thread, one sample at a time;
+the files of a density run and load in turns, and medians count.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHARE = 20
 """A device's share of the training data is one in so many."""
 
 _LOAD = """
-import sys, onnxruntime
+import sys, time, onnxruntime
 def peak():
     # not ru_maxrss: that begins with what the parent held
     (line,) = (line for line in open("/proc/self/status") if line.startswith("VmHWM"))
@@ -51,9 +51,9 @@ def peak():
 options = onnxruntime.SessionOptions()
 options.intra_op_num_threads = 1
 options.log_severity_level = 3
-before = peak()
+before, start = peak(), time.perf_counter()
 session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
-print(peak() - before)
+print(time.perf_counter() - start, peak() - before)
 """
 
 
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.export_packed", description=__doc__.split("\n")[0])
     parser.add_argument("--task", action="append", help=f"may be given again (default: {', '.join(TASKS)})")
     parser.add_argument("--runs", type=int, default=300, help="of each model (default: %(default)s)")
-    parser.add_argument("--loads", type=int, default=11, help="of each file (default: %(default)s)")
+    parser.add_argument("--loads", type=int, default=5, help="of each file (default: %(default)s)")
     parser.add_argument("--data", type=Path, help="folder of mnist.npz and cifar10.npz, to train and judge on")
     options = parser.parse_args(arguments)
     tasks = options.task or TASKS
@@ -86,8 +86,10 @@ def main(arguments: list[str] | None = None) -> int:
         "of dense",
     ]
     print(f"{machine()}, onnxruntime {onnxruntime.__version__}\n\n{markdown_table(head, rows)}")
-    for task in tqdm(tasks, desc="precision", leave=False):
-        print(f"{task}: {_precision(task, options.data, options.runs)}")
+    for task in tasks:
+        choice = _precision(task, options.data, options.runs)
+        speedup = choice.trials[0].milliseconds / choice.chosen.milliseconds
+        print(f"{task}: {speedup:.2f} times as fast as fp32 with {choice}\n")
     return 0
 
 
@@ -102,8 +104,8 @@ def _packed(task: str, density: float, runs: int, loads: int) -> list[list[str]]
         sessions = [session(path) for path in paths]
         latency = in_turns([_runner(each, row) for each in sessions], runs if task != WIDE else runs // 10 or 1)
         del sessions
-        loading = in_turns([_loader(path) for path in paths], loads)
-        memory = [_peak(path) for path in paths]
+        loaded = [[_load(path) for path in paths] for _ in range(loads)]
+    loading, memory = ([statistics.median(turn[i][which] for turn in loaded) for i in range(3)] for which in (0, 1))
     measured = [sizes, latency, loading, memory]
     formats = ("{:.1f}", "{:.3f}", "{:.1f}", "{:.1f}")
     return [
@@ -141,14 +143,11 @@ def _runner(loaded: Any, row: Array) -> Callable[[], object]:
     return lambda: loaded.run(None, {"input": row})
 
 
-def _loader(path: Path) -> Callable[[], object]:
-    return lambda: session(path)
-
-
-def _peak(path: Path) -> float:
-    """MiB that loading the file adds to the peak memory of a process of its own."""
+def _load(path: Path) -> tuple[float, float]:
+    """Milliseconds to load the file in a new process, and the MiB that it adds to the peak memory there."""
     done = subprocess.run([sys.executable, "-c", _LOAD, str(path)], capture_output=True, text=True, check=True)
-    return int(done.stdout) / 1024
+    seconds, kib = done.stdout.split()
+    return float(seconds) * 1e3, int(kib) / 1024
 
 
 def masked(manifest: Manifest, tensors: Tensors, density: float) -> Tensors:

@@ -26,15 +26,26 @@ def fuse(model: ModelProto) -> ModelProto:
     """
     result = ModelProto()
     result.CopyFrom(model)
+    del result.graph.value_info[:]  # may say what is no longer so
     _turn_weights_in_place(result.graph)
     _fold_norms_in_place(result.graph)
     _swap_pools_in_place(result.graph)
     return result
 
 
+def free_name(wish: str, taken: set[str]) -> str:
+    """``wish``, made longer until it is not ``taken``; it is from now on."""
+    while wish in taken:
+        wish += "_"
+    taken.add(wish)
+    return wish
+
+
 def _fold_norms_in_place(graph: GraphProto) -> None:
     """conv, then (y - mean) / sqrt(var + eps) * gain + shift: one convolution with other weights and bias."""
     constants = _constants(graph)
+    taken = {name for node in graph.node for name in (*node.input, *node.output)}
+    taken |= {tensor.name for tensor in graph.initializer}
     for conv, norm in list(_pairs(graph, "Conv", "BatchNormalization")):
         names = [*conv.input[1:], *norm.input[1:]]
         if len(norm.output) > 1 or any(name not in constants for name in names):
@@ -44,8 +55,8 @@ def _fold_norms_in_place(graph: GraphProto) -> None:
         epsilon = next((each.f for each in norm.attribute if each.name == "epsilon"), 1e-5)
         scale = gain / np.sqrt(variance.astype(np.float64) + epsilon)
         new = {
-            f"{norm.output[0]}.weight": weight * scale.reshape(-1, *[1] * (weight.ndim - 1)),
-            f"{norm.output[0]}.bias": ((bias[0] if bias else 0) - mean) * scale + shift,
+            free_name(f"{norm.output[0]}.weight", taken): weight * scale.reshape(-1, *[1] * (weight.ndim - 1)),
+            free_name(f"{norm.output[0]}.bias", taken): ((bias[0] if bias else 0) - mean) * scale + shift,
         }
         graph.initializer.extend(_float(name, array) for name, array in new.items())
         data, out = conv.input[0], norm.output[0]

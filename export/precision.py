@@ -25,7 +25,7 @@ from onnx import ModelProto, TensorProto, ValueInfoProto
 
 from edge_sdk.protocol.manifest import Array
 from export.errors import ExportError
-from export.fusing import fuse
+from export.fusing import free_name, fuse
 
 MIN_VALUES = 256
 """Smaller tensors stay float32: biases and norms, whose precision counts most and whose size least."""
@@ -62,6 +62,7 @@ def to_half(model: ModelProto) -> ModelProto:
     graph = result.graph
     inputs = {value.name for value in graph.input}
     taken = {name for node in graph.node for name in (*node.input, *node.output)} | inputs
+    taken |= {tensor.name for tensor in graph.initializer}
     casts = []
     for tensor in graph.initializer:
         if tensor.name in inputs or tensor.data_type != TensorProto.FLOAT:
@@ -69,7 +70,7 @@ def to_half(model: ModelProto) -> ModelProto:
         values = onnx.numpy_helper.to_array(tensor)
         if values.size < MIN_VALUES or not np.abs(values).max() <= np.finfo(np.float16).max:
             continue
-        name = _free(f"{tensor.name}.half", taken)
+        name = free_name(f"{tensor.name}.half", taken)
         casts.append(onnx.helper.make_node("Cast", [name], [tensor.name], to=TensorProto.FLOAT))
         tensor.CopyFrom(onnx.numpy_helper.from_array(values.astype(np.float16), name))
     nodes = list(graph.node)
@@ -374,13 +375,6 @@ def _restored(result: ModelProto, model: ModelProto) -> ModelProto:
     result.graph.name = model.graph.name
     result.producer_name, result.producer_version = model.producer_name, model.producer_version
     return result
-
-
-def _free(wish: str, taken: set[str]) -> str:
-    while wish in taken:
-        wish += "_"
-    taken.add(wish)
-    return wish
 
 
 @contextlib.contextmanager
