@@ -35,6 +35,7 @@ from export.skeleton import fill
 NETWORKS = {"mnist:leaf": mnist_leaf, "cifar10": cifar10_fedspu}
 BATCHES = (1, 32)
 RATIO = 0.3
+TURN = 10
 SAME = 1e-5
 """Largest difference between outputs, relative to the largest output, that counts as rounding."""
 
@@ -121,15 +122,20 @@ class Runner:
 
 
 def latencies(bodies: dict[str, bytes], shape: Sequence[int], batch: int, turns: int) -> dict[str, float]:
-    """File -> median seconds of a run, the files taking turns."""
+    """File -> median seconds of a run, the files taking turns of ``TURN`` runs.
+
+    A device runs one model over and over. The first run of a turn finds the caches full of another's weights and is
+    not counted.
+    """
     runners = {which: Runner(body) for which, body in bodies.items()}
     x = np.random.default_rng(2).normal(size=(batch, *shape)).astype(np.float32)
     taken: dict[str, list[float]] = {which: [] for which in runners}
-    for turn in range(turns + 5):
+    for _ in range(turns):
         for which, run in runners.items():
-            began = time.perf_counter()
             run(x)
-            if turn >= 5:  # the first few warm up
+            for _ in range(TURN):
+                began = time.perf_counter()
+                run(x)
                 taken[which].append(time.perf_counter() - began)
     return {which: median(seconds) for which, seconds in taken.items()}
 
@@ -137,7 +143,9 @@ def latencies(bodies: dict[str, bytes], shape: Sequence[int], batch: int, turns:
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.export_compact", description=__doc__.split("\n")[0])
-    parser.add_argument("--turns", type=int, default=300, help="runs of each file and batch (default: %(default)s)")
+    parser.add_argument(
+        "--turns", type=int, default=60, help=f"turns of {TURN} runs of each file (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     head = ["task", "batch", "dense ms", "compact ms", "small ms", "dense / compact", "dense / small", "size"]
     rows = []
@@ -149,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
             times = [f"{1e3 * found[which]:.3f}" for which in ("dense", "compact", "small")]
             ratios = [f"{found['dense'] / found[which]:.2f}" for which in ("compact", "small")]
             rows.append([name, str(batch), *times, *ratios, f"{size:.3f}"])
-    print(f"{RATIO:g} of the channels, one thread, medians of {options.turns}; {machine()}\n")
+    print(f"{RATIO:g} of the channels, one thread, medians of {TURN * options.turns}; {machine()}\n")
     print(markdown_table(head, rows))
     return 0
 

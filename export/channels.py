@@ -422,7 +422,8 @@ def _pool(node: NodeProto, flow: Flow) -> None:
     if flow.has(out, 1):
         constant = flow.constant(data, 1)
         padded = any(attribute(node, "pads", [])) or attribute(node, "auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID")
-        if node.op_type == "AveragePool" and (padded or attribute(node, "ceil_mode", 0)):
+        counted = (padded and attribute(node, "count_include_pad", 0)) or attribute(node, "ceil_mode", 0)
+        if node.op_type == "AveragePool" and counted:
             constant = np.where(constant == 0, 0.0, np.nan)
         flow.set_constant(out, 1, constant)
 

@@ -129,6 +129,13 @@ def manifest_names(manifest):
     return [spec.name for spec in manifest.kept]
 
 
+def test_a_relu_stands_where_it_can_be_part_of_the_convolution():
+    """A maximum of rectified values is the rectified maximum."""
+    _, _, model = masked_task("mnist:leaf", 1.0)
+    operators = [node.op_type for node in compact(model).graph.node]
+    assert operators == ["Conv", "Relu", "MaxPool"] * 2 + ["Reshape", "Gemm", "Relu", "Gemm"]
+
+
 def test_the_given_model_stays_and_the_same_model_gives_the_same_bytes():
     _, _, model = masked_task("digits", 0.3)
     before = model.SerializeToString(deterministic=True)
@@ -654,8 +661,10 @@ class Builder:
             name = f"gn{len(self.nodes)}"
             parts = [self.draw(f"{name}.weight", channels), self.draw(f"{name}.bias", channels)]
             x = self.add(kind, [x, *parts], num_groups=math.gcd(channels, 2))
-        elif kind in ("MaxPool", "AveragePool"):
-            x = self.add(kind, [x], kernel_shape=[3, 3], pads=[1] * 4, strides=[1, 1])
+        elif kind in ("MaxPool", "AveragePool", "padded average"):
+            attributes = {"count_include_pad": 1} if kind == "padded average" else {}
+            kind = kind.replace("padded average", "AveragePool")
+            x = self.add(kind, [x], kernel_shape=[3, 3], pads=[1] * 4, strides=[1, 1], **attributes)
         else:
             x = self.add(kind, [x])
         return x
@@ -663,7 +672,7 @@ class Builder:
 
 KINDS = (
     *("conv", "valid", "strided", "bn", "residual", "gated", "concat", "depthwise", "transposed", "pad", "last"),
-    *("MaxPool", "AveragePool", "GroupNormalization", "Relu", "Sigmoid", "Gelu", "Neg"),
+    *("MaxPool", "AveragePool", "padded average", "GroupNormalization", "Relu", "Sigmoid", "Gelu", "Neg"),
 )
 
 
