@@ -91,8 +91,12 @@ def exact(to: Building, values: str, plan: Sequence[Decision], costs: Costs) -> 
     # one column of what cannot be chosen, and one of what is to come where everything is decided: nothing
     never = to.slice(padded, 1, len(costs), len(costs) + 1)
     worth = to.add("Pad", never, to.whole(0, 0, 0, 1))
-    counts = _counts(to, [_column(to, sums, place, d) for place, d in enumerate(plan)], worth, never, plan)
-    enough = to.add("Less", ranks, to.add("Unsqueeze", counts, to.whole(2)))
+    each = to.several("Split", sums, to.whole(*[1] * len(plan)), outputs=len(plan), axis=1)
+    columns = [
+        column if len(decision.items) == width else to.slice(column, 2, 0, len(decision.items) + 1)
+        for column, decision in zip(each, plan, strict=True)
+    ]
+    enough = to.add("Less", ranks, _counts(to, columns, worth, never, plan))
     taken = to.add("And", enough, to.add("Greater", grouped, to.constant(np.array(0.0))))
     flat = to.reshape(to.add("Cast", taken, to=TensorProto.FLOAT), (0, -1))
     places = np.full(len(costs), table.size)
@@ -104,22 +108,20 @@ def exact(to: Building, values: str, plan: Sequence[Decision], costs: Costs) -> 
     return to.add("Gather", flat, to.index(places), axis=1)
 
 
-def _column(to: Building, sums: str, place: int, decision: Decision) -> str:
-    """Sums of the most valuable 0, 1, .. n items of one cost, [N, 1, n + 1]."""
-    row = to.slice(sums, 1, place, place + 1)
-    return to.slice(row, 2, 0, len(decision.items) + 1)
-
-
 def _counts(to: Building, sums: list[str], worth: str, never: str, plan: Sequence[Decision]) -> str:
-    """How many items of each cost are taken, int64 [N, decisions]."""
+    """How many items of each cost are taken, int64 [N, decisions, 1].
+
+    sums: of the most valuable 0, 1, .. n items of each cost, [N, 1, n + 1].
+    """
     choices: list[str] = []
     for place in reversed(range(len(plan))):
         ahead = to.add("Gather", worth, to.index(plan[place].follows), axis=1)
         best, choice = to.several("TopK", to.add("Add", ahead, sums[place]), to.whole(1), outputs=2)
-        choices.insert(0, to.add("Squeeze", choice, to.whole(2)))
-        worth = to.add("Concat", never, to.add("Squeeze", best, to.whole(2)), axis=1)
+        choices.insert(0, choice)
+        if place:
+            worth = to.add("Concat", never, to.add("Squeeze", best, to.whole(2)), axis=1)
     # the first decision has the states "all fits", which it is not in, and the one in which all begins
-    state = to.add("Cast", to.add("Equal", never, never), to=TensorProto.INT64)
+    state = to.add("Unsqueeze", to.add("Cast", to.add("Equal", never, never), to=TensorProto.INT64), to.whole(2))
     counts = []
     for decision, choice in zip(plan, choices, strict=True):
         counts.append(to.add("GatherElements", choice, state, axis=1))

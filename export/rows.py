@@ -1,0 +1,190 @@
+"""A graph whose weights are scaled in blocks, differently for every sample: ``edge_sdk.training.per_sample`` in ONNX.
+
+A block of whole output rows scales outputs: row r of W ⊛ M' gives M'_r times what row r of W gives. Where all blocks
+are such, layers run once on the whole batch, and what they give of each sample is scaled (``Rows``). Elsewhere samples
+go through the graph one by one, and the weights are scaled for each (``by_sample``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import onnx
+import onnx.helper
+from numpy.typing import NDArray
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+
+from edge_sdk.protocol.blocks import BlockTable
+from edge_sdk.protocol.manifest import Manifest
+from export.building import Building
+from export.shapes import Shape, output_shapes
+from export.skeleton import INPUT, OUTPUT
+
+_SAMPLES = 10_007
+"""A number of samples by which an axis of samples is known from others."""
+
+_CHANNELS = ("Conv", "BatchNormalization", "GroupNormalization", "InstanceNormalization")
+"""Operators whose inputs 1 and 2 are weight and bias of their outputs' axis 1."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A node that is linear in its weight, row by row, and adds its bias. ``ranks``: dimensions of its output."""
+
+    weight: str
+    bias: str
+    axis: int
+    ranks: int
+
+
+class Rows:
+    """A graph in which gates scale what layers give, sample by sample."""
+
+    def __init__(
+        self, layers: Mapping[str, _Layer], rows: Mapping[str, NDArray[np.int64]], sizes: Mapping[str, int]
+    ) -> None:
+        self._layers, self._rows, self._sizes = layers, rows, sizes
+
+    @classmethod
+    def of(cls, model: ModelProto, table: BlockTable, manifest: Manifest) -> Rows | None:
+        """None where a block cuts a row, or a node uses a tensor of the table in another way."""
+        shapes = {spec.name: spec.shape for spec in manifest.shared}
+        rows: dict[str, NDArray[np.int64]] = {}
+        for name, blocks in table.tensors.items():
+            sizes, row = np.array(blocks), math.prod(shapes[name][1:])
+            if (sizes % row).any():
+                return None
+            place = table.places[name]
+            rows[name] = np.repeat(np.arange(place.start, place.stop), sizes // row)
+        outputs = output_shapes(model, _SAMPLES)
+        turned = {
+            node.output[0]: node.input[0]
+            for node in model.graph.node
+            if node.op_type == "Transpose" and node.input[0] in rows and len(shapes[node.input[0]]) == 2
+        }
+        layers = {}
+        for node in model.graph.node:
+            used = [name for name in node.input if name in rows or name in turned]
+            if not used or node.output[0] in turned or node.op_type == "Shape":
+                continue
+            layer = _layer(node, turned, outputs.get(node.output[0], []), shapes)
+            if layer is None or {turned.get(name, name) for name in used} - {layer.weight, layer.bias}:
+                return None
+            layers[node.output[0]] = layer
+        return cls(layers, rows, {spec.name: spec.size for spec in manifest.kept})
+
+    def scale(self, graph: GraphProto, to: Building, gates: str) -> None:
+        """Do it, with the ``gates`` [N, L] that ``to`` computes."""
+        done = Building("gated/")
+        for node in graph.node:
+            layer = self._layers.get(node.output[0])
+            if layer is None:
+                done.nodes.append(node)
+            else:
+                self._scale(node, layer, done, gates)
+        del graph.node[:]
+        graph.node.extend([*to.nodes, *done.nodes])
+        graph.initializer.extend([*to.initializers, *done.initializers])
+
+    def _scale(self, node: NodeProto, layer: _Layer, to: Building, gates: str) -> None:
+        result, plain = node.output[0], to.name("plain")
+        if node.op_type == "Add":
+            (plain,) = (name for name in node.input if name != layer.bias)
+        else:
+            node.output[0] = plain
+            if layer.bias and node.op_type in ("Conv", "Gemm", "LayerNormalization"):
+                del node.input[2]
+            elif layer.bias:
+                node.input[2] = to.constant(np.zeros(self._sizes[layer.weight], np.float32))
+            to.nodes.append(node)
+        adds = bool(layer.bias)
+        if layer.weight in self._rows:
+            own = to.add("Gather", gates, to.index(self._rows[layer.weight]), axis=1)
+            plain = to.add("Mul", plain, self._placed(own, layer, to), output=None if adds else result)
+        if layer.bias in self._rows:
+            own = to.add("Gather", gates, to.index(self._rows[layer.bias]), axis=1)
+            summand = self._placed(to.add("Mul", own, layer.bias), layer, to)
+            to.add("Add", plain, summand, output=result)
+        elif adds:
+            wide = [1] * layer.ranks
+            wide[layer.axis] = -1
+            to.add("Add", plain, to.reshape(layer.bias, wide), output=result)
+
+    @staticmethod
+    def _placed(values: str, layer: _Layer, to: Building) -> str:
+        """[N, rows] as [N, .., rows, ..]."""
+        axes = [axis for axis in range(1, layer.ranks) if axis != layer.axis]
+        return to.add("Unsqueeze", values, to.whole(*axes)) if axes else values
+
+
+def _layer(
+    node: NodeProto, turned: Mapping[str, str], output: Shape, shapes: Mapping[str, tuple[int, ...]]
+) -> _Layer | None:
+    """How ``node`` uses its weights; None where rows of them are not rows of what it gives, one for each sample."""
+    ranks = len(output)
+    if ranks < 2 or output[0] != _SAMPLES:
+        return None
+    weight = node.input[1] if len(node.input) > 1 else ""
+    bias = node.input[2] if len(node.input) > 2 else ""
+    attributes = {entry.name: onnx.helper.get_attribute_value(entry) for entry in node.attribute}
+    kind = node.op_type
+    if kind in _CHANNELS and all(shapes[name][0] == output[1] for name in (weight, bias) if name in shapes):
+        return _Layer(weight, bias, 1, ranks)  # scales of group norm were once one for each group
+    if kind == "LayerNormalization" and len(shapes.get(weight, ())) == 1:
+        return _Layer(weight, bias, ranks - 1, ranks)
+    plain = attributes.get("alpha", 1.0) == attributes.get("beta", 1.0) == 1.0
+    if kind == "Gemm" and attributes.get("transB") and not attributes.get("transA") and plain:
+        return _Layer(weight, bias, 1, ranks)
+    if kind == "MatMul" and weight in turned:
+        return _Layer(turned[weight], "", ranks - 1, ranks)
+    if kind == "Add":
+        for name in node.input:
+            if len(shapes.get(name, ())) == 1 and node.input[0] != node.input[1]:
+                return _Layer("", name, ranks - 1, ranks)
+    return None
+
+
+def by_sample(graph: GraphProto, to: Building, gates: str, table: BlockTable, manifest: Manifest) -> None:
+    """Sample after sample through the whole graph, weights scaled by its row of the ``gates`` [N, L] of ``to``."""
+    inside = Building("sample/")
+    sample, own_gates = inside.name("input"), inside.name("gates")
+    names = {INPUT: inside.add("Unsqueeze", sample, inside.whole(0))}
+    shapes = {spec.name: spec.shape for spec in manifest.shared}
+    for name, sizes in table.tensors.items():
+        place = table.places[name]
+        own = inside.slice(own_gates, 0, place.start, place.stop)
+        if len(sizes) > 1:
+            flat = inside.reshape(name, (-1,))
+            ends = list(accumulate(sizes))
+            runs = [inside.slice(flat, 0, end - size, end) for end, size in zip(ends, sizes, strict=True)]
+            factors = inside.several("Split", own, inside.whole(*[1] * len(sizes)), outputs=len(sizes), axis=0)
+            scaled = [inside.add("Mul", run, factor) for run, factor in zip(runs, factors, strict=True)]
+            names[name] = inside.reshape(inside.add("Concat", *scaled, axis=0), shapes[name])
+        else:
+            names[name] = inside.add("Mul", name, own)
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        inside.nodes.append(node)
+    result = inside.add("Squeeze", OUTPUT, inside.whole(0))
+    body = GraphProto(name="sample", node=inside.nodes, initializer=inside.initializers)
+    body.input.append(_sample_of(graph.input[0], sample))
+    body.input.append(onnx.helper.make_tensor_value_info(own_gates, TensorProto.FLOAT, [len(table.sizes)]))
+    body.output.append(_sample_of(graph.output[0], result))
+    for node in body.node:  # names of inner values may not be those of outer ones
+        node.output[:] = [f"sample/{OUTPUT}" if name == OUTPUT else name for name in node.output]
+        node.input[:] = [f"sample/{OUTPUT}" if name == OUTPUT else name for name in node.input]
+    del graph.node[:]
+    graph.node.extend(to.nodes)
+    graph.initializer.extend(to.initializers)
+    graph.node.append(onnx.helper.make_node("Scan", [INPUT, gates], [OUTPUT], "samples", body=body, num_scan_inputs=2))
+
+
+def _sample_of(value: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:
+    """The type of one sample of ``value``, as a value of its own."""
+    tensor = value.type.tensor_type
+    shape = [dim.dim_value for dim in tensor.shape.dim][1:]
+    return onnx.helper.make_tensor_value_info(name, tensor.elem_type, shape)
