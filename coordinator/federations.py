@@ -29,6 +29,7 @@ from edge_sdk.protocol.messages import (
     FederationSettings,
     FederationStatus,
 )
+from export.metadata import properties
 from export.skeleton import check_skeleton, fill
 
 log = logging.getLogger(__name__)
@@ -193,14 +194,11 @@ class Federations:
         with self._store.reading() as db:
             federation = find(db, name)
         self._check_usable(federation)
-        note = {
-            "federation": federation.name,
-            "task": federation.task,
-            "method": federation.method,
-            "round": str(federation.round),
-        }
         tensors = self._models.model(federation, federation.model_version).tensors
-        return fill(self._models.skeleton(federation.id), self._models.manifest(federation), tensors, metadata=note)
+        manifest = self._models.manifest(federation)
+        known = {"federation": federation.name, "task": federation.task, "method": federation.method}
+        note = properties(manifest, tensors, round=federation.round, **known)
+        return fill(self._models.skeleton(federation.id), manifest, tensors, metadata=note)
 
     def evaluate(self, name: str, body: bytes) -> Evaluation:
         """The global model on test data (see ``judging``). Raises NoGlobalModel, BadContent."""

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -40,6 +41,7 @@ from edge_sdk.telemetry import Telemetry
 from edge_sdk.training.compute import ACCELERATORS, Compute, choose_device
 from edge_sdk.transport import TIMEOUT, Transport
 from export.errors import ExportError
+from export.metadata import properties
 
 LONG_POLL_SECONDS = 30.0
 
@@ -134,7 +136,10 @@ def join(
                 # Out of memory, a loss that raises: this device cannot go on, but nobody need wait for it.
                 session.leave(f"{type(error).__name__}: {error}")
                 raise
-            return _result(session, name, _export(session, name, export))
+            exported = _export(session, name, export)
+            with suppress(SdkError):  # so that the personal model can be exported later, away from the coordinator
+                session.skeleton()
+            return _result(session, name, exported)
     finally:
         bar.close()
         folder.close()
@@ -175,13 +180,15 @@ def _export(session: Session, name: str, path: Path | str | None) -> Export | No
         manifest=session.manifest,
         tensors=session.personal,
         task=session.task,
-        metadata={
-            "federation": info.name,
-            "task": info.task,
-            "method": info.method,
-            "device": name,
-            "round": str(session.progress.last_round),
-        },
+        metadata=properties(
+            session.manifest,
+            session.personal,
+            federation=info.name,
+            task=info.task,
+            method=info.method,
+            device=name,
+            round=session.progress.last_round,
+        ),
     )
 
 

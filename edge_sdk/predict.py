@@ -1,6 +1,10 @@
-"""Run an exported personal model with ONNX Runtime: no torch, and nothing else of this package.
+"""Run an exported personal model with ONNX Runtime: no torch, no onnx, and nothing else of this package.
 
     python -m edge_sdk.predict model.onnx --input samples.npy --top 3
+    python -m edge_sdk.predict model.onnx --input samples.npy --watch
+
+``Predictor`` is one loaded model; ``Watched`` is the newest of a file that is replaced now and then, as a device's
+export is after more training.
 
 Exit status: 0 done; 1 the model or the input cannot be used, with the reason on stderr; 2 wrong usage.
 """
@@ -8,11 +12,16 @@ Exit status: 0 done; 1 the model or the input cannot be used, with the reason on
 from __future__ import annotations
 
 import argparse
-import statistics
+import contextlib
+import os
 import sys
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +31,19 @@ Array = NDArray[Any]
 CHUNK = 256
 """Samples per run of the model: enough to keep a board's cores busy, few enough for its memory."""
 
+PROVIDERS = {
+    "cpu": ("CPUExecutionProvider",),
+    "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
+    "tensorrt": ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"),
+}
+"""Where a model can run -> ONNX Runtime's execution providers, the later ones for operators that an earlier has not."""
+
+ENERGY_SECONDS = 0.5
+"""How long predictions are repeated to count their joules: sensors tick too slowly for one."""
+
+WATCH_SECONDS = 1.0
+"""How often a model file is looked at."""
+
 _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
 
 
@@ -29,37 +51,75 @@ class PredictError(ValueError):
     """The model or the input cannot be used; the text says what to do."""
 
 
-class Predictor:
-    """A model ready to run on the CPU.
+class Meter(Protocol):
+    """What ``devices.EnergyMeter`` is: ``phase(name)`` gives a context manager, whose ``energy`` has the joules."""
 
-    ``input_shape`` and ``output_shape`` are those of one sample (None where an axis is free), ``dtype`` is the input's.
+    def phase(self, name: str) -> Any:
+        """A phase to measure with a ``with`` block."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one sample alone takes: seconds, median and 95th percentile; joules, None where nobody knows.
+
+    energy: how the joules were come by (``measured, rapl``), or why there are none.
     """
 
-    def __init__(self, path: str | Path, threads: int | None = None) -> None:
-        """Load the ONNX file ``path``; ``threads`` None leaves their number to ONNX Runtime. Raises PredictError."""
+    p50: float
+    p95: float
+    joules: float | None = None
+    energy: str = ""
+
+
+class Predictor:
+    """A model ready to run.
+
+    ``input_shape`` and ``output_shape`` are those of one sample (None where an axis is free), ``dtype`` is the input's;
+    ``properties`` is what the file says of itself: method, round, density, classes, ....
+    """
+
+    def __init__(
+        self, path: str | Path, threads: int | None = None, *, provider: str = "cpu", chunk: int = CHUNK
+    ) -> None:
+        """Load the ``.onnx`` or ``.ort`` file ``path``.
+
+        threads: of the processor; None leaves their number to ONNX Runtime. provider: one of ``PROVIDERS``. chunk:
+        samples per run. Raises PredictError.
+        """
         try:
             import onnxruntime
         except ImportError as error:
             raise PredictError("ONNX Runtime is not installed; pip install sparrow-fl[predict]") from error
         if not Path(path).is_file():
             raise PredictError(f"there is no model file {path}; export one with python -m export")
+        if chunk < 1:
+            raise PredictError(f"{chunk} samples per run; at least 1 is needed")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors only: its warnings are about its own optimiser
         if threads is not None:
             if threads < 1:
                 raise PredictError(f"{threads} threads; at least 1 is needed")
             options.intra_op_num_threads = threads
+        providers = _providers(provider, onnxruntime.get_available_providers())
         try:
-            self._session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            self._session = onnxruntime.InferenceSession(str(path), options, providers=providers)
         except Exception as error:  # ONNX Runtime's exceptions share no public base class
             raise PredictError(f"{path} is not a model that ONNX Runtime can load: {error}") from error
+        # Where a library of the accelerator's is missing, ONNX Runtime goes on without it.
+        if providers[0] not in self._session.get_providers():
+            raise PredictError(
+                f"{provider} is there but could not be started; see that this onnxruntime-gpu finds its CUDA, cuDNN "
+                f"and TensorRT libraries, or choose cpu"
+            )
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
         if len(inputs) != 1 or len(outputs) != 1 or inputs[0].type not in _DTYPES or not inputs[0].shape:
             raise PredictError(f"{path} does not take and give one batch of samples; export it with python -m export")
         self._input, self._output = inputs[0].name, outputs[0].name
+        self._chunk = chunk
         self.input_shape = _lengths(inputs[0].shape[1:])
         self.output_shape = _lengths(outputs[0].shape[1:])
         self.dtype = np.dtype(_DTYPES[inputs[0].type])
+        self.properties: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
 
     def __call__(self, inputs: Array) -> Array:
         """Outputs [N, *output_shape] of the samples ``inputs`` [N, *input_shape] of type ``dtype``, N >= 1.
@@ -67,16 +127,26 @@ class Predictor:
         Raises PredictError when shape or type differ.
         """
         self._check(inputs)
-        chunks = [self._run(inputs[start : start + CHUNK]) for start in range(0, len(inputs), CHUNK)]
+        chunks = [self._run(inputs[start : start + self._chunk]) for start in range(0, len(inputs), self._chunk)]
         return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
+    def warm_up(self, runs: int = 10) -> None:
+        """Run on zeros, so that the first sample is not slower than those after it."""
+        for _ in range(runs):
+            self._run(self._zeros())
+
     def latency(self, sample: Array | None = None, repeats: int = 100) -> float:
-        """Median seconds (p50) of one sample alone over ``repeats`` runs, after a tenth as many to warm up.
+        """Median seconds (p50) of one sample alone; see ``measure``."""
+        return self.measure(sample, repeats).p50
+
+    def measure(self, sample: Array | None = None, repeats: int = 100, meter: Meter | None = None) -> Timing:
+        """What one sample alone takes over ``repeats`` runs, after a tenth as many to warm up.
 
         sample: [1, *input_shape]; zeros where none is given, since a dense model takes the same time for any input.
+        meter: a ``devices.EnergyMeter``, to count joules with, which takes another ``ENERGY_SECONDS``. Raises
+        PredictError for a sample that does not fit.
         """
-        if sample is None:
-            sample = np.zeros((1, *(length or 1 for length in self.input_shape)), dtype=self.dtype)
+        sample = self._zeros() if sample is None else sample
         self._check(sample)
         for _ in range(max(1, repeats // 10)):
             self._run(sample[:1])
@@ -85,7 +155,22 @@ class Predictor:
             start = time.perf_counter()
             self._run(sample[:1])
             seconds.append(time.perf_counter() - start)
-        return statistics.median(seconds)
+        p50, p95 = (float(value) for value in np.percentile(seconds, [50, 95]))
+        if meter is None:
+            return Timing(p50, p95)
+        runs, end = 0, time.monotonic() + ENERGY_SECONDS
+        with meter.phase("predict") as phase:
+            while runs == 0 or time.monotonic() < end:
+                self._run(sample[:1])
+                runs += 1
+        energy = phase.energy
+        if energy.joules is None or not energy.coverage:
+            return Timing(p50, p95, None, str(energy.reason or "no sensor covered the predictions"))
+        each = energy.joules / energy.coverage / runs  # joules are of the covered time alone
+        return Timing(p50, p95, each, f"{energy.quality}, {energy.source}")
+
+    def _zeros(self) -> Array:
+        return np.zeros((1, *(length or 1 for length in self.input_shape)), dtype=self.dtype)
 
     def _run(self, inputs: Array) -> Array:
         try:
@@ -113,6 +198,119 @@ class Predictor:
             raise PredictError("the input holds no sample; give at least one")
 
 
+class Watched:
+    """The newest model of a file that is replaced now and then; predicts as ``Predictor`` does.
+
+    A file that has changed is loaded whole and run once before it takes over, in one step: a prediction that is under
+    way ends with the model it began with. One that cannot be loaded, or takes or gives other shapes, is told to
+    ``report`` and left; the model before it stays. ``on_swap`` is told the new predictor. Looks at the file every
+    ``seconds`` in a thread of its own, between ``start`` and ``close`` (or as a context manager), or when ``refresh``
+    is called.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        threads: int | None = None,
+        *,
+        provider: str = "cpu",
+        chunk: int = CHUNK,
+        seconds: float = WATCH_SECONDS,
+        report: Callable[[str], object] = lambda trouble: None,
+        on_swap: Callable[[Predictor], object] = lambda predictor: None,
+    ) -> None:
+        """Load what is there now. Raises PredictError."""
+        self._path, self._seconds = Path(path), seconds
+        self._load = partial(Predictor, path, threads, provider=provider, chunk=chunk)
+        self._report, self._on_swap = report, on_swap
+        self._seen = self._signature()  # before loading: what is replaced meanwhile is seen as new
+        self._current = self._load()
+        self._refreshing = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def current(self) -> Predictor:
+        """The model that predicts now."""
+        return self._current
+
+    def __call__(self, inputs: Array) -> Array:
+        """Outputs of the newest model; see ``Predictor``."""
+        return self._current(inputs)
+
+    def refresh(self) -> bool:
+        """Look at the file once; True where another model took over. Never raises for a file that cannot be used."""
+        with self._refreshing:
+            signature = self._signature()
+            if signature is None or signature == self._seen:  # one that is gone may be about to be replaced
+                return False
+            self._seen = signature
+            try:
+                newer = self._load()
+                self._check(newer)
+                newer.warm_up(1)
+            except PredictError as error:
+                self._report(f"the newer {self._path} is not used, the model before it is: {error}")
+                return False
+            self._current = newer
+        self._on_swap(newer)
+        return True
+
+    def start(self) -> None:
+        """Watch from now on."""
+        if self._thread is None:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._watch, name="model-watch", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Watch no more; predictions go on with the model that is there."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def __enter__(self) -> Watched:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._seconds):
+            self.refresh()
+
+    def _signature(self) -> tuple[int, int, int] | None:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def _check(self, newer: Predictor) -> None:
+        was, now = self._current, newer
+        if (was.input_shape, was.output_shape, was.dtype) != (now.input_shape, now.output_shape, now.dtype):
+            raise PredictError(
+                f"it takes {now.input_shape} of {now.dtype} and gives {now.output_shape}, not {was.input_shape} of "
+                f"{was.dtype} and {was.output_shape}; start anew for another task"
+            )
+
+
+def _providers(name: str, offered: list[str]) -> list[str]:
+    """The execution providers for ``name``, of those that this ONNX Runtime offers."""
+    if name not in PROVIDERS:
+        raise PredictError(f"there is no provider {name!r}; choose one of {', '.join(PROVIDERS)}")
+    first, *rest = PROVIDERS[name]
+    if first not in offered:
+        usable = [known for known, (wanted, *_) in PROVIDERS.items() if wanted in offered]
+        raise PredictError(
+            f"this ONNX Runtime has no {name}, it offers {', '.join(usable)}; choose one of them, or "
+            f"pip install onnxruntime-gpu in place of onnxruntime"
+        )
+    return [first, *(provider for provider in rest if provider in offered)]
+
+
 def _lengths(shape: list[int | str | None]) -> tuple[int | None, ...]:
     return tuple(length if isinstance(length, int) else None for length in shape)
 
@@ -134,43 +332,88 @@ def _read(path: Path) -> Array:
     return loaded
 
 
-def _report(outputs: Array, top: int, seconds: float, latency: float) -> None:
+def _show(outputs: Array, top: int, seconds: float) -> None:
     if outputs.ndim == 2:
         for number, classes in enumerate(top_classes(outputs, top)):
             named = ", ".join(f"class {index} (score {outputs[number, index]:.3f})" for index in classes)
             print(f"sample {number}: {named}")
     else:
         print(f"outputs of shape {outputs.shape}: no class scores; save them with --output")
+    print(f"{len(outputs)} samples in {seconds * 1e3:.2f} ms, {seconds * 1e3 / len(outputs):.3f} ms each", flush=True)
+
+
+def _show_timing(predictor: Predictor, sample: Array) -> None:
+    from devices import EnergyMeter  # the standard library alone, and of no use to who only predicts
+
+    with EnergyMeter() as meter:
+        timing = predictor.measure(sample, meter=meter)
+    joules = "unknown" if timing.joules is None else f"{timing.joules * 1e3:.3g} mJ"
     print(
-        f"{len(outputs)} samples in {seconds * 1e3:.2f} ms, {seconds * 1e3 / len(outputs):.3f} ms each; "
-        f"one alone: {latency * 1e3:.3f} ms (p50)"
+        f"one alone: {timing.p50 * 1e3:.3f} ms (p50), {timing.p95 * 1e3:.3f} ms (p95), "
+        f"energy {joules} ({timing.energy})",
+        flush=True,
     )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m edge_sdk.predict", description="Run an exported model.")
-    parser.add_argument("model", type=Path, help="ONNX file of a personal model")
+    parser.add_argument("model", type=Path, help="ONNX file of a personal model, or .ort")
     parser.add_argument("--input", type=Path, required=True, help="samples as numpy.save writes them, batch axis first")
     parser.add_argument("--output", type=Path, help="write the raw outputs to this .npy file")
     parser.add_argument("--top", type=int, default=1, help="classes to show per sample (default 1)")
     parser.add_argument("--threads", type=int, help="threads to use (default: ONNX Runtime decides)")
+    parser.add_argument("--provider", choices=PROVIDERS, default="cpu", help="where to run it (default cpu)")
+    parser.add_argument("--chunk", type=int, default=CHUNK, help=f"samples per run (default {CHUNK})")
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=float,
+        const=WATCH_SECONDS,
+        metavar="SECONDS",
+        help=f"stay, and predict again with each newer model file; looks every so often (default {WATCH_SECONDS:g})",
+    )
     options = parser.parse_args(arguments)
     if options.top < 1:
         parser.error(f"--top {options.top}: show at least 1 class")
+    if options.watch is not None and not options.watch > 0:
+        parser.error(f"--watch {options.watch}: give seconds above 0")
     try:
-        predictor = Predictor(options.model, options.threads)
         inputs = _read(options.input)
-        start = time.perf_counter()
-        outputs = predictor(inputs)
-        seconds = time.perf_counter() - start
-        if options.output is not None:
-            _write(options.output, outputs)
-        _report(outputs, options.top, seconds, predictor.latency(inputs[:1]))
+        watched = Watched(
+            options.model,
+            options.threads,
+            provider=options.provider,
+            chunk=options.chunk,
+            report=lambda trouble: print(f"warning: {trouble}", file=sys.stderr, flush=True),
+        )
+        _predict(watched.current, inputs, options)
+        _show_timing(watched.current, inputs[:1])
+        if options.watch is not None:
+            with contextlib.suppress(KeyboardInterrupt):
+                while True:
+                    time.sleep(options.watch)
+                    if watched.refresh():
+                        print(f"a newer {options.model}: {_describe(watched.current)}")
+                        _predict(watched.current, inputs, options)
     except PredictError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _predict(predictor: Predictor, inputs: Array, options: argparse.Namespace) -> None:
+    start = time.perf_counter()
+    outputs = predictor(inputs)
+    seconds = time.perf_counter() - start
+    if options.output is not None:
+        _write(options.output, outputs)
+    _show(outputs, options.top, seconds)
+
+
+def _describe(predictor: Predictor) -> str:
+    known = [f"{name} {predictor.properties[name]}" for name in ("method", "round") if name in predictor.properties]
+    return ", ".join(known) or "it says nothing of itself"
 
 
 def _write(path: Path, outputs: Array) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from devices import EnergyMeter
 from edge_sdk.errors import FederationOver, Refused, RoundOver, SdkError
 from edge_sdk.methods import DeviceState, Job, Trained, Update, load_method
-from edge_sdk.protocol import bundle
+from edge_sdk.protocol import bundle, personal
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.flops import forward_flops
@@ -130,6 +130,8 @@ class Session:
         self.task = make_task(self.info)
         if known is None:
             check_model(self.task.model, self.manifest)
+            membership = personal.Membership(device=name, budget=budget, federation=self.info)
+            folder.cache(personal.MEMBERSHIP, membership.model_dump_json(indent=1).encode())
         self._method = load_method(self.info.method)
         self.task = prepare(self.task, self.manifest, self.info)
         self.personal, self.progress = folder.load(self.manifest)
@@ -145,19 +147,19 @@ class Session:
     # --- identity ------------------------------------------------------------------------------------------------
 
     def _load_manifest(self) -> Manifest:
-        cached = self._folder.cached("manifest.json")
+        cached = self._folder.cached(personal.MANIFEST)
         manifest = Manifest.model_validate_json(cached) if cached else None
         if manifest is None or manifest.digest != self.info.manifest_digest:
             manifest = self._transport.manifest(self._federation)
-            self._folder.cache("manifest.json", manifest.model_dump_json().encode())
+            self._folder.cache(personal.MANIFEST, manifest.model_dump_json().encode())
         return manifest
 
     def skeleton(self) -> bytes:
         """The ONNX skeleton of the federation's model, downloaded once."""
-        skeleton = self._folder.cached("skeleton.onnx")
+        skeleton = self._folder.cached(personal.SKELETON)
         if skeleton is None:
             skeleton = self._transport.skeleton(self._federation)
-            self._folder.cache("skeleton.onnx", skeleton)
+            self._folder.cache(personal.SKELETON, skeleton)
         return skeleton
 
     def _enrol(self) -> None:

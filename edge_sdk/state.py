@@ -6,6 +6,7 @@
                           the method's own arrays, and what rounding took from updates (``quantization``)
       progress.json       the ``Progress`` since then, where it went on and the model stayed
       outbox.bundle       the update being sent, until it is acknowledged
+      federation.json     the federation's settings, this device's name and budget, as of its last start
       manifest.json  skeleton.onnx  mask.bits
       lock
 
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from edge_sdk import difference
 from edge_sdk.errors import StateError
-from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol import checkpoint, personal
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import Kind, Phase, UploadCost
@@ -119,14 +119,6 @@ class Progress(BaseModel):
     evaluation: Totals = Totals()
     pending: Pending | None = None
     upload_cost: UploadCost | None = None
-
-
-_FEEDBACK, _OWN = "feedback:", "own:"
-
-
-def _take(stored: Tensors, prefix: str) -> Tensors:
-    """The entries whose names begin so, taken out and named without it."""
-    return {name.removeprefix(prefix): stored.pop(name) for name in list(stored) if name.startswith(prefix)}
 
 
 class FolderLock:
@@ -225,27 +217,24 @@ class StateFolder:
         From then on ``own`` are the method's arrays beside it, by name, and ``feedback`` what rounding took from
         updates: name -> float32; empty where there are none.
         """
-        path = self.path / "model.safetensors"
+        path = self.path / personal.MODEL
         tensors: Tensors | None = None
         progress, digest = Progress(), manifest.digest
         try:
             if path.exists():
-                stored, note = checkpoint.load(path.read_bytes())
-                kept = json.loads(note)
-                progress, digest = Progress.model_validate(kept["progress"]), kept["manifest"]
-                self._saves = int(kept["save"])
-                self.own, self.feedback = _take(stored, _OWN), _take(stored, _FEEDBACK)
-                if kept["reference"] is not None:
-                    self._check_reference(kept["reference"])
-                    stored = difference.add(stored, self._reference or {})
-                tensors = stored if kept["model"] else None
-            path = self.path / "progress.json"
-            if path.exists():
-                kept = json.loads(path.read_bytes())
-                if kept["save"] == self._saves:
-                    progress = Progress.model_validate(kept["progress"])
-        except (ProtocolError, ValidationError, ValueError, KeyError, TypeError) as error:
-            what = "start this device anew" if path.name == "model.safetensors" else "go on from its last round"
+                saved = personal.read(path.read_bytes())
+                progress, digest = Progress.model_validate(saved.progress), saved.manifest
+                self._saves, self.own, self.feedback = saved.save, saved.own, saved.feedback
+                tensors = saved.stored
+                if saved.reference is not None:
+                    self._check_reference(saved.reference)
+                    tensors = difference.add(tensors, self._reference or {})
+                tensors = tensors if saved.model else None
+            path = self.path / personal.PROGRESS
+            later = personal.read_progress(path.read_bytes(), self._saves) if path.exists() else None
+            progress = progress if later is None else Progress.model_validate(later)
+        except (ProtocolError, ValidationError, ValueError) as error:
+            what = "start this device anew" if path.name == personal.MODEL else "go on from its last round"
             raise StateError(f"{path} is damaged ({error}); move it away to {what}") from None
         if digest != manifest.digest:
             raise StateError(
@@ -265,7 +254,7 @@ class StateFolder:
     def save(
         self,
         manifest: Manifest,
-        personal: Tensors | None,
+        model: Tensors | None,
         progress: Progress,
         own: Tensors | None = None,
         feedback: Tensors | None = None,
@@ -275,25 +264,25 @@ class StateFolder:
         The last two stay as they were where None is given.
         """
         own, feedback = self.own if own is None else own, self.feedback if feedback is None else feedback
-        stored, reference = personal or {}, None
-        if personal is not None and self._reference is not None:
-            stored, reference = difference.subtract(personal, self._reference), self._reference_digest
-        kept = {
-            "manifest": manifest.digest,
-            "save": self._saves + 1,
-            "model": personal is not None,
-            "reference": reference,
-            "progress": progress.model_dump(mode="json"),
-        }
-        beside = {_OWN + name: array for name, array in own.items()}
-        beside |= {_FEEDBACK + name: tensor for name, tensor in feedback.items()}
-        self._write("model.safetensors", checkpoint.save({**stored, **beside}, json.dumps(kept)))
+        stored, reference = model or {}, None
+        if model is not None and self._reference is not None:
+            stored, reference = difference.subtract(model, self._reference), self._reference_digest
+        saved = personal.Saved(
+            stored=stored,
+            own=own,
+            feedback=feedback,
+            manifest=manifest.digest,
+            save=self._saves + 1,
+            model=model is not None,
+            reference=reference,
+            progress=progress.model_dump(mode="json"),
+        )
+        self._write(personal.MODEL, personal.write(saved))
         self._saves, self.own, self.feedback = self._saves + 1, own, feedback  # not before: the disk may be full
 
     def save_progress(self, progress: Progress) -> None:
         """Keep later progress, durably, beside the model that was saved last."""
-        kept = {"save": self._saves, "progress": progress.model_dump(mode="json")}
-        self._write("progress.json", json.dumps(kept).encode())
+        self._write(personal.PROGRESS, personal.write_progress(self._saves, progress.model_dump(mode="json")))
 
     def put_outbox(self, assignment_id: str, kind: Kind, body: bytes) -> Pending:
         """Lay an update out for sending; it counts once ``save`` has kept a progress that names it."""

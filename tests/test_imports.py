@@ -9,7 +9,7 @@ import sys
 
 LIGHT = ["edge_sdk", "edge_sdk.protocol.bundle", "edge_sdk.protocol.messages", "edge_sdk.protocol.checkpoint"]
 LIGHT += ["edge_sdk.protocol.builtin", "edge_sdk.transport", "edge_sdk.state", "edge_sdk.predict", "devices"]
-LIGHT += ["export", "export.skeleton", "coordinator.main"]
+LIGHT += ["export", "export.skeleton", "export.__main__", "coordinator.main"]
 
 PROBE = """
 import importlib, json, sys

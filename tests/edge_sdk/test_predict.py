@@ -1,29 +1,43 @@
+import os
+import signal
+import subprocess
 import sys
+import threading
+from dataclasses import dataclass
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from edge_sdk.predict import CHUNK, PredictError, Predictor, main, top_classes
+from edge_sdk import predict
+from edge_sdk.predict import CHUNK, PredictError, Predictor, Watched, main, top_classes
 
 WEIGHT = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]], dtype=np.float32)
 SAMPLES = np.array([[3, 1, 0], [0, 0, 2]], dtype=np.float32)
 
 
-@pytest.fixture
-def model(tmp_path):
-    """scores = WEIGHT @ sample."""
+def save(path, weight=WEIGHT, properties=None):
+    """scores = weight @ sample, put in place in one step."""
     graph = helper.make_graph(
         [helper.make_node("Gemm", ["input", "w"], ["output"], transB=1)],
         "model",
-        [helper.make_tensor_value_info("input", TensorProto.FLOAT, ["batch", 3])],
-        [helper.make_tensor_value_info("output", TensorProto.FLOAT, ["batch", 4])],
-        [numpy_helper.from_array(WEIGHT, "w")],
+        [helper.make_tensor_value_info("input", TensorProto.FLOAT, ["batch", weight.shape[1]])],
+        [helper.make_tensor_value_info("output", TensorProto.FLOAT, ["batch", weight.shape[0]])],
+        [numpy_helper.from_array(weight, "w")],
     )
-    path = tmp_path / "model.onnx"
-    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)]), path)
+    proto = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 20)])
+    helper.set_model_props(proto, properties or {})
+    partial = path.with_suffix(".partial")
+    onnx.save(proto, partial)
+    os.replace(partial, path)
     return path
+
+
+@pytest.fixture
+def model(tmp_path):
+    return save(tmp_path / "model.onnx", properties={"method": "fedspu", "round": "3"})
 
 
 @pytest.fixture
@@ -72,6 +86,141 @@ def test_models_that_cannot_be_used(tmp_path, model):
         Predictor(broken)
 
 
+def test_runs_of_as_many_samples_as_asked_for(model):
+    many = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32)
+    np.testing.assert_allclose(Predictor(model, chunk=2)(many), many @ WEIGHT.T, rtol=1e-5, atol=1e-5)
+    with pytest.raises(PredictError, match="0 samples per run"):
+        Predictor(model, chunk=0)
+
+
+def test_a_file_says_what_it_is(model):
+    assert Predictor(model).properties == {"method": "fedspu", "round": "3"}
+
+
+def test_a_provider_that_is_not_there_is_refused_and_what_there_is_named(model):
+    with pytest.raises(PredictError, match=r"no provider 'tpu'; choose one of cpu, cuda, tensorrt"):
+        Predictor(model, provider="tpu")
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        with pytest.raises(PredictError, match=r"has no cuda, it offers cpu; .*pip install onnxruntime-gpu"):
+            Predictor(model, provider="cuda")
+
+
+@pytest.mark.filterwarnings("ignore:Specified provider:UserWarning")
+def test_a_provider_that_does_not_start_is_not_replaced_in_silence(model, monkeypatch):
+    offered = [*onnxruntime.get_available_providers(), "CUDAExecutionProvider"]
+    if onnxruntime.get_available_providers().count("CUDAExecutionProvider"):
+        pytest.skip("here it starts")
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: offered)
+    with pytest.raises(PredictError, match="could not be started"):
+        Predictor(model, provider="cuda")
+
+
+@dataclass
+class Energy:
+    joules: float | None
+    coverage: float = 0.5
+    quality: str = "measured"
+    source: str = "a wire"
+    reason: str | None = None
+
+
+class Meter:
+    """Gives out the energy it was made with; counts nothing."""
+
+    def __init__(self, energy):
+        self.energy = energy
+
+    def phase(self, name):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+
+def test_joules_are_of_one_prediction(model, monkeypatch):
+    predictor = Predictor(model, threads=1)
+    runs = []
+    monkeypatch.setattr(predictor, "_run", lambda inputs: runs.append(inputs))
+    monkeypatch.setattr(predict, "ENERGY_SECONDS", 0.0)
+    timing = predictor.measure(repeats=20, meter=Meter(Energy(3.0)))
+    assert len(runs) == 2 + 20 + 1
+    assert timing.joules == 6.0  # of twice the time that was covered
+    assert timing.energy == "measured, a wire"
+    assert 0 < timing.p50 <= timing.p95
+    unknown = predictor.measure(repeats=1, meter=Meter(Energy(None, coverage=0.0, reason="no sensor")))
+    assert (unknown.joules, unknown.energy) == (None, "no sensor")
+
+
+# --- a file that is replaced
+
+
+def test_a_newer_file_takes_over(model):
+    swapped = []
+    watched = Watched(model, threads=1, on_swap=swapped.append)
+    before = watched.current
+    assert not watched.refresh()
+    np.testing.assert_allclose(watched(SAMPLES), SAMPLES @ WEIGHT.T)
+    save(model, 2 * WEIGHT)
+    np.testing.assert_allclose(watched(SAMPLES), SAMPLES @ WEIGHT.T)  # nobody has looked yet
+    assert watched.refresh()
+    np.testing.assert_allclose(watched(SAMPLES), 2 * SAMPLES @ WEIGHT.T)
+    np.testing.assert_allclose(before(SAMPLES), SAMPLES @ WEIGHT.T)  # who still holds it goes on
+    assert swapped == [watched.current]
+    assert not watched.refresh()
+
+
+def test_a_newer_file_that_cannot_be_used_is_told_once_and_the_old_model_stays(model):
+    troubles = []
+    watched = Watched(model, threads=1, report=troubles.append)
+    whole = model.read_bytes()
+    model.write_bytes(whole[: len(whole) // 2])
+    assert not watched.refresh()
+    assert not watched.refresh()
+    save(model, WEIGHT[:, :2])
+    assert not watched.refresh()
+    model.unlink()
+    assert not watched.refresh()
+    np.testing.assert_allclose(watched(SAMPLES), SAMPLES @ WEIGHT.T)
+    assert len(troubles) == 2
+    assert "not a model that ONNX Runtime can load" in troubles[0]
+    assert "it takes (2,) of float32 and gives (4,), not (3,)" in troubles[1]
+    save(model, 3 * WEIGHT)
+    assert watched.refresh()
+    np.testing.assert_allclose(watched(SAMPLES), 3 * SAMPLES @ WEIGHT.T)
+
+
+def test_a_thread_looks_while_others_predict(model):
+    swapped = threading.Event()
+    with Watched(model, threads=1, seconds=0.005, on_swap=lambda predictor: swapped.set()) as watched:
+        save(model, 2 * WEIGHT)
+        while not swapped.is_set():  # the timeout of tests ends it
+            scale = watched(SAMPLES)[0, 0] / 3
+            assert scale in (1, 2)
+        np.testing.assert_allclose(watched(SAMPLES), 2 * SAMPLES @ WEIGHT.T)
+    save(model, WEIGHT)
+    np.testing.assert_allclose(watched(SAMPLES), 2 * SAMPLES @ WEIGHT.T)
+
+
+def test_the_command_predicts_again_with_a_newer_file(model, samples):
+    command = [sys.executable, "-m", "edge_sdk.predict", str(model), "--input", str(samples), "--watch", "0.01"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            lines = iter(process.stdout.readline, "")
+            assert next(lines) == "sample 0: class 3 (score 4.000)\n"
+            assert next(line for line in lines if line.startswith("one alone"))
+            save(model, 2 * WEIGHT, {"method": "fedspu", "round": "4"})
+            assert next(lines) == f"a newer {model}: method fedspu, round 4\n"
+            assert next(lines) == "sample 0: class 3 (score 8.000)\n"
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+            assert (process.returncode, errors) == (0, "")
+        finally:
+            process.kill()
+
+
 def test_without_onnx_runtime_the_install_command_is_given(monkeypatch, model, samples, capsys):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert main([str(model), "--input", str(samples)]) == 1
@@ -89,7 +238,9 @@ def test_the_command_prints_classes_and_timing(model, samples, tmp_path, capsys)
     assert lines[0] == "sample 0: class 3 (score 4.000), class 0 (score 3.000)"
     assert lines[1] == "sample 1: class 2 (score 2.000), class 3 (score 2.000)"
     assert lines[2].startswith("2 samples in ")
-    assert lines[2].endswith("ms (p50)")
+    assert lines[3].startswith("one alone: ")
+    assert "ms (p50)" in lines[3]
+    assert "ms (p95), energy" in lines[3]
     np.testing.assert_allclose(np.load(output), SAMPLES @ WEIGHT.T)
 
 

@@ -127,6 +127,19 @@ def test_exported_models_predict_without_torch(run, tmp_path, name):
         assert f"sample {number}: class {best} " in printed
 
 
+def test_what_a_device_kept_can_be_exported_afterwards(run, tmp_path):
+    """From its state folder alone, by a program that has no torch, to the same predictions."""
+    output = tmp_path / "later.onnx"
+    command = [sys.executable, "-m", "export", str(run.devices.folder / SMALL), "--output", str(output), "--quick"]
+    subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=True)
+    inputs = np.random.default_rng(0).random((3, 1, 8, 8), dtype=np.float32)
+    later, before = (onnxruntime.InferenceSession(str(path)) for path in (output, run.devices.onnx(SMALL)))
+    np.testing.assert_allclose(*(each.run(None, {"input": inputs})[0] for each in (later, before)), atol=1e-4)
+    says, said = (each.get_modelmeta().custom_metadata_map for each in (later, before))
+    assert says == {**said, "mode": "packed", "precision": "fp32"}
+    assert (says["method"], says["device"], says["round"], says["classes"]) == ("fedspu", SMALL, "3", "10")
+
+
 def test_the_same_again_in_fresh_folders_gives_the_same_models(run, machine):
     coordinator, devices = machine()
     coordinator.create(NAME, **SETTINGS)

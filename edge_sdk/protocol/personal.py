@@ -1,0 +1,113 @@
+"""The file that a device keeps its personal model in, as whoever reads it needs to know it.
+
+``model.safetensors`` holds the personal model under its state-dict names; beside it the method's own arrays
+(``own:NAME``) and what rounding took from updates (``feedback:NAME``). Its note is JSON: the manifest's digest, whether
+a personal model is there at all, how far the device has come, and the digest of the model that it is a difference from,
+as simulated devices store theirs. The device writes the file (``edge_sdk.state``), ``export`` reads it.
+
+Beside it lie ``progress.json``, how far the device has come since where the model stayed as it was, and
+``manifest.json``, ``skeleton.onnx`` and ``federation.json``: what the device knows of its federation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol.errors import BundleError
+from edge_sdk.protocol.manifest import Tensors
+from edge_sdk.protocol.messages import FederationInfo
+
+MODEL, PROGRESS, MEMBERSHIP = "model.safetensors", "progress.json", "federation.json"
+MANIFEST, SKELETON = "manifest.json", "skeleton.onnx"
+
+_FEEDBACK, _OWN = "feedback:", "own:"
+
+
+class Membership(BaseModel):
+    """Who a device is in which federation, as of when it was last there: its name and budget, the settings."""
+
+    model_config = ConfigDict(frozen=True)
+
+    device: str
+    budget: float
+    federation: FederationInfo
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What lies in the file: ``stored`` is the model, or its difference from ``reference``, by name."""
+
+    stored: Tensors
+    own: Tensors
+    feedback: Tensors
+    manifest: str
+    save: int
+    model: bool
+    reference: str | None
+    progress: Mapping[str, Any]
+
+
+def write(saved: Saved) -> bytes:
+    """The bytes of the file."""
+    note = {
+        "manifest": saved.manifest,
+        "save": saved.save,
+        "model": saved.model,
+        "reference": saved.reference,
+        "progress": saved.progress,
+    }
+    beside = {_OWN + name: array for name, array in saved.own.items()}
+    beside |= {_FEEDBACK + name: tensor for name, tensor in saved.feedback.items()}
+    return checkpoint.save({**saved.stored, **beside}, json.dumps(note))
+
+
+def read(body: bytes) -> Saved:
+    """What the bytes of such a file hold. Raises BundleError for others."""
+    stored, text = checkpoint.load(body)
+    try:
+        note = json.loads(text)
+        return Saved(
+            own=_take(stored, _OWN),
+            feedback=_take(stored, _FEEDBACK),
+            stored=stored,
+            manifest=note["manifest"],
+            save=int(note["save"]),
+            model=bool(note["model"]),
+            reference=note["reference"],
+            progress=dict(note["progress"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise BundleError(f"the note of a device's model is not as it should be: {error!r}") from None
+
+
+def write_progress(save: int, progress: Mapping[str, Any]) -> bytes:
+    """The bytes of ``progress.json``: progress since the ``save`` with that number."""
+    return json.dumps({"save": save, "progress": progress}).encode()
+
+
+def read_progress(body: bytes, save: int) -> Mapping[str, Any] | None:
+    """The progress since that save, None where the file is about another. Raises BundleError."""
+    try:
+        kept = json.loads(body)
+        return dict(kept["progress"]) if kept["save"] == save else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise BundleError(f"not the progress of a device: {error!r}") from None
+
+
+def is_personal(note: str) -> bool:
+    """Whether a safetensors file with this note is such a file, and not a plain checkpoint."""
+    try:
+        return {"manifest", "save", "progress"} <= set(json.loads(note))
+    except (ValueError, TypeError):
+        return False
+
+
+def _take(stored: Tensors, prefix: str) -> Tensors:
+    """The entries whose names begin so, taken out and named without it."""
+    return {name.removeprefix(prefix): stored.pop(name) for name in list(stored) if name.startswith(prefix)}

@@ -1,0 +1,35 @@
+"""What an exported file says of itself, as properties of the ONNX model."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol.manifest import Manifest, Tensors
+
+
+def properties(manifest: Manifest, tensors: Tensors, **known: object) -> dict[str, str]:
+    """Name -> text, of what is ``known`` (method, round, ...; None is left out) and what follows from the model.
+
+    task: the manifest's. classes: scores per sample, where the output is a vector. density: share of the weights of
+    linear layers and convolutions that are not zero. digest: SHA-256 of the personal model as a checkpoint.
+    """
+    kept = {spec.name: tensors[spec.name] for spec in manifest.kept if spec.name in tensors}
+    found = {
+        "task": manifest.task,
+        "density": f"{density(manifest, kept):.6g}",
+        "digest": hashlib.sha256(checkpoint.save(kept)).hexdigest(),
+        "manifest": manifest.digest,
+    }
+    if len(manifest.output_shape) == 1:
+        found["classes"] = str(manifest.output_shape[0])
+    return {**found, **{name: str(value) for name, value in known.items() if value is not None}}
+
+
+def density(manifest: Manifest, tensors: Tensors) -> float:
+    """Share, in [0, 1], of the maskable weights that are not zero; 1 where the model has none."""
+    weights = [tensors[spec.name] for spec in manifest.maskable if spec.name in tensors]
+    size = sum(weight.size for weight in weights)
+    return sum(int(np.count_nonzero(weight)) for weight in weights) / size if size else 1.0

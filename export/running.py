@@ -1,0 +1,74 @@
+"""Run ONNX files to compare what they predict. ONNX Runtime is imported where it is used, and says so where missing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from export.errors import ExportError
+
+Array = NDArray[Any]
+
+CHUNK = 256
+
+
+def runtime() -> Any:
+    """The module onnxruntime. Raises ExportError where it is not installed."""
+    try:
+        import onnxruntime
+    except ImportError:
+        raise ExportError("ONNX Runtime is not installed; pip install sparrow-fl[export]") from None
+    return onnxruntime
+
+
+def predict(path: Path, inputs: Array) -> Array:
+    """Outputs [N, ...] of the file for inputs [N, *input_shape]. Raises ExportError for one that cannot be run."""
+    onnxruntime = runtime()
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        name = session.get_inputs()[0].name
+        parts = [session.run(None, {name: inputs[start : start + CHUNK]})[0] for start in range(0, len(inputs), CHUNK)]
+    except Exception as error:  # ONNX Runtime's exceptions share no public base class
+        raise ExportError(f"ONNX Runtime cannot run the exported model: {error}") from None
+    return np.concatenate(parts)
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How two exports differ over ``inputs`` inputs.
+
+    max_difference: largest absolute difference of an output. largest_output: largest absolute output, for scale.
+    same_class: share of inputs for which both have the same highest score; None where outputs are no scores.
+    """
+
+    inputs: int
+    max_difference: float
+    largest_output: float
+    same_class: float | None
+
+
+def compare(found: Array, wanted: Array) -> Parity:
+    """The parity of two arrays of outputs [N, ...]; a value that is not finite in one alone differs infinitely."""
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(found.astype(np.float64) - wanted)
+    difference[(found == wanted) | (np.isnan(found) & np.isnan(wanted))] = 0
+    largest = float(np.nan_to_num(difference, nan=np.inf, posinf=np.inf).max())
+    same = float(np.mean(found.argmax(1) == wanted.argmax(1))) if _scores(wanted) else None
+    return Parity(len(wanted), largest, float(np.nan_to_num(np.abs(wanted)).max()), same)
+
+
+def _scores(outputs: Array) -> bool:
+    return outputs.ndim == 2 and outputs.shape[1] > 1
+
+
+def accuracy(outputs: Array, labels: Array | None) -> float | None:
+    """Share of samples whose highest score is their label's; None without labels, or where outputs are no scores."""
+    if labels is None or not _scores(outputs):
+        return None
+    return float(np.mean(outputs.argmax(1) == labels))

@@ -1,0 +1,145 @@
+"""What is to be exported: a device's state folder, or a bare checkpoint with the manifest and skeleton of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from edge_sdk.protocol import checkpoint, personal
+from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
+from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.manifest import Manifest, Tensors
+from export.errors import ExportError
+from export.metadata import properties
+
+
+@dataclass(frozen=True)
+class Source:
+    """A personal model and what else an export may need.
+
+    tensors: name -> array, every kept tensor of ``manifest``. own: the method's arrays beside the model. progress: how
+    far the device came. membership: None for a bare checkpoint, whose method nobody knows.
+    """
+
+    manifest: Manifest
+    skeleton: bytes
+    tensors: Tensors
+    own: Tensors = field(default_factory=dict)
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    membership: personal.Membership | None = None
+
+    @property
+    def method(self) -> str | None:
+        """The federated method that made the model."""
+        return self.membership.federation.method if self.membership else None
+
+    @property
+    def memory(self) -> Mapping[str, Any]:
+        """What the method noted beside its arrays."""
+        found = self.progress.get("memory", {})
+        return found if isinstance(found, dict) else {}
+
+    def properties(self) -> dict[str, str]:
+        """What the exported file says of the model."""
+        if self.membership is None:
+            return properties(self.manifest, self.tensors)
+        return properties(
+            self.manifest,
+            self.tensors,
+            federation=self.membership.federation.name,
+            method=self.method,
+            device=self.membership.device,
+            round=self.progress.get("last_round"),
+        )
+
+
+def read_source(path: Path, manifest: Path | None = None, skeleton: Path | None = None) -> Source:
+    """Read ``path``: a state folder, or a safetensors file of one or of a whole model (``GET .../model``).
+
+    manifest, skeleton: the files to use; by default those that lie beside it, and for a built-in task's model, which
+    its manifest names by digest, its own skeleton. Raises ExportError.
+    """
+    model = path / personal.MODEL if path.is_dir() else path
+    if path.is_dir() and not model.exists():
+        raise ExportError(f"{path} holds no {personal.MODEL}; give the state folder of a device that has trained")
+    body = _bytes(model)
+    try:
+        note = checkpoint.read_note(body)
+        saved = personal.read(body) if personal.is_personal(note) else None
+        tensors = saved.stored if saved else checkpoint.load(body)[0]
+    except ProtocolError as error:
+        raise ExportError(f"{model} cannot be read: {error}") from None
+    found = _manifest(manifest or model.with_name(personal.MANIFEST))
+    if saved is not None:
+        if not saved.model:
+            raise ExportError(f"{model} holds no personal model yet; export it after the device's first round")
+        if saved.reference is not None:
+            raise ExportError(
+                f"{model} is a simulated device's difference from a model of its fleet; export a device that joined "
+                f"with python -m edge_sdk.join"
+            )
+        if saved.manifest != found.digest:
+            raise ExportError(f"{model} was trained with another manifest; give the one of its federation")
+    try:
+        found.check_tensors(tensors, what=f"the tensors in {model}")
+    except ProtocolError as error:
+        raise ExportError(str(error)) from None
+    return Source(
+        manifest=found,
+        skeleton=_skeleton(skeleton, model.with_name(personal.SKELETON), found),
+        tensors=tensors,
+        own=saved.own if saved else {},
+        progress=_progress(model, saved) if saved else {},
+        membership=_membership(model.with_name(personal.MEMBERSHIP)) if saved else None,
+    )
+
+
+def _progress(model: Path, saved: personal.Saved) -> Mapping[str, Any]:
+    """The device's progress: the later one, where it went on and the model stayed."""
+    path = model.with_name(personal.PROGRESS)
+    try:
+        later = personal.read_progress(_bytes(path), saved.save) if path.exists() else None
+    except ProtocolError as error:
+        raise ExportError(f"{path} is damaged ({error}); move it away") from None
+    return saved.progress if later is None else later
+
+
+def _membership(path: Path) -> personal.Membership | None:
+    if not path.exists():
+        return None
+    try:
+        return personal.Membership.model_validate_json(_bytes(path))
+    except ValidationError as error:
+        raise ExportError(f"{path} is damaged ({error.error_count()} faults); join once more to renew it") from None
+
+
+def _manifest(path: Path) -> Manifest:
+    if not path.exists():
+        raise ExportError(f"there is no {path}; give the manifest of the model's federation with --manifest")
+    try:
+        return Manifest.model_validate_json(_bytes(path))
+    except ValidationError as error:
+        raise ExportError(f"{path} is not a manifest ({error.error_count()} faults); give another --manifest") from None
+
+
+def _skeleton(given: Path | None, beside: Path, manifest: Manifest) -> bytes:
+    if given is not None or beside.exists():
+        return _bytes(given or beside)
+    for name in builtin_tasks():
+        builtin = load_builtin(name)
+        if manifest.skeleton_sha256 is not None and builtin.manifest.skeleton_sha256 == manifest.skeleton_sha256:
+            return builtin.skeleton
+    raise ExportError(
+        f"there is no {beside}; fetch /v1/federations/NAME/skeleton.onnx from the coordinator, give it with --skeleton"
+    )
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ExportError(f"{path} cannot be read: {error.strerror}") from None
