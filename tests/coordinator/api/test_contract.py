@@ -851,11 +851,12 @@ def test_no_stranger_can_fill_the_memory(open_app):
     """A body is refused by its length, or by its sender, before it is read."""
     client = open_app(**TOKENS)
     for method, path in every_call(client):
-        if method == "GET" or path == "/v1/federations" or path.endswith("/update"):
+        if method == "GET" or path == "/v1/federations" or path.endswith(("/update", "/model/evaluation")):
             continue
         assert_problem(client.request(method, path, content=b" " * (2**20 + 1), headers=JSON), 413, "send less")
         assert_problem(client.request(method, path, content=iter([b"{}"]), headers=JSON), 411, "send Content-Length")
-    for method, path in (("POST", "/v1/federations"), ("PUT", f"/v1/assignments/{'0' * 32}/update")):
+    judging, update = "/v1/federations/default/model/evaluation", f"/v1/assignments/{'0' * 32}/update"
+    for method, path in (("POST", "/v1/federations"), ("POST", judging), ("PUT", update)):
         assert_problem(client.request(method, path, content=iter([b"{}"]), headers=JSON), 401, "token")
 
 
