@@ -80,6 +80,7 @@ MOMENTS: dict[str, Callable[[Coordinator, int], None]] = {
 }
 
 
+@pytest.mark.slow
 def test_the_coordinator_is_killed_at_every_point_of_a_round(coordinator, device, undisturbed):
     devices = join_all(coordinator, device, SETTINGS)
     kill_at(MOMENTS, coordinator, devices)
