@@ -190,7 +190,6 @@ class BlockSums:
             if spec.name in table.tensors:
                 weights = np.repeat(self._weights[table.places[spec.name]], table.tensors[spec.name])
             numerator, old = self._numerators[spec.name], previous[spec.name].reshape(-1).astype(np.float64)
-            total = self._weight if self._everybody else weights
-            quotient = (numerator + (total - weights) * old) / np.where(weights > 0, total, 1.0)
-            result[spec.name] = np.where(weights > 0, quotient, old).astype(np.float32).reshape(spec.shape)
+            total = np.where(weights > 0, self._weight, 0.0) if self._everybody else weights
+            result[spec.name] = quotient(numerator + (total - weights) * old, total, old).reshape(spec.shape)
         return result
