@@ -47,7 +47,7 @@ from edge_sdk.training.gating import GatingLayer, fitting_pool
 from edge_sdk.training.layer_seconds import block_nanoseconds
 from edge_sdk.training.local import LocalResult, derive_seed, evaluate, get_tensors, set_tensors, take_steps
 from edge_sdk.training.merging import is_whole, whole_model
-from edge_sdk.training.modes import buffers_kept, evaluating
+from edge_sdk.training.modes import buffers_kept
 
 ADAPT_EPOCHS = 5
 """Most epochs in which a late device trains its gate; it stops before where the validation loss rises."""
@@ -87,15 +87,13 @@ class PFedGate(DeviceMethod):
         newest = {name: np.array(tensor) for name, tensor in _newest(job).items()}
         gated, held_out = gated_model(job, newest), job.task.held_out
         judge = partial(evaluate, job.model, job.task)
-        gated.gate.eval()
-        with evaluating(job.model):
-            fresh, batch = judge(held_out, gated.each), judge(held_out, gated)
-            validation = fresh if job.task.test is None else judge(job.task.validation, gated.each)
-            set_tensors(job.model, _trained(job))
-            others = {"batch": batch, "local": judge(held_out, gated.each), "local batch": judge(held_out, gated)}
-            scale_in_place(newest, gated.table, job.state.own["static"])
-            set_tensors(job.model, newest)
-            others["static"] = judge(held_out)
+        fresh, batch = judge(held_out, gated.each), judge(held_out, gated)
+        validation = fresh if job.task.test is None else judge(job.task.validation, gated.each)
+        set_tensors(job.model, _trained(job))
+        others = {"batch": batch, "local": judge(held_out, gated.each), "local batch": judge(held_out, gated)}
+        scale_in_place(newest, gated.table, job.state.own["static"])
+        set_tensors(job.model, newest)
+        others["static"] = judge(held_out)
         return Evaluated(fresh, None, validation, others)
 
     def adapt(self, job: Job) -> DeviceState:

@@ -10,7 +10,7 @@ in use must; and with one for good, by the mean gates over the batches trained o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -91,7 +91,9 @@ class Gated:
         # A batch of one has no variance: the norms then go by what they remember.
         self.gate.train(self.model.training and len(inputs) > 1)
         importances, scales = self.gate(inputs)
-        on = self.select(importances, among=self._within_limit)
+        on = self.select(importances)
+        if self.model.training and self._exceeds_limit(on):
+            on = self.select(importances, among=self.touched)
         self.chosen = on
         if self.model.training:
             self._seen += len(inputs)
@@ -102,21 +104,15 @@ class Gated:
         laid_out = inputs.to(memory_format=torch.channels_last) if self._channels_last and inputs.dim() == 4 else inputs
         return self._gated(laid_out, self._through(importances, scales, on), on)
 
-    def select(
-        self, importances: torch.Tensor, among: Callable[[Selection], Selection | None] | None = None
-    ) -> Selection:
-        """The blocks that are on, [..., L], for importances [..., L]."""
+    def select(self, importances: torch.Tensor, among: Selection | None = None) -> Selection:
+        """The blocks that are on, [..., L], for importances [..., L]; no others than those of ``among``."""
         values, budget = importances.detach().cpu().double().numpy(), self.budget
-        on = self.table.select(values, budget.share, budget.costs, rule=budget.rule)
-        others = among(on) if among and self.model.training else None
-        return on if others is None else self.table.select(values, budget.share, budget.costs, others, budget.rule)
+        return self.table.select(values, budget.share, budget.costs, among, budget.rule)
 
-    def _within_limit(self, on: Selection) -> Selection | None:
-        """What a batch must make do with where ``on`` would touch more than the round may: what has been touched."""
-        total = self.table.sizes.sum()
-        if not self.touched.any() or self.table.sizes[self.touched | on].sum() <= self.budget.limit * total + 1e-9:
-            return None
-        return self.touched
+    def _exceeds_limit(self, on: Selection) -> bool:
+        """Whether a batch with these blocks, not the first, would touch more than the round may."""
+        most = self.budget.limit * self.table.sizes.sum() + 1e-9
+        return bool(self.touched.any() and self.table.sizes[self.touched | on].sum() > most)
 
     def _through(self, importances: torch.Tensor, scales: torch.Tensor, on: Selection) -> torch.Tensor:
         """M' [L], with gradients straight through the choice."""
