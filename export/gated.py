@@ -28,7 +28,7 @@ import onnx.shape_inference
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
-from edge_sdk.protocol.blocks import BlockTable, Costs
+from edge_sdk.protocol.blocks import TIE, BlockTable, Costs
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.manifest import Manifest, Tensors
@@ -45,9 +45,6 @@ GATES = "gate/scales"
 
 MARGIN = 1e-5
 """Of two choices whose importances add up to sums less than this apart, rounding may decide."""
-
-_TIE = 1e-9
-"""Taken off importances per place, as in ``edge_sdk.protocol.blocks``."""
 
 
 def gated_model(
@@ -170,7 +167,7 @@ def _choose(
     """float32 [N, L], 1 where a block is on, and the rule."""
     candidates = np.flatnonzero(~table.forced)
     values = to.add("Gather", importances, to.index(candidates), axis=1)
-    exactly = to.add("Sub", to.add("Cast", values, to=TensorProto.DOUBLE), to.constant(_TIE * candidates))
+    exactly = to.add("Sub", to.add("Cast", values, to=TensorProto.DOUBLE), to.constant(TIE * candidates))
     capacity = table.capacity(budget, costs)
     plan = decisions(costs[candidates], capacity, largest)
     if plan is None:

@@ -27,7 +27,7 @@ Rule = Literal["exact", "greedy"]
 LARGEST_FRONT = 50_000
 """Partial choices that the exact solver keeps at once; beyond, it makes do with a greedy one (card, 4.4)."""
 
-_TIE = 1e-9
+TIE = 1e-9
 """Taken off a block's importance per place, so that of equal ones the first wins (card, 4.4)."""
 
 
@@ -142,7 +142,7 @@ class BlockTable:
         candidates = np.flatnonzero(~self.forced if among is None else ~self.forced & among)
         if not len(candidates):
             return chosen
-        values = importances[..., candidates] - _TIE * candidates
+        values = importances[..., candidates] - TIE * candidates
         taken = knapsack(costs[candidates], values.reshape(-1, len(candidates)), capacity, rule)
         chosen[..., candidates] = taken.reshape(values.shape)
         return chosen
