@@ -21,11 +21,9 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 from edge_sdk.protocol.blocks import BlockTable
 from edge_sdk.protocol.manifest import Manifest
 from export.building import Building
-from export.shapes import Shape, output_shapes
+from export.graph import BATCHES, Shape
+from export.graph import shapes as shapes_of
 from export.skeleton import INPUT, OUTPUT
-
-_SAMPLES = 10_007
-"""A number of samples by which an axis of samples is known from others."""
 
 _CHANNELS = ("Conv", "BatchNormalization", "GroupNormalization", "InstanceNormalization")
 """Operators whose inputs 1 and 2 are weight and bias of their outputs' axis 1."""
@@ -60,7 +58,7 @@ class Rows:
                 return None
             place = table.places[name]
             rows[name] = np.repeat(np.arange(place.start, place.stop), sizes // row)
-        outputs = output_shapes(model, _SAMPLES)
+        outputs = shapes_of(model)
         turned = {
             node.output[0]: node.input[0]
             for node in model.graph.node
@@ -71,7 +69,7 @@ class Rows:
             used = [name for name in node.input if name in rows or name in turned]
             if not used or node.output[0] in turned or node.op_type == "Shape":
                 continue
-            layer = _layer(node, turned, outputs.get(node.output[0], []), shapes)
+            layer = _layer(node, turned, outputs.get(node.output[0]), shapes)
             if layer is None or {turned.get(name, name) for name in used} - {layer.weight, layer.bias}:
                 return None
             layers[node.output[0]] = layer
@@ -122,12 +120,12 @@ class Rows:
 
 
 def _layer(
-    node: NodeProto, turned: Mapping[str, str], output: Shape, shapes: Mapping[str, tuple[int, ...]]
+    node: NodeProto, turned: Mapping[str, str], found: Shape | None, shapes: Mapping[str, tuple[int, ...]]
 ) -> _Layer | None:
     """How ``node`` uses its weights; None where rows of them are not rows of what it gives, one for each sample."""
-    ranks = len(output)
-    if ranks < 2 or output[0] != _SAMPLES:
+    if found is None or len(found.sizes) < 2 or found.sizes[0] != BATCHES[0]:
         return None
+    output, ranks = found.sizes, len(found.sizes)
     weight = node.input[1] if len(node.input) > 1 else ""
     bias = node.input[2] if len(node.input) > 2 else ""
     attributes = {entry.name: onnx.helper.get_attribute_value(entry) for entry in node.attribute}
