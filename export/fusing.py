@@ -6,7 +6,6 @@ quantisation puts between them: so they are brought together before.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,6 +14,7 @@ import onnx.numpy_helper
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from edge_sdk.protocol.manifest import Array
+from export.graph import read_counts
 
 
 def fuse(model: ModelProto) -> ModelProto:
@@ -95,7 +95,7 @@ def _constants(graph: GraphProto) -> dict[str, TensorProto]:
 
 
 def _drop_unread_in_place(graph: GraphProto) -> None:
-    read = _readers(graph)
+    read = read_counts(graph)
     given = {value.name for value in graph.input}
     kept = [tensor for tensor in graph.initializer if read[tensor.name] or tensor.name in given]
     del graph.initializer[:]
@@ -104,22 +104,11 @@ def _drop_unread_in_place(graph: GraphProto) -> None:
 
 def _pairs(graph: GraphProto, first: str, second: str) -> Iterator[tuple[NodeProto, NodeProto]]:
     """Nodes of the operator ``first`` whose output is read by nothing but one of ``second``, as its first input."""
-    readers = _readers(graph)
+    readers = read_counts(graph)
     made_by = {node.output[0]: node for node in graph.node if node.op_type == first}
     for node in graph.node:
         if node.op_type == second and node.input[0] in made_by and readers[node.input[0]] == 1:
             yield made_by[node.input[0]], node
-
-
-def _readers(graph: GraphProto) -> Counter[str]:
-    """How often each value is read, inner graphs and outputs included."""
-    found = Counter(value.name for value in graph.output)
-    for node in graph.node:
-        found.update(node.input)
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                found.update(_readers(inner))
-    return found
 
 
 def _float(name: str, array: Array) -> TensorProto:
