@@ -29,6 +29,7 @@ from edge_sdk.protocol.neurons import narrowed
 from edge_sdk.skeleton import make_skeleton
 from edge_sdk.tasks.models import cifar10_fedspu, mnist_leaf
 from edge_sdk.tracing import describe
+from export.alignment import align
 from export.compact import compact
 from export.skeleton import fill
 
@@ -48,7 +49,7 @@ def files(name: str, ratio: float) -> dict[str, bytes]:
     masked = onnx.load_from_string(fill(task.skeleton, task.manifest, zero_outside(task.manifest, weights, mask)))
     found = {
         "dense": fill(task.skeleton, task.manifest, weights),
-        "compact": compact(masked).SerializeToString(deterministic=True),
+        "compact": align(compact(masked)).SerializeToString(deterministic=True),
         "small": built_small(task, weights, mask),
     }
     x = np.random.default_rng(1).normal(size=(64, *task.manifest.input_shape)).astype(np.float32)

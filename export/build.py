@@ -69,10 +69,11 @@ def build(
         model = _dynamic(source, budget)
         steps.append("dynamic")
     else:
+        from export.alignment import align
         from export.compact import compact
 
         doing("removing neurons")
-        model = compact(plain)
+        model = align(compact(plain))
         if model.ByteSize() < plain.ByteSize():
             steps.append("compact")
         doing(f"precision {precision}")
