@@ -32,7 +32,7 @@ from edge_sdk.protocol.blocks import TIE, BlockTable, Costs
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import unpack
+from edge_sdk.protocol.masks import unpack_whole
 from export.building import Building
 from export.errors import ExportError
 from export.gating import Gate
@@ -81,7 +81,8 @@ def gated_model(
     if gate.constant is not None:
         scales, importances = gate.constant
         chosen = table.select(importances.astype(np.float64), budget, costs)
-        return _finished(_loaded(skeleton, manifest, _scaled(tensors, table, np.where(chosen, scales, 0.0))), "fixed")
+        table.scale_in_place(tensors, np.where(chosen, scales, 0.0))
+        return _finished(_loaded(skeleton, manifest, tensors), "fixed")
     model = _loaded(skeleton, manifest, tensors)
     to = Building("gate/")
     importances_name, scales_name = gate.build(to, model.graph.input[0].type.tensor_type.elem_type)
@@ -113,8 +114,8 @@ def _table(manifest: Manifest) -> BlockTable:
 def _weights(manifest: Manifest, packed: NDArray[Any], personal: Tensors | None) -> Tensors:
     """θ as the device's last round left it, and from ``personal`` what is never sent."""
     try:
-        parts = unpack(manifest, np.asarray(packed, dtype=np.float32), None)
-        tensors = {spec.name: np.array(part).reshape(spec.shape) for spec, _, part in parts}
+        parts = unpack_whole(manifest, np.asarray(packed, dtype=np.float32))
+        tensors = {name: np.array(part) for name, part in parts.items()}
     except (ProtocolError, ValueError) as error:
         raise ExportError(f"the state is one of another model: {error}; use the manifest it was trained with") from None
     for spec in manifest.kept:
@@ -137,15 +138,6 @@ def _costs(manifest: Manifest, own: Tensors, settings: Mapping[str, Any]) -> Cos
         f"budgets are a share of {settings.get('cost')!r}, and the state does not say what blocks cost; export from "
         f"the state of the device that trained"
     )
-
-
-def _scaled(tensors: Tensors, table: BlockTable, gates: NDArray[Any]) -> Tensors:
-    """θ ⊛ M' for good."""
-    scaled = dict(tensors)
-    for name, sizes in table.tensors.items():
-        factors = np.repeat(gates[table.places[name]].astype(np.float32), sizes)
-        scaled[name] = np.multiply(tensors[name], factors.reshape(tensors[name].shape))
-    return scaled
 
 
 def _loaded(skeleton: bytes, manifest: Manifest, tensors: Tensors) -> ModelProto:

@@ -32,7 +32,7 @@ from edge_sdk.protocol.blocks import BlockMask, Costs
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.masks import merge_in_place, pack, unpack
+from edge_sdk.protocol.masks import merge_in_place, pack, unpack_whole
 from edge_sdk.training.gated import (
     PROBE,
     Budget,
@@ -41,7 +41,6 @@ from edge_sdk.training.gated import (
     Gates,
     gate_tensors,
     load_gate,
-    scale_in_place,
 )
 from edge_sdk.training.gating import GatingLayer, fitting_pool
 from edge_sdk.training.layer_seconds import block_nanoseconds
@@ -91,7 +90,7 @@ class PFedGate(DeviceMethod):
         validation = fresh if job.task.test is None else judge(job.task.validation, gated.each)
         set_tensors(job.model, _trained(job))
         others = {"batch": batch, "local": judge(held_out, gated.each), "local batch": judge(held_out, gated)}
-        scale_in_place(newest, gated.table, job.state.own["static"])
+        gated.table.scale_in_place(newest, job.state.own["static"])
         set_tensors(job.model, newest)
         others["static"] = judge(held_out)
         return Evaluated(fresh, None, validation, others)
@@ -129,8 +128,7 @@ def _newest(job: Job) -> Tensors:
 
 def _trained(job: Job) -> Tensors:
     """θ as this device's last round left it, copied."""
-    values = unpack(job.manifest, job.state.own["model"], None)
-    return {spec.name: np.array(part).reshape(spec.shape) for spec, _, part in values}
+    return {name: np.array(tensor) for name, tensor in unpack_whole(job.manifest, job.state.own["model"]).items()}
 
 
 def _state(job: Job, gated: Gated, gates: Gates, trained: Tensors, received: Tensors) -> DeviceState:
@@ -142,7 +140,7 @@ def _state(job: Job, gated: Gated, gates: Gates, trained: Tensors, received: Ten
     own["touched"], own["static"] = gated.touched.astype(np.uint8), gates
     if job.assignment.settings.method_settings["cost"] == "seconds" and gated.budget.costs is not None:
         own["nanoseconds"] = gated.budget.costs
-    scale_in_place(trained, gated.table, gates)
+    gated.table.scale_in_place(trained, gates)
     return DeviceState(trained, job.state.memory, own, job.assignment.model_sha256)
 
 

@@ -122,6 +122,13 @@ class BlockTable:
             )
         return capacity
 
+    def scale_in_place(self, tensors: Mapping[str, NDArray[np.generic]], gates: NDArray[np.generic]) -> None:
+        """θ ⊛ M' for ``gates`` [L]: each block times its own; tensors that the table does not name stay as they are."""
+        for name, sizes in self.tensors.items():
+            flat, ends = tensors[name].reshape(-1), accumulate(sizes)
+            for size, end, gate in zip(sizes, ends, gates[self.places[name]].tolist(), strict=True):
+                np.multiply(flat[end - size : end], np.float32(gate), out=flat[end - size : end])
+
     def select(
         self,
         importances: NDArray[np.floating],

@@ -331,6 +331,11 @@ def unpack(manifest: Manifest, packed: Array, mask: Mask | None) -> Iterator[tup
         start += block.size
 
 
+def unpack_whole(manifest: Manifest, packed: Array) -> Tensors:
+    """A packed whole model as tensors by name (views, no copy): of what travels, that is."""
+    return {spec.name: values.reshape(spec.shape) for spec, _, values in unpack(manifest, packed, None)}
+
+
 def merge_in_place(manifest: Manifest, tensors: Tensors, packed: Array, mask: Mask | None) -> None:
     """Overwrite the active values of ``tensors`` with received ones; what was not received stays (method card, 4.3)."""
     for spec, block, values in unpack(manifest, packed, mask):

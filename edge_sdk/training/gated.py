@@ -142,14 +142,6 @@ class Gated:
         return gates
 
 
-def scale_in_place(tensors: Tensors, table: BlockTable, gates: NDArray[np.generic]) -> None:
-    """θ ⊛ M' for ``gates`` [L]; what the table does not name stays as it is."""
-    for name, sizes in table.tensors.items():
-        flat, ends = tensors[name].reshape(-1), np.cumsum(sizes).tolist()
-        for size, end, gate in zip(sizes, ends, gates[table.places[name]].tolist(), strict=True):
-            np.multiply(flat[end - size : end], np.float32(gate), out=flat[end - size : end])
-
-
 class GatedOptimisation:
     """One round's joint steps of model and gate, each with a learning rate and, where the settings clip, a norm of its
     own (card, 3.2).

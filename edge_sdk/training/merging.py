@@ -9,7 +9,7 @@ from edge_sdk.protocol.bundle import Bundle
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, pack, same_mask, unpack
+from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, pack, same_mask, unpack_whole
 
 
 def whole_model(manifest: Manifest, received: Bundle | None) -> Tensors:
@@ -27,7 +27,7 @@ def whole_model(manifest: Manifest, received: Bundle | None) -> Tensors:
         tensors: Tensors = {spec.name: np.zeros(spec.shape, dtype=np.float32) for spec in manifest.shared}
         merge_in_place(manifest, tensors, received.values, received.mask)
         return tensors
-    return {spec.name: values.reshape(spec.shape) for spec, _, values in unpack(manifest, received.values, None)}
+    return unpack_whole(manifest, received.values)
 
 
 def sent_values(manifest: Manifest, received: Bundle | None, mask: Mask | None) -> NDArray[np.float32]:

@@ -19,7 +19,6 @@ from edge_sdk.training.gated import (
     GatedOptimisation,
     gate_tensors,
     load_gate,
-    scale_in_place,
 )
 from edge_sdk.training.gating import GatingLayer
 from edge_sdk.training.modes import evaluating
@@ -440,7 +439,7 @@ def test_static_gates_are_the_mean_of_the_samples_trained_on_and_need_no_gate():
     tensors = {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
     before = {name: tensor.copy() for name, tensor in tensors.items()}
     other = np.ones(3, np.float32)
-    scale_in_place({**tensors, "other": other}, table, found)
+    table.scale_in_place({**tensors, "other": other}, found)
     assert other.tolist() == [1, 1, 1]
     model.eval()
     with torch.no_grad():
