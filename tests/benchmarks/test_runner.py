@@ -151,6 +151,7 @@ def second_trial(folder):
     return (folder / "trials").glob("*/coordinator.log") if (folder / "results.jsonl").exists() else []
 
 
+@pytest.mark.slow
 def test_a_trial_with_other_settings_is_run_again_and_replaces_the_first(undisturbed, file, tmp_path):
     (tmp_path / "results.jsonl").write_bytes((undisturbed / "results.jsonl").read_bytes())
     changed = tmp_path / "tiny.toml"

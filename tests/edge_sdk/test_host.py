@@ -148,6 +148,7 @@ def personal_bytes(client, folder, federation):
     return found
 
 
+@pytest.mark.slow
 def test_devices_that_share_a_module_end_as_those_that_have_one_each(tmp_path):
     """With personal running statistics: what never crosses the wire must not pass from a device to the next."""
     plan = Plan("personal", 2, make_task=lambda index, info: digits(index))

@@ -38,6 +38,8 @@ NETWORKS = {
     "cifar10:dmpfl": (MODELS["cifar10"]["dmpfl"].build, MODELS["cifar10"]["dmpfl"].shape),
 }
 
+SIZES = [pytest.param(name, marks=pytest.mark.slow) if name == "cifar10:dmpfl" else name for name in NETWORKS]
+
 
 class Device:
     """A device of DM-PFL after a round of the stage ``masks`` and one of the stage ``personal``."""
@@ -169,7 +171,7 @@ def gap(own, shared, base, similarity):
     return (entropy(own) - doubt * base.personal - entropy(shared) + doubt * base.global_model).numpy()
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", SIZES)
 def test_every_sample_is_answered_by_the_model_that_knows_it(name):
     device = Device(name)
     assert device.dual.private.count > 0
@@ -227,7 +229,7 @@ def test_whatever_the_density(density):
     compare(device, device.export())
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", SIZES)
 def test_what_both_have_is_stored_once(name):
     device = Device(name)
     dual = device.dual

@@ -140,6 +140,7 @@ def test_what_a_device_kept_can_be_exported_afterwards(run, tmp_path):
     assert (says["method"], says["device"], says["round"], says["classes"]) == ("fedspu", SMALL, "3", "10")
 
 
+@pytest.mark.slow
 def test_the_same_again_in_fresh_folders_gives_the_same_models(run, machine):
     coordinator, devices = machine()
     coordinator.create(NAME, **SETTINGS)

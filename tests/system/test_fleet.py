@@ -162,6 +162,7 @@ def test_each_device_a_process_of_its_own(undisturbed, coordinator, device):
     assert outcome_at(coordinator) == undisturbed
 
 
+@pytest.mark.slow
 def test_in_two_fleets_that_share_the_devices(undisturbed, coordinator, command, tmp_path):
     """Machines that simulate a part each: ``indices`` says which."""
     coordinator.create(NAME, **SETTINGS)
@@ -185,6 +186,7 @@ def test_in_two_fleets_that_share_the_devices(undisturbed, coordinator, command,
 # --- interrupted -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_processes_and_the_same_command_goes_on_to_the_same_models(undisturbed, coordinator, command):
     coordinator.create(NAME, **SETTINGS)
     first = command(coordinator.url, "--processes", "2", "--state-dir", "state", name="first")
