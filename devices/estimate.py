@@ -9,16 +9,14 @@ between two reads is exact, and no sample in between can be missed.
 """
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from devices.cores import CPU, busy_seconds, online_cores
 from devices.readings import Files, Quality, ReadError, Reading, Reason
 
 METHOD = "util-linear-v1"
-_CPU = "sys/devices/system/cpu"
-_JIFFIES_PER_SECOND = 100  # USER_HZ, the unit of /proc/stat on every architecture we run on
 
 
 @dataclass(frozen=True)
@@ -102,17 +100,17 @@ class Estimate:
         self._files = files
         self._model = model
         self._cpu_seconds = cpu_seconds
-        self._whole_machine = _busy_seconds(files, 0.0).value is not None
+        self._whole_machine = busy_seconds(files, 0.0).value is not None
         whose = "all cores (/proc/stat)" if self._whole_machine else "this process only (its CPU time)"
         self.name = f"{METHOD} {model.coefficients} ±{model.rel_uncertainty:.0%}, utilisation of {whose}"
 
     def read(self, now: float) -> tuple[Reading, ...]:
         """Busy core-seconds so far, number of online cores, mean clock as a share of the highest."""
         if self._whole_machine:
-            busy = _busy_seconds(self._files, now)
+            busy = busy_seconds(self._files, now)
         else:
             busy = Reading(self._cpu_seconds(), "s", "process", Quality.MEASURED, "process CPU time", now)
-        online = _online(self._files)
+        online = online_cores(self._files)
         cores = Reading(len(online), "cores", "cpu", Quality.MEASURED, "online cores", now)
         share = _clock_share(self._files, online) if self._model.exponent else 1.0
         return busy, cores, Reading(share, "1", "cpu", Quality.DERIVED, "cpufreq", now)
@@ -134,34 +132,10 @@ class Estimate:
         return math.inf
 
 
-def _busy_seconds(files: Files, now: float) -> Reading:
-    path = "proc/stat"
-    try:
-        label, user, nice, system, _idle, _iowait, irq, softirq = files.text(path).split(maxsplit=8)[:8]
-        jiffies = int(user) + int(nice) + int(system) + int(irq) + int(softirq)
-    except ReadError as failure:
-        return Reading.failed("s", "cpu", path, now, failure.reason)
-    except ValueError:
-        return Reading.failed("s", "cpu", path, now, Reason.PARSE)
-    if label != "cpu":
-        return Reading.failed("s", "cpu", path, now, Reason.PARSE)
-    return Reading(jiffies / _JIFFIES_PER_SECOND, "s", "cpu", Quality.MEASURED, path, now)
-
-
-def _online(files: Files) -> list[int]:
-    """Numbers of the online cores, from a text such as "0-3,5"."""
-    try:
-        spans = [span.split("-") for span in files.text(f"{_CPU}/online").split(",")]
-        cores = [core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)]
-    except (ReadError, ValueError):
-        cores = []
-    return cores or list(range(os.cpu_count() or 1))
-
-
 def _clock_share(files: Files, cores: list[int]) -> float:
     shares = []
     for core in cores:
-        folder = f"{_CPU}/cpu{core}/cpufreq"
+        folder = f"{CPU}/cpu{core}/cpufreq"
         try:
             shares.append(files.number(f"{folder}/scaling_cur_freq") / files.number(f"{folder}/cpuinfo_max_freq"))
         except (ReadError, ZeroDivisionError):

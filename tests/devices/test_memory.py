@@ -3,6 +3,7 @@
 import pytest
 
 from devices import memory
+from devices.readings import Files
 
 MIB = 2**20
 
@@ -22,7 +23,7 @@ def group(tmp_path, proc):
     (proc / "self/cgroup").write_text("1:name=systemd:/elsewhere\n0::/system.slice/sparrow.service\n")
 
     def make(path, limit, used, cached=0):
-        folder = tmp_path / "cgroup" / path
+        folder = tmp_path / "sys/fs/cgroup" / path
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text(f"{used}\n")
@@ -32,7 +33,7 @@ def group(tmp_path, proc):
 
 
 def available(tmp_path, proc):
-    return memory.available(proc, tmp_path / "cgroup")
+    return memory.available(Files(tmp_path))
 
 
 def test_what_is_held_and_was_at_most(proc):
