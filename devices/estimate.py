@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from devices.cores import CPU, busy_seconds, online_cores
+from devices.cores import CPU, busy_seconds, load_average, online_cores
 from devices.readings import Files, Quality, ReadError, Reading, Reason
 
 METHOD = "util-linear-v1"
@@ -114,6 +114,15 @@ class Estimate:
         cores = Reading(len(online), "cores", "cpu", Quality.MEASURED, "online cores", now)
         share = _clock_share(self._files, online) if self._model.exponent else 1.0
         return busy, cores, Reading(share, "1", "cpu", Quality.DERIVED, "cpufreq", now)
+
+    def watts_now(self, now: float) -> Reading:
+        """Watts at the load of the last minute, for a look at a moment."""
+        load, online = load_average(self._files, now), online_cores(self._files)
+        if load.value is None:
+            return Reading.failed("W", self.scope, self.name, now, load.reason or Reason.ABSENT)
+        share = _clock_share(self._files, online) if self._model.exponent else 1.0
+        watts = self._model.watts(min(1.0, load.value / len(online)), share)
+        return Reading(watts, "W", self.scope, self.quality, self.name, now)
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
         """Joules between two reads, at the mean utilisation between them.
