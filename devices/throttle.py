@@ -90,16 +90,25 @@ def thermal_alert(files: Files, now: float) -> Reading:
     devices = files.folders(THERMAL, "cooling_device")
     if not devices:
         return Reading.failed("1", "board", THERMAL, now, Reason.ABSENT)
-    states = [
-        files.reading(f"{device}/cur_state", "1", "board", now)
-        for device in devices
-        if files.text_or(f"{device}/type").lower().endswith(_ALERTS)
-    ]
+    states = [state for device in devices if (state := _alert(files, device, now)) is not None]
     lost = next((state for state in states if state.reason is not None), None)
     active = any(state.value is not None and state.value > 0 for state in states)
     if lost is not None and not active:
         return lost
-    return Reading(float(active), "1", "board", Quality.MEASURED, THERMAL, now)
+    # A kernel without alerts (before JetPack 5) lets nobody see that it slows down.
+    return Reading(float(active), "1", "board", Quality.MEASURED if states else Quality.DERIVED, THERMAL, now)
+
+
+def _alert(files: Files, device: str, now: float) -> Reading | None:
+    """State of a cooling device that stands for an alert, None for a fan or a clock; failed where nobody can tell."""
+    path = f"{device}/type"
+    try:
+        kind = files.text(path).lower()
+    except ReadError as failure:
+        return Reading.failed("1", "board", path, now, failure.reason)
+    if not kind:
+        return Reading.failed("1", "board", path, now, Reason.PARSE)
+    return files.reading(f"{device}/cur_state", "1", "board", now) if kind.endswith(_ALERTS) else None
 
 
 def over_current_events(files: Files, now: float) -> dict[str, Reading]:
