@@ -112,7 +112,7 @@ class Survey:
 
     def _heat(self, now: float) -> list[Sensor]:
         files = self._system.files
-        decisive = heat.decisive_temperature(files, self.board, now)
+        decisive = heat.Thermometer(files, self.board).read(now)
         note = "the one that makes it throttle"
         if decisive.value is None:
             note = "no zone of the processor is shown; virtual machines, containers and Android have none"

@@ -83,7 +83,7 @@ def test_its_temperatures_are_read_zone_by_zone(trees, expected, name):
         elif zone != "package":
             assert found[zone].value == degrees
             assert found[zone].reason == want.get("none_reason", {}).get(zone)
-    decisive = heat.decisive_temperature(files, find_board(System.at(trees / name)), 0.0)
+    decisive = heat.Thermometer(files, find_board(System.at(trees / name))).read(0.0)
     assert decisive.value == max(t for z, t in want["temperature_c"].items() if z != "ignored" and t is not None)
 
 
@@ -110,7 +110,7 @@ def test_a_jetsons_rails_mode_and_gpu(trees, expected, name):
     assert {"id": mode.id, "name": mode.name} == want["power_mode"]
     assert jetson.gpu_load(system.files, 0.0).value == pytest.approx(want["gpu_load_percent"])
     assert jetson.gpu_clock(system.files, 0.0).value == want.get("gpu_freq_hz", 76800000)
-    assert throttle.thermal_alert(system.files, 0.0).value == float(want["throttled_now"])
+    assert throttle.Alerts(system.files).read(0.0).value == float(want["throttled_now"])
     events = {key: r.value for key, r in throttle.over_current_events(system.files, 0.0).items()}
     assert events == want.get("over_current_events", {})
     assert battery.find_batteries(system.files) is None

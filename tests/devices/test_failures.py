@@ -27,7 +27,7 @@ READERS = {
     "temperature": (
         "raspberry-pi-4/root",
         ZONE,
-        lambda s: heat.decisive_temperature(s.files, find_board(s), 1.0),
+        lambda s: heat.Thermometer(s.files, find_board(s)).read(1.0),
     ),
     "zone": ("jetson-nano-l4t32/root", ZONE, lambda s: heat.temperatures(s.files, 1.0)["ao"]),
     "current of a rail": (
@@ -76,7 +76,7 @@ READERS = {
     "thermal alert": (
         "jetson-orin-nano-jp6/root",
         "sys/class/thermal/cooling_device10/cur_state",
-        lambda s: throttle.thermal_alert(s.files, 1.0),
+        lambda s: throttle.Alerts(s.files).read(1.0),
     ),
     "under-voltage alarm": (
         "raspberry-pi-5/root",
