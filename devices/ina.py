@@ -4,7 +4,7 @@
     sys/bus/i2c/{devices,drivers/..}  the same chips again, by their address; before JetPack 5 the only place, where a
                                       folder iio:deviceN has names, volts, amperes and watts
 
-One chip shows at several paths; the first kind of path that shows any is taken. In hwmon's form, channels 4 to 6 are
+One chip shows at several paths; the first kind of path that shows rails is taken. In hwmon's form, channels 4 to 6 are
 voltages over shunts in microvolts, and "sum of shunt voltages" is no rail either. Sources: the kernel's ina3221 and
 ina238 drivers (mV, mA, and µW where there are watts), NVIDIA's older one (mV, mA, mW).
 """
@@ -108,18 +108,15 @@ def find_ina(files: Files) -> Ina | None:
     Where the names of its rails may not be read, it is there all the same and says so.
     """
     for chips in (_hwmon_chips(files), _i2c_chips(files, "devices"), _i2c_chips(files, "drivers")):
-        if chips:
-            break
-    else:
-        return None
-    rails: list[Rail] = []
-    unnamed: Reason | None = None
-    for folder in chips:
-        found, reason = _rails(files, folder)
-        rails += [rail for rail in found if rail.label not in {other.label for other in rails}]
-        unnamed = unnamed or reason
-    total = total_of([rail.label for rail in rails])
-    return Ina(files, rails, total, len(chips), unnamed) if rails or unnamed else None
+        rails: list[Rail] = []
+        unnamed: Reason | None = None
+        for folder in chips:
+            found, reason = _rails(files, folder)
+            rails += [rail for rail in found if rail.label not in {other.label for other in rails}]
+            unnamed = unnamed or reason
+        if rails or unnamed:
+            return Ina(files, rails, total_of([rail.label for rail in rails]), len(chips), unnamed)
+    return None
 
 
 def _hwmon_chips(files: Files) -> list[str]:

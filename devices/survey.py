@@ -102,6 +102,9 @@ class Survey:
         if all(reading.unit == "W" for reading in readings):
             return Sensor("power", source.name, _sum(source, "W", sum(values), now))
         if before is None or now <= before[0]:
+            if any(reading.unit == "W" for reading in readings):  # cards of both kinds: there is no sum of them yet
+                soon = Reading.failed("W", source.scope, source.name, now, Reason.STALE)
+                return Sensor("power", source.name, soon, "it needs a second look; use --watch")
             return Sensor("power", source.name, _sum(source, "J", sum(values), now), "counted so far")
         joules = source.joules(before[1], values, now - before[0])
         if not joules:

@@ -105,6 +105,14 @@ def test_the_older_kernels_link_to_the_same_chip_is_not_a_second_one(tree, tmp_p
     assert (ina.chips, [rail.label for rail in ina.rails]) == (1, ["POM_5V_IN", "POM_5V_GPU", "POM_5V_CPU"])
 
 
+def test_a_monitor_without_rails_does_not_hide_the_ones_elsewhere(tree, tmp_path):
+    nano = tree("jetson-nano-l4t32/root").files
+    folder = "sys/bus/i2c/devices/6-0040/iio:device0"
+    copy = {path: nano.text(path) for path in nano.folders(folder)}
+    names = {"sys/bus/i2c/devices/6-0040/name": "ina3221x", f"{HWMON}/hwmon0/name": "ina3221x"}
+    assert find_ina(write(tmp_path, copy | names)).read(0.0)[0].value == pytest.approx(0.933)
+
+
 def test_rails_that_only_root_may_read_say_how_to_get_them(tree, clock):
     nano = tree("jetson-nano-l4t32/root")
     folder = "sys/bus/i2c/devices/6-0040/iio:device0"
