@@ -4,6 +4,7 @@ The service publishes milliwatts of each rail about once a second. Its own total
 whatever rails it finds; ours comes from the table in `devices.rails`.
 """
 
+import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -11,6 +12,9 @@ from devices.board import BoardInfo
 from devices.rails import Total, believable, total_of, trapezoid
 from devices.readings import Quality, ReadError, Reading, Reason
 from devices.system import System
+
+_ASK_AGAIN_SECONDS = 60.0
+"""A service that does not serve is left alone for so long: each attempt starts threads."""
 
 HOW_TO_GET = "sudo pip3 install jetson-stats, start its service, sudo usermod -aG jtop USER"
 
@@ -29,13 +33,15 @@ class JetsonStats:
     def __init__(self, system: System) -> None:
         self._library = system.library
         self._client: Any = None
+        self._process = 0
+        self._failure: tuple[float, Reason] | None = None
         self.name = "jetson-stats"
         self.scope = "rails"
 
     def read(self, now: float) -> tuple[Reading, ...]:
         """Watts of the rails that make up the whole."""
         try:
-            watts = self._rails()
+            watts = self._rails(now)
         except ReadError as failure:
             return (Reading.failed("W", self.scope, self.name, now, failure.reason),)
         total = total_of(watts)
@@ -57,21 +63,38 @@ class JetsonStats:
     def _take(self, total: Total) -> None:
         self.scope, self.name = total.scope, f"jetson-stats {' + '.join(total.rails)}"
 
-    def _rails(self) -> dict[str, float]:
+    def _rails(self, now: float) -> dict[str, float]:
+        """Label -> watts. Raises ReadError, and for a while again after a failure without asking anew."""
+        if self._failure is not None and 0 <= now - self._failure[0] < _ASK_AGAIN_SECONDS:
+            raise ReadError(self.name, self._failure[1])
         try:
-            if self._client is None:
-                client = self._library("jtop").jtop()
-                client.start()
-                self._client = client
-            rails = self._client.power["rail"] | _total_rail(self._client.power["tot"])
-            return {str(label): float(values["power"]) * 1e-3 for label, values in rails.items()}
-        except ImportError:
-            raise ReadError(self.name, Reason.ABSENT) from None
+            power = self._connected().power
+            rails = {**power["rail"], **_total_rail(power["tot"])}
+            watts = {str(label): float(values["power"]) * 1e-3 for label, values in rails.items()}
         except (KeyError, TypeError, ValueError):
             raise ReadError(self.name, Reason.PARSE) from None
         except Exception as error:  # the library raises its own kinds, and those of its connection
-            denied = isinstance(error, PermissionError) or "permission" in str(error).lower()
-            raise ReadError(self.name, Reason.PERMISSION if denied else Reason.POWERED_DOWN) from None
+            self._client, self._failure = None, (now, _reason(error))
+            raise ReadError(self.name, self._failure[1]) from None
+        self._failure = None
+        return watts
+
+    def _connected(self) -> Any:
+        """A client whose thread is at work, in this process: the one before a fork has none behind it."""
+        if self._client is None or self._process != os.getpid():
+            client = self._library("jtop").jtop()
+            client.start()
+            self._client, self._process = client, os.getpid()
+        if not self._client.ok(spin=True):  # raises what ended its thread
+            raise RuntimeError("its thread has ended")
+        return self._client
+
+
+def _reason(error: Exception) -> Reason:
+    if isinstance(error, ImportError):
+        return Reason.ABSENT
+    denied = isinstance(error, PermissionError) or "can't access" in str(error)
+    return Reason.PERMISSION if denied else Reason.POWERED_DOWN
 
 
 def _total_rail(total: Mapping[str, Any]) -> dict[str, Any]:

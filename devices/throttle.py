@@ -17,7 +17,7 @@ SINCE_BOOT = 16
 """So many bits higher stands whether it has happened since the start of the system."""
 
 _UNDER_VOLTAGE_BIT, _THROTTLE_BITS = 0b1, 0b1110
-_WORD_FILES = ("sys/devices/platform/soc/soc:firmware/get_throttled",)
+_WORD_FILE = "sys/devices/platform/soc/soc:firmware/get_throttled"  # deprecated, and two seconds old at worst
 _ALERTS = ("throttle-alert", "hot-surface-alert")
 
 
@@ -26,10 +26,10 @@ def throttle_word(system: System) -> int:
     try:
         text = system.commands.text(["vcgencmd", "get_throttled"])
     except ReadError as failure:
-        for path in _WORD_FILES:  # deprecated, and two seconds old at worst
-            if system.files.has(path):
-                return _hex(system.files.text(path), path)
-        raise failure from None
+        text = system.files.text_or(_WORD_FILE)
+        if not text:
+            raise failure from None
+        return _hex(text, _WORD_FILE)
     return _hex(text.partition("=")[2], "vcgencmd get_throttled")
 
 

@@ -138,12 +138,18 @@ class Jtop:
     """A client of jetson-stats as it presents itself to Python."""
 
     def __init__(self, power, error=None):
-        self.power, self._error, self.started = power, error, 0
+        self.power, self._error, self.started, self.running = power, error, 0, True
 
     def start(self):
         self.started += 1
         if self._error is not None:
             raise self._error
+
+    def ok(self, spin):
+        assert spin, "anything else would wait"
+        if isinstance(self.running, Exception):
+            raise self.running
+        return self.running
 
 
 POWER = {
@@ -179,7 +185,10 @@ def test_its_own_sum_of_rails_is_left_aside(tree):
     ("client", "reason"),
     [
         (Jtop(POWER, RuntimeError("The jtop.service is not active")), Reason.POWERED_DOWN),
-        (Jtop(POWER, RuntimeError("I can't access jtop.service: permission")), Reason.PERMISSION),
+        (
+            Jtop(POWER, RuntimeError("I can't access jtop.service.\nPlease logout or reboot this board.")),
+            Reason.PERMISSION,
+        ),
         (Jtop(POWER, PermissionError()), Reason.PERMISSION),
         (Jtop({}), Reason.PARSE),
         (Jtop({"rail": {"VDD_IN": {"power": "?"}}, "tot": {}}), Reason.PARSE),
@@ -192,6 +201,19 @@ def test_jetson_stats_that_does_not_serve_is_a_reason(tree, client, reason):
     (source,) = find_sources(nano.system, None, lambda: 0.0)
     (reading,) = source.read(0.0)
     assert (reading.value, reading.reason) == (None, reason)
+
+
+@pytest.mark.parametrize("ended", [False, EOFError()])
+def test_a_service_that_ends_is_asked_again_after_a_minute(tree, ended):
+    client = Jtop(POWER)
+    nano = nano_with(tree, client)
+    (source,) = find_sources(nano.system, None, lambda: 0.0)
+    assert source.read(0.0)[0].value == pytest.approx(0.933)
+    client.running = ended
+    assert [source.read(float(second))[0].reason for second in (1, 2, 30)] == [Reason.POWERED_DOWN] * 3
+    client.running = True
+    assert source.read(60.0)[0].value is None
+    assert (source.read(61.0)[0].value, client.started) == (pytest.approx(0.933), 2)
 
 
 def test_files_that_can_be_read_make_its_client_needless(tree):
