@@ -9,6 +9,7 @@ python -m devices --meter METER.csv --phases PHASES.csv     joules per phase fro
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -40,14 +41,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         survey.read()
         time.sleep(_COUNTING_SECONDS)
     try:
-        while True:
-            sensors = survey.read()
-            print(_as_json(survey, sensors) if options.json else _as_text(survey, sensors), flush=True)
-            if options.watch is None:
-                return 0
-            time.sleep(options.watch)
+        _show(survey, options.watch, as_json=options.json)
     except KeyboardInterrupt:
-        return 0
+        pass
+    except BrokenPipeError:  # whoever read along has seen enough; what is left to print goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _show(survey: Survey, every: float | None, *, as_json: bool) -> None:
+    while True:
+        sensors = survey.read()
+        print(_as_json(survey, sensors) if as_json else _as_text(survey, sensors), flush=True)
+        if every is None:
+            return
+        time.sleep(every)
+        if not as_json:
+            print()
 
 
 def _parser() -> argparse.ArgumentParser:

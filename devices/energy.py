@@ -167,7 +167,7 @@ def energy_of(integrals: list[Integral], seconds: float) -> Energy:
     """What the best of these sources says of a phase of so many seconds."""
     chosen = best(integrals, seconds)
     if chosen is None:
-        why = why_unavailable([(i.source, i.trouble or Reason.IMPLAUSIBLE) for i in integrals])
+        why = why_unavailable([(i.source, i.trouble or Reason.STALE) for i in integrals])
         return Energy(None, Quality.UNAVAILABLE, "", "", 0.0, seconds, why)
     coverage = min(1.0, chosen.covered_seconds / seconds) if seconds > 0 else 1.0
     source = chosen.source

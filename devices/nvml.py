@@ -30,6 +30,7 @@ class Nvml:
     shortest_period_seconds = 1.0
     advice: ClassVar[Mapping[Reason, str]] = {
         Reason.ABSENT: f"the library that asks NVIDIA's driver is not there; {HOW_TO_GET}",
+        Reason.STALE: "the card's counter stands still, or was read too rarely",
         Reason.POWERED_DOWN: "NVIDIA's driver does not answer; look at nvidia-smi",
     }
 

@@ -66,6 +66,7 @@ class Rapl:
     how_to = HOW_TO_GRANT
     advice: ClassVar[Mapping[Reason, str]] = {
         Reason.PERMISSION: f"energy counters are readable by root only; {HOW_TO_GRANT}",
+        Reason.STALE: "the counter stands still, as some virtual machines' do, or was read too rarely",
         Reason.IMPLAUSIBLE: "the counter moved by more than this hardware can draw (was it reset?); measure again",
     }
 

@@ -84,6 +84,7 @@ def test_counters_that_stand_still_are_not_zero_joules(meter_on, clock, tree, ra
     still = rapl_rows[0][1]
     energy = play(meter_on(laptop), clock, laptop, [(0.0, still), (5.0, still)])
     assert (energy.joules, energy.quality) == (None, Quality.UNAVAILABLE)
+    assert "stands still" in energy.reason
 
 
 def test_without_permission_the_answer_is_how_to_get_it_not_a_guess(meter_on, clock, tree):

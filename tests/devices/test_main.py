@@ -121,6 +121,16 @@ def test_a_program_gets_json(run, trees):
     )
 
 
+def test_whoever_reads_along_may_stop(trees):
+    command = [sys.executable, "-m", "devices", "--root", str(trees / "raspberry-pi-5"), "--watch", "0.01"]
+    watching = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert watching.stdout.readline().startswith("raspberry-pi-5")
+    watching.stdout.close()
+    assert watching.stderr.read() == ""
+    assert watching.wait(60) == 0
+    watching.stderr.close()
+
+
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="not on Linux")
 def test_this_machine_is_told_truly():
     done = subprocess.run(
