@@ -6,6 +6,7 @@
     4. RAPL packages      processor, and memory where it counts itself; with NVIDIA's cards where there are such
     5. rails              those of a Jetson without a total, or of a Raspberry Pi 5: added up, not the whole board
     6. a power model      the caller's own, else the one of a known board; estimated
+    7. NVIDIA's cards     alone, where nothing else tells
 
 All sources look alike to the meter: `read` gives readings, `joules` the energy between two good reads. An unknown
 machine without a sensor has none: a wrong default would be worse than no figure.
@@ -106,11 +107,11 @@ def find_sources(system: System, model: PowerModel | None, cpu_seconds: Callable
     ina, packages, cards = find_ina(files), find_packages(files), find_cards(system)
     whole = ina is not None and ina.scope != "rails"
     found: list[Source | None] = [find_psys(files), ina if whole else None, _jetson_stats(system, ina)]
-    found += [find_batteries(files), Together(packages, cards) if packages and cards else None, packages, cards]
+    found += [find_batteries(files), Together(packages, cards) if packages and cards else None, packages]
     found += [None if whole else ina, find_pmic(system)]
     model = model or board_model(files)
-    if model is not None:
-        found.append(Estimate(files, model, cpu_seconds))
+    found.append(Estimate(files, model, cpu_seconds) if model is not None else None)
+    found.append(cards)
     return [source for source in found if source is not None]
 
 

@@ -9,7 +9,7 @@ from devices import battery, cores, heat, jetson, memory, network, pmic, throttl
 from devices.board import BoardInfo, find_board
 from devices.conditions import ConditionsReader
 from devices.estimate import Estimate
-from devices.ina import find_ina
+from devices.ina import Ina, Rail, find_ina
 from devices.power import Source, explain, find_sources
 from devices.readings import Quality, ReadError, Reading, Reason
 from devices.system import System
@@ -71,28 +71,24 @@ class Survey:
     def _power(self, now: float) -> list[Sensor]:
         found = [self._source(number, source, now) for number, source in enumerate(self._sources)]
         if (ina := find_ina(self._system.files)) is not None:
-            for rail in ina.rails:
-                limit = rail.current_limit(self._system.files, now).value
-                note = "" if limit is None else f"slowed down above {limit:g} A"
-                inside = ina.total is not None and rail.label not in ina.total.rails
-                within = "part of another" if inside else ""
-                found.append(Sensor("power", f"rail {rail.label}", rail.read(self._system.files, now), within or note))
+            found += [self._rail(ina, rail, now) for rail in ina.rails]
         if (chip := pmic.find_pmic(self._system)) is not None:
-            found.append(Sensor("power", "board input", chip.input_watts(now), "fitted on one board, ±10 % or worse"))
+            found.append(_told("power", "board input", chip.input_watts(now), "fitted on one board, ±10 % or worse"))
         if self._termux is not None:
-            found.append(
-                Sensor(
-                    "power",
-                    "battery",
-                    self._termux.power(now),
-                    "Android tells no current in a known unit; measure outside",
-                )
-            )
+            why = "Android tells no current in a known unit; measure outside"
+            found.append(Sensor("power", "battery", self._termux.power(now), why))
         return found
+
+    def _rail(self, ina: Ina, rail: Rail, now: float) -> Sensor:
+        limit = rail.current_limit(self._system.files, now).value
+        note = "" if limit is None else f"slowed down above {limit:g} A"
+        if ina.total is not None and rail.label not in ina.total.rails:
+            note = "part of another"
+        return _told("power", f"rail {rail.label}", rail.read(self._system.files, now), note)
 
     def _source(self, number: int, source: Source, now: float) -> Sensor:
         if isinstance(source, Estimate):
-            return Sensor("power", source.name, source.watts_now(now), "at the load of the last minute")
+            return _told("power", source.name, source.watts_now(now), "at the load of the last minute")
         readings = source.read(now)
         lost = next((reading for reading in readings if reading.value is None), None)
         if lost is not None:
@@ -152,7 +148,7 @@ class Survey:
         clock = cores.clock(files, online[0], now)
         top = cores.clock(files, online[0], now, "cpuinfo_max_freq").value
         note = "" if top is None else f"at most {top / 1e6:.0f} MHz, {len(online)} cores"
-        found = [Sensor("clocks", f"core {online[0]}", clock, note)]
+        found = [_told("clocks", f"core {online[0]}", clock, note)]
         if self.board.kind == "raspberry-pi":
             found.append(Sensor("clocks", "cores, from the firmware", cores.arm_clock(self._system, now)))
         if self.board.kind == "jetson":
@@ -208,7 +204,7 @@ class Survey:
             found.append(Sensor("supply", "the supply offers", offered))
         if (own := battery.find_batteries(files)) is not None:
             found += [
-                Sensor("supply", "battery", own.charge(now), own.status()),
+                _told("supply", "battery", own.charge(now), own.status()),
                 Sensor("supply", "battery holds", own.energy_left(now)),
                 Sensor("supply", "battery health", own.health(now)),
                 Sensor("supply", "battery temperature", own.temperature(now)),
@@ -229,6 +225,11 @@ class Survey:
             Sensor("network", "metered", conditions.metered, unknown),
             Sensor("network", "clock synchronised", conditions.clock_synchronised),
         ]
+
+
+def _told(group: str, name: str, reading: Reading, note: str) -> Sensor:
+    """A sensor with a note on its value, and none where it has no value: that would read as how to get one."""
+    return Sensor(group, name, reading, note if reading.value is not None else "")
 
 
 def _sum(source: Source, unit: str, value: float, now: float) -> Reading:

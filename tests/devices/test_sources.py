@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from devices import EnergyMeter, Quality
+from devices import EnergyMeter, PowerModel, Quality
 from devices.board import find_board
 from devices.ina import find_ina
 from devices.jetson_stats import find_jetson_stats
@@ -297,6 +297,15 @@ def test_a_card_beside_a_processor_that_counts_adds_to_it(tmp_path, clock):
             (tmp_path / f"{zone}/energy_uj").write_text("70000000")
     assert (phase.energy.joules, phase.energy.scope) == (pytest.approx(290), "package+accelerator")
     assert (alone.energy.joules, alone.energy.scope) == (pytest.approx(30), "package")
+
+
+def test_a_card_alone_gives_way_to_a_model_of_the_whole_machine(tmp_path, clock):
+    system = machine_with(tmp_path, Pynvml([0, 0]))
+    write(tmp_path, {"proc/stat": "cpu  0 0 0 0 0 0 0 0"})
+    meter = EnergyMeter(system, model=PowerModel.parse("40:100"), clock=clock, background=False)
+    with meter.phase("train") as phase:
+        clock.now += 10
+    assert (phase.energy.joules, phase.energy.scope) == (pytest.approx(400), "board")
 
 
 @pytest.mark.parametrize(
