@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from devices import battery, cores, heat, jetson, memory, network, pmic, throttle
@@ -14,6 +14,9 @@ from devices.power import Source, explain, find_sources
 from devices.readings import Quality, ReadError, Reading, Reason
 from devices.system import System
 from devices.termux import HOW_TO_GET, TermuxBattery
+
+
+_METERED_UNKNOWN = "NetworkManager is not there or does not know; whoever runs the device must say"
 
 
 @dataclass(frozen=True)
@@ -153,20 +156,24 @@ class Survey:
             found.append(Sensor("clocks", "cores, from the firmware", cores.arm_clock(self._system, now)))
         if self.board.kind == "jetson":
             found.append(Sensor("clocks", "GPU", jetson.gpu_clock(files, now)))
-            try:
-                mode = jetson.power_mode(self._system)
-            except ReadError as failure:
-                found.append(
-                    Sensor("clocks", "power mode", Reading.failed("id", "board", "power mode", now, failure.reason))
-                )
-            else:
-                reading = Reading(float(mode.id), "id", "board", Quality.MEASURED, "nvpmodel", now)
-                found.append(Sensor("clocks", "power mode", reading, f"{mode.name}, a cap on clocks rather than watts"))
+            found.append(self._power_mode(now))
         return found
+
+    def _power_mode(self, now: float) -> Sensor:
+        try:
+            mode = jetson.power_mode(self._system)
+        except ReadError as failure:
+            return Sensor("clocks", "power mode", Reading.failed("id", "board", "nvpmodel", now, failure.reason))
+        reading = Reading(float(mode.id), "id", "board", Quality.MEASURED, "nvpmodel", now)
+        return Sensor("clocks", "power mode", reading, f"{mode.name}, a cap on clocks rather than watts")
 
     def _load(self, now: float) -> list[Sensor]:
         files = self._system.files
+        others = self._conditions.read().load_by_others
+        if others.value is not None:
+            others = replace(others, value=100 * others.value, unit="%")
         found = [
+            Sensor("load", "by other processes", others),
             Sensor("load", "tasks, last minute", cores.load_average(files, now)),
             Sensor("load", "all cores, since the start", cores.busy_seconds(files, now)),
             Sensor("load", "this process", cores.own_seconds(files, now)),
@@ -214,11 +221,7 @@ class Survey:
     def _network(self, now: float) -> list[Sensor]:
         conditions = self._conditions.read()
         received, sent = network.traffic(self._system.files, now)
-        unknown = (
-            "NetworkManager is not there or does not know; whoever runs the device must say"
-            if conditions.metered.value is None
-            else ""
-        )
+        unknown = "" if conditions.metered.value is not None else _METERED_UNKNOWN
         return [
             Sensor("network", "received", received),
             Sensor("network", "sent", sent),
