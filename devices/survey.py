@@ -15,7 +15,6 @@ from devices.readings import Quality, ReadError, Reading, Reason
 from devices.system import System
 from devices.termux import HOW_TO_GET, TermuxBattery
 
-
 _METERED_UNKNOWN = "NetworkManager is not there or does not know; whoever runs the device must say"
 
 
