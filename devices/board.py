@@ -312,7 +312,7 @@ def _core(processors: list[dict[str, str]]) -> str:
 
 
 def _physical_cores(processors: list[dict[str, str]]) -> int:
-    each = {p.get("physical id", "0"): int(p["cpu cores"]) for p in processors if p.get("cpu cores", "").isdigit()}
+    each = {p.get("physical id", "0"): int(p["cpu cores"]) for p in processors if p.get("cpu cores", "").isdecimal()}
     return sum(each.values())
 
 

@@ -79,7 +79,7 @@ def arm_clock(system: System, now: float) -> Reading:
     except ReadError as failure:
         return Reading.failed("Hz", "cpu", source, now, failure.reason)
     digits = text.partition("=")[2]
-    if not digits.isdigit():
+    if not digits.isdecimal():
         return Reading.failed("Hz", "cpu", source, now, Reason.PARSE)
     return Reading(float(digits), "Hz", "cpu", Quality.MEASURED, source, now)
 

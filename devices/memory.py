@@ -111,7 +111,7 @@ def core_quota(files: Files, now: float) -> Reading:
     quotas = []
     for folder in _version_2(files):
         quota, _, period = files.text_or(f"{folder}/cpu.max").partition(" ")
-        if quota.isdigit() and period.isdigit() and int(period) > 0:
+        if quota.isdecimal() and period.isdecimal() and int(period) > 0:
             quotas.append(int(quota) / int(period))
     if quotas:
         return Reading(min(quotas), "cores", "control group", Quality.MEASURED, "cpu.max", now)

@@ -19,7 +19,7 @@ def interface(files: Files) -> str | None:
     routes = []
     for line in files.text("proc/net/route").splitlines()[1:]:
         fields = line.split()
-        if len(fields) > 7 and fields[1] == "00000000" and fields[7] == "00000000" and fields[6].isdigit():
+        if len(fields) > 7 and fields[1] == "00000000" and fields[7] == "00000000" and fields[6].isdecimal():
             routes.append((int(fields[6]), fields[0]))
     return min(routes)[1] if routes else None
 

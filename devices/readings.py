@@ -5,6 +5,7 @@ sometimes a sign. `Files` takes those off and turns every way a read can fail in
 a zero in place of a counter becomes an energy spike of a full turn at the next read.
 """
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -97,7 +98,7 @@ def _read(path: Path) -> bytes:
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
-    return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
 _NUMBER = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*[^\W\d]*%?")
@@ -121,9 +122,10 @@ class Files:
     def number(self, path: str) -> float:
         """The number a file begins with, a unit behind it ignored."""
         match = _NUMBER.fullmatch(self.text(path))
-        if match is None:
+        value = math.inf if match is None else float(match[1])
+        if not math.isfinite(value):
             raise ReadError(self.root / path, Reason.PARSE)
-        return float(match[1])
+        return value
 
     def strings(self, path: str) -> list[str]:
         """The entries of a NUL-separated file, as the device tree writes its lists."""

@@ -6,6 +6,7 @@ of exactly 0 with unknown health means that there is none.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -79,7 +80,9 @@ def _checked(text: str) -> Mapping[str, Any]:
         status = json.loads(text)
         numbers = [float(status[key]) for key in ("percentage", "temperature")]
         strings = [status[key] for key in ("status", "plugged", "health")]
-        if not 0 <= numbers[0] <= 100 or not all(isinstance(each, str) for each in strings):
+        if not (0 <= numbers[0] <= 100 and math.isfinite(numbers[1])) or not all(
+            isinstance(each, str) for each in strings
+        ):
             raise ValueError
     except (ValueError, KeyError, TypeError):
         raise ReadError(COMMAND, Reason.PARSE) from None

@@ -5,6 +5,7 @@ over-current guard did. Nothing that counts is ever reset: `vcgencmd get_throttl
 Raspberry Pi's documentation of get_throttled, NVIDIA's thermal documentation and the kernel's soctherm driver.
 """
 
+import re
 from collections.abc import Mapping
 
 from devices.board import BoardInfo
@@ -147,7 +148,6 @@ def _alarm(files: Files, now: float) -> Reading | None:
 
 
 def _hex(text: str, source: str) -> int:
-    try:
-        return int(text, 16)  # with 0x from the firmware, without it from the kernel
-    except ValueError:
-        raise ReadError(source, Reason.PARSE) from None
+    if not re.fullmatch(r"(0x)?[0-9a-fA-F]{1,8}", text):  # with 0x from the firmware, without it from the kernel
+        raise ReadError(source, Reason.PARSE)
+    return int(text, 16)

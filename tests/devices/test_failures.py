@@ -1,9 +1,14 @@
 """Whatever goes wrong while a sensor is read, a reading has no value but a reason: never an exception, never a zero."""
 
 import errno
+import json
+import math
 import subprocess
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from devices import battery, cores, heat, jetson, memory, network, throttle
 from devices.board import find_board
@@ -11,11 +16,12 @@ from devices.conditions import Conditions, ConditionsReader
 from devices.ina import find_ina
 from devices.pmic import find_pmic
 from devices.rapl import find_packages
-from devices.readings import Quality, ReadError, Reason
+from devices.readings import Files, Quality, ReadError, Reason
 from devices.survey import Survey
-from devices.system import System
+from devices.system import Commands, System
 from devices.termux import TermuxBattery
 
+TREES_FOLDER = Path(__file__).parent / "fixtures"
 ZONE = "sys/class/thermal/thermal_zone0/temp"
 RAPL = "sys/class/powercap/intel-rapl:0/energy_uj"
 OC1 = "sys/class/hwmon/hwmon3/oc1_event_cnt"
@@ -234,6 +240,46 @@ def test_a_phones_answer_that_is_not_one_is_none(tree, text):
     for reading in (told.charge(0.0), told.temperature(0.0), told.on_mains(0.0), told.power(0.0)):
         check(reading, Reason.PARSE)
     assert told.words(0.0) == {}
+
+
+# --- noise
+
+
+@given(
+    noise=st.one_of(st.binary(max_size=40), st.text(max_size=40).map(str.encode)), what=st.sampled_from(sorted(READERS))
+)
+def test_noise_in_a_file_is_a_reading_all_the_same(noise, what):
+    where, path, read = READERS[what]
+    root = TREES_FOLDER / where
+    files = Files(root, lambda p: noise if p == root / path else p.read_bytes())
+    reading = read(System(files))
+    assert reading.value is None or math.isfinite(reading.value)
+
+
+@given(
+    noise=st.one_of(
+        st.text(max_size=60),
+        st.builds("throttled={}".format, st.text(max_size=12)),
+        st.builds("frequency(0)={}".format, st.text(max_size=12)),
+        st.builds("X_A current(1)={}A\nX_V volt(2)={}V".format, st.text(max_size=6), st.floats()),
+        st.fixed_dictionaries(
+            {key: st.one_of(st.floats(), st.text(max_size=5), st.none()) for key in ("percentage", "temperature")}
+            | {key: st.one_of(st.just("UNKNOWN"), st.integers()) for key in ("status", "plugged", "health")}
+        ).map(json.dumps),
+    ),
+    what=st.sampled_from(sorted(COMMANDS)),
+)
+def test_noise_of_a_command_is_a_reading_all_the_same(noise, what):
+    where, _, read = COMMANDS[what]
+    reading = read(System(Files(TREES_FOLDER / where), Commands(lambda _argv, _timeout: (0, noise))))
+    assert reading.value is None or math.isfinite(reading.value)
+
+
+def test_the_order_of_the_power_chips_lines_does_not_matter(tree, trees):
+    pi = tree("raspberry-pi-5/root")
+    text = (trees / "raspberry-pi-5/commands/vcgencmd_pmic_read_adc.txt").read_text()
+    pi.commands["vcgencmd_pmic_read_adc"] = "\n".join(reversed(text.splitlines())) + "\nNEW_V volt(26)=1.0V\nwhatever\n"
+    assert find_pmic(pi.system).read(0.0)[0].value == pytest.approx(1.96781, abs=1e-5)
 
 
 # --- all at once
