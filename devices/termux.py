@@ -80,9 +80,8 @@ def _checked(text: str) -> Mapping[str, Any]:
         status = json.loads(text)
         numbers = [float(status[key]) for key in ("percentage", "temperature")]
         strings = [status[key] for key in ("status", "plugged", "health")]
-        if not (0 <= numbers[0] <= 100 and math.isfinite(numbers[1])) or not all(
-            isinstance(each, str) for each in strings
-        ):
+        told = 0 <= numbers[0] <= 100 and math.isfinite(numbers[1])
+        if not told or not all(isinstance(each, str) for each in strings):
             raise ValueError
     except (ValueError, KeyError, TypeError):
         raise ReadError(COMMAND, Reason.PARSE) from None

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from devices import battery, cores, heat, jetson, memory, network, throttle
@@ -245,6 +245,7 @@ def test_a_phones_answer_that_is_not_one_is_none(tree, text):
 # --- noise
 
 
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     noise=st.one_of(st.binary(max_size=40), st.text(max_size=40).map(str.encode)), what=st.sampled_from(sorted(READERS))
 )
@@ -256,6 +257,7 @@ def test_noise_in_a_file_is_a_reading_all_the_same(noise, what):
     assert reading.value is None or math.isfinite(reading.value)
 
 
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     noise=st.one_of(
         st.text(max_size=60),
