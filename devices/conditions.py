@@ -11,7 +11,7 @@ last answer stands, with the moment when it was given.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from devices import battery, network
@@ -101,7 +101,10 @@ class ConditionsReader:
 
     def _battery(self, now: float) -> tuple[Reading, ...]:
         if self._termux is not None:
-            return self._termux.charge(now), self._termux.temperature(now), self._termux.on_mains(now)
+            charge = self._termux.charge(now)
+            if charge.reason is Reason.ABSENT:  # Termux:API is; the battery is there, and hidden from apps
+                charge = replace(charge, reason=Reason.PERMISSION)
+            return charge, self._termux.temperature(now), self._termux.on_mains(now)
         files = self._system.files
         mains, own = battery.on_mains(files, now), battery.find_batteries(files)
         if own is None:

@@ -104,6 +104,14 @@ def test_a_phone_is_asked_once_a_minute(tree, reader, clock):
     assert phone.asked.count("termux-battery-status") == 2
 
 
+def test_a_phone_without_its_app_has_a_battery_that_nobody_may_read(tree, reader):
+    phone = tree("phone-termux/root")
+    phone.environment["PREFIX"] = "/data/data/com.termux/files/usr"
+    conditions = reader(phone).read()
+    assert (conditions.battery.value, conditions.battery.reason) == (None, Reason.PERMISSION)
+    assert conditions.on_mains.value is None
+
+
 def test_free_storage_is_the_folders_or_a_reason(tree, reader, clock):
     pi = tree("raspberry-pi-5/root")
     conditions = reader(pi)
