@@ -52,7 +52,7 @@ class Batteries:
         return (Reading.failed("W", self.scope, self.name, now, reason),)
 
     def charge(self, now: float) -> Reading:
-        """Charge in per cent; several batteries count by what they hold when full."""
+        """Charge in per cent; several batteries count by what they hold when full. Never ABSENT: there is a battery."""
         if len(self._batteries) == 1:
             return self._capacity(self._batteries[0], now)
         total, weights = 0.0, 0.0
@@ -95,6 +95,11 @@ class Batteries:
 
     def _capacity(self, path: str, now: float) -> Reading:
         reading = self._files.reading(f"{path}/capacity", "%", "battery", now)
+        if reading.reason is Reason.ABSENT:  # some gauges leave the division to others
+            left, full = self._watt_hours(path, "now", now).value, self._watt_hours(path, "full", now).value
+            if left is None or not full:
+                return Reading.failed("%", "battery", path, now, Reason.STALE)
+            reading = Reading(100 * left / full, "%", "battery", Quality.DERIVED, path, now)
         if reading.value is not None and not 0 <= reading.value <= 100:
             return Reading.failed("%", "battery", reading.source, now, Reason.IMPLAUSIBLE)
         return reading
