@@ -19,6 +19,8 @@ COMMAND = ("vcgencmd", "pmic_read_adc")
 INPUT_SLOPE, INPUT_WATTS = 1.1451, 0.5879
 """Watts at the input = slope * watts of the rails + these: fitted on one board."""
 
+_TIMEOUT_SECONDS = 1.0  # whoever begins a phase may have to wait for it
+
 _LINE = re.compile(r"\s*(\w+)_([AV])\s+(current|volt)\(\d+\)=(-?\d+(?:\.\d+)?)[AV]\s*")
 
 
@@ -53,7 +55,7 @@ class Pmic:
 
         PARSE where a current has no voltage: a sum without that rail would be too small.
         """
-        amperes, volts = parse(self._commands.text(COMMAND))
+        amperes, volts = parse(self._commands.text(COMMAND, _TIMEOUT_SECONDS))
         if not amperes or amperes.keys() - volts.keys():
             raise ReadError(" ".join(COMMAND), Reason.PARSE)
         return {rail: amperes[rail] * volts[rail] for rail in amperes}, volts
