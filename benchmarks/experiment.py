@@ -54,7 +54,7 @@ from pydantic import (
     model_validator,
 )
 
-from devices.boards import load_boards
+from devices.simulation import load_boards
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tasks.corruption import SEVERITIES, check_corruption
 

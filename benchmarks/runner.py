@@ -24,7 +24,7 @@ from benchmarks.metrics import Shifted, judged, own, point_after, shifted
 from benchmarks.rows import DeviceResult, Recorded, TrialResult
 from benchmarks.server import coordinator, machine
 from benchmarks.shift import check_test_sets, judge, read_finished
-from devices.boards import load_boards
+from devices.simulation import load_boards
 from edge_sdk.fleet import run_fleet
 from edge_sdk.host import Plan
 from edge_sdk.methods import Evaluated

@@ -34,7 +34,7 @@ class Batteries:
         self._files = files
         self._batteries = batteries
         self._supplies = supplies
-        self._own_watts = {battery for battery in batteries if _has(files, f"{battery}/power_now")}
+        self._own_watts = {battery for battery in batteries if files.has(f"{battery}/power_now")}
         self.quality = Quality.MEASURED if len(self._own_watts) == len(batteries) else Quality.DERIVED
 
     def read(self, now: float) -> tuple[Reading, ...]:
@@ -50,6 +50,78 @@ class Batteries:
         except ReadError as failure:
             reason = failure.reason
         return (Reading.failed("W", self.scope, self.name, now, reason),)
+
+    def charge(self, now: float) -> Reading:
+        """Charge in per cent; several batteries count by what they hold when full. Never ABSENT: there is a battery."""
+        if len(self._batteries) == 1:
+            return self._capacity(self._batteries[0], now)
+        total, weights = 0.0, 0.0
+        for path in self._batteries:
+            reading = self._capacity(path, now)
+            if reading.value is None:
+                return reading
+            weight = self._watt_hours(path, "full", now).value or 1.0
+            total, weights = total + weight * reading.value, weights + weight
+        return Reading(total / weights, "%", "battery", Quality.DERIVED, "capacity", now)
+
+    def temperature(self, now: float) -> Reading:
+        """Temperature of the warmest battery in °C."""
+        readings = [self._files.reading(f"{path}/temp", "°C", "battery", now, 0.1) for path in self._batteries]
+        good = [reading for reading in readings if reading.value is not None]
+        return max(good, key=lambda reading: reading.value or 0.0) if good else readings[0]
+
+    def energy_left(self, now: float) -> Reading:
+        """What all batteries hold, in watt-hours."""
+        return self._sum("now", now)
+
+    def health(self, now: float) -> Reading:
+        """What they hold when full as a share of what they held when new, in per cent."""
+        full, design = self._sum("full", now), self._sum("full_design", now)
+        lost = next((each for each in (full, design) if each.value is None), None)
+        if full.value is None or not design.value:
+            reason = lost.reason if lost else Reason.IMPLAUSIBLE
+            return Reading.failed("%", "battery", "energy_full", now, reason or Reason.IMPLAUSIBLE)
+        return Reading(100 * full.value / design.value, "%", "battery", Quality.DERIVED, "energy_full", now)
+
+    def status(self) -> str:
+        """In the kernel's words, such as discharging; of several batteries all different ones."""
+        words = [self._files.text_or(f"{path}/status", "unknown").lower() for path in self._batteries]
+        return ", ".join(dict.fromkeys(words))
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Where they stand."""
+        return tuple(self._batteries)
+
+    def _capacity(self, path: str, now: float) -> Reading:
+        reading = self._files.reading(f"{path}/capacity", "%", "battery", now)
+        if reading.reason is Reason.ABSENT:  # some gauges leave the division to others
+            left, full = self._watt_hours(path, "now", now).value, self._watt_hours(path, "full", now).value
+            if left is None or not full:
+                return Reading.failed("%", "battery", path, now, Reason.STALE)
+            reading = Reading(100 * left / full, "%", "battery", Quality.DERIVED, path, now)
+        if reading.value is not None and not 0 <= reading.value <= 100:
+            return Reading.failed("%", "battery", reading.source, now, Reason.IMPLAUSIBLE)
+        return reading
+
+    def _sum(self, which: str, now: float) -> Reading:
+        readings = [self._watt_hours(path, which, now) for path in self._batteries]
+        lost = next((reading for reading in readings if reading.value is None), None)
+        if lost is not None:
+            return lost
+        total, first = sum(reading.value or 0.0 for reading in readings), readings[0]
+        return Reading(total, "Wh", "battery", first.quality, first.source, now)
+
+    def _watt_hours(self, path: str, which: str, now: float) -> Reading:
+        """One battery's energy; from its charge and the voltage it was designed for where it counts charge."""
+        energy = self._files.reading(f"{path}/energy_{which}", "Wh", "battery", now, 1e-6)
+        if energy.reason is not Reason.ABSENT:
+            return energy
+        charge = self._files.reading(f"{path}/charge_{which}", "Ah", "battery", now, 1e-6)
+        volts = self._files.reading(f"{path}/voltage_min_design", "V", "battery", now, 1e-6)
+        if charge.value is None or volts.value is None:
+            return Reading.failed("Wh", "battery", charge.source, now, charge.reason or volts.reason or Reason.ABSENT)
+        return Reading(charge.value * volts.value, "Wh", "battery", Quality.DERIVED, charge.source, now)
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float:
         """Joules between two reads, by the trapezoid rule."""
@@ -75,36 +147,45 @@ class Batteries:
 
 def find_batteries(files: Files) -> Batteries | None:
     """The batteries that feed this device, or None where it has none."""
-    batteries, supplies = [], []
+    batteries, supplies = _supplies(files)
+    return Batteries(files, batteries, supplies) if batteries else None
+
+
+def on_mains(files: Files, now: float) -> Reading:
+    """1.0 when something outside feeds the device, 0.0 when its battery does.
+
+    What has neither a battery nor a supply that tells runs from the mains: derived.
+    """
     try:
-        paths = [f"{POWER_SUPPLY}/{name}" for name in files.children(POWER_SUPPLY)]
-    except ReadError:
-        return None
-    for path in paths:
-        if _text(files, f"{path}/scope") == "Device" or _text(files, f"{path}/present") == "0":
+        files.children(POWER_SUPPLY)
+    except ReadError as failure:
+        if failure.reason is not Reason.ABSENT:
+            return Reading.failed("1", "device", POWER_SUPPLY, now, failure.reason)
+    batteries, supplies = _supplies(files)
+    told = [supply for supply in supplies if files.text_or(f"{supply}/online") in ("0", "1", "2")]
+    states = {files.text_or(f"{battery}/status").lower() for battery in batteries}
+    if any(_online(files, supply) for supply in told) or "charging" in states:
+        return Reading(1.0, "1", "device", Quality.MEASURED, POWER_SUPPLY, now)
+    if not batteries:
+        return Reading(1.0, "1", "device", Quality.DERIVED, "it runs and has no battery", now)
+    if told or "discharging" in states:
+        return Reading(0.0, "1", "device", Quality.MEASURED, POWER_SUPPLY, now)
+    return Reading.failed("1", "device", POWER_SUPPLY, now, Reason.STALE)
+
+
+def _supplies(files: Files) -> tuple[list[str], list[str]]:
+    """Folders of the device's own batteries, and of what can feed it from outside."""
+    batteries, supplies = [], []
+    for path in files.folders(POWER_SUPPLY):
+        if files.text_or(f"{path}/scope") == "Device" or files.text_or(f"{path}/present") == "0":
             continue
-        kind = _text(files, f"{path}/type")
+        kind = files.text_or(f"{path}/type")
         if kind == "Battery":
             batteries.append(path)
         elif kind not in ("", "UPS"):  # Mains, USB and its variants, Wireless
             supplies.append(path)
-    return Batteries(files, batteries, supplies) if batteries else None
-
-
-def _text(files: Files, path: str) -> str:
-    try:
-        return files.text(path)
-    except ReadError:
-        return ""
+    return batteries, supplies
 
 
 def _online(files: Files, supply: str) -> bool:
-    return _text(files, f"{supply}/online") not in ("", "0")  # 2 means online with programmable voltage
-
-
-def _has(files: Files, path: str) -> bool:
-    try:
-        files.number(path)
-    except ReadError as failure:
-        return failure.reason is not Reason.ABSENT
-    return True
+    return files.text_or(f"{supply}/online") in ("1", "2")  # 2: with a voltage that was agreed upon

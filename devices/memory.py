@@ -1,7 +1,7 @@
 """How much memory a process holds, has held at most, and could still get, in bytes.
 
-From Linux's /proc, and the limits of containers and systemd units from their control groups (version 2); where there is
-none of that, only the peak that every Unix counts.
+From Linux's /proc, and the limits of containers and systemd units from their control groups (version 2 or 1);
+where there is none of that, only the peak that every Unix counts. Swap is never counted as free.
 """
 
 from __future__ import annotations
@@ -10,10 +10,16 @@ import ctypes
 import os
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+from devices.readings import Files, Quality, ReadError, Reading, Reason
+
 PROC = Path("/proc")
-CGROUP = Path("/sys/fs/cgroup")
+CGROUP = "sys/fs/cgroup"
+
+_NO_LIMIT = 1 << 62
+"""The older control groups write no limit as a number about as large as there is."""
 
 
 def resident(proc: Path = PROC) -> int:
@@ -49,36 +55,133 @@ def give_back() -> None:
         trim(0)
 
 
-def available(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+def available(files: Files | None = None) -> int:
     """What this process could still get without swapping: of the machine, or of a control group that it is in where
     that is less."""
-    free = _kilobytes(proc / "meminfo", "MemAvailable")
+    files = files or Files()
+    free = _meminfo(files, "MemAvailable", 0.0).value
     if free is None:
-        free = max(0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - resident(proc))
-    return min([free, *(left for group in _groups(proc, cgroup) if (left := _left(group)) is not None)])
+        free = max(0, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - resident())
+    return int(min([free, *(group.left for group in _limited_groups(files))]))
 
 
-def _groups(proc: Path, cgroup: Path) -> list[Path]:
-    """The folders of the control groups that hold this process, the innermost first: each may have a limit."""
+def free_memory(files: Files, now: float) -> Reading:
+    """The same as a reading in bytes, None where the machine does not tell."""
+    reading = _meminfo(files, "MemAvailable", now)
+    if reading.value is None:
+        return reading
+    least = min((group.left for group in _limited_groups(files)), default=reading.value)
+    if least < reading.value:
+        return Reading(float(least), "B", "control group", Quality.DERIVED, "cgroup", now)
+    return reading
+
+
+def total_memory(files: Files, now: float) -> Reading:
+    """What the system may use, in bytes: less than what is soldered on."""
+    return _meminfo(files, "MemTotal", now)
+
+
+def memory_limit(files: Files, now: float) -> Reading:
+    """The tightest limit of the control groups around this process, in bytes.
+
+    CONTROLLER_ABSENT where the kernel has no control groups for memory (Raspberry Pi OS switches them off), ABSENT
+    where it has and none is limited.
+    """
+    groups = _limited_groups(files)
+    if groups:
+        return Reading(
+            float(min(group.limit for group in groups)), "B", "control group", Quality.MEASURED, "cgroup", now
+        )
+    controllers = files.text_or(f"{CGROUP}/cgroup.controllers").split()
+    counted = "memory" in controllers or bool(_version_1(files))
+    return Reading.failed("B", "control group", "cgroup", now, Reason.ABSENT if counted else Reason.CONTROLLER_ABSENT)
+
+
+def limit_left(files: Files, now: float) -> Reading:
+    """What the control groups around this process still let it take, in bytes."""
+    limit = memory_limit(files, now)
+    if limit.value is None:
+        return limit
+    left = min(group.left for group in _limited_groups(files))
+    return Reading(float(left), "B", "control group", Quality.DERIVED, "cgroup", now)
+
+
+def core_quota(files: Files, now: float) -> Reading:
+    """How many cores the control groups around this process let it use; ABSENT without such a limit."""
+    quotas = []
+    for folder in _version_2(files):
+        quota, _, period = files.text_or(f"{folder}/cpu.max").partition(" ")
+        if quota.isdecimal() and period.isdecimal() and int(period) > 0:
+            quotas.append(int(quota) / int(period))
+    if quotas:
+        return Reading(min(quotas), "cores", "control group", Quality.MEASURED, "cpu.max", now)
+    return Reading.failed("cores", "control group", "cpu.max", now, Reason.ABSENT)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A control group with a limit: that, and what is left of it, in bytes."""
+
+    limit: int
+    left: int
+
+
+def _limited_groups(files: Files) -> list[_Group]:
+    groups = [_group(files, folder, "memory.current", "inactive_file", "memory.max") for folder in _version_2(files)]
+    groups += [_group(files, folder, "memory.current", "inactive_file", "memory.high") for folder in _version_2(files)]
+    groups += [
+        _group(files, folder, "memory.usage_in_bytes", "total_inactive_file", "memory.limit_in_bytes")
+        for folder in _version_1(files)
+    ]
+    return [group for group in groups if group is not None]
+
+
+def _group(files: Files, folder: str, used: str, cached: str, limit: str) -> _Group | None:
     try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    own = next((Path(line[3:].lstrip("/")) for line in lines if line.startswith("0::")), None)
-    return [] if own is None else [cgroup / group for group in (own, *own.parents)]
-
-
-def _left(group: Path) -> int | None:
-    """What a control group may still take; None where it has no limit."""
-    try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        if limit == "max":
-            return None
-        cached = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
-        # Files that were read count as used until somebody needs their memory.
-        return max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0))
-    except (OSError, ValueError):
+        most, now = int(files.text(f"{folder}/{limit}")), int(files.text(f"{folder}/{used}"))
+    except (ReadError, ValueError):  # "max"
         return None
+    if most >= _NO_LIMIT:
+        return None
+    # Files that were read count as used until somebody needs their memory.
+    found = re.search(rf"^{cached} (\d+)$", files.text_or(f"{folder}/memory.stat"), re.MULTILINE)
+    return _Group(most, max(0, most - now + (int(found[1]) if found else 0)))
+
+
+def _version_2(files: Files) -> list[str]:
+    """The folders of the control groups that hold this process, the innermost first: each may have a limit."""
+    own = _own_group(files, "")
+    return [] if own is None else _upwards(CGROUP, own)
+
+
+def _version_1(files: Files) -> list[str]:
+    """The same in the older hierarchy, which has one of its own for memory."""
+    own = _own_group(files, "memory")
+    return [] if own is None else _upwards(f"{CGROUP}/memory", own)
+
+
+def _own_group(files: Files, controller: str) -> str | None:
+    for line in files.text_or("proc/self/cgroup").splitlines():
+        _, names, path = [*line.split(":", 2), "", ""][:3]
+        if path and controller in names.split(","):
+            return path.strip("/")
+    return None
+
+
+def _upwards(base: str, group: str) -> list[str]:
+    parts = group.split("/") if group else []
+    return ["/".join([base, *parts[:depth]]) for depth in range(len(parts), -1, -1)]
+
+
+def _meminfo(files: Files, key: str, now: float) -> Reading:
+    source = f"proc/meminfo {key}"
+    try:
+        found = re.search(rf"^{key}:\s+(\d+) kB", files.text("proc/meminfo"), re.MULTILINE)
+    except ReadError as failure:
+        return Reading.failed("B", "memory", source, now, failure.reason)
+    if found is None:
+        return Reading.failed("B", "memory", source, now, Reason.PARSE)
+    return Reading(float(int(found[1]) * 1024), "B", "memory", Quality.MEASURED, source, now)
 
 
 def _kilobytes(path: Path, key: str) -> int | None:

@@ -5,6 +5,7 @@ sometimes a sign. `Files` takes those off and turns every way a read can fail in
 a zero in place of a counter becomes an energy spike of a full turn at the next read.
 """
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +36,8 @@ class Reason(str, Enum):
     IMPLAUSIBLE = "implausible"  # two good reads, but the step between them cannot be true
     PARSE = "parse"
     POWERED_DOWN = "powered_down"  # the file is there, its hardware does not answer
+    UNRELIABLE = "unreliable_current_unit"  # a phone's battery current: its unit and sign differ by maker
+    CONTROLLER_ABSENT = "controller_absent"  # a kernel without control groups for memory
     ABSENT = "absent"
 
     def __str__(self) -> str:
@@ -42,10 +45,10 @@ class Reason(str, Enum):
 
 
 class ReadError(Exception):
-    """A file gave no usable value; `reason` says which way it failed."""
+    """A file or a command gave no usable value; `reason` says which way it failed."""
 
-    def __init__(self, path: Path, reason: Reason) -> None:
-        super().__init__(f"{path}: {reason}")
+    def __init__(self, what: Path | str, reason: Reason) -> None:
+        super().__init__(f"{what}: {reason}")
         self.reason = reason
 
 
@@ -89,6 +92,15 @@ def _translated(path: Path) -> Iterator[None]:
         raise ReadError(path, Reason.POWERED_DOWN) from error
 
 
+def _read(path: Path) -> bytes:
+    with open(path, "rb", buffering=0) as file:  # sysfs files are a line long, and read whole by one call
+        return file.read()
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
+
+
 _NUMBER = re.compile(r"([+-]?\d+(?:\.\d+)?)\s*[^\W\d]*%?")
 
 
@@ -100,28 +112,55 @@ class Files:
     """
 
     root: Path = Path("/")
-    read: Callable[[Path], bytes] = Path.read_bytes
+    read: Callable[[Path], bytes] = _read
     names: Callable[[Path], Iterable[str]] = os.listdir
 
     def text(self, path: str) -> str:
         """The text of a file without the newlines, spaces and NULs around it."""
-        return self._bytes(path).decode("utf-8", "replace").strip(" \t\r\n\x00")
+        return self.data(path).decode("utf-8", "replace").strip(" \t\r\n\x00")
 
     def number(self, path: str) -> float:
         """The number a file begins with, a unit behind it ignored."""
         match = _NUMBER.fullmatch(self.text(path))
-        if match is None:
+        value = math.inf if match is None else float(match[1])
+        if not math.isfinite(value):
             raise ReadError(self.root / path, Reason.PARSE)
-        return float(match[1])
+        return value
 
     def strings(self, path: str) -> list[str]:
         """The entries of a NUL-separated file, as the device tree writes its lists."""
-        return [entry for entry in self._bytes(path).decode("utf-8", "replace").split("\x00") if entry.strip()]
+        return [entry for entry in self.data(path).decode("utf-8", "replace").split("\x00") if entry.strip()]
+
+    def has(self, path: str) -> bool:
+        """Whether a file is there, readable or not."""
+        try:
+            self.data(path)
+        except ReadError as failure:
+            return failure.reason is not Reason.ABSENT
+        return True
+
+    def text_or(self, path: str, default: str = "") -> str:
+        """The text of a file, `default` where it cannot be read."""
+        try:
+            return self.text(path)
+        except ReadError:
+            return default
 
     def children(self, path: str) -> list[str]:
         """The names in a folder, sorted."""
         with _translated(self.root / path):
             return sorted(self.names(self.root / path))
+
+    def folders(self, path: str, prefix: str = "") -> list[str]:
+        """Paths of what lies in a folder and begins with `prefix`; none where the folder cannot be read.
+
+        In the order of their numbers: thermal_zone2 before thermal_zone10.
+        """
+        try:
+            names = [name for name in self.children(path) if name.startswith(prefix)]
+        except ReadError:
+            return []
+        return [f"{path}/{name}" for name in sorted(names, key=_by_numbers)]
 
     def reading(self, path: str, unit: str, scope: str, now: float, scale: float = 1.0) -> Reading:
         """A file's number times `scale` as a reading in `unit`; never raises."""
@@ -131,6 +170,7 @@ class Files:
             return Reading.failed(unit, scope, path, now, failure.reason)
         return Reading(value, unit, scope, Quality.MEASURED, path, now)
 
-    def _bytes(self, path: str) -> bytes:
+    def data(self, path: str) -> bytes:
+        """The bytes of a file as they are."""
         with _translated(self.root / path):
             return self.read(self.root / path)

@@ -34,7 +34,7 @@ import httpx
 import torch
 from tqdm import tqdm
 
-from devices.boards import BOARDS, Board, load_boards
+from devices.simulation import BOARDS, Board, load_boards
 from edge_sdk import inprocess
 from edge_sdk.errors import BadArgument, Refused, SdkError, StateError
 from edge_sdk.host import Host, Plan, Stepped

@@ -17,7 +17,7 @@ import httpx
 import torch
 
 from devices import EnergyMeter
-from devices.boards import Board
+from devices.simulation import Board
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.messages import DeviceProfile, FederationInfo, Kind
 from edge_sdk.session import Known, Outcome, Session, check_model

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from devices import EnergyMeter
-from devices.boards import Board
+from devices.simulation import Board
 from edge_sdk.protocol.messages import Phase
 from edge_sdk.transport import Traffic
 

@@ -10,7 +10,7 @@ import torch
 
 from coordinator.main import create_app
 from coordinator.settings import Settings
-from devices.boards import BOARDS
+from devices.simulation import BOARDS
 from edge_sdk import inprocess
 from edge_sdk.host import Host, Plan
 from edge_sdk.protocol.errors import ManifestError

@@ -16,7 +16,7 @@ import pytest
 
 from coordinator.main import create_app
 from coordinator.settings import Settings
-from devices.boards import BOARDS
+from devices.simulation import BOARDS
 from edge_sdk import fleet, inprocess
 from edge_sdk.errors import BadArgument, Refused, StateError
 from edge_sdk.fleet import run_fleet

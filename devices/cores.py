@@ -1,0 +1,121 @@
+"""Processor cores: which are online, how busy they are, how much of that is ours, and at what clock they run.
+
+Sources: the kernel's documentation of /proc/stat, /proc/self/stat and cpufreq.
+"""
+
+import os
+
+from devices.readings import Files, Quality, ReadError, Reading, Reason
+from devices.system import System
+
+CPU = "sys/devices/system/cpu"
+JIFFIES_PER_SECOND = 100  # USER_HZ, the unit of /proc/stat on every architecture we run on
+
+
+def online_cores(files: Files) -> list[int]:
+    """Numbers of the online cores, from a text such as "0-3,5"; where none is told, as many as Python sees."""
+    try:
+        spans = [span.split("-") for span in files.text(f"{CPU}/online").split(",")]
+        cores = [core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)]
+    except (ReadError, ValueError):
+        cores = []
+    return cores or list(range(os.cpu_count() or 1))
+
+
+def busy_seconds(files: Files, now: float) -> Reading:
+    """Core-seconds that all cores together have worked since the start of the system."""
+    path = "proc/stat"
+    try:
+        label, user, nice, system, _idle, _iowait, irq, softirq = files.text(path).split(maxsplit=8)[:8]
+        jiffies = int(user) + int(nice) + int(system) + int(irq) + int(softirq)
+    except ReadError as failure:
+        return Reading.failed("s", "cpu", path, now, failure.reason)
+    except ValueError:
+        return Reading.failed("s", "cpu", path, now, Reason.PARSE)
+    if label != "cpu" or jiffies < 0:
+        return Reading.failed("s", "cpu", path, now, Reason.PARSE)
+    return Reading(jiffies / JIFFIES_PER_SECOND, "s", "cpu", Quality.MEASURED, path, now)
+
+
+def own_seconds(files: Files, now: float) -> Reading:
+    """Core-seconds that this process has worked, in user and kernel mode together."""
+    path = "proc/self/stat"
+    try:
+        # The process's name stands in parentheses and may itself have spaces and parentheses.
+        user, system = files.text(path).rpartition(")")[2].split()[11:13]
+        seconds = (int(user) + int(system)) / JIFFIES_PER_SECOND
+    except ReadError as failure:
+        return Reading.failed("s", "process", path, now, failure.reason)
+    except ValueError:
+        return Reading.failed("s", "process", path, now, Reason.PARSE)
+    return Reading(seconds, "s", "process", Quality.MEASURED, path, now)
+
+
+def load_average(files: Files, now: float) -> Reading:
+    """How many tasks ran or waited, averaged over the last minute."""
+    path = "proc/loadavg"
+    try:
+        value = float(files.text(path).split()[0])
+    except ReadError as failure:
+        return Reading.failed("tasks", "cpu", path, now, failure.reason)
+    except (ValueError, IndexError):
+        return Reading.failed("tasks", "cpu", path, now, Reason.PARSE)
+    return Reading(value, "tasks", "cpu", Quality.MEASURED, path, now)
+
+
+def clock(files: Files, core: int, now: float, which: str = "scaling_cur_freq") -> Reading:
+    """A core's clock in Hz as the kernel sees it; also its limits (`scaling_max_freq`, `cpuinfo_max_freq`).
+
+    What a Pi's firmware takes away when it throttles does not show here.
+    """
+    return files.reading(f"{CPU}/cpu{core}/cpufreq/{which}", "Hz", "cpu", now, 1e3)
+
+
+def arm_clock(system: System, now: float) -> Reading:
+    """The clock in Hz at which a Pi's firmware really runs its cores, throttled or not."""
+    source = "vcgencmd measure_clock arm"
+    try:
+        text = system.commands.text(source.split())
+    except ReadError as failure:
+        return Reading.failed("Hz", "cpu", source, now, failure.reason)
+    digits = text.partition("=")[2]
+    if not digits.isdecimal():
+        return Reading.failed("Hz", "cpu", source, now, Reason.PARSE)
+    return Reading(float(digits), "Hz", "cpu", Quality.MEASURED, source, now)
+
+
+class LoadOfOthers:
+    """The share of all cores, 0 to 1, that other processes have kept busy over the last minute.
+
+    The first answer is the kernel's own average of that minute, from which all that this process ever worked is taken
+    off; later ones are counted from read to read.
+    """
+
+    window_seconds = 60.0
+    shortest_seconds = 1.0
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._past: list[tuple[float, float, float]] = []
+
+    def read(self, now: float) -> Reading:
+        """The share, or why there is none."""
+        busy, own = busy_seconds(self._files, now), own_seconds(self._files, now)
+        if busy.value is None:
+            return Reading.failed("1", "cpu", busy.source, now, busy.reason or Reason.ABSENT)
+        mine = own.value or 0.0
+        while len(self._past) > 1 and self._past[1][0] <= now - self.window_seconds:
+            self._past.pop(0)
+        if self._past and busy.value < self._past[-1][1]:
+            self._past.clear()  # cores went offline and took their counts along
+        self._past.append((now, busy.value, mine))
+        seconds = now - self._past[0][0]
+        cores = len(online_cores(self._files))
+        if seconds < self.shortest_seconds:
+            average = load_average(self._files, now)
+            if average.value is None:
+                return Reading.failed("1", "cpu", average.source, now, average.reason or Reason.ABSENT)
+            share, source = (average.value - mine / self.window_seconds) / cores, average.source
+        else:
+            share, source = (busy.value - self._past[0][1] - (mine - self._past[0][2])) / (seconds * cores), busy.source
+        return Reading(min(1.0, max(0.0, share)), "1", "cpu", Quality.DERIVED, source, now)

@@ -1,0 +1,69 @@
+"""The network: which interface the traffic takes, how much it carried, whether it costs money; and the clock's state.
+
+NetworkManager knows whether a connection is metered, or guesses; without it only the interface's name says something:
+modems are metered. Anything else is unknown, and whoever asks decides. Sources: NetworkManager's D-Bus interface
+(property Metered), the kernel's documentation of /proc/net/route and of network statistics.
+"""
+
+from devices.readings import Files, Quality, ReadError, Reading, Reason
+from devices.system import System
+
+_MODEMS = ("wwan", "ppp", "rmnet")
+_NM = "org.freedesktop.NetworkManager"
+_METERED = {"1": (1.0, Quality.MEASURED), "2": (0.0, Quality.MEASURED)}
+_GUESSED = {"3": (1.0, Quality.ESTIMATED), "4": (0.0, Quality.ESTIMATED)}
+
+
+def interface(files: Files) -> str | None:
+    """The interface of the default route with the lowest metric; None without a route. Raises ReadError."""
+    routes = []
+    for line in files.text("proc/net/route").splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 7 and fields[1] == "00000000" and fields[7] == "00000000" and fields[6].isdecimal():
+            routes.append((int(fields[6]), fields[0]))
+    return min(routes)[1] if routes else None
+
+
+def traffic(files: Files, now: float) -> tuple[Reading, Reading]:
+    """Bytes received and sent through that interface since it came up."""
+    try:
+        name = interface(files)
+    except ReadError as failure:
+        absent = Reading.failed("B", "network", "proc/net/route", now, failure.reason)
+        return absent, absent
+    if name is None:
+        absent = Reading.failed("B", "network", "proc/net/route", now, Reason.ABSENT)
+        return absent, absent
+    folder = f"sys/class/net/{name}/statistics"
+    received = files.reading(f"{folder}/rx_bytes", "B", name, now)
+    return received, files.reading(f"{folder}/tx_bytes", "B", name, now)
+
+
+def metered(system: System, now: float) -> Reading:
+    """1.0 where traffic is counted or costs, 0.0 where not; ABSENT where nobody knows."""
+    try:
+        answer = system.commands.text(["busctl", "get-property", _NM, f"/{_NM.replace('.', '/')}", _NM, "Metered"])
+        known = {**_METERED, **_GUESSED}.get(answer.rpartition(" ")[2])
+    except ReadError:
+        known = None
+    if known is not None:
+        return Reading(known[0], "1", "network", known[1], "NetworkManager", now)
+    try:
+        name = interface(system.files)
+    except ReadError as failure:
+        return Reading.failed("1", "network", "proc/net/route", now, failure.reason)
+    if name is not None and name.startswith(_MODEMS):
+        return Reading(1.0, "1", "network", Quality.DERIVED, f"{name} is a modem", now)
+    return Reading.failed("1", "network", "NetworkManager", now, Reason.ABSENT)
+
+
+def clock_synchronised(system: System, now: float) -> Reading:
+    """1.0 when the kernel holds its clock to be right, whoever keeps it so; 0.0 when not."""
+    source = "timedatectl"
+    try:
+        answer = system.commands.text([source, "show", "--property=NTPSynchronized", "--value"])
+    except ReadError as failure:
+        return Reading.failed("1", "clock", source, now, failure.reason)
+    if answer not in ("yes", "no"):
+        return Reading.failed("1", "clock", source, now, Reason.PARSE)
+    return Reading(float(answer == "yes"), "1", "clock", Quality.MEASURED, source, now)

@@ -1,0 +1,140 @@
+"""A device as this package sees it: its files, its commands and its environment; this machine's, or a copy's.
+
+Everything is read through here, so that a folder with the files and the command outputs of some board stands in for
+the board itself (`System.at`), in tests as well as in `python -m devices --root`.
+"""
+
+import importlib
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from devices.readings import Files, ReadError, Reason
+
+Runner = Callable[[Sequence[str], float], tuple[int, str]]
+"""argv, timeout in seconds -> exit status, all that was printed. Raises OSError or subprocess.TimeoutExpired."""
+
+_REFUSALS = ("permission denied", "not permitted", "access denied", "can't open device file")
+
+
+class Commands:
+    """Programs that print what no file tells. Only such as change nothing on the device are ever run."""
+
+    def __init__(self, run: Runner | None = None) -> None:
+        self._run = run or _run
+
+    def text(self, argv: Sequence[str], timeout_seconds: float = 5.0) -> str:
+        """What a program prints, without the spaces around it.
+
+        Raises ReadError: ABSENT where there is no such program, PERMISSION where it was refused something, STALE where
+        it did not end in time, PARSE where it failed otherwise.
+        """
+        try:
+            status, output = self._run(argv, timeout_seconds)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ReadError(argv[0], Reason.ABSENT) from error
+        except PermissionError as error:
+            raise ReadError(argv[0], Reason.PERMISSION) from error
+        except subprocess.TimeoutExpired as error:
+            raise ReadError(argv[0], Reason.STALE) from error
+        except OSError as error:
+            raise ReadError(argv[0], Reason.POWERED_DOWN) from error
+        if status != 0:
+            refused = any(words in output.lower() for words in _REFUSALS)  # vcgencmd says so on standard output
+            raise ReadError(argv[0], Reason.PERMISSION if refused else Reason.PARSE)
+        return output.strip(" \t\r\n\x00")
+
+
+@dataclass(frozen=True)
+class System:
+    """Files, commands and environment of one device.
+
+    pointer_bits: word size of its programs, None where only its files can tell. free_bytes: a folder's free storage;
+    raises OSError where that cannot be known. library: imports an optional Python library by its name; raises
+    ImportError.
+    """
+
+    files: Files = field(default_factory=Files)
+    commands: Commands = field(default_factory=Commands)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    pointer_bits: int | None = None
+    free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free
+    library: Callable[[str], Any] = importlib.import_module
+
+    @classmethod
+    def here(cls) -> "System":
+        """This machine."""
+        return cls(environment=os.environ, pointer_bits=8 * struct.calcsize("P"))
+
+    @classmethod
+    def at(cls, path: Path | str) -> "System":
+        """A copy of some device: a folder with `root/`, or that root itself.
+
+        Beside `root/` there may be `commands/` (what a command prints, its words joined by _ as the file's name),
+        `environment.txt` (NAME=value lines) and `denied.txt` (paths that this user may not read). Raises ValueError
+        where there is no such folder.
+        """
+        folder = Path(path)
+        root = folder / "root" if (folder / "root").is_dir() else folder
+        if not root.is_dir():
+            raise ValueError(f"{folder} is no folder; give one with a copy of a device's files, such as FOLDER/sys")
+        denied = [line.strip("/") for line in _lines(folder / "denied.txt")]
+        pairs = [line.partition("=") for line in _lines(folder / "environment.txt")]
+        return cls(
+            files=_guarded(root, denied),
+            commands=Commands(_replay(folder / "commands")),
+            environment={name: value for name, _, value in pairs},
+            free_bytes=_unknown,
+            library=_no_library,
+        )
+
+
+def _run(argv: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
+    done = subprocess.run(  # a list of our own words, without a shell
+        list(argv),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=timeout_seconds,
+        env={**os.environ, "LC_ALL": "C"},
+        check=False,
+    )
+    return done.returncode, done.stdout.decode("utf-8", "replace")
+
+
+def _replay(folder: Path) -> Runner:
+    def run(argv: Sequence[str], _timeout_seconds: float) -> tuple[int, str]:
+        name = "_".join(word.lstrip("-").replace("/", "_") for word in argv)
+        for suffix in (".txt", ".json"):
+            if (folder / f"{name}{suffix}").is_file():
+                return 0, (folder / f"{name}{suffix}").read_text()
+        raise FileNotFoundError(argv[0])
+
+    return run
+
+
+def _guarded(root: Path, denied: list[str]) -> Files:
+    def check(path: Path) -> Path:
+        relative = str(path.relative_to(root))
+        if any(relative == entry or relative.startswith(f"{entry}/") for entry in denied):
+            raise PermissionError(str(path))
+        return path
+
+    return Files(root, lambda path: check(path).read_bytes(), lambda path: os.listdir(check(path)))
+
+
+def _lines(path: Path) -> list[str]:
+    return [line.strip() for line in path.read_text().splitlines() if line.strip()] if path.is_file() else []
+
+
+def _unknown(path: Path) -> int:
+    raise FileNotFoundError(f"{path}: a copy of a device has no storage of its own")
+
+
+def _no_library(name: str) -> Any:
+    raise ImportError(f"{name}: a copy of a device runs no libraries")

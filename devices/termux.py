@@ -1,0 +1,88 @@
+"""A phone under Termux: what its battery says through Termux:API.
+
+Apps may not read /sys/class/power_supply; `termux-battery-status` prints JSON instead, slowly, so that it is asked once
+a minute. Its current has neither a reliable unit nor a reliable sign: no power is ever computed from it. A temperature
+of exactly 0 with unknown health means that there is none.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from devices.readings import Quality, ReadError, Reading, Reason
+from devices.system import System
+
+COMMAND = "termux-battery-status"
+HOW_TO_GET = "install the app Termux:API and its package: pkg install termux-api"
+_ASK_AGAIN_SECONDS = 60.0
+_TIMEOUT_SECONDS = 5.0
+
+
+class TermuxBattery:
+    """The phone's battery, asked at most once a minute."""
+
+    def __init__(self, system: System) -> None:
+        self._commands = system.commands
+        self._answer: Mapping[str, Any] | ReadError | None = None
+        self._asked_at = 0.0
+
+    def charge(self, now: float) -> Reading:
+        """Charge in per cent."""
+        return self._reading("%", now, lambda status: status["percentage"])
+
+    def temperature(self, now: float) -> Reading:
+        """The battery's temperature in °C."""
+
+        def value(status: Mapping[str, Any]) -> float | None:
+            unknown = status["temperature"] == 0 and status.get("health") == "UNKNOWN"
+            return None if unknown else status["temperature"]
+
+        return self._reading("°C", now, value)
+
+    def on_mains(self, now: float) -> Reading:
+        """1.0 with a cable or on a charging pad, 0.0 without."""
+        return self._reading("1", now, lambda status: float(status["plugged"] != "UNPLUGGED"))
+
+    def power(self, now: float) -> Reading:
+        """No watts, ever: with the reason."""
+        charge = self.charge(now)
+        return Reading.failed("W", "device", COMMAND, now, charge.reason or Reason.UNRELIABLE)
+
+    def words(self, now: float) -> dict[str, str]:
+        """Its status, plug and health in words; empty where it does not answer."""
+        status = self._status(now)
+        if isinstance(status, ReadError):
+            return {}
+        return {key: str(status[key]).lower().replace("plugged_", "") for key in ("status", "plugged", "health")}
+
+    def _reading(self, unit: str, now: float, value: Callable[[Mapping[str, Any]], Any]) -> Reading:
+        status = self._status(now)
+        if isinstance(status, ReadError):
+            return Reading.failed(unit, "battery", COMMAND, now, status.reason)
+        found = value(status)
+        if found is None:
+            return Reading.failed(unit, "battery", COMMAND, now, Reason.ABSENT)
+        return Reading(float(found), unit, "battery", Quality.MEASURED, COMMAND, now)
+
+    def _status(self, now: float) -> Mapping[str, Any] | ReadError:
+        if self._answer is None or now - self._asked_at >= _ASK_AGAIN_SECONDS:
+            self._asked_at = now
+            try:
+                self._answer = _checked(self._commands.text([COMMAND], _TIMEOUT_SECONDS))
+            except ReadError as failure:
+                self._answer = failure
+        return self._answer
+
+
+def _checked(text: str) -> Mapping[str, Any]:
+    try:
+        status = json.loads(text)
+        numbers = [float(status[key]) for key in ("percentage", "temperature")]
+        strings = [status[key] for key in ("status", "plugged", "health")]
+        told = 0 <= numbers[0] <= 100 and math.isfinite(numbers[1])
+        if not told or not all(isinstance(each, str) for each in strings):
+            raise ValueError
+    except (ValueError, KeyError, TypeError):
+        raise ReadError(COMMAND, Reason.PARSE) from None
+    return dict(status)
