@@ -44,6 +44,12 @@ def test_who_cannot_is_told_why_and_what_it_can_do_in_one_line(python, told):
     assert "\n" not in text
 
 
+def test_the_page_that_it_names_shows_what_it_says():
+    with pytest.raises(trainable.CannotTrain) as refusal:
+        trainable.check(pointer_bytes=4, platform="linux-armv7l")
+    assert f"edge_sdk.join: {refusal.value}\n" in (SDK.parent / "docs" / "devices.md").read_text()
+
+
 def test_a_torch_that_does_not_load_is_told_apart_from_one_that_is_not_there(tmp_path, monkeypatch):
     (tmp_path / "broken_torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')\n")
     (tmp_path / "half_torch.py").write_text("import a_part_that_is_missing\n")
