@@ -32,7 +32,9 @@ WORK = REPOSITORY / ".arm64"
 TESTS = ("tests/devices", "tests/edge_sdk/protocol/test_bundle.py")
 ROUNDS = 3
 EMULATED, NATIVE = "arm64", "host"
-LIMIT_SECONDS = 900
+LIMIT_SECONDS = 3600
+"""Of each step. A quiet machine needs a tenth."""
+
 LARGEST_DIFFERENCE = 1e-4
 """Of class scores around 10: what different orders of summation explain."""
 
@@ -70,7 +72,12 @@ def _inside(root: Root, arguments: Sequence[str]) -> str:
     """What a command prints inside. Raises Failed with it where its status is not 0."""
     # One thread each: this machine may have two cores, and the device on it wants one.
     command = root.command(arguments, {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"})
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise Failed(f"inside the root, {' '.join(arguments)} had not ended after {LIMIT_SECONDS} s") from None
     if done.returncode != 0:
         raise Failed(f"inside the root, {' '.join(arguments)} ended with status {done.returncode}:\n{_last(done)}")
     return done.stdout
@@ -108,19 +115,21 @@ def _run_federation(root: Root) -> None:
     """Two devices, one of them inside, through a federation of FedSPU; then the exported file, in both places."""
     state = root.path / "sparrow" / "device"
     shutil.rmtree(WORK / "federation", ignore_errors=True)
-    with _coordinator(WORK / "federation") as http:
+    with _coordinator(WORK / "federation") as http, (WORK / "federation" / "host.log").open("wb") as log:
         url = str(http.base_url).rstrip("/")
         start = time.monotonic()
         native = subprocess.Popen(
             [sys.executable, *_join(url, NATIVE, 1, str(WORK / "federation" / NATIVE))],
             env=_environment(),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
         )
         try:
             printed = _inside(root, ["python3", *_join(url, EMULATED, 0, "device")])
             native.wait(LIMIT_SECONDS)
+        except (Failed, subprocess.TimeoutExpired) as failure:
+            raise Failed(f"{failure}\nThe device on this machine wrote {log.name}.") from None
         finally:
             if native.poll() is None:
                 native.kill()
@@ -140,6 +149,7 @@ def _run_federation(root: Root) -> None:
 
 def _join(url: str, name: str, index: int, folder: str) -> list[str]:
     federation = ["--server", url, "--name", name, "--data", f"index={index},of=2", "--budget", "0.4", "--quiet"]
+    federation += ["--patience", "300"]
     return ["-m", "edge_sdk.join", *federation, "--state-dir", folder, "--export", f"{folder}/model.onnx"]
 
 
