@@ -1,12 +1,13 @@
 # make demo   set up, run the main job, show what came out
 # make test   set up, run the tests
+# make test-arm64   the device's side on aarch64, emulated; as root, with debootstrap and qemu-user-static
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TORCH  := torch==2.13.0
 
-.PHONY: demo test test-slow check format setup builtin demo-seeds clean
+.PHONY: demo test test-slow test-arm64 check format setup builtin demo-seeds clean
 
 demo: setup
 	$(BIN)/python -m benchmarks.demo
@@ -16,6 +17,10 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# Not in CI: the first run takes 10 minutes and downloads 250 MB.
+test-arm64: setup
+	$(BIN)/python tests/arm64/run.py
 
 check: setup
 	$(BIN)/ruff format --check .
@@ -47,4 +52,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .arm64 runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,6 +16,10 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="COORDINATOR_", frozen=True, extra="ignore")
 
     data_dir: Path = Field(default=Path("sparrow-data"), description="Folder of the database, models and updates")
+    database_url: SecretStr | None = Field(
+        default=None,
+        description="PostgreSQL for the records, postgresql://USER:PASSWORD@HOST/DATABASE; unset: SQLite in the folder",
+    )
     admin_token: SecretStr | None = Field(default=None, description="Needed to create and change federations")
     observer_token: SecretStr | None = Field(default=None, description="Needed to look at federations and metrics")
     enrolment_token: SecretStr | None = Field(default=None, description="Needed to enrol a device")

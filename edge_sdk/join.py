@@ -1,6 +1,9 @@
 """``python -m edge_sdk.join --server URL``: this device takes part in a federation until it is finished.
 
 As a library: ``join(server, task, ...)`` with a ``Task`` of one's own.
+
+Exit status: 0 done; 1 it ended early, with the reason on stderr; 2 wrong usage; 3 this device cannot train
+(``edge_sdk.trainable``); 130 interrupted, to go on another time.
 """
 
 from __future__ import annotations
@@ -21,6 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from edge_sdk.trainable import exit_unless_trainable
+
+if __name__ == "__main__":
+    exit_unless_trainable("edge_sdk.join")  # before what follows imports torch
 
 import httpx
 from tqdm import tqdm

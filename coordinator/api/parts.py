@@ -55,7 +55,8 @@ class House:
     def __init__(self, settings: Settings, clock: Callable[[], float] | None = None) -> None:
         self.settings = settings
         clock = clock or steady_clock()
-        self.store = Store(settings.data_dir)
+        url = settings.database_url
+        self.store = Store(settings.data_dir, None if url is None else url.get_secret_value())
         self.models = Models(self.store)
         self.federations = Federations(self.store, self.models, clock)
         self.devices = Devices(self.store, clock)

@@ -7,14 +7,22 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError
+
+POSTGRESQL = ("postgresql", "postgresql+psycopg")
 
 
-def open_database(path: Path) -> Engine:
-    """Open the SQLite database at ``path``, set up not to lose a commit, and apply the migrations that are missing."""
-    engine = create_engine(f"sqlite:///{path.resolve()}", connect_args={"timeout": 30})
-    event.listen(engine, "connect", _prepare)
-    event.listen(engine, "begin", _begin)
+class BadDatabase(ValueError):
+    """A database's address cannot be used; the text says what to write."""
+
+
+def open_database(where: Path | str) -> Engine:
+    """Open the database at ``where``, set up not to lose a commit, and apply the migrations that are missing.
+
+    where: the path of a SQLite file, or the URL of a PostgreSQL database. Raises BadDatabase.
+    """
+    engine = _sqlite(where) if isinstance(where, Path) else _postgresql(where)
     try:
         migrate(engine)
     except BaseException:
@@ -31,6 +39,36 @@ def migrate(engine: Engine) -> None:
     with engine.begin() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
+
+
+def _sqlite(path: Path) -> Engine:
+    engine = create_engine(f"sqlite:///{path.resolve()}", connect_args={"timeout": 30})
+    event.listen(engine, "connect", _prepare)
+    event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _postgresql(address: str) -> Engine:
+    try:
+        url = make_url(address)
+    except ArgumentError:
+        url = None  # no word of it in the message: it may hold a password
+    if url is None or url.drivername not in POSTGRESQL:
+        raise BadDatabase(
+            "the database's URL is none of PostgreSQL; write postgresql://USER:PASSWORD@HOST/DATABASE, or leave it out "
+            "to keep the records in SQLite in the data folder"
+        )
+    try:
+        return create_engine(
+            url.set(drivername="postgresql+psycopg"),
+            # As with SQLite: a transaction sees the records as they were when it began.
+            isolation_level="REPEATABLE READ",
+            # A commit that was acknowledged is on the disk, whatever the server's own default is.
+            connect_args={"options": "-c synchronous_commit=on"},
+            pool_pre_ping=True,  # a connection that a restart of the server broke is replaced, not used
+        )
+    except ModuleNotFoundError as error:
+        raise BadDatabase("records in PostgreSQL need psycopg: pip install 'sparrow-fl[postgresql]'") from error
 
 
 def _begin(connection: Connection) -> None:

@@ -321,7 +321,9 @@ def _from_bytes(data: memoryview, precision: Precision) -> NDArray[np.float32]:
     if precision == "fp32":
         return np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
     if precision == "fp16":
-        return np.frombuffer(data, dtype="<f2").astype(np.float32)
+        # Some processors (aarch64) flag signalling NaNs in this cast; they are refused with whatever is not finite.
+        with np.errstate(invalid="ignore"):
+            return np.frombuffer(data, dtype="<f2").astype(np.float32)
     return (np.frombuffer(data, dtype="<u2").astype("<u4") << 16).view(np.float32)
 
 

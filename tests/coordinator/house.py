@@ -103,10 +103,10 @@ class Wire:
 class House:
     """A coordinator's domain, and devices that live in folders beside it."""
 
-    def __init__(self, folder, clock):
+    def __init__(self, folder, clock, database_url=None):
         self.folder = folder
         self.folders = []
-        self.store = Store(folder / "data")
+        self.store = Store(folder / "data", database_url)
         self.models = models = Models(self.store)
         self.federations = Federations(self.store, models, clock)
         self.devices = Devices(self.store, clock)

@@ -1,0 +1,77 @@
+"""What a device that cannot train is told: one line, with a status of its own, and before anything is tried."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import edge_sdk
+from edge_sdk import trainable
+
+SDK = Path(edge_sdk.__file__).parent
+
+WITHOUT_TORCH = """
+import runpy, sys
+sys.modules["torch"] = None  # what import makes of a package that is not there
+sys.argv[1:] = ["--server", "http://127.0.0.1:9", "--patience", "0", "--state-dir", sys.argv[1]]
+runpy.run_module("edge_sdk.join", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_this_device_can_train():
+    trainable.check()
+
+
+@pytest.mark.parametrize(
+    ("python", "told"),
+    [
+        ({"pointer_bytes": 4, "platform": "linux-armv7l"}, "its Python is one of 32 bits (linux-armv7l)"),
+        # Raspberry Pi OS for 32 bits on a Pi 4: the kernel's word size is not what decides
+        ({"pointer_bytes": 4, "platform": "linux-aarch64"}, "its Python is one of 32 bits (linux-aarch64)"),
+        ({"version": (3, 6, 9), "platform": "linux-aarch64"}, "with Python 3.6.9 (linux-aarch64), only with 3.10"),
+        ({"version": (3, 8, 10)}, "with Python 3.8.10"),
+        ({"module": "no_such_torch"}, "PyTorch is not installed"),
+    ],
+)
+def test_who_cannot_is_told_why_and_what_it_can_do_in_one_line(python, told):
+    with pytest.raises(trainable.CannotTrain) as refusal:
+        trainable.check(**python)
+    text = str(refusal.value)
+    assert told in text
+    assert "it can predict with an exported model: docs/devices.md" in text
+    assert "\n" not in text
+
+
+def test_the_page_that_it_names_shows_what_it_says():
+    with pytest.raises(trainable.CannotTrain) as refusal:
+        trainable.check(pointer_bytes=4, platform="linux-armv7l")
+    assert f"edge_sdk.join: {refusal.value}\n" in (SDK.parent / "docs" / "devices.md").read_text()
+
+
+def test_a_torch_that_does_not_load_is_told_apart_from_one_that_is_not_there(tmp_path, monkeypatch):
+    (tmp_path / "broken_torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')\n")
+    (tmp_path / "half_torch.py").write_text("import a_part_that_is_missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(trainable.CannotTrain, match=r"does not load \(libcudart.so.12: cannot open"):
+        trainable.check(module="broken_torch")
+    with pytest.raises(trainable.CannotTrain, match=r"does not load \(No module named 'a_part_that_is_missing'\)"):
+        trainable.check(module="half_torch")
+
+
+def test_join_says_so_with_its_own_status_before_it_makes_anything(tmp_path):
+    state = tmp_path / "state"
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(state)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == trainable.EXIT_STATUS == 3
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("edge_sdk.join: this device cannot train, because PyTorch is not installed")
+    assert not state.exists()
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "trainable.py"])
+def test_what_tells_an_old_python_can_be_read_by_it(name):
+    ast.parse((SDK / name).read_text(), feature_version=(3, 6))
