@@ -1,13 +1,26 @@
-"""What a device draws, read from the device itself: joules, with how they were come by.
+"""What a device is, what it draws and what it is like now, read from the device itself.
 
-This package knows nothing of federated learning and needs only the standard library. `EnergyMeter` measures a phase of
-work, `PowerModel` stands in where no sensor exists, and every figure carries its `Quality`: measured, derived from
-measured values, estimated by a model, or unavailable with the reason. It only ever reads: it changes no setting of the
-device it runs on.
+This package knows nothing of federated learning and needs only the standard library. `devices.board` says what it is,
+`devices.conditions` what it is like, and `python -m devices` prints all of it for a person. `EnergyMeter` measures a
+phase of work, `PowerModel` stands in where no sensor exists, and every figure carries its `Quality`: measured, derived
+from measured values, estimated by a model, or unavailable with the reason. It only ever reads: it changes no setting of
+the device it runs on.
 """
 
 from devices.energy import Energy, EnergyMeter, EnergyTotal, Phase
 from devices.estimate import PowerModel
 from devices.readings import Files, Quality, Reading, Reason
+from devices.system import System
 
-__all__ = ["Energy", "EnergyMeter", "EnergyTotal", "Files", "Phase", "PowerModel", "Quality", "Reading", "Reason"]
+__all__ = [
+    "Energy",
+    "EnergyMeter",
+    "EnergyTotal",
+    "Files",
+    "Phase",
+    "PowerModel",
+    "Quality",
+    "Reading",
+    "Reason",
+    "System",
+]

@@ -157,7 +157,7 @@ def on_mains(files: Files, now: float) -> Reading:
         if failure.reason is not Reason.ABSENT:
             return Reading.failed("1", "device", POWER_SUPPLY, now, failure.reason)
     batteries, supplies = _supplies(files)
-    told = [supply for supply in supplies if files.text_or(f"{supply}/online")]
+    told = [supply for supply in supplies if files.text_or(f"{supply}/online") in ("0", "1", "2")]
     states = {files.text_or(f"{battery}/status").lower() for battery in batteries}
     if any(_online(files, supply) for supply in told) or "charging" in states:
         return Reading(1.0, "1", "device", Quality.MEASURED, POWER_SUPPLY, now)
@@ -183,4 +183,4 @@ def _supplies(files: Files) -> tuple[list[str], list[str]]:
 
 
 def _online(files: Files, supply: str) -> bool:
-    return files.text_or(f"{supply}/online") not in ("", "0")  # 2 means online with programmable voltage
+    return files.text_or(f"{supply}/online") in ("1", "2")  # 2: with a voltage that was agreed upon

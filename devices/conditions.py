@@ -17,7 +17,7 @@ from pathlib import Path
 from devices import battery, network
 from devices.board import find_board
 from devices.cores import LoadOfOthers
-from devices.heat import decisive_temperature
+from devices.heat import Thermometer
 from devices.memory import free_memory
 from devices.readings import Quality, Reading, Reason
 from devices.system import System
@@ -62,6 +62,7 @@ class ConditionsReader:
         self._clock = clock
         self._storage = storage
         self.board = find_board(system)
+        self._thermometer = Thermometer(system.files, self.board)
         self._throttle = Throttle(system, self.board)
         self._others = LoadOfOthers(system.files)
         self._termux = TermuxBattery(system) if self.board.kind == "phone" else None
@@ -70,7 +71,7 @@ class ConditionsReader:
     def read(self) -> Conditions:
         """What it is like now; never raises."""
         files, now = self._system.files, self._clock()
-        (temperature,) = self._every("heat", now, lambda: (decisive_temperature(files, self.board, now),))
+        (temperature,) = self._every("heat", now, lambda: (self._thermometer.read(now),))
         charge, warmth, mains = self._every("battery", now, lambda: self._battery(now))
         throttled, weak = self._every("throttle", now, lambda: self._throttle.read(now))
         (others,) = self._every("load", now, lambda: (self._others.read(now),))

@@ -6,6 +6,7 @@ Sources: the kernel's documentation of /proc/stat, /proc/self/stat and cpufreq.
 import os
 
 from devices.readings import Files, Quality, ReadError, Reading, Reason
+from devices.system import System
 
 CPU = "sys/devices/system/cpu"
 JIFFIES_PER_SECOND = 100  # USER_HZ, the unit of /proc/stat on every architecture we run on
@@ -68,6 +69,19 @@ def clock(files: Files, core: int, now: float, which: str = "scaling_cur_freq") 
     What a Pi's firmware takes away when it throttles does not show here.
     """
     return files.reading(f"{CPU}/cpu{core}/cpufreq/{which}", "Hz", "cpu", now, 1e3)
+
+
+def arm_clock(system: System, now: float) -> Reading:
+    """The clock in Hz at which a Pi's firmware really runs its cores, throttled or not."""
+    source = "vcgencmd measure_clock arm"
+    try:
+        text = system.commands.text(source.split())
+    except ReadError as failure:
+        return Reading.failed("Hz", "cpu", source, now, failure.reason)
+    digits = text.partition("=")[2]
+    if not digits.isdigit():
+        return Reading.failed("Hz", "cpu", source, now, Reason.PARSE)
+    return Reading(float(digits), "Hz", "cpu", Quality.MEASURED, source, now)
 
 
 class LoadOfOthers:

@@ -18,12 +18,12 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 
 from devices.integral import Integral, best
 from devices.power import PowerModel, explain, find_sources, why_unavailable
-from devices.readings import Files, Quality, Reason
+from devices.readings import Quality, Reason
+from devices.system import System
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ class Phase:
         self._integrals: list[Integral] = []
         self._started = 0.0
         self._energy: Energy | None = None
+        self._began_at = self._ended_at = 0.0
 
     def __enter__(self) -> "Phase":
         self._meter._begin(self)
@@ -134,23 +135,36 @@ class Phase:
             raise RuntimeError(f"phase {self.name!r} has not ended: ask for its energy after the `with` block")
         return self._energy
 
-    def _begin(self, integrals: list[Integral], now: float) -> None:
+    @property
+    def span(self) -> tuple[float, float]:
+        """When it began and ended, in seconds since 1970: for readings of another clock, such as an external meter's.
+
+        Raises RuntimeError before the phase has ended.
+        """
+        if self._energy is None:
+            raise RuntimeError(f"phase {self.name!r} has not ended: ask for its span after the `with` block")
+        return self._began_at, self._ended_at
+
+    def _begin(self, integrals: list[Integral], now: float, wall: float) -> None:
         self._integrals, self._started, self._energy = integrals, now, None
+        self._began_at = wall
         self._sample(now)
 
     def _sample(self, now: float, *, at_end: bool = False) -> None:
         for integral in self._integrals:
             integral.sample(now, at_end=at_end)
 
-    def _end(self, now: float) -> None:
+    def _end(self, now: float, wall: float) -> None:
         self._sample(now, at_end=True)
-        self._energy = _energy(self._integrals, now - self._started)
+        self._ended_at = wall
+        self._energy = energy_of(self._integrals, now - self._started)
 
 
 _WHOLE = 0.999  # but for rounding
 
 
-def _energy(integrals: list[Integral], seconds: float) -> Energy:
+def energy_of(integrals: list[Integral], seconds: float) -> Energy:
+    """What the best of these sources says of a phase of so many seconds."""
     chosen = best(integrals, seconds)
     if chosen is None:
         why = why_unavailable([(i.source, i.trouble or Reason.IMPLAUSIBLE) for i in integrals])
@@ -164,10 +178,11 @@ def _energy(integrals: list[Integral], seconds: float) -> Energy:
 class EnergyMeter:
     """Measures phases of work on this device; phases may follow or overlap each other.
 
-    root: the file system's root, or Files with readers of one's own. model: power of this machine, for when no sensor
-    answers; a known board has one in the table. period_seconds: how often the background thread samples. clock:
-    monotonic seconds. cpu_seconds: processor time of this process. background: False for no thread, then whoever runs
-    long phases calls `sample` now and then. Raises ValueError for a period that is not above 0.
+    system: the device, by default this machine. model: power of this machine, for when no sensor answers; a known board
+    has one in the table. period_seconds: how often the background thread samples. clock: monotonic seconds.
+    cpu_seconds: processor time of this process. background: False for no thread, then whoever runs long phases calls
+    `sample` now and then. wall_clock: seconds since 1970, for a phase's `span`. Raises ValueError for a period that is
+    not above 0.
 
     Close it, or use it as a context manager, to end the thread. After a fork the child's meter starts a thread of its
     own with its next phase. Where no thread can be started, and after closing, phases are read at their two ends.
@@ -175,20 +190,21 @@ class EnergyMeter:
 
     def __init__(
         self,
-        root: Path | Files = Path("/"),
+        system: System | None = None,
         *,
         model: PowerModel | None = None,
         period_seconds: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         cpu_seconds: Callable[[], float] = time.process_time,
         background: bool = True,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         if not 0 < period_seconds < math.inf:
             raise ValueError(f"period_seconds must be above 0 and finite, not {period_seconds}")
-        files = root if isinstance(root, Files) else Files(root)
-        self._sources = find_sources(files, model, cpu_seconds)
+        self._sources = find_sources(system or System.here(), model, cpu_seconds)
         self._period_seconds = period_seconds
         self._clock = clock
+        self._wall_clock = wall_clock
         self._background = background
         self._running: list[Phase] = []
         self._lock = threading.Lock()
@@ -236,13 +252,13 @@ class EnergyMeter:
         with self._lock:
             integrals = [Integral(source, self._period_seconds) for source in self._sources]
             self._start_thread(min((integral.wake_seconds for integral in integrals), default=math.inf))
-            phase._begin(integrals, self._clock())
+            phase._begin(integrals, self._clock(), self._wall_clock())
             self._running.append(phase)
 
     def _end(self, phase: Phase) -> None:
         with self._lock:
             self._running.remove(phase)
-            phase._end(self._clock())
+            phase._end(self._clock(), self._wall_clock())
 
     def _start_thread(self, wake_seconds: float) -> None:
         wanted = self._background and self._sources and not self._stop.is_set()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from devices.cores import CPU, busy_seconds, online_cores
+from devices.cores import CPU, busy_seconds, load_average, online_cores
 from devices.readings import Files, Quality, ReadError, Reading, Reason
 
 METHOD = "util-linear-v1"
@@ -100,6 +100,7 @@ class Estimate:
         self._files = files
         self._model = model
         self._cpu_seconds = cpu_seconds
+        self._highest_clocks: dict[int, float] = {}
         self._whole_machine = busy_seconds(files, 0.0).value is not None
         whose = "all cores (/proc/stat)" if self._whole_machine else "this process only (its CPU time)"
         self.name = f"{METHOD} {model.coefficients} ±{model.rel_uncertainty:.0%}, utilisation of {whose}"
@@ -112,8 +113,17 @@ class Estimate:
             busy = Reading(self._cpu_seconds(), "s", "process", Quality.MEASURED, "process CPU time", now)
         online = online_cores(self._files)
         cores = Reading(len(online), "cores", "cpu", Quality.MEASURED, "online cores", now)
-        share = _clock_share(self._files, online) if self._model.exponent else 1.0
+        share = self._clock_share(online) if self._model.exponent else 1.0
         return busy, cores, Reading(share, "1", "cpu", Quality.DERIVED, "cpufreq", now)
+
+    def watts_now(self, now: float) -> Reading:
+        """Watts at the load of the last minute, for a look at a moment."""
+        load, online = load_average(self._files, now), online_cores(self._files)
+        if load.value is None:
+            return Reading.failed("W", self.scope, self.name, now, load.reason or Reason.ABSENT)
+        share = self._clock_share(online) if self._model.exponent else 1.0
+        watts = self._model.watts(min(1.0, load.value / len(online)), share)
+        return Reading(watts, "W", self.scope, self.quality, self.name, now)
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
         """Joules between two reads, at the mean utilisation between them.
@@ -131,13 +141,14 @@ class Estimate:
         """Without limit: processor time forgets nothing."""
         return math.inf
 
-
-def _clock_share(files: Files, cores: list[int]) -> float:
-    shares = []
-    for core in cores:
-        folder = f"{CPU}/cpu{core}/cpufreq"
-        try:
-            shares.append(files.number(f"{folder}/scaling_cur_freq") / files.number(f"{folder}/cpuinfo_max_freq"))
-        except (ReadError, ZeroDivisionError):
-            shares.append(1.0)
-    return min(1.0, max(0.0, sum(shares) / len(shares)))
+    def _clock_share(self, cores: list[int]) -> float:
+        shares = []
+        for core in cores:
+            folder = f"{CPU}/cpu{core}/cpufreq"
+            try:
+                if core not in self._highest_clocks:  # which never changes
+                    self._highest_clocks[core] = self._files.number(f"{folder}/cpuinfo_max_freq")
+                shares.append(self._files.number(f"{folder}/scaling_cur_freq") / self._highest_clocks[core])
+            except (ReadError, ZeroDivisionError):
+                shares.append(1.0)
+        return min(1.0, max(0.0, sum(shares) / len(shares)))

@@ -36,38 +36,56 @@ _SWITCHED_OFF = -200.0
 
 def temperatures(files: Files, now: float) -> dict[str, Reading]:
     """Zone -> its temperature in °C, ignored ones left out. On x86 with those of the processor's own sensors."""
-    found: dict[str, Reading] = {}
+    return {name: _degrees(files, path, name, now) for name, path in _zones(files).items()}
+
+
+class Thermometer:
+    """The temperature that makes a board throttle: the hottest of those that can.
+
+    Where a board's zones are not known, the hottest that is named after a processor. Zones are looked for once, and
+    again when they are gone.
+    """
+
+    def __init__(self, files: Files, board: BoardInfo) -> None:
+        self._files = files
+        self._board = board
+        self._zones = _decisive(files, board)
+
+    def read(self, now: float) -> Reading:
+        """In °C."""
+        readings = [_degrees(self._files, path, name, now) for name, path in self._zones]
+        good = [reading for reading in readings if reading.value is not None]
+        if good:
+            return max(good, key=lambda reading: reading.value or 0.0)
+        if all(reading.reason is Reason.ABSENT for reading in readings):
+            self._zones = _decisive(self._files, self._board)
+        return readings[0] if readings else Reading.failed("°C", "processor", THERMAL, now, _why_none(self._files))
+
+
+def _zones(files: Files) -> dict[str, str]:
+    """Zone -> the file of its temperature."""
+    found: dict[str, str] = {}
     for folder in files.folders(THERMAL, "thermal_zone"):
         try:
             name = _folded(files.text(f"{folder}/type"))
         except ReadError:
             continue  # without a name it could be anything
         if name not in IGNORED:
-            found.setdefault(name, _degrees(files, f"{folder}/temp", name, now))
+            found.setdefault(name, f"{folder}/temp")
     for folder in files.folders(HWMON, "hwmon"):
         if files.text_or(f"{folder}/name") in _X86_SENSORS:
             for path in files.folders(folder, "temp"):
                 if path.endswith("_input"):
                     name = files.text_or(path.replace("_input", "_label")).lower() or path.rpartition("/")[2]
-                    found.setdefault(name, _degrees(files, path, name, now))
+                    found.setdefault(name, path)
     return found
 
 
-def decisive_temperature(files: Files, board: BoardInfo, now: float) -> Reading:
-    """The temperature that makes this board throttle, in °C: the hottest of those that can.
-
-    Where a board's zones are not known, the hottest that is named after a processor.
-    """
-    found = temperatures(files, now)
+def _decisive(files: Files, board: BoardInfo) -> list[tuple[str, str]]:
+    found = _zones(files)
     key = next((key for key in _DECISIVE if board.name == key or board.name.startswith(f"{key}-")), "")
     wanted = [name for name in _DECISIVE.get(key, ()) if name in found]
-    if not wanted:
-        wanted = [name for name in found if _PROCESSOR.match(name)]
-    if not wanted:
-        return Reading.failed("°C", "processor", THERMAL, now, _why_none(files))
-    readings = [found[name] for name in wanted]
-    good = [reading for reading in readings if reading.value is not None]
-    return max(good, key=lambda reading: reading.value or 0.0) if good else readings[0]
+    return [(name, found[name]) for name in wanted or found if wanted or _PROCESSOR.match(name)]
 
 
 def _why_none(files: Files) -> Reason:
@@ -90,12 +108,17 @@ def _degrees(files: Files, path: str, zone: str, now: float) -> Reading:
     return Reading.failed("°C", zone, path, now, Reason.POWERED_DOWN if off else Reason.IMPLAUSIBLE)
 
 
+def hwmon(files: Files, name: str) -> str:
+    """The folder of the chip or driver of this name, "" where there is none; where there are several, the first."""
+    return next((f for f in files.folders(HWMON, "hwmon") if files.text_or(f"{f}/name") == name), "")
+
+
 def fan(files: Files, now: float) -> Reading:
-    """How fast the fan is asked to turn, 0 to 255; where there are several, the first."""
-    for folder in files.folders(HWMON, "hwmon"):
-        if files.text_or(f"{folder}/name") == "pwmfan":
-            return files.reading(f"{folder}/pwm1", "1/255", "fan", now)
-    return Reading.failed("1/255", "fan", HWMON, now, Reason.ABSENT)
+    """How fast the fan is asked to turn, 0 to 255."""
+    folder = hwmon(files, "pwmfan")
+    if not folder:
+        return Reading.failed("1/255", "fan", HWMON, now, Reason.ABSENT)
+    return files.reading(f"{folder}/pwm1", "1/255", "fan", now)
 
 
 def critical_temperature(files: Files, now: float) -> Reading:

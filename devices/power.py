@@ -1,9 +1,11 @@
 """Where the figure of a device's energy can come from, best first.
 
     1. RAPL psys          the whole board, a counter
-    2. batteries          the whole device, in watts, while they discharge
-    3. RAPL packages      processor, and memory where it counts itself
-    4. a power model      the caller's own, else the one of a known board; estimated
+    2. INA total rail     a Jetson's module, or its board, in watts; through jetson-stats where only that may read it
+    3. batteries          the whole device, in watts, while they discharge
+    4. RAPL packages      processor, and memory where it counts itself; with NVIDIA's cards where there are such
+    5. rails              those of a Jetson without a total, or of a Raspberry Pi 5: added up, not the whole board
+    6. a power model      the caller's own, else the one of a known board; estimated
 
 All sources look alike to the meter: `read` gives readings, `joules` the energy between two good reads. An unknown
 machine without a sensor has none: a wrong default would be worse than no figure.
@@ -13,9 +15,16 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from devices.battery import find_batteries
+from devices.board import find_board
 from devices.estimate import Estimate, PowerModel, board_model
+from devices.ina import find_ina
+from devices.jetson_stats import JetsonStats, find_jetson_stats
+from devices.nvml import find_cards
+from devices.pmic import find_pmic
+from devices.rails import worst
 from devices.rapl import find_packages, find_psys
-from devices.readings import Files, Quality, Reading, Reason
+from devices.readings import Quality, Reading, Reason
+from devices.system import System
 
 __all__ = ["PowerModel", "Source", "explain", "find_sources", "why_unavailable"]
 
@@ -30,7 +39,7 @@ class Source(Protocol):
 
     @property
     def scope(self) -> str:
-        """What the joules cover: board, device, package or package+dram."""
+        """What the joules cover: board, device, module, package, package+dram, accelerator, rails, or a sum."""
         ...
 
     @property
@@ -61,13 +70,55 @@ class Source(Protocol):
         ...
 
 
-def find_sources(files: Files, model: PowerModel | None, cpu_seconds: Callable[[], float]) -> list[Source]:
+class Together:
+    """Two sources that cover different parts, added up: both must answer."""
+
+    def __init__(self, first: Source, second: Source) -> None:
+        self._parts = (first, second)
+        self._first_count = 0
+        self.name = f"{first.name} + {second.name}"
+        self.scope = f"{first.scope}+{second.scope}"
+        self.quality = worst([first.quality, second.quality])
+        self.shortest_period_seconds = max(first.shortest_period_seconds, second.shortest_period_seconds)
+        self.advice = {**first.advice, **second.advice}
+
+    def read(self, now: float) -> tuple[Reading, ...]:
+        """Readings of the one, then of the other."""
+        first = self._parts[0].read(now)
+        self._first_count = len(first)
+        return first + self._parts[1].read(now)
+
+    def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
+        """The sum; None when either cannot be true."""
+        cut = self._first_count
+        first = self._parts[0].joules(before[:cut], after[:cut], seconds)
+        second = self._parts[1].joules(before[cut:], after[cut:], seconds)
+        return None if first is None or second is None else first + second
+
+    def longest_gap_seconds(self, period_seconds: float) -> float:
+        """The shorter of both."""
+        return min(part.longest_gap_seconds(period_seconds) for part in self._parts)
+
+
+def find_sources(system: System, model: PowerModel | None, cpu_seconds: Callable[[], float]) -> list[Source]:
     """The sources this device has, best first, whether or not they can be read right now."""
-    found: list[Source | None] = [find_psys(files), find_batteries(files), find_packages(files)]
+    files = system.files
+    ina, packages, cards = find_ina(files), find_packages(files), find_cards(system)
+    whole = ina is not None and ina.scope != "rails"
+    found: list[Source | None] = [find_psys(files), ina if whole else None, _jetson_stats(system, ina)]
+    found += [find_batteries(files), Together(packages, cards) if packages and cards else None, packages, cards]
+    found += [None if whole else ina, find_pmic(system)]
     model = model or board_model(files)
     if model is not None:
         found.append(Estimate(files, model, cpu_seconds))
     return [source for source in found if source is not None]
+
+
+def _jetson_stats(system: System, ina: Source | None) -> JetsonStats | None:
+    """jetson-stats, unless the board's own files say as much: its client costs a thread."""
+    if ina is not None and all(reading.reason is None for reading in ina.read(0.0)):
+        return None
+    return find_jetson_stats(system, find_board(system))
 
 
 _COMMON_ADVICE: Mapping[Reason, str] = {
@@ -77,6 +128,7 @@ _COMMON_ADVICE: Mapping[Reason, str] = {
     Reason.IMPLAUSIBLE: "two readings contradicted each other; measure again",
     Reason.PARSE: "what it says is not a number",
     Reason.POWERED_DOWN: "it does not answer at the moment",
+    Reason.UNRELIABLE: "its unit differs from maker to maker",
     Reason.ABSENT: "it is not there any more",
 }
 _GIVE_MODEL = "for an estimate give a power model as IDLE:MAX watts, such as 2.3:6.4"
@@ -84,7 +136,7 @@ _GIVE_MODEL = "for an estimate give a power model as IDLE:MAX watts, such as 2.3
 
 def explain(source: Source, reason: Reason) -> str:
     """One source's failure in words for a person."""
-    return f"{source.name}: {source.advice.get(reason, _COMMON_ADVICE[reason])}"
+    return f"{source.name}: {source.advice.get(reason, _COMMON_ADVICE.get(reason, reason.value))}"
 
 
 def why_unavailable(troubles: list[tuple[Source, Reason]]) -> str:

@@ -77,7 +77,13 @@ class Rapl:
 
     def read(self, now: float) -> tuple[Reading, ...]:
         """The counters in joules, one per zone."""
-        return tuple(self._files.reading(f"{z.path}/energy_uj", "J", self.scope, now, 1e-6) for z in self._zones)
+        return tuple(self._counter(zone, now) for zone in self._zones)
+
+    def _counter(self, zone: Zone, now: float) -> Reading:
+        reading = self._files.reading(f"{zone.path}/energy_uj", "J", self.scope, now, 1e-6)
+        if reading.value is not None and reading.value < 0:
+            return Reading.failed("J", self.scope, reading.source, now, Reason.IMPLAUSIBLE)
+        return reading
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
         """Joules between two reads; None when a counter made a step that it cannot have made."""

@@ -91,6 +91,11 @@ def _translated(path: Path) -> Iterator[None]:
         raise ReadError(path, Reason.POWERED_DOWN) from error
 
 
+def _read(path: Path) -> bytes:
+    with open(path, "rb", buffering=0) as file:  # sysfs files are a line long, and read whole by one call
+        return file.read()
+
+
 def _by_numbers(name: str) -> list[tuple[int, str]]:
     return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
 
@@ -106,7 +111,7 @@ class Files:
     """
 
     root: Path = Path("/")
-    read: Callable[[Path], bytes] = Path.read_bytes
+    read: Callable[[Path], bytes] = _read
     names: Callable[[Path], Iterable[str]] = os.listdir
 
     def text(self, path: str) -> str:

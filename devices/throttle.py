@@ -8,7 +8,7 @@ Raspberry Pi's documentation of get_throttled, NVIDIA's thermal documentation an
 from collections.abc import Mapping
 
 from devices.board import BoardInfo
-from devices.heat import HWMON, THERMAL
+from devices.heat import THERMAL, hwmon
 from devices.readings import Files, Quality, ReadError, Reading, Reason
 from devices.system import System
 
@@ -47,6 +47,7 @@ class Throttle:
     def __init__(self, system: System, board: BoardInfo) -> None:
         self._system = system
         self._board = board
+        self._alerts = Alerts(system.files)
         self._events = over_current_events(system.files, 0.0) if board.kind == "jetson" else {}
 
     def read(self, now: float) -> tuple[Reading, Reading]:
@@ -76,7 +77,7 @@ class Throttle:
         events = over_current_events(self._system.files, now)
         rising = {name for name, reading in events.items() if _rose(self._events.get(name), reading)}
         self._events = {**self._events, **{name: each for name, each in events.items() if each.value is not None}}
-        alert = thermal_alert(self._system.files, now)
+        alert = self._alerts.read(now)
         if alert.value is not None and rising & {"oc2", "oc3"}:
             alert = Reading(1.0, "1", "board", Quality.MEASURED, "soctherm_oc", now)
         supply = events.get("oc1") or Reading.failed("1", "board", "soctherm_oc", now, Reason.ABSENT)
@@ -85,29 +86,45 @@ class Throttle:
         return alert, supply
 
 
-def thermal_alert(files: Files, now: float) -> Reading:
-    """1.0 while a Jetson's kernel slows it down because of heat, else 0.0."""
-    devices = files.folders(THERMAL, "cooling_device")
-    if not devices:
-        return Reading.failed("1", "board", THERMAL, now, Reason.ABSENT)
-    states = [
-        files.reading(f"{device}/cur_state", "1", "board", now)
-        for device in devices
-        if files.text_or(f"{device}/type").lower().endswith(_ALERTS)
-    ]
-    lost = next((state for state in states if state.reason is not None), None)
-    active = any(state.value is not None and state.value > 0 for state in states)
-    if lost is not None and not active:
-        return lost
-    return Reading(float(active), "1", "board", Quality.MEASURED, THERMAL, now)
+class Alerts:
+    """Whether a Jetson's kernel slows it down because of heat. The alerts are looked for until all have a name."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._paths: list[str] | None = None
+
+    def read(self, now: float) -> Reading:
+        """1.0 while an alert is up, else 0.0."""
+        try:
+            if self._paths is None:
+                self._paths = self._find()
+        except ReadError as failure:
+            return Reading.failed("1", "board", THERMAL, now, failure.reason)
+        states = [self._files.reading(path, "1", "board", now) for path in self._paths]
+        active = any(state.value is not None and state.value > 0 for state in states)
+        lost = next((state for state in states if state.reason is not None), None)
+        if lost is not None and not active:
+            self._paths = None
+            return lost
+        # A kernel without alerts (before JetPack 5) lets nobody see that it slows down.
+        return Reading(float(active), "1", "board", Quality.MEASURED if states else Quality.DERIVED, THERMAL, now)
+
+    def _find(self) -> list[str]:
+        """State files of cooling devices that stand for an alert: neither fans nor clocks."""
+        devices = [name for name in self._files.children(THERMAL) if name.startswith("cooling_device")]
+        if not devices:
+            raise ReadError(THERMAL, Reason.ABSENT)
+        kinds = {device: self._files.text(f"{THERMAL}/{device}/type").lower() for device in devices}
+        if not all(kinds.values()):
+            raise ReadError(THERMAL, Reason.PARSE)
+        return [f"{THERMAL}/{device}/cur_state" for device, kind in kinds.items() if kind.endswith(_ALERTS)]
 
 
 def over_current_events(files: Files, now: float) -> dict[str, Reading]:
     """oc1 (under-voltage), oc2 (average current), oc3 (current of an instant) -> how often so far."""
-    for folder in files.folders(HWMON, "hwmon"):
-        if files.text_or(f"{folder}/name") == "soctherm_oc":
-            return {name: _count(files, f"{folder}/{name}_event_cnt", now) for name in ("oc1", "oc2", "oc3")}
-    return {}
+    folder = hwmon(files, "soctherm_oc")
+    names = ("oc1", "oc2", "oc3") if folder else ()
+    return {name: _count(files, f"{folder}/{name}_event_cnt", now) for name in names}
 
 
 def _count(files: Files, path: str, now: float) -> Reading:
@@ -125,10 +142,8 @@ def _rose(before: Reading | None, after: Reading) -> bool:
 
 def _alarm(files: Files, now: float) -> Reading | None:
     """The kernel's own under-voltage alarm of a Pi, which needs no permission."""
-    for folder in files.folders(HWMON, "hwmon"):
-        if files.text_or(f"{folder}/name") == "rpi_volt":
-            return files.reading(f"{folder}/in0_lcrit_alarm", "1", "board", now)
-    return None
+    folder = hwmon(files, "rpi_volt")
+    return files.reading(f"{folder}/in0_lcrit_alarm", "1", "board", now) if folder else None
 
 
 def _hex(text: str, source: str) -> int:

@@ -2,13 +2,14 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from devices.readings import Files
+from devices.system import Commands, System
 
 TREES = Path(__file__).parent / "fixtures"
 
@@ -37,6 +38,37 @@ class Tree:
         self.over: Overlay = {}
         self.reads: list[str] = []
         self.files = Files(root, self._read, self._names)
+        self.commands: dict[str, str | tuple[int, str] | Exception] = {}
+        self.asked: list[str] = []
+        self.libraries: dict[str, Any] = {}
+        self.environment: dict[str, str] = {}
+        self.system = System(
+            self.files, Commands(self._run), self.environment, library=self._library, free_bytes=self._free_bytes
+        )
+        self.free: int | Exception = FileNotFoundError()
+
+    def play(self, folder: str, **commands: str) -> None:
+        """Answer commands with the texts of a board's folder: the command's words joined by _ = the text's name."""
+        for words, name in commands.items():
+            self.commands[words] = (TREES / folder / "commands" / name).read_text()
+
+    def _run(self, argv: Sequence[str], _timeout: float) -> tuple[int, str]:
+        words = "_".join(word.lstrip("-") for word in argv)
+        self.asked.append(words)
+        answer = self.commands.get(words.replace("-", "_"), FileNotFoundError(argv[0]))
+        if isinstance(answer, Exception):
+            raise answer
+        return (0, answer) if isinstance(answer, str) else answer
+
+    def _library(self, name: str) -> Any:
+        if name not in self.libraries:
+            raise ImportError(name)
+        return self.libraries[name]
+
+    def _free_bytes(self, _path: Path) -> int:
+        if isinstance(self.free, Exception):
+            raise self.free
+        return self.free
 
     def _replaced(self, path: Path) -> str | None:
         relative = path.relative_to(self.root)
@@ -66,6 +98,12 @@ def clock() -> Clock:
 @pytest.fixture
 def tree() -> Callable[[str], Tree]:
     return lambda name: Tree(TREES / name)
+
+
+@pytest.fixture
+def trees() -> Path:
+    """The folder of all copied devices."""
+    return TREES
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devices import Energy, EnergyMeter, EnergyTotal, Files, PowerModel, Quality
+from devices import Energy, EnergyMeter, EnergyTotal, Files, PowerModel, Quality, System
 
 POWERCAP = "sys/class/powercap"
 BATTERY = "sys/class/power_supply/BAT0"
@@ -18,7 +18,7 @@ def meter_on(clock):
     """A meter without a thread on some tree, moved by the test's clock."""
 
     def make(tree, **options):
-        return EnergyMeter(tree.files, clock=clock, cpu_seconds=clock.cpu_seconds, background=False, **options)
+        return EnergyMeter(tree.system, clock=clock, cpu_seconds=clock.cpu_seconds, background=False, **options)
 
     return make
 
@@ -160,7 +160,7 @@ def test_a_battery_that_discharges_is_preferred_to_the_package_alone(clock, tmp_
         (battery / name).write_text(text)
 
     def ten_seconds(joules, status_after):
-        with EnergyMeter(tmp_path, clock=clock, background=False) as meter, meter.phase("train") as phase:
+        with EnergyMeter(System.at(tmp_path), clock=clock, background=False) as meter, meter.phase("train") as phase:
             clock.now += 10
             (package / "energy_uj").write_text(str(int((package / "energy_uj").read_text()) + joules * 1000000))
             (battery / "status").write_text(status_after)
@@ -189,7 +189,7 @@ def test_a_known_board_is_estimated_and_says_so(meter_on, clock, tree):
 
 
 def test_an_unknown_machine_without_a_sensor_says_what_to_do(clock, tmp_path):
-    meter = EnergyMeter(tmp_path, clock=clock, background=False)
+    meter = EnergyMeter(System.at(tmp_path), clock=clock, background=False)
     with meter.phase("train") as phase:
         clock.now += 5
     assert phase.energy.quality is Quality.UNAVAILABLE
@@ -259,8 +259,8 @@ def test_a_thread_samples_by_itself_and_ends_with_the_meter(tree):
             sampled.set()
         return read(path)
 
-    files = Files(pi.root, watched)
-    with EnergyMeter(files, period_seconds=0.001) as meter, meter.phase("train") as phase:
+    system = System(Files(pi.root, watched))
+    with EnergyMeter(system, period_seconds=0.001) as meter, meter.phase("train") as phase:
         assert sampled.wait(30)
         assert len(sampler_threads()) == 1
     assert not sampler_threads()
@@ -275,7 +275,7 @@ def test_where_threads_cannot_start_the_ends_remain(monkeypatch, clock, tree):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with EnergyMeter(tree("raspberry-pi-4/root").files, clock=clock) as meter, meter.phase("train") as phase:
+    with EnergyMeter(tree("raspberry-pi-4/root").system, clock=clock) as meter, meter.phase("train") as phase:
         clock.now += 1
     assert phase.energy.joules == pytest.approx(2.31)
 
@@ -283,7 +283,7 @@ def test_where_threads_cannot_start_the_ends_remain(monkeypatch, clock, tree):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_measures_with_a_thread_of_its_own(tree):
-    with EnergyMeter(tree("raspberry-pi-4/root").files, period_seconds=3600) as meter, meter.phase("parent"):
+    with EnergyMeter(tree("raspberry-pi-4/root").system, period_seconds=3600) as meter, meter.phase("parent"):
         meter._lock.acquire()  # as if the sampler were at work at the very moment of the fork
         child = os.fork()
         if child == 0:

@@ -86,3 +86,25 @@ def test_what_was_held_for_a_moment_stays_the_peak_until_it_is_forgotten():
     if not memory.forget_peak():
         pytest.skip("this system cannot")
     assert memory.peak_resident() < held - 32 * MIB
+
+
+def test_a_soft_limit_counts_as_one(tmp_path, proc, group):
+    group("system.slice/sparrow.service", "max", 250 * MIB)
+    (tmp_path / "sys/fs/cgroup/system.slice/sparrow.service/memory.high").write_text(f"{300 * MIB}\n")
+    assert available(tmp_path, proc) == 50 * MIB
+
+
+def test_the_older_control_groups_limit_too(tmp_path, proc):
+    (proc / "self/cgroup").write_text("9:name=systemd:/\n4:cpu,memory:/docker/abc\n0::/\n")
+    for path, limit in {"docker/abc": 300 * MIB, "": 9223372036854771712}.items():
+        folder = tmp_path / "sys/fs/cgroup/memory" / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (folder / "memory.usage_in_bytes").write_text(f"{250 * MIB}\n")
+        (folder / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {10 * MIB}\n")
+    assert available(tmp_path, proc) == 60 * MIB
+    limit = memory.memory_limit(Files(tmp_path), 0.0)
+    assert (limit.value, limit.unit) == (300 * MIB, "B")
+    (tmp_path / "sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert memory.memory_limit(Files(tmp_path), 0.0).reason == "absent"
+    assert available(tmp_path, proc) == 400 * MIB

@@ -1,0 +1,152 @@
+"""Readings of an external meter: a CSV file of times and watts, turned into joules per phase.
+
+A meter at the plug or in the supply line has a clock of its own: `offset_seconds` is added to its times. Between two
+readings power is taken as a straight line; where they lie more than five of its periods apart, nothing is known.
+
+    time,watts
+    2026-11-22T10:00:00Z,3.1
+    2026-11-22T10:00:01Z,3.4
+"""
+
+import csv
+import math
+import statistics
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import ClassVar
+
+from devices.energy import Energy, energy_of
+from devices.integral import Integral
+from devices.rails import trapezoid
+from devices.readings import Quality, Reading, Reason
+
+
+class ExternalMeter:
+    """What a meter has recorded: a source whose past can be read.
+
+    times: seconds since 1970, increasing. watts: one for each. Raises ValueError for less than two, and for others
+    than these.
+    """
+
+    scope = "external meter"
+    quality = Quality.MEASURED
+    shortest_period_seconds = 0.0
+    advice: ClassVar[Mapping[Reason, str]] = {
+        Reason.STALE: "the meter has no readings for that time; check the offset between its clock and the device's"
+    }
+
+    def __init__(self, times: Sequence[float], watts: Sequence[float], name: str = "external meter") -> None:
+        if len(times) < 2 or len(times) != len(watts):
+            raise ValueError(f"{name}: {len(times)} times and {len(watts)} powers; an integral needs two readings")
+        for index, (time, power) in enumerate(zip(times, watts, strict=True)):
+            if not math.isfinite(time) or not 0 <= power < math.inf:
+                raise ValueError(
+                    f"{name}: reading {index + 1} is {power} W at {time} s; both must be finite, and not < 0"
+                )
+            if index and time <= times[index - 1]:
+                raise ValueError(f"{name}: reading {index + 1} is not after the one before it; sort the file by time")
+        self.name = name
+        self._times = list(times)
+        self._watts = list(watts)
+        self.period_seconds = statistics.median(b - a for a, b in pairwise(times))
+
+    @classmethod
+    def load(cls, path: Path, offset_seconds: float = 0.0) -> "ExternalMeter":
+        """A meter's file: a column of times (seconds, or dates of ISO 8601) and one of watts.
+
+        A first line that names columns decides which they are (`time` and `watts`). offset_seconds: added to each
+        time. Raises ValueError that names the line; OSError.
+        """
+        times, watts = [], []
+        for line, row in _rows(path, ("time", "watts")):
+            try:
+                times.append(_seconds(row[0]) + offset_seconds)
+                watts.append(float(row[1]))
+            except ValueError as error:
+                raise ValueError(
+                    f"{path}, line {line}: {error}; want a time and watts, such as 1763800000,3.1"
+                ) from None
+        return cls(times, watts, path.name)
+
+    def energy(self, start: float, end: float) -> Energy:
+        """Joules from one moment to another, in seconds since 1970. Raises ValueError for an end before the start."""
+        if not start <= end:
+            raise ValueError(f"a phase cannot end at {end} when it starts at {start}")
+        integral = Integral(self, self.period_seconds)
+        inside = self._times[bisect_right(self._times, start) : bisect_left(self._times, end)]
+        for moment in (start, *inside, end):
+            integral.sample(moment, at_end=True)
+        return energy_of([integral], end - start)
+
+    def read(self, now: float) -> tuple[Reading, ...]:
+        """Power at a moment, on the line between the readings before and after it."""
+        after = bisect_left(self._times, now)
+        if after < len(self._times) and self._times[after] == now:
+            return (Reading(self._watts[after], "W", self.scope, self.quality, self.name, now),)
+        if after in (0, len(self._times)) or self._times[after] - self._times[after - 1] > self.longest_gap_seconds(
+            0.0
+        ):
+            return (Reading.failed("W", self.scope, self.name, now, Reason.STALE),)
+        t0, t1, p0, p1 = *self._times[after - 1 : after + 1], *self._watts[after - 1 : after + 1]
+        value = p0 + (p1 - p0) * (now - t0) / (t1 - t0)
+        return (Reading(value, "W", self.scope, self.quality, self.name, now),)
+
+    def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float:
+        """Joules between two reads."""
+        return trapezoid(before, after, seconds)
+
+    def longest_gap_seconds(self, _period_seconds: float) -> float:
+        """Five of the meter's own periods."""
+        return 5 * self.period_seconds
+
+
+def load_phases(path: Path) -> list[tuple[str, float, float]]:
+    """Phases from a CSV file: name, start, end (seconds since 1970, or dates of ISO 8601).
+
+    Raises ValueError that names the line; OSError.
+    """
+    phases = []
+    for line, row in _rows(path, ("name", "start", "end")):
+        try:
+            phases.append((row[0], _seconds(row[1]), _seconds(row[2])))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {line}: {error}; want a name, a start and an end") from None
+    if not phases:
+        raise ValueError(f"{path}: there is no phase in it; write a line NAME,START,END for each")
+    return phases
+
+
+def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[int, list[str]]]:
+    """The wanted columns of each line that is not empty, and its number."""
+    places = list(range(len(columns)))
+    rows: list[tuple[int, list[str]]] = []
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        for line, row in enumerate(csv.reader(file), start=1):
+            cells = [cell.strip() for cell in row]
+            if not any(cells):
+                continue
+            names = [cell.lower() for cell in cells]
+            if not rows and set(columns) <= set(names):
+                places = [names.index(column) for column in columns]
+                continue
+            if len(cells) <= max(places):
+                raise ValueError(f"{path}, line {line}: want the columns {', '.join(columns)}, separated by commas")
+            rows.append((line, [cells[place] for place in places]))
+    return rows
+
+
+def _seconds(text: str) -> float:
+    """Seconds since 1970 of a number or a date; a date without a zone is local time."""
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        return (
+            datetime.fromisoformat(text[:-1] + "+00:00" if text[-1:] in ("Z", "z") else text).astimezone().timestamp()
+        )
+    except ValueError:
+        raise ValueError(f"{text!r} is no time") from None

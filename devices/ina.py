@@ -1,0 +1,170 @@
+"""INA3221 and INA238: the chips that measure a Jetson's rails, in all forms in which kernels show them.
+
+    sys/class/hwmon/hwmonN            JetPack 5 to 7: volts and amperes of each channel; Thor's INA238 also watts
+    sys/bus/i2c/{devices,drivers/..}  the same chips again, by their address; before JetPack 5 the only place, where a
+                                      folder iio:deviceN has names, volts, amperes and watts
+
+One chip shows at several paths; the first kind of path that shows rails is taken. In hwmon's form, channels 4 to 6 are
+voltages over shunts in microvolts, and "sum of shunt voltages" is no rail either. Sources: the kernel's ina3221 and
+ina238 drivers (mV, mA, and µW where there are watts), NVIDIA's older one (mV, mA, mW).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from devices.rails import Total, believable, total_of, trapezoid, worst
+from devices.readings import Files, Quality, ReadError, Reading, Reason
+
+HWMON = "sys/class/hwmon"
+I2C = "sys/bus/i2c"
+
+HOW_TO_GRANT = (
+    "an administrator can let a group read them, by a udev rule that sets the group of the ina3221x files to i2c and "
+    "their mode to 0440, and by: sudo usermod -aG i2c USER"
+)
+
+_CHANNELS = (1, 2, 3)
+_NOT_CONNECTED = "NC"
+_NO_LIMIT_AMPERES = 32.7  # the chip's largest number, which stands for none
+
+
+@dataclass(frozen=True)
+class Rail:
+    """One rail. watts: a file and its factor where the chip computes the power, else None: volts times amperes."""
+
+    label: str
+    volts: str
+    amperes: str
+    watts: str | None = None
+    watts_factor: float = 1e-3
+    limit: str = ""
+
+    def read(self, files: Files, now: float) -> Reading:
+        """Its power in watts. Both factors are read one right after the other."""
+        if self.watts is not None:
+            return files.reading(self.watts, "W", self.label, now, self.watts_factor)
+        volts = files.reading(self.volts, "V", self.label, now, 1e-3)
+        amperes = files.reading(self.amperes, "A", self.label, now, 1e-3)
+        if volts.value is None or amperes.value is None:
+            lost = volts if volts.value is None else amperes
+            return Reading.failed("W", self.label, lost.source, now, lost.reason or Reason.ABSENT)
+        return Reading(volts.value * amperes.value, "W", self.label, Quality.DERIVED, self.amperes, now)
+
+    def current_limit(self, files: Files, now: float) -> Reading:
+        """The current at which the board is slowed down, in amperes; ABSENT where none is set."""
+        reading = files.reading(self.limit, "A", self.label, now, 1e-3)
+        if reading.value is not None and reading.value >= _NO_LIMIT_AMPERES:
+            return Reading.failed("A", self.label, self.limit, now, Reason.ABSENT)
+        return reading
+
+
+class Ina:
+    """All rails of a board, and of those the ones that make up the whole, as one source of power."""
+
+    shortest_period_seconds = 1.0
+    advice: ClassVar[Mapping[Reason, str]] = {
+        Reason.PERMISSION: f"this board's power sensor is readable by root only; {HOW_TO_GRANT}",
+        Reason.ABSENT: "no table says which of this board's rails make up the whole; please report their names",
+        Reason.STALE: "its rails read zero, which no running board draws, or samples came too rarely",
+    }
+
+    def __init__(
+        self, files: Files, rails: list[Rail], total: Total | None, chips: int, unnamed: Reason | None
+    ) -> None:
+        self._files = files
+        self.rails = tuple(rails)
+        self.total = total
+        self.chips = chips
+        self._unnamed = unnamed
+        self._counted = [rail for label in (total.rails if total else ()) for rail in rails if rail.label == label]
+        self.scope = total.scope if total else "rails"
+        self.quality = worst([Quality.MEASURED if rail.watts else Quality.DERIVED for rail in self._counted])
+        self.name = f"INA {' + '.join(total.rails)}" if total else "INA3221"
+
+    def read(self, now: float) -> tuple[Reading, ...]:
+        """Watts of the rails that make up the whole."""
+        if not self._counted:
+            return (Reading.failed("W", self.scope, self.name, now, self._unnamed or Reason.ABSENT),)
+        return believable(tuple(rail.read(self._files, now) for rail in self._counted))
+
+    def each(self, now: float) -> dict[str, Reading]:
+        """Label -> watts of every connected rail, those inside others, too: never to be added up."""
+        return {rail.label: rail.read(self._files, now) for rail in self.rails}
+
+    def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float:
+        """Joules between two reads."""
+        return trapezoid(before, after, seconds)
+
+    def longest_gap_seconds(self, period_seconds: float) -> float:
+        """Five periods."""
+        return 5 * max(period_seconds, self.shortest_period_seconds)
+
+
+def find_ina(files: Files) -> Ina | None:
+    """The chips of this board, None where there are none.
+
+    Where the names of its rails may not be read, it is there all the same and says so.
+    """
+    for chips in (_hwmon_chips(files), _i2c_chips(files, "devices"), _i2c_chips(files, "drivers")):
+        rails: list[Rail] = []
+        unnamed: Reason | None = None
+        for folder in chips:
+            found, reason = _rails(files, folder)
+            rails += [rail for rail in found if rail.label not in {other.label for other in rails}]
+            unnamed = unnamed or reason
+        if rails or unnamed:
+            return Ina(files, rails, total_of([rail.label for rail in rails]), len(chips), unnamed)
+    return None
+
+
+def _hwmon_chips(files: Files) -> list[str]:
+    return [f for f in files.folders(HWMON, "hwmon") if re.fullmatch(r"ina(3221|238).*", files.text_or(f"{f}/name"))]
+
+
+def _i2c_chips(files: Files, where: str) -> list[str]:
+    """Folders of the chips' values, by the chips' addresses; each chip once."""
+    parents = files.folders(f"{I2C}/{where}")
+    if where == "drivers":
+        parents = [chip for driver in parents if "ina3221" in driver for chip in files.folders(driver)]
+    chips = []
+    for chip in parents:
+        if "ina3221" not in files.text_or(f"{chip}/name"):
+            continue
+        inside = [f for f in files.folders(chip, "iio:device") if re.fullmatch(r"iio:device\d+", f.rpartition("/")[2])]
+        inside += files.folders(f"{chip}/hwmon", "hwmon")
+        chips += inside[:1]
+    return chips
+
+
+def _rails(files: Files, folder: str) -> tuple[list[Rail], Reason | None]:
+    """The connected rails of one chip; and why the name of one could not be read."""
+    if files.has(f"{folder}/power1_input"):
+        label = files.text_or(f"{folder}/label", "INA238")
+        watts = f"{folder}/power1_input"
+        return [Rail(label, f"{folder}/in1_input", f"{folder}/curr1_input", watts, 1e-6, f"{folder}/curr1_max")], None
+    iio = "iio:device" in folder
+    rails, unnamed = [], None
+    for channel in _CHANNELS:
+        n = channel - 1 if iio else channel
+        try:
+            label = files.text(f"{folder}/rail_name_{n}" if iio else f"{folder}/in{n}_label")
+        except ReadError as failure:
+            unnamed = failure.reason if failure.reason is not Reason.ABSENT else unnamed
+            continue
+        if label == _NOT_CONNECTED:
+            continue
+        rails.append(
+            Rail(
+                label,
+                f"{folder}/in_voltage{n}_input",
+                f"{folder}/in_current{n}_input",
+                f"{folder}/in_power{n}_input",
+                1e-3,
+                f"{folder}/crit_current_limit_{n}",
+            )
+            if iio
+            else Rail(label, f"{folder}/in{n}_input", f"{folder}/curr{n}_input", limit=f"{folder}/curr{n}_crit")
+        )
+    return rails, unnamed

@@ -1,0 +1,65 @@
+"""What only Jetsons have: their power mode, and the load and clock of the GPU inside their chip.
+
+A mode's name caps clocks rather than watts, and after a change that needs a restart the old one is still shown.
+Sources: nvpmodel's files and print-out, the load file of NVIDIA's GPU driver (thousandths), devfreq (Hz).
+"""
+
+import re
+from dataclasses import dataclass
+
+from devices.readings import Files, ReadError, Reading, Reason
+from devices.system import System
+
+DEVFREQ = "sys/class/devfreq"
+
+_STATUS, _MODES = "var/lib/nvpmodel/status", "etc/nvpmodel.conf"
+_GPU = re.compile(r"(.*\.)?(gpu|ga10b|gv11b|gp10b|gb10b)|gpu\.0|gpu-gpc-0")
+_GPU_FOLDERS = ("sys/devices/platform/bus@0", "sys/devices/platform", "sys/devices")
+
+
+@dataclass(frozen=True)
+class PowerMode:
+    """A mode as nvpmodel numbers and names it."""
+
+    id: int
+    name: str
+
+
+def power_mode(system: System) -> PowerMode:
+    """The mode that is set, from nvpmodel's files or else from nvpmodel itself. Raises ReadError."""
+    try:
+        return _mode_of_files(system.files)
+    except ReadError:
+        text = system.commands.text(["nvpmodel", "-q"])
+    match = re.search(r"NV Power Mode: (\S+)\s+(\d+)", text)
+    if match is None:
+        raise ReadError("nvpmodel -q", Reason.PARSE)
+    return PowerMode(int(match[2]), match[1])
+
+
+def _mode_of_files(files: Files) -> PowerMode:
+    status = re.search(r"pmode:(\d+)", files.text(_STATUS))
+    if status is None:
+        raise ReadError(_STATUS, Reason.PARSE)
+    names = {int(m[1]): m[2] for m in re.finditer(r"< POWER_MODEL ID=(\d+) NAME=(\S+) >", files.text(_MODES))}
+    number = int(status[1])
+    if number not in names:
+        raise ReadError(_MODES, Reason.PARSE)
+    return PowerMode(number, names[number])
+
+
+def gpu_load(files: Files, now: float) -> Reading:
+    """How busy the GPU is, in per cent."""
+    for folder in _GPU_FOLDERS:
+        for path in files.folders(folder):
+            if _GPU.fullmatch(path.rpartition("/")[2]) and files.has(f"{path}/load"):
+                return files.reading(f"{path}/load", "%", "gpu", now, 0.1)
+    return Reading.failed("%", "gpu", "GPU load", now, Reason.ABSENT)
+
+
+def gpu_clock(files: Files, now: float) -> Reading:
+    """The GPU's clock in Hz."""
+    for path in files.folders(DEVFREQ):
+        if _GPU.fullmatch(path.rpartition("/")[2]):
+            return files.reading(f"{path}/cur_freq", "Hz", "gpu", now)
+    return Reading.failed("Hz", "gpu", DEVFREQ, now, Reason.ABSENT)

@@ -1,0 +1,100 @@
+"""NVIDIA graphics cards, through the driver's own library: energy counters of the cards of this machine.
+
+Needs the optional package nvidia-ml-py. The library is opened with the first read of each process: what was opened
+before a fork is of no use behind it. Cards older than Volta have no counter; their power is integrated instead.
+Source: NVIDIA's NVML reference (total energy in millijoules since the driver was loaded; power in milliwatts).
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from devices.rails import trapezoid
+from devices.readings import Quality, Reading, Reason
+from devices.system import System
+
+DRIVER = "proc/driver/nvidia/version"
+HOW_TO_GET = "pip install nvidia-ml-py"
+
+# The strongest cards may draw 1.2 kW; a counter that was reset shows as far more.
+_LIMIT_WATTS = 2000.0
+_SHORTEST_JUDGED_SECONDS = 0.1  # counters move in steps of some 20 to 100 ms
+
+
+class Nvml:
+    """All cards together, as one source of energy."""
+
+    name = "NVML"
+    scope = "accelerator"
+    quality = Quality.MEASURED
+    shortest_period_seconds = 1.0
+    advice: ClassVar[Mapping[Reason, str]] = {
+        Reason.ABSENT: f"the library that asks NVIDIA's driver is not there; {HOW_TO_GET}",
+        Reason.POWERED_DOWN: "NVIDIA's driver does not answer; look at nvidia-smi",
+    }
+
+    def __init__(self, system: System) -> None:
+        self._library = system.library
+        self._cards: list[tuple[Any, bool]] | None = None
+        self._nvml: Any = None
+        self._process = 0
+
+    def read(self, now: float) -> tuple[Reading, ...]:
+        """Of each card its counter in joules, or where it has none its power in watts."""
+        try:
+            self._open()
+        except ImportError:
+            return (Reading.failed("J", self.scope, self.name, now, Reason.ABSENT),)
+        except Exception as error:  # the library's own errors, which only it defines
+            return (Reading.failed("J", self.scope, self.name, now, self._reason(error)),)
+        readings = tuple(self._read(card, counts, now) for card, counts in self._cards or [])
+        return readings or (Reading.failed("J", self.scope, self.name, now, Reason.ABSENT),)
+
+    def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
+        """Joules between two reads; None when a counter went back or made too large a step."""
+        total = 0.0
+        for (_, counts), first, last in zip(self._cards or [], before, after, strict=True):
+            joules = last - first if counts else trapezoid((first,), (last,), seconds)
+            if not 0 <= joules <= _LIMIT_WATTS * max(seconds, _SHORTEST_JUDGED_SECONDS):
+                return None
+            total += joules
+        return total
+
+    def longest_gap_seconds(self, period_seconds: float) -> float:
+        """Five periods, since some cards may tell nothing but their power."""
+        return 5 * max(period_seconds, self.shortest_period_seconds)
+
+    def _open(self) -> None:
+        if self._cards is None or self._process != os.getpid():
+            self._process = os.getpid()
+            self._nvml = self._library("pynvml")
+            self._nvml.nvmlInit()
+            handles = [self._nvml.nvmlDeviceGetHandleByIndex(n) for n in range(self._nvml.nvmlDeviceGetCount())]
+            self._cards = [(handle, self._has_counter(handle)) for handle in handles]
+
+    def _has_counter(self, card: Any) -> bool:
+        try:
+            self._nvml.nvmlDeviceGetTotalEnergyConsumption(card)
+        except self._nvml.NVMLError:
+            return False
+        return True
+
+    def _read(self, card: Any, counts: bool, now: float) -> Reading:
+        unit = "J" if counts else "W"
+        ask = self._nvml.nvmlDeviceGetTotalEnergyConsumption if counts else self._nvml.nvmlDeviceGetPowerUsage
+        try:
+            value = ask(card) * 1e-3
+        except self._nvml.NVMLError as error:
+            return Reading.failed(unit, self.scope, self.name, now, self._reason(error))
+        if value < 0:
+            return Reading.failed(unit, self.scope, self.name, now, Reason.IMPLAUSIBLE)
+        return Reading(value, unit, self.scope, self.quality, self.name, now)
+
+    def _reason(self, error: Exception) -> Reason:
+        denied = getattr(self._nvml, "NVML_ERROR_NO_PERMISSION", None)
+        return Reason.PERMISSION if getattr(error, "value", object()) == denied else Reason.POWERED_DOWN
+
+
+def find_cards(system: System) -> Nvml | None:
+    """NVIDIA's cards, None where their driver is not loaded."""
+    return Nvml(system) if system.files.has(DRIVER) else None

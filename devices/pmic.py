@@ -1,0 +1,96 @@
+"""The Raspberry Pi 5's power chip (also of the 500 and the CM5): volts and amperes of twelve rails.
+
+`vcgencmd pmic_read_adc` prints them. Their sum leaves out all that is fed straight from the 5 V input (USB, PCIe, HATs,
+the fan) and the chip's own loss, and the input itself has a voltage but no current: so the sum covers `rails`, and what
+the board draws can only be estimated from it. Source of that fit: jfikar's measurements of one board against a USB
+meter. The command costs a process of some 14 ms: it is run every two seconds at most, below 1 % of a core.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import ClassVar
+
+from devices.rails import trapezoid
+from devices.readings import Quality, ReadError, Reading, Reason
+from devices.system import Commands, System
+
+COMMAND = ("vcgencmd", "pmic_read_adc")
+
+INPUT_SLOPE, INPUT_WATTS = 1.1451, 0.5879
+"""Watts at the input = slope * watts of the rails + these: fitted on one board."""
+
+_LINE = re.compile(r"\s*(\w+)_([AV])\s+(current|volt)\(\d+\)=(-?\d+(?:\.\d+)?)[AV]\s*")
+
+
+class Pmic:
+    """The rails' sum as a source of power."""
+
+    name = "PMIC rails"
+    scope = "rails"
+    quality = Quality.DERIVED
+    shortest_period_seconds = 2.0
+    advice: ClassVar[Mapping[Reason, str]] = {
+        Reason.PERMISSION: "vcgencmd may not be asked by this user; sudo usermod -aG video USER, then log in again",
+        Reason.ABSENT: "vcgencmd is not there; sudo apt install raspi-utils (in a container: pass /dev/vcio in)",
+    }
+
+    def __init__(self, commands: Commands) -> None:
+        self._commands = commands
+
+    def read(self, now: float) -> tuple[Reading, ...]:
+        """The rails' sum in watts."""
+        try:
+            rails, _ = self.rails()
+        except ReadError as failure:
+            return (Reading.failed("W", self.scope, self.name, now, failure.reason),)
+        total = sum(rails.values())
+        if total <= 0:
+            return (Reading.failed("W", self.scope, self.name, now, Reason.STALE),)
+        return (Reading(total, "W", self.scope, self.quality, self.name, now),)
+
+    def rails(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Watts of each rail; volts of all that have a voltage, with or without a current. Raises ReadError.
+
+        PARSE where a current has no voltage: a sum without that rail would be too small.
+        """
+        amperes, volts = parse(self._commands.text(COMMAND))
+        if not amperes or amperes.keys() - volts.keys():
+            raise ReadError(" ".join(COMMAND), Reason.PARSE)
+        return {rail: amperes[rail] * volts[rail] for rail in amperes}, volts
+
+    def input_watts(self, now: float) -> Reading:
+        """What the board draws at its input, estimated from the rails."""
+        (rails,) = self.read(now)
+        if rails.value is None:
+            return Reading.failed("W", "board", self.name, now, rails.reason or Reason.ABSENT)
+        return Reading(
+            INPUT_SLOPE * rails.value + INPUT_WATTS, "W", "board", Quality.ESTIMATED, "fit to PMIC rails", now
+        )
+
+    def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float:
+        """Joules between two reads."""
+        return trapezoid(before, after, seconds)
+
+    def longest_gap_seconds(self, period_seconds: float) -> float:
+        """Five periods."""
+        return 5 * max(period_seconds, self.shortest_period_seconds)
+
+
+def find_pmic(system: System) -> Pmic | None:
+    """The power chip of a board that has one, None elsewhere: older boards' firmware does not know the question."""
+    try:
+        names = system.files.strings("proc/device-tree/compatible")
+    except ReadError:
+        names = []
+    return Pmic(system.commands) if "brcm,bcm2712" in names else None
+
+
+def parse(text: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Rail -> amperes, rail -> volts, in whatever order and indentation they stand."""
+    amperes: dict[str, float] = {}
+    volts: dict[str, float] = {}
+    for line in text.splitlines():
+        match = _LINE.fullmatch(line)
+        if match and (match[2], match[3]) in (("A", "current"), ("V", "volt")):
+            (amperes if match[2] == "A" else volts)[match[1]] = float(match[4])
+    return amperes, volts
