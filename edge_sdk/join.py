@@ -48,6 +48,8 @@ from edge_sdk.transport import TIMEOUT, Transport
 from export.errors import ExportError
 from export.metadata import properties
 
+log = logging.getLogger(__name__)
+
 LONG_POLL_SECONDS = 30.0
 LEARNED, SPENT = "learned.json", "spent.json"
 """Files of the state folder: what rounds have taught about the budget, and what was spent today."""
@@ -127,7 +129,8 @@ def join(
             transport = Transport(own, patience_seconds=patience_seconds, on_wait=bar.waiting)
             transport.token = enrolment_token
             read_conditions = conditions or ConditionsReader(System.here(), storage=folder.path).read
-            watch = _watch(policy, read_conditions, folder, bar) if policy is not None and policy.asks else None
+            asked = policy if policy is not None and policy.asks else None
+            watch = _watch(asked, read_conditions, folder, log.warning if quiet else bar.say) if asked else None
             session = Session(
                 transport,
                 folder,
@@ -172,12 +175,12 @@ def join(
             own.close()
 
 
-def _watch(policy: Policy, read: Callable[[], Conditions], folder: StateFolder, bar: _Bar) -> Watch:
+def _watch(policy: Policy, read: Callable[[], Conditions], folder: StateFolder, say: Callable[[str], None]) -> Watch:
     """The watch over ``policy``, which goes on counting today's spending where it was before a restart."""
     watch = Watch(
         policy,
         read,
-        say=bar.say,
+        say=say,
         spent=read_spent(folder.cached(SPENT)),
         keep=lambda spent: folder.cache(SPENT, spent.model_dump_json().encode()),
     )
