@@ -13,6 +13,7 @@ what limits it, and uses it from the next assignment on.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,12 +56,13 @@ SAVES_LITTLE = 0.5
 @dataclass(frozen=True)
 class Demand:
     """What a round takes at a budget: bytes that the process holds at its peak (0 where there is far more than enough),
-    seconds of computing, of which ``judging`` is what does not depend on the number of steps, and bytes on the wire."""
+    seconds of computing, of which ``fixed`` do not depend on the number of steps (what is set up once, early stopping's
+    judging), and bytes on the wire."""
 
     budget: float
     memory: int
     seconds: float
-    judging: float
+    fixed: float
     bytes_down: int
     bytes_up: int
 
@@ -102,19 +104,19 @@ class Tried:
         method, settings = load_method(self._info.method), self._info.settings
         rehearsal = Rehearsal(self._task, self._manifest, settings, narrow=method.narrow)
         effort = method.at_budget(rehearsal, budget)
-        memory, seconds, judging = 0, 0.0, 0.0
+        memory, seconds, fixed = 0, 0.0, 0.0
         if self._memory:
             training = predict_training(rehearsal, method.sample_mask(self._manifest, budget))
             memory = held(self._task.compute.device) + whole_round(rehearsal, training, predict_evaluation(rehearsal))
         if self._timed:
-            per_step = _seconds_of_a_step(effort.train)
+            per_step, fixed = _seconds_of(effort.train)
             if settings.early_stopping:
                 samples = count_examples(self._task.validation)
                 few = min(rehearsal.samples, samples)
-                judging = rehearsal.seconds(partial(effort.judge, few)) * samples / few
-            seconds = self.steps * per_step + judging
+                fixed += rehearsal.seconds(partial(effort.judge, few)) * samples / few
+            seconds = self.steps * per_step + fixed
         down, up = _bytes(effort.values, settings)
-        return Demand(budget, memory, seconds, judging, down, up)
+        return Demand(budget, memory, seconds, fixed, down, up)
 
 
 class Simulated:
@@ -169,12 +171,15 @@ def _bytes(values: int, settings: FederationSettings) -> tuple[int, int]:
     return size.get(down, 4) * values, size.get(up, 4) * values
 
 
-def _seconds_of_a_step(train: Callable[[int], list[float]]) -> float:
-    taken = train(TRIED_STEPS)
-    more = min(30, int((TRIED_SECONDS - sum(taken)) / max(median(taken), 1e-6)))
-    if more > 1:
-        taken = [*taken, *train(1 + more)]
-    return median(taken)
+def _seconds_of(train: Callable[[int], list[float]]) -> tuple[float, float]:
+    """Seconds of a step, and of what training takes once, however many steps it has."""
+    taken = train(TRIED_STEPS)  # the first time also pays for what any training loads
+    steps = max(TRIED_STEPS, min(30, int(TRIED_SECONDS / max(median(taken), 1e-6))))
+    begin = time.perf_counter()
+    taken = train(steps)
+    whole = time.perf_counter() - begin
+    per_step = median(taken)
+    return per_step, max(0.0, whole - steps * per_step)
 
 
 # --- choosing --------------------------------------------------------------------------------------------------------
@@ -314,7 +319,8 @@ def _described(
 ) -> Choice:
     demand = needs.at(budget)
     seconds, computing, down, up = predict(demand, learned, duty)
-    reasons = [f"budget {budget:g}: a round takes {seconds:,.1f} s of {limits.deadline:,.0f} (predicted)"]
+    deadline = f" of {limits.deadline:,.0f}" if math.isfinite(limits.deadline) else ""
+    reasons = [f"budget {budget:g}: a round takes {seconds:,.1f} s{deadline} (predicted)"]
     if demand.memory:
         reasons[0] += f", {demand.memory / MIB:,.0f} MiB of memory"
         reasons[0] += "" if limits.memory is None else f" of {limits.memory / MIB:,.0f}"
@@ -350,8 +356,8 @@ def _advice(
     if given_up > 0 and saved >= SAVES_LITTLE * given_up and predict(demand, learned, duty)[0] <= limits.seconds:
         return ()
     of_steps = predict(full, learned, duty)
-    left = limits.seconds - (of_steps[0] - of_steps[1]) - full.judging * learned.seconds / duty
-    per_step = (full.seconds - full.judging) * learned.seconds / duty / max(1, needs.steps)
+    left = limits.seconds - (of_steps[0] - of_steps[1]) - full.fixed * learned.seconds / duty
+    per_step = (full.seconds - full.fixed) * learned.seconds / duty / max(1, needs.steps)
     steps = max(0, math.floor(left / per_step)) if per_step > 0 else 0
     method = load_method(info.method)
     why = f"{info.method} at a budget of {demand.budget:g} saves {max(0.0, saved):.0%} of a round's computing"
@@ -359,7 +365,10 @@ def _advice(
         why += ", for the forward pass stays that of the whole model"
     helps = [f"{steps} local steps a round instead of {needs.steps}"] if 0 < steps < needs.steps else []
     helps.append(f"a batch_size below {info.settings.batch_size}")
-    return (f"{why}; what helps more is {' or '.join(helps)}: ask the federation's operator",)
+    said = f"{why}; what helps more is {' or '.join(helps)}: ask the federation's operator"
+    if predict(demand, learned, duty)[0] > limits.seconds:
+        said += "; with --budget it takes part as you say, and may come too late"
+    return (said,)
 
 
 # --- keeping ---------------------------------------------------------------------------------------------------------
@@ -430,11 +439,12 @@ def _because_of_heat(choice: Choice) -> Choice:
     )
 
 
-def limits_here(task: Task, memory_limit: int | None) -> Callable[[float], Limits]:
-    """The limits of this machine: memory as there is now, unless ``memory_limit`` bytes are given."""
+def limits_here(task: Task, memory_limit: int | None, *, timed: bool = True) -> Callable[[float], Limits]:
+    """The limits of this machine: memory as there is now, unless ``memory_limit`` bytes are given, and where seconds
+    count (``timed``) a round's deadline."""
 
     def limits(deadline: float) -> Limits:
-        return Limits(memory_limit or room(task.compute.device), deadline)
+        return Limits(memory_limit or room(task.compute.device), deadline if timed else math.inf)
 
     return limits
 

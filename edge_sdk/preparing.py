@@ -92,7 +92,7 @@ class Preparation:
             raise DoesNotFit(
                 f"{info.method} cannot work at any budget with this federation's settings; tell its operator"
             )
-        limits = limits_here(task, self.memory_limit)
+        limits = limits_here(task, self.memory_limit, timed=not self.deterministic)
         budgets = Budgets(needs, info, limits, duty=self.duty, learned=self.learned, keep=self.keep)
         if not budgets.choice.fits and budgets.choice.limited_by is BudgetLimit.memory:
             self._check(budgets.share, rehearsal, manifest, load_method(info.method))

@@ -107,6 +107,13 @@ def test_where_nothing_fits_it_takes_the_smallest_and_says_so():
     choice = chosen(Known(seconds=5000))
     assert (choice.budget, choice.fits, choice.limited_by) == (0.1, False, BudgetLimit.deadline)
     assert "no budget meets the deadline" in str(choice)
+    assert "with --budget it takes part as you say" in choice.advice[0]
+
+
+def test_where_seconds_do_not_count_memory_alone_decides():
+    choice = chosen(Known(seconds=5000, memory=1000), memory=600, deadline=float("inf"))
+    assert (choice.budget, choice.limited_by) == (0.6, BudgetLimit.memory)
+    assert "inf" not in str(choice)
 
 
 def test_the_link_counts_once_it_is_known():
@@ -259,7 +266,7 @@ def test_a_try_takes_what_rounds_take_and_leaves_the_model_as_it_was():
     before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
     needs = Tried(task, manifest, federation(local_steps=7), timed=True, memory=False)
     demand = needs.at(0.5)
-    assert demand.seconds > demand.judging > 0
+    assert demand.seconds > demand.fixed > 0
     assert needs.at(0.5) is demand
     assert all(tensor.equal(before[name]) for name, tensor in task.model.state_dict().items())
 
