@@ -6,7 +6,8 @@ would take twice as long. Each tries the federation's own model, chooses its bud
 meets at a budget of 1, and trains; then the same again with the mean of those budgets for all. Devices train one after
 the other, so that they do not slow each other down. Inputs are random: what is learned does not matter here.
 
-Compared are the seconds of a round's training, by the wall, with what was predicted before the first round, and the
+Compared are the seconds of a round's training, by the wall or, with ``--processor-time`` for a machine that others use
+too, of its processor and of the rests, with what was predicted before the first round, and the
 spread of those seconds over devices with what it is for equal budgets. Writes ``docs/results/budgets.md``.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ import torch
 
 from benchmarks.markdown import markdown_table
 from benchmarks.server import coordinator, machine
+from devices import EnergyMeter
 from devices.conditions import ConditionsReader
 from devices.system import System
 from edge_sdk.budget import DEADLINE_SHARE, Budgets, Limits, Tried
@@ -38,6 +41,7 @@ from edge_sdk.publish import publish
 from edge_sdk.session import Session
 from edge_sdk.state import StateFolder
 from edge_sdk.tasks import Task
+from edge_sdk.telemetry import Telemetry
 from edge_sdk.training.compute import Compute
 from edge_sdk.transport import Transport
 
@@ -62,7 +66,24 @@ class Row:
     measured: float
 
 
-def run(folder: Path, planned: float | None, budget: float | None) -> tuple[float, list[Row]]:
+class Clock:
+    """A device's time: the wall's, or that of this process on its processor, whose rests pass at once."""
+
+    def __init__(self, *, processor: bool) -> None:
+        self._processor, self._rested = processor, 0.0
+
+    def __call__(self) -> float:
+        return time.process_time() + self._rested if self._processor else time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Let so many seconds pass."""
+        if self._processor:
+            self._rested += seconds
+        else:
+            time.sleep(seconds)
+
+
+def run(folder: Path, planned: float | None, budget: float | None, clock: Clock) -> tuple[float, list[Row]]:
     """A federation of five devices: the seconds that they plan with, and a row for each.
 
     planned: those seconds; None has them found out. budget: of all of them; None has each choose.
@@ -83,12 +104,13 @@ def run(folder: Path, planned: float | None, budget: float | None) -> tuple[floa
             deadline_seconds=3600.0,
             method_settings={"cost": "flops", "smallest_budget": 0.3},
         )
-        planned = planned or SPARE * _whole_round(server)
+        planned = planned or SPARE * _whole_round(server, clock)
         sessions: list[Session] = []
         chosen: list[tuple[float, float]] = []
         for index, duty in enumerate(DUTIES):
-            watch = Watch(Policy(duty=duty), ConditionsReader(System.here()).read)
-            prepare = _prepare(planned, duty, budget, chosen)
+            read = ConditionsReader(System.here()).read
+            watch = Watch(Policy(duty=duty), read, clock=clock, sleep=clock.sleep)
+            prepare = _prepare(planned, duty, budget, chosen, clock)
             sessions.append(_open(stack, server, folder, index, watch, prepare))
         # Until the last round has closed: the evaluation that follows is no matter here.
         while sum(session.progress.rounds for session in sessions) < ROUNDS * len(sessions):
@@ -120,6 +142,7 @@ def _open(
         name=f"device-{index}",
         make_task=_task,
         prepare=prepare,
+        telemetry=lambda traffic: Telemetry(stack.enter_context(EnergyMeter()), traffic, watch.clock),
         watch=watch,
     )
 
@@ -128,19 +151,19 @@ def _task(info: FederationInfo) -> Task:
     return Subject(TASK, info.settings, compute=Compute(threads=1)).load()[0]
 
 
-def _whole_round(server: str) -> float:
+def _whole_round(server: str, clock: Clock) -> float:
     """Seconds of a round's training of everything, tried here."""
     with httpx.Client(base_url=server, timeout=60) as client:
         transport = Transport(client)
         info, manifest = transport.federation("budgets"), transport.manifest("budgets")
-    return Tried(_task(info), manifest, info, timed=True, memory=False).at(1.0).seconds
+    return Tried(_task(info), manifest, info, timed=True, memory=False, clock=clock).at(1.0).seconds
 
 
 def _prepare(
-    planned: float, duty: float, budget: float | None, chosen: list[tuple[float, float]]
+    planned: float, duty: float, budget: float | None, chosen: list[tuple[float, float]], clock: Clock
 ) -> Callable[[Task, Manifest, FederationInfo], Prepared]:
     def prepare(task: Task, manifest: Manifest, info: FederationInfo) -> Prepared:
-        needs = Tried(task, manifest, info, timed=True, memory=False)
+        needs = Tried(task, manifest, info, timed=True, memory=False, clock=clock)
         if budget is not None:
             chosen.append((budget, needs.at(budget).seconds / duty))
             return Prepared(task, budget)
@@ -171,7 +194,7 @@ def spread(rows: list[Row]) -> float:
     return max(row.measured for row in rows) - min(row.measured for row in rows)
 
 
-def page(planned: float, own: list[Row], equal: list[Row]) -> str:
+def page(planned: float, own: list[Row], equal: list[Row], by: str) -> str:
     """Both federations as Markdown."""
     ratio = spread(own) / spread(equal)
     errors = [abs(row.predicted / row.measured - 1) for row in own]
@@ -200,7 +223,7 @@ def page(planned: float, own: list[Row], equal: list[Row]) -> str:
         f"Made by `python -m benchmarks.budgets` on {machine()}, one thread a device. pFedGate, `{TASK}`, {STEPS} "
         f"local steps of {BATCH} samples, blocks by FLOPs; five devices that compute a share of the time (duty), one "
         f"after the other. They plan with {planned:.2f} s a round, {SPARE:g} times what the fastest takes for "
-        f"everything. Seconds are those of training, by the wall, medians of {ROUNDS} rounds.\n\n"
+        f"everything. Seconds are those of training, {by}, medians of {ROUNDS} rounds.\n\n"
         + markdown_table(["", "at most", "found"], verdicts)
         + "\n## Chosen by each device\n\n"
         + table(own)
@@ -213,13 +236,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Run both federations, print the page and keep it; exit status 1 where a bound is not met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS / "budgets.md", help="default: %(default)s")
+    parser.add_argument("--processor-time", action="store_true", help="for a machine that others use meanwhile")
     options = parser.parse_args(arguments)
+    clock = Clock(processor=options.processor_time)
+    by = "of the processor and of rests" if options.processor_time else "by the wall"
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        planned, own = run(Path(folder) / "own", None, None)
+        planned, own = run(Path(folder) / "own", None, None, clock)
         mean = sum(row.budget for row in own) / len(own)
-        _, equal = run(Path(folder) / "equal", planned, round(mean, 2))
-    text = page(planned, own, equal)
+        _, equal = run(Path(folder) / "equal", planned, round(mean, 2), clock)
+    text = page(planned, own, equal, by)
     options.out.write_text(text)
     print(text)
     met = spread(own) <= SPREAD_BOUND * spread(equal)

@@ -83,11 +83,21 @@ class Needs(Protocol):
 class Tried:
     """What rounds take on this very device, tried at each budget when it is first asked for.
 
-    timed: whether seconds are tried, too; where not, they count as 0. memory: whether memory is. Raises what training
-    raises.
+    timed: whether seconds are tried, too; where not, they count as 0. memory: whether memory is. clock: what seconds
+    are taken from. Raises what training raises.
     """
 
-    def __init__(self, task: Task, manifest: Manifest, info: FederationInfo, *, timed: bool, memory: bool) -> None:
+    def __init__(
+        self,
+        task: Task,
+        manifest: Manifest,
+        info: FederationInfo,
+        *,
+        timed: bool,
+        memory: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._clock = clock
         self._task, self._manifest, self._info = task, manifest, info
         self._timed, self._memory = timed, memory
         self._known: dict[float, Demand] = {}
@@ -102,14 +112,14 @@ class Tried:
 
     def _try(self, budget: float) -> Demand:
         method, settings = load_method(self._info.method), self._info.settings
-        rehearsal = Rehearsal(self._task, self._manifest, settings, narrow=method.narrow)
+        rehearsal = Rehearsal(self._task, self._manifest, settings, narrow=method.narrow, clock=self._clock)
         effort = method.at_budget(rehearsal, budget)
         memory, seconds, fixed = 0, 0.0, 0.0
         if self._memory:
             training = predict_training(rehearsal, method.sample_mask(self._manifest, budget))
             memory = held(self._task.compute.device) + whole_round(rehearsal, training, predict_evaluation(rehearsal))
         if self._timed:
-            per_step, fixed = _seconds_of(effort.train)
+            per_step, fixed = _seconds_of(effort.train, self._clock)
             if settings.early_stopping:
                 samples = count_examples(self._task.validation)
                 few = min(rehearsal.samples, samples)
@@ -171,13 +181,13 @@ def _bytes(values: int, settings: FederationSettings) -> tuple[int, int]:
     return size.get(down, 4) * values, size.get(up, 4) * values
 
 
-def _seconds_of(train: Callable[[int], list[float]]) -> tuple[float, float]:
+def _seconds_of(train: Callable[[int], list[float]], clock: Callable[[], float]) -> tuple[float, float]:
     """Seconds of a step, and of what training takes once, however many steps it has."""
     taken = train(TRIED_STEPS)  # the first time also pays for what any training loads
     steps = max(TRIED_STEPS, min(30, int(TRIED_SECONDS / max(median(taken), 1e-6))))
-    begin = time.perf_counter()
+    begin = clock()
     taken = train(steps)
-    whole = time.perf_counter() - begin
+    whole = clock() - begin
     per_step = median(taken)
     return per_step, max(0.0, whole - steps * per_step)
 
@@ -197,17 +207,22 @@ class Learned(BaseModel):
     down_rate: float | None = None
     up_rate: float | None = None
 
-    def after(self, demand: Demand, duty: float, download: Phase, train: Phase, upload: Phase | None) -> Learned:
+    def after(self, demand: Demand, duty: float, download: Phase, train: Phase) -> Learned:
         """The same after one more round, at the budget that ``demand`` is of."""
         computed = (train.seconds - train.paused_seconds) * duty
         changed: dict[str, float | None] = {"seconds": _mixed(self.seconds, computed, demand.seconds)}
         if download.bytes_down and download.seconds > 0:
             changed["bytes_down"] = _mixed(self.bytes_down, download.bytes_down, demand.bytes_down)
             changed["down_rate"] = _mixed(self.down_rate, download.bytes_down, download.seconds)
-        if upload is not None and upload.bytes_up and upload.seconds > 0:
-            changed["bytes_up"] = _mixed(self.bytes_up, upload.bytes_up, demand.bytes_up)
-            changed["up_rate"] = _mixed(self.up_rate, upload.bytes_up, upload.seconds)
         return self.model_copy(update=changed)
+
+    def after_upload(self, demand: Demand, upload: Phase) -> Learned:
+        """The same once its update has been sent."""
+        if not (upload.bytes_up and upload.seconds > 0):
+            return self
+        bytes_up = _mixed(self.bytes_up, upload.bytes_up, demand.bytes_up)
+        up_rate = _mixed(self.up_rate, upload.bytes_up, upload.seconds)
+        return self.model_copy(update={"bytes_up": bytes_up, "up_rate": up_rate})
 
 
 NOTHING = Learned()
@@ -393,6 +408,7 @@ class Budgets:
     ) -> None:
         self._needs, self._info, self._limits, self._duty, self._keep = needs, info, limits, duty, keep
         self.learned = learned
+        self._trained: Demand | None = None
         self.choice = choose(needs, limits(info.settings.deadline_seconds), info, learned=learned, duty=duty())
 
     @property
@@ -400,13 +416,20 @@ class Budgets:
         """The budget now."""
         return self.choice.budget
 
-    def observe(self, download: Phase, train: Phase, upload: Phase | None) -> None:
-        """Learn from a round that was trained at the budget now."""
-        self.learned = self.learned.after(self._needs.at(self.share), self._duty(), download, train, upload)
+    def observe(self, download: Phase, train: Phase) -> None:
+        """Learn from a round that was trained at the budget now, before its update is sent."""
+        self._trained = self._needs.at(self.share)
+        self.learned = self.learned.after(self._trained, self._duty(), download, train)
         self._keep(self.learned)
 
+    def sent(self, upload: Phase) -> None:
+        """Learn from what sending that round's update took."""
+        if self._trained is not None:
+            self.learned = self.learned.after_upload(self._trained, upload)
+            self._keep(self.learned)
+
     def reassess(self, deadline: float, *, hot: bool = False) -> bool:
-        """Look at the choice anew, once a round has ended; whether it has changed.
+        """Look at the choice anew, once a round is trained; whether it has changed.
 
         deadline: of rounds, in seconds; an operator may have changed it. hot: the device had to pause for heat or
         throttling since: it takes a tier less, whatever else allows more.

@@ -250,16 +250,16 @@ class Session:
             log.warning("round %s is handed back: the pause would last beyond its deadline", assignment.round)
             self._give_up(assignment, pause_.reason)
             self._away = pause_.reason
+            self._reassess(assignment)
         except RoundOver as error:
             # The round closed while this device was downloading; there is other work, or will be.
             log.info("round %s: %s", assignment.round, error.detail)
             self._tell(ChangeDevice(conditions=Conditions()))  # it may have been thought away
-        self._reassess(assignment)
         self._working_on = None  # not in a finally: after an interrupt or error ``leave`` must know what to hand back
         return Step(Outcome.worked, assignment)
 
     def _reassess(self, assignment: Assignment) -> None:
-        """After a round: what this device can afford from the next one on."""
+        """What this device can afford from the next round on."""
         budgets, hot = self._prepared.budgets, self._watch is not None and self._watch.hot
         if budgets is None or assignment.kind is not Kind.train:
             return
@@ -409,6 +409,11 @@ class Session:
         train: Phase,
         feedback: Tensors | None = None,
     ) -> None:
+        budgets = self._prepared.budgets if job.assignment.kind is Kind.train else None
+        if budgets is not None:
+            # Before the update is sent: it may close the round, and the next one is to be made for the new budget.
+            budgets.observe(download, train)
+            self._reassess(job.assignment)
         number = job.assignment.round
         upload = self._keep_and_send(
             job.assignment,
@@ -426,8 +431,8 @@ class Session:
             spent = [download, train, upload]
             joules = [phase.joules for phase in spent if phase.joules is not None]
             self._watch.count(sum(phase.seconds - phase.paused_seconds for phase in spent), sum(joules))
-        if self._prepared.budgets is not None and job.assignment.kind is Kind.train:
-            self._prepared.budgets.observe(download, train, upload)
+        if budgets is not None:
+            budgets.sent(upload)
 
     def _pack(self, job: Job, update: Update, report: str) -> tuple[bytes, Tensors | None]:
         """The update as a bundle, and what rounding takes from it; None where nothing is rounded."""

@@ -27,15 +27,24 @@ class Rehearsal:
     """Training as a round does it, on the task's first batch again and again, with a learning rate of 0.
 
     ``samples`` is what that batch holds, ``held_out`` the first one of the task's held-out data. The task's model stays
-    as it is, and so do torch's random numbers. narrow: what masks leave out is gone, and not frozen. Raises ValueError
-    where there is nothing to train on.
+    as it is, and so do torch's random numbers. narrow: what masks leave out is gone, and not frozen. clock: what
+    seconds are taken from. Raises ValueError where there is nothing to train on.
     """
 
-    def __init__(self, task: Task, manifest: Manifest, settings: FederationSettings, *, narrow: bool = False) -> None:
+    def __init__(
+        self,
+        task: Task,
+        manifest: Manifest,
+        settings: FederationSettings,
+        *,
+        narrow: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.task = replace(task, model=copy.deepcopy(task.model))
         self.manifest = manifest
         self.settings = settings
         self._narrow = narrow
+        self._clock = clock
         with torch.random.fork_rng(devices=[]):
             self._batch = _first(task.train)
             self.held_out = len(_first(task.held_out)[1])
@@ -101,7 +110,7 @@ class Rehearsal:
 
     def _now(self) -> float:
         self.task.compute.wait()
-        return time.perf_counter()
+        return self._clock()
 
 
 class Effort(Protocol):

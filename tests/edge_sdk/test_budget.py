@@ -160,19 +160,18 @@ def kept(needs, *, memory=None, **how):
     return budgets, limits
 
 
-def spent(seconds, *, paused=0.0, down=0, up=0, transfer=1.0):
-    return (
-        Phase(seconds=transfer if down else 0, bytes_down=down),
-        Phase(seconds=seconds, paused_seconds=paused),
-        Phase(seconds=transfer if up else 0, bytes_up=up),
-    )
+def train(budgets, seconds, *, paused=0.0, down=0, up=0, transfer=1.0):
+    """A round of so many seconds, and its transfers."""
+    download = Phase(seconds=transfer if down else 0, bytes_down=down)
+    budgets.observe(download, Phase(seconds=seconds, paused_seconds=paused))
+    budgets.sent(Phase(seconds=transfer if up else 0, bytes_up=up))
 
 
 def test_a_round_that_took_longer_than_predicted_lowers_the_next_ones_budget():
     said = []
     budgets, _ = kept(Known(seconds=75), keep=said.append)
     assert budgets.share == 1.0
-    budgets.observe(*spent(150))  # twice as long: half of it is believed at once
+    train(budgets, 150)  # twice as long: half of it is believed at once
     assert budgets.reassess(100)
     assert (budgets.share, budgets.choice.limited_by) == (0.6, BudgetLimit.deadline)
     assert said[-1].seconds == pytest.approx(1.5)
@@ -180,17 +179,17 @@ def test_a_round_that_took_longer_than_predicted_lowers_the_next_ones_budget():
 
 def test_pauses_are_no_computing():
     budgets, _ = kept(Known(seconds=50))
-    budgets.observe(*spent(150, paused=100))
+    train(budgets, 150, paused=100)
     assert budgets.learned.seconds == pytest.approx(1.0)
     assert not budgets.reassess(100)
 
 
 def test_the_links_speed_is_learned_from_transfers():
     budgets, _ = kept(Known(seconds=10, size=1000))
-    budgets.observe(*spent(10, down=2000, up=500, transfer=2.0))
+    train(budgets, 10, down=2000, up=500, transfer=2.0)
     assert (budgets.learned.down_rate, budgets.learned.up_rate) == (1000, 250)
     assert (budgets.learned.bytes_down, budgets.learned.bytes_up) == (1.5, 0.75)
-    budgets.observe(*spent(10))  # a round without transfers says nothing of them
+    train(budgets, 10)  # a round without transfers says nothing of them
     assert (budgets.learned.down_rate, budgets.learned.up_rate) == (1000, 250)
 
 
