@@ -40,7 +40,7 @@ DEADLINE_SHARE = 0.75
 network, too."""
 
 TRIED_STEPS = 4
-TRIED_SECONDS = 0.25
+TRIED_SECONDS = 0.5
 """A budget is tried for so many steps, of which the first does not count, and longer where these are short."""
 
 NEW = 0.5
