@@ -18,10 +18,10 @@ from coordinator.errors import NameTaken, NotAuthenticated, NotFound
 from coordinator.federations import find
 from coordinator.methods import load_method
 from coordinator.records import iso
-from coordinator.rounds import reaches, smallest_budget
+from coordinator.rounds import reaches, smallest_budget, touch
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation
-from edge_sdk.protocol.messages import ChangeDevice, DeviceInfo, DeviceProfile, Enrol, Enrolled
+from edge_sdk.protocol.messages import ChangeDevice, DeviceInfo, DeviceProfile, Enrol, Enrolled, PauseReason
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class Devices:
             device.token_sha256 = _sha256(token)
             device.profile = request.profile.model_dump(mode="json")
             device.budget, device.num_examples = request.budget, request.num_examples
+            device.limited_by = request.limited_by.value if request.limited_by else None
             device.seen_at = now
             return Enrolled(device_id=device.id, token=token, notice=_notice(federation, device))
 
@@ -114,7 +115,9 @@ class Devices:
                     status=device.status,
                     stopped_round=device.stopped_round,
                     present=device.present,
+                    paused=device.paused,
                     budget=device.budget,
+                    limited_by=device.limited_by,
                     profile=DeviceProfile.model_validate(device.profile),
                     enrolled_at=iso(device.enrolled_at),
                     seen_at=iso(device.seen_at),
@@ -130,6 +133,7 @@ class Devices:
                 raise NotFound("there is no such device")
             if request.budget is not None:
                 device.budget = request.budget
+                device.limited_by = request.limited_by.value if request.limited_by else None
             if request.holds_model is not None:
                 federation = db.get_one(Federation, device.federation_id)
                 # Where devices keep no personal models, only an adapted one counts, and of that the records know.
@@ -141,8 +145,13 @@ class Devices:
                     _forgive_adapting(db, device_id)
             if request.conditions is not None:
                 device.present, device.rest_until = request.conditions.available, 0.0
+                device.paused = None
                 if not device.present:
-                    log.info("%s leaves: %s", device.name, request.conditions.reason or "no reason given")
+                    reason = request.conditions.reason
+                    device.paused = reason.value if isinstance(reason, PauseReason) else None
+                    said = device.paused or reason or "no reason given"
+                    log.info("%s leaves: %s", device.name, said)
+                    _take_back(db, device_id, said)
             if request.revoked:
                 device.status, device.present = "revoked", False
                 self._callers.pop(device.token_sha256, None)
@@ -172,6 +181,16 @@ def _change_open(db: Session, device_id: str, **values: Any) -> None:
     db.execute(
         update(Assignment).where(Assignment.device_id == device_id, Assignment.status == "open").values(**values)
     )
+
+
+def _take_back(db: Session, device_id: str, reason: str) -> None:
+    """What a device leaves open keeps no round waiting. Work for everyone is given again when it is back, and adapting
+    the finished model, for which nobody waits, stays."""
+    left = select(Assignment).where(Assignment.device_id == device_id, Assignment.status == "open")
+    for assignment in db.scalars(left.where(Assignment.kind != "adapt")):
+        assignment.status = "expired" if assignment.kind == "personalise" else "returned"
+        assignment.return_reason = reason
+        touch(db, assignment.federation_id, assignment.round)
 
 
 def _forgive_adapting(db: Session, device_id: str) -> None:

@@ -26,6 +26,7 @@ from edge_sdk.protocol.messages import (
     Kind,
     OpenAssignment,
     OpenWork,
+    PerUpdate,
     Phase,
     PhaseSum,
     Receipt,
@@ -47,15 +48,16 @@ class Records:
         with self._store.reading() as db:
             federation_id = find(db, federation_name).id
             outdated = select(Round).where(Round.federation_id == federation_id, Round.status == "closed", Round.stale)
-            found = db.scalars(outdated.limit(1)).first()
-        if found is not None:
+            stale = db.scalars(outdated.limit(1)).first()
+        if stale is not None:
             # Looked at and remembered in one transaction: a fact that came in between would be forgotten.
             with self._store.writing() as db:
                 for item in db.scalars(outdated):
                     item.summary, item.stale = json.loads(_look(db, item).model_dump_json()), False
         with self._store.reading() as db:
             rounds = db.scalars(select(Round).where(Round.federation_id == federation_id).order_by(Round.number))
-            return [_look(db, item) if item.stale else RoundRecord.model_validate(item.summary) for item in rounds]
+            found = [_look(db, item) if item.stale else RoundRecord.model_validate(item.summary) for item in rounds]
+        return with_joules_per_point(found)
 
     def reports(self, federation_name: str, number: int) -> list[DeviceReport]:
         """What each device answered in round ``number``, training first, by name. Raises NotFound."""
@@ -159,11 +161,34 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         train=_add(report.telemetry.train for report in reports),
         upload=_add(uploads),
         evaluation=_add([*evaluation_phases, *evaluation_uploads]),
+        per_update=_per_update(
+            (report.telemetry.download, report.telemetry.train, upload)
+            for report, upload in zip(reports, uploads, strict=True)
+        ),
         opened_at=iso(item.opened_at),
         closed_at=None if item.closed_at is None else iso(item.closed_at),
         seconds=None if item.closed_at is None else item.closed_at - item.opened_at,
         model_sha256=item.model_sha256,
     )
+
+
+def with_joules_per_point(records: Sequence[RoundRecord]) -> list[RoundRecord]:
+    """The records, in their order, each judged one with what a point of accuracy took since the one before."""
+    found, before = [], None
+    measured = estimated = 0.0
+    for record in records:
+        phases = (record.download, record.train, record.upload)
+        measured += sum(phase.joules_measured for phase in phases)
+        estimated += sum(phase.joules_estimated for phase in phases)
+        accuracy = record.accuracy_global if record.accuracy_personal is None else record.accuracy_personal
+        if accuracy is not None:
+            points = 0.0 if before is None else 100 * (accuracy - before)
+            if points > 0:
+                values = {"measured": measured / points or None, "estimated": estimated / points or None}
+                record = record.model_copy(update={f"joules_per_point_{key}": value for key, value in values.items()})
+            before, measured, estimated = accuracy, 0.0, 0.0
+        found.append(record)
+    return found
 
 
 def iso(seconds: float) -> str:
@@ -190,10 +215,33 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+def _per_update(rounds: Iterable[tuple[Phase, ...]]) -> PerUpdate:
+    measured, estimated = [], []
+    for phases in rounds:
+        total = _add(phases)
+        if total.joules_measured:
+            measured.append(total.joules_measured)
+        if total.joules_estimated:
+            estimated.append(total.joules_estimated)
+    return PerUpdate(
+        joules_measured=_mean(measured),
+        joules_estimated=_mean(estimated),
+        measured_updates=len(measured),
+        estimated_updates=len(estimated),
+    )
+
+
 def _add(phases: Iterable[Phase]) -> PhaseSum:
-    seconds = measured = estimated = without = 0.0
+    seconds = paused = measured = estimated = without = 0.0
+    throttled: float | None = None
+    peak: float | None = None
     for phase in phases:
         seconds += phase.seconds
+        paused += phase.paused_seconds
+        if phase.throttled_seconds is not None:
+            throttled = (throttled or 0.0) + phase.throttled_seconds
+        if phase.celsius_peak is not None:
+            peak = phase.celsius_peak if peak is None else max(peak, phase.celsius_peak)
         if phase.joules is None:
             without += phase.seconds
         elif phase.quality == "estimated":
@@ -201,5 +249,11 @@ def _add(phases: Iterable[Phase]) -> PhaseSum:
         else:
             measured += phase.joules
     return PhaseSum(
-        seconds=seconds, joules_measured=measured, joules_estimated=estimated, seconds_without_joules=without
+        seconds=seconds,
+        paused_seconds=paused,
+        throttled_seconds=throttled,
+        celsius_peak=peak,
+        joules_measured=measured,
+        joules_estimated=estimated,
+        seconds_without_joules=without,
     )

@@ -123,7 +123,7 @@ class Rounds:
         # A poll is no fact worth a write, unless the device was thought away, has not been seen for a while, or holds
         # another mask or model than it did.
         if away or (asked and (now - device.seen_at > 30 or (mask, model) != (device.mask, device.model))):
-            holds = {"mask": mask, "model": model}
+            holds = {"mask": mask, "model": model, "paused": None}
             with self._store.writing() as db:
                 db.execute(update(Device).where(Device.id == device_id).values(present=True, seen_at=now, **holds))
                 device = db.get_one(Device, device_id)
@@ -166,7 +166,7 @@ class Rounds:
             found.status = "open"
             found.model_version = federation.model_version
             found.deadline_at = self._clock() + settings_of(federation).deadline_seconds
-            _touch(db, federation.id, number)
+            touch(db, federation.id, number)
             return found
 
     def _adapt(self, device_id: str) -> Assignment:
@@ -226,18 +226,25 @@ class Rounds:
             raise NotFound("this assignment has no payload; carry it out with the personal model")
         return self._models.payload(federation, device, assignment)
 
-    def hand_back(self, assignment_id: str, device_id: str, reason: str) -> None:
-        """The device cannot do it: it is out of this round. Handing back twice is the same as once."""
+    def hand_back(self, assignment_id: str, device_id: str, reason: wire.PauseReason | str) -> None:
+        """The device cannot do it: it is out of this round. Handing back twice is the same as once.
+
+        One whose policy says so stays away until it asks for work again; others rest.
+        """
+        text = reason.value if isinstance(reason, wire.PauseReason) else reason
         with self._store.writing() as db:
             assignment, device, federation = _owned(db, assignment_id, device_id)
             if assignment.status == "returned":
                 return
             if assignment.status != "open":
                 raise RoundClosed(f"the assignment is {assignment.status} already; nothing to hand back")
-            assignment.status, assignment.return_reason = "returned", reason
-            device.rest_until = self._clock() + REST_SECONDS
-            _touch(db, federation.id, assignment.round)
-            log.info("round %s: %s hands back %s: %s", assignment.round, device.name, assignment.kind, reason)
+            assignment.status, assignment.return_reason = "returned", text
+            if isinstance(reason, wire.PauseReason):
+                device.present, device.paused = False, text
+            else:
+                device.rest_until = self._clock() + REST_SECONDS
+            touch(db, federation.id, assignment.round)
+            log.info("round %s: %s hands back %s: %s", assignment.round, device.name, assignment.kind, text)
 
     def note_upload_cost(self, device_id: str, cost: wire.UploadCost) -> None:
         """Keep what a device's last upload cost it; the first word counts, and a stranger's none.
@@ -260,7 +267,7 @@ class Rounds:
                     continue
                 if assignment.upload_cost is None:
                     assignment.upload_cost = cost.upload.model_dump(mode="json")
-                    _touch(db, assignment.federation_id, assignment.round)
+                    touch(db, assignment.federation_id, assignment.round)
 
     # --- what devices send ---------------------------------------------------------------------------------------
 
@@ -322,7 +329,7 @@ class Rounds:
             if changed:
                 db.execute(update(Device).where(Device.id == device_id).values(**changed))
             if assignment.kind not in BUNDLE_KINDS:  # a round that is open has no cached record
-                _touch(db, federation.id, assignment.round)
+                touch(db, federation.id, assignment.round)
         return True
 
     @staticmethod
@@ -519,7 +526,7 @@ class Rounds:
                 if assignment.status == "open":
                     assignment.status = "expired"
                     federation = db.get_one(Federation, assignment.federation_id)
-                    _touch(db, federation.id, assignment.round)
+                    touch(db, federation.id, assignment.round)
                     if away:
                         db.get_one(Device, assignment.device_id).present = False
 
@@ -672,6 +679,10 @@ def what_is_missing(db: Session, federation: Federation, now: float) -> str | No
             f"a device with a budget of at least {smallest_budget(federation):g}, which {federation.method} needs; "
             f"those that are there have less"
         )
+    paused = Counter(device.paused for device in _devices(db, federation, ("active",)) if device.paused)
+    if paused:
+        words = ", ".join(f"{count} {word}" for word, count in sorted(paused.items()))
+        return f"a device whose policy lets it work (paused: {words})"
     return "a device that still trains and is there; the others may wait or leave"
 
 
@@ -860,7 +871,7 @@ def why_over(db: Session, federation: Federation) -> str | None:
     return "all_stopped" if statuses and all(status == "stopped" for status in statuses) else None
 
 
-def _touch(db: Session, federation_id: int, number: int) -> None:
+def touch(db: Session, federation_id: int, number: int) -> None:
     """A fact about a round has come: its cached record is stale."""
     db.execute(update(Round).where(Round.federation_id == federation_id, Round.number == number).values(stale=True))
 

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from coordinator.methods import load_method
 from coordinator.settings import Settings
+from edge_sdk.policy import Policy
 from edge_sdk.protocol.messages import FederationSettings
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -58,10 +59,20 @@ does not know is refused. What they do is in [methods.md](methods.md).
 """
 
 
+POLICIES = """
+## A device's policy
+
+Lines of a TOML file, or `--limit KEY=VALUE` of `python -m edge_sdk.join`; each may be left out. What they do, and what
+each kind of device has by default, is in [budget.md](budget.md).
+
+"""
+
+
 def page() -> str:
     """The whole page."""
     coordinators, federations = _table(Settings, "COORDINATOR_{}", upper=True), _table(FederationSettings, "{}")
-    return HEAD + coordinators + TOKENS + federations + STOPPING + METHODS + _methods()
+    methods, policies = METHODS + _methods(), POLICIES + _table(Policy, "{}")
+    return HEAD + coordinators + TOKENS + federations + STOPPING + methods + policies
 
 
 def _methods() -> str:

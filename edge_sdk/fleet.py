@@ -469,11 +469,13 @@ def _data(data: str | None, partition: str | None) -> str | None:
 
 
 def _budgets(text: str) -> tuple[float, ...]:
+    if text == "auto":
+        return ()
     with contextlib.suppress(ValueError):
         budgets = tuple(float(part) for part in text.split(","))
         if all(0 < budget <= 1 for budget in budgets):
             return budgets
-    raise argparse.ArgumentTypeError(f"{text!r}: give numbers above 0 and up to 1, such as 0.2,0.4,0.6,0.8,1")
+    raise argparse.ArgumentTypeError(f"{text!r}: give numbers above 0 and up to 1, such as 0.2,0.4,0.6,0.8,1, or auto")
 
 
 def _boards(text: str) -> tuple[Board, ...]:
@@ -517,7 +519,12 @@ def _parser() -> argparse.ArgumentParser:
     add_method_set(parser)
     parser.add_argument("--data", help="the devices' data; {index}, {of} and {name} are filled in (docs/fleet.md)")
     parser.add_argument("--partition", help="how it is dealt to them: dirichlet,alpha=0.3 and others (docs/tasks.md)")
-    parser.add_argument("--budgets", type=_budgets, default=(1.0,), help="0.2,0.6,1: a third of the devices has each")
+    parser.add_argument(
+        "--budgets",
+        type=_budgets,
+        default=(1.0,),
+        help="0.2,0.6,1: a third of the devices has each; auto: what their boards can afford",
+    )
     parser.add_argument(
         "--boards", type=_boards, default=(), help=f"boards whose seconds and joules are reported: {', '.join(BOARDS)}"
     )

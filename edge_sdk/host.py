@@ -7,6 +7,7 @@ module that is trained, what is known of the federation and the connection are s
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import torch
 
 from devices import EnergyMeter
 from devices.simulation import Board
+from edge_sdk.budget import board_budget
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.messages import DeviceProfile, FederationInfo, Kind
 from edge_sdk.session import Known, Outcome, Session, check_model
@@ -27,6 +29,8 @@ from edge_sdk.telemetry import SimulatedTelemetry, Telemetry
 from edge_sdk.training.compute import USUAL, Compute
 from edge_sdk.transport import Traffic, Transport
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -35,8 +39,9 @@ class Plan:
     devices: how many train. new: how many more only adapt the finished model, numbered after the others. data: what a
     device's ``--data`` would be; ``{index}``, ``{of}`` and ``{name}`` are filled in, and where it has none of them
     ``,index=i,of=N`` is appended, as the built-in tasks want it. budgets: shares of a full training step; the first
-    devices have the first budget, and so on, in equal parts. boards: likewise, the boards whose seconds and joules the
-    devices report, as estimates; where there are none they report this machine's. compute: how all of them train.
+    devices have the first budget, and so on, in equal parts; empty: what each one's board can afford
+    (``budget``). boards: likewise, the boards whose seconds and joules the devices report, as estimates; where there
+    are none they report this machine's. compute: how all of them train.
     make_task: (index, what is known of the federation) -> Task, instead of ``data``, for a task of one's own.
     """
 
@@ -53,8 +58,10 @@ class Plan:
     def __post_init__(self) -> None:
         if self.devices < 1 or self.new < 0:
             raise ValueError(f"{self.devices} devices and {self.new} new ones; give at least 1 device and 0 new ones")
-        if not self.budgets or not all(0 < budget <= 1 for budget in self.budgets):
+        if not all(0 < budget <= 1 for budget in self.budgets):
             raise ValueError(f"budgets are {self.budgets}; give numbers above 0 and up to 1")
+        if not self.budgets and not self.boards:
+            raise ValueError("what a device can afford follows from its board; give boards, or budgets")
 
     @property
     def total(self) -> int:
@@ -65,8 +72,10 @@ class Plan:
         """The name of device ``index``."""
         return f"{self.prefix}-{index}"
 
-    def budget(self, index: int) -> float:
-        """The budget of device ``index``; new devices get those of the first ones."""
+    def budget(self, index: int) -> float | None:
+        """The budget of device ``index``; new devices get those of the first ones. None: as its board has it."""
+        if not self.budgets:
+            return None
         return self.budgets[index % self.devices * len(self.budgets) // self.devices]
 
     def board(self, index: int) -> Board | None:
@@ -131,6 +140,7 @@ class Host:
         self._patience_seconds = patience_seconds
         self._meter = EnergyMeter()
         self._tasks: dict[int, Task] = {}
+        self._chosen: dict[int, float] = {}
         first = plan.task(0, known.info).on(plan.compute)
         check_model(first.model, known.manifest)
         load_method(known.info.method)
@@ -179,7 +189,7 @@ class Host:
                 federation=self._plan.federation,
                 name=name,
                 make_task=lambda info: self._task(index),
-                budget=self._plan.budget(index),
+                budget=self._budget(index, board),
                 telemetry=self._telemetry if board is None else partial(SimulatedTelemetry, board),
                 profile=None if board is None else _profile(board),
                 known=self._known,
@@ -189,6 +199,16 @@ class Host:
             folder.close()
             raise
         return folder, session
+
+    def _budget(self, index: int, board: Board | None) -> float:
+        given = self._plan.budget(index)
+        if given is not None or board is None:
+            return given or 1.0
+        if index not in self._chosen:
+            choice = board_budget(board, self._task(index), self._known.manifest, self._known.info)
+            self._chosen[index] = choice.budget
+            log.info("%s on a %s: %s", self._plan.name(index), board.name, choice)
+        return self._chosen[index]
 
     def _telemetry(self, traffic: Traffic) -> Telemetry:
         return Telemetry(self._meter, traffic)

@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,13 +34,18 @@ import httpx
 from tqdm import tqdm
 
 from devices import EnergyMeter, PowerModel
+from devices.conditions import Conditions, ConditionsReader
+from devices.system import System
 from edge_sdk import arguments as read
+from edge_sdk.budget import Choice, read_learned
 from edge_sdk.errors import BadArgument, SdkError
 from edge_sdk.exporting import Export, NotTheSame, export_personal
 from edge_sdk.methods import UnknownMethod
+from edge_sdk.policy import Policy, Watch, policy_here, read_policy, read_spent
 from edge_sdk.preparing import Preparation
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, FederationInfo
+from edge_sdk.publish import read_setting
 from edge_sdk.session import Outcome, Session
 from edge_sdk.state import StateFolder, Totals, default_root
 from edge_sdk.tasks import Task, UnknownTask, load_task
@@ -51,14 +56,19 @@ from edge_sdk.transport import TIMEOUT, Transport
 from export.errors import ExportError
 from export.metadata import properties
 
+log = logging.getLogger(__name__)
+
 LONG_POLL_SECONDS = 30.0
+LEARNED, SPENT = "learned.json", "spent.json"
+"""Files of the state folder: what rounds have taught about the budget, and what was spent today."""
 
 
 @dataclass(frozen=True)
 class Result:
     """What a device did in a federation. Accuracies are on its held-out data, None where there are none.
 
-    ``adapted``: it came after the end, and its personal model is the global one, fine-tuned on its data.
+    ``adapted``: it came after the end, and its personal model is the global one, fine-tuned on its data. ``budget`` is
+    the last one, ``choice`` how the device came to it; None where it was given.
     """
 
     name: str
@@ -71,6 +81,8 @@ class Result:
     training: Totals
     evaluation: Totals
     export: Export | None
+    budget: float = 1.0
+    choice: Choice | None = None
 
 
 def join(
@@ -80,7 +92,9 @@ def join(
     federation: str = "default",
     name: str | None = None,
     state_dir: Path | str | None = None,
-    budget: float = 1.0,
+    budget: float | None = None,
+    policy: Policy | None = None,
+    conditions: Callable[[], Conditions] | None = None,
     export: Path | str | None = None,
     enrolment_token: str | None = None,
     patience_seconds: float | None = None,
@@ -98,12 +112,14 @@ def join(
     task: the learning problem, or a function that makes it from the federation's settings. name: unique in the
     federation, the host's name by default. state_dir: where the device keeps its personal model and identity; a second
     call with the same folder goes on where the first was. budget: share of a full training step this device can afford,
-    in (0, 1]. export: where to write the personal model as ONNX. enrolment_token: where the coordinator asks for one.
-    patience_seconds: how long to wait for a coordinator that does not answer; None: for ever. watts: power model for
-    estimated joules on a board without a sensor. accelerator: one of ``compute.ACCELERATORS``. threads: of the
-    processor. bfloat16: forward passes in bfloat16 where torch's autocast thinks it safe. deterministic: on the
-    processor, and in the memory format that follows from the model, not in what was measured to be fastest.
-    memory_limit: bytes that training may take, all that the process holds included; by default what there is.
+    in (0, 1]; None has it find out, and look again after every round (``edge_sdk.budget``). policy: when it may work;
+    None: always. conditions: what it is like now, this machine's sensors by default. export: where to write the
+    personal model as ONNX. enrolment_token: where the coordinator asks for one. patience_seconds: how long to wait for
+    a coordinator that does not answer; None: for ever. watts: power model for estimated joules on a board without a
+    sensor. accelerator: one of ``compute.ACCELERATORS``. threads: of the processor. bfloat16: forward passes in
+    bfloat16 where torch's autocast thinks it safe. deterministic: on the processor, and in the memory format that
+    follows from the model, not in what was measured to be fastest. memory_limit: bytes that training may take, all that
+    the process holds included; by default what there is.
 
     Raises SdkError, DoesNotFit among them where the budget needs more memory; when something else ends it, Ctrl-C or a
     failing loss, it says goodbye to the coordinator first.
@@ -120,18 +136,30 @@ def join(
         with EnergyMeter(model=watts) as meter:
             transport = Transport(own, patience_seconds=patience_seconds, on_wait=bar.waiting)
             transport.token = enrolment_token
+            read_conditions = conditions or ConditionsReader(System.here(), storage=folder.path).read
+            asked = policy if policy is not None and policy.asks else None
+            watch = _watch(asked, read_conditions, folder, log.warning if quiet else bar.say) if asked else None
             session = Session(
                 transport,
                 folder,
                 federation=federation,
                 name=name,
                 make_task=task if callable(task) else lambda info: task,
-                budget=budget,
-                telemetry=lambda traffic: Telemetry(meter, traffic),
+                telemetry=lambda traffic: Telemetry(meter, traffic, read=read_conditions),
                 progress=bar.training,
-                prepare=Preparation(budget, compute, deterministic, memory_limit),
+                prepare=Preparation(
+                    budget,
+                    compute,
+                    deterministic,
+                    memory_limit,
+                    duty=(lambda: watch.duty) if watch else lambda: 1.0,
+                    learned=read_learned(folder.cached(LEARNED)),
+                    keep=lambda learned: folder.cache(LEARNED, learned.model_dump_json().encode()),
+                ),
+                watch=watch,
             )
             bar.start(session)
+            _say_budget(session.choice, bar)
             try:
                 _run(session, bar, lambda: _export(session, name, export))
             except SdkError:
@@ -153,6 +181,25 @@ def join(
         folder.close()
         if client is None:
             own.close()
+
+
+def _watch(policy: Policy, read: Callable[[], Conditions], folder: StateFolder, say: Callable[[str], None]) -> Watch:
+    """The watch over ``policy``, which goes on counting today's spending where it was before a restart."""
+    watch = Watch(
+        policy,
+        read,
+        say=say,
+        spent=read_spent(folder.cached(SPENT)),
+        keep=lambda spent: folder.cache(SPENT, spent.model_dump_json().encode()),
+    )
+    watch.look()  # whether the temperature can be read decides how long rounds take
+    return watch
+
+
+def _say_budget(choice: Choice | None, bar: _Bar) -> None:
+    if choice is not None and (choice.limited_by is not None or choice.advice):
+        for text in (str(choice), *choice.advice):
+            bar.say(text)
 
 
 def _run(session: Session, bar: _Bar, export: Callable[[], Export | None]) -> None:
@@ -214,6 +261,8 @@ def _result(session: Session, name: str, exported: Export | None) -> Result:
         training=progress.training,
         evaluation=progress.evaluation,
         export=exported,
+        budget=session.budget,
+        choice=session.choice,
     )
 
 
@@ -295,7 +344,12 @@ def report(result: Result, energy: str) -> str:
         f"  training                   {_cost(result.training)}",
         f"  evaluation                 {_cost(result.evaluation)}",
         f"  energy source              {energy}",
+        f"  energy per update          {_joules_per(result.training, result.rounds)}",
+        f"  energy per point           {_joules_per(result.training, _points(result))}",
+        f"  heat                       {_heat(result.training)}",
+        f"  budget                     {result.choice or f'{result.budget:g}, as given'}",
     ]
+    lines += [f"                             {text}" for text in (result.choice.advice if result.choice else ())]
     if result.export:
         lines.append(
             f"  ONNX                       {result.export.path}: {result.export.bytes:,} bytes, "
@@ -307,6 +361,27 @@ def report(result: Result, energy: str) -> str:
 
 def _percent(share: float | None) -> str:
     return "unknown" if share is None else f"{100 * share:.1f} %"
+
+
+def _points(result: Result) -> float:
+    """Percentage points of accuracy that training has won."""
+    if result.accuracy_before is None or result.accuracy_after is None:
+        return 0.0
+    return 100 * (result.accuracy_after - result.accuracy_before)
+
+
+def _joules_per(totals: Totals, count: float) -> str:
+    """Joules of each kind by ``count``; what was measured and what was estimated stay apart."""
+    kinds = (("measured", totals.joules_measured), ("estimated", totals.joules_estimated))
+    known = [f"{joules / count:.2f} J {kind}" for kind, joules in kinds if joules and count > 0]
+    return ", ".join(known) or "unknown"
+
+
+def _heat(totals: Totals) -> str:
+    peak = "no temperature known" if totals.celsius_peak is None else f"at most {totals.celsius_peak:.0f} °C"
+    throttled = totals.throttled_seconds
+    slow = "throttling unknown" if throttled is None else f"throttled for {throttled:.0f} s"
+    return f"{peak}, {slow}, paused for {totals.paused_seconds:.0f} s"
 
 
 def _cost(totals: Totals) -> str:
@@ -337,6 +412,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
 
     try:
+        policy = _policy(options.policy, dict(options.limit))
         result = join(
             options.server,
             make_task,
@@ -344,6 +420,7 @@ def main(arguments: list[str] | None = None) -> int:
             name=name,
             state_dir=options.state_dir,
             budget=options.budget,
+            policy=policy,
             export=options.export,
             enrolment_token=os.environ.get("SPARROW_ENROLMENT_TOKEN"),
             patience_seconds=options.patience,
@@ -377,7 +454,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", help="this device's name, unique in the federation (default: the host's name)")
     parser.add_argument("--data", help="this device's data, as its task wants it: a file, or index=0,of=5,alpha=0.3")
     parser.add_argument("--state-dir", type=Path, help="where the device keeps its model and identity")
-    parser.add_argument("--budget", type=read.budget, default=1.0, help="share of a full training step, 0 < B <= 1")
+    parser.add_argument(
+        "--budget",
+        type=_budget,
+        help="share of a full training step, 0 < B <= 1, or auto: what this device can afford (default: auto)",
+    )
+    parser.add_argument(
+        "--policy",
+        default="auto",
+        metavar="FILE",
+        help="when this device may work: a TOML file, none, or auto: as suits its kind (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=read_setting,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="one limit of the policy, such as pause_celsius=75, hours=22:00-07:00 or on_mains=none; may be repeated",
+    )
     parser.add_argument("--export", type=Path, help="write the personal model here as ONNX")
     parser.add_argument(
         "--watts", type=_watts, help="IDLE:MAX watts of this board, to estimate joules without a sensor"
@@ -401,6 +496,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--verbose", action="store_true", help="say more")
     parser.epilog = "SPARROW_ENROLMENT_TOKEN holds the enrolment token where the coordinator asks for one."
     return parser
+
+
+def _budget(text: str) -> float | None:
+    return None if text == "auto" else read.budget(text)
+
+
+def _policy(text: str, limits: Mapping[str, str]) -> Policy:
+    """The policy that the options ask for. Raises BadArgument."""
+    if text == "none":
+        chosen = Policy()
+    elif text == "auto":
+        chosen = policy_here(System.here())
+    else:
+        chosen = Policy().changed(read_policy(Path(text)))
+    return chosen.changed(limits)
 
 
 def _watts(text: str) -> PowerModel:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from edge_sdk.arguments import MIB
+from edge_sdk.budget import NOTHING, Budgets, Learned, Tried, limits_here
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import DeviceMethod, load_method
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import FederationInfo
+from edge_sdk.protocol.messages import BudgetLimit, FederationInfo
 from edge_sdk.tasks import Task
 from edge_sdk.training.compute import Compute
 from edge_sdk.training.footprint import Unpredictable, held, predict_evaluation, predict_training, room, whole_round
@@ -29,53 +31,98 @@ class DoesNotFit(BadArgument):
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """A task as it is to be computed, and the device's budget: as its user gave it, or as ``budgets`` finds it."""
+
+    task: Task
+    budget: float
+    budgets: Budgets | None = None
+
+    @property
+    def share(self) -> float:
+        """The budget now."""
+        return self.budgets.share if self.budgets else self.budget
+
+    @property
+    def limited_by(self) -> BudgetLimit | None:
+        """What keeps it from being larger, where the device chose it."""
+        return self.budgets.choice.limited_by if self.budgets else None
+
+
+@dataclass(frozen=True)
 class Preparation:
     """What a device's user wants of its training.
 
     deterministic: nothing is chosen by its speed, which differs from start to start. memory_limit: bytes that the
-    process, or on an accelerator its tensors, may take; what there is by default.
+    process, or on an accelerator its tensors, may take; what there is by default. budget: None has the device find out
+    what it can afford; where nothing may be chosen by its speed, by its memory alone. duty: the share of the time that
+    it computes; learned and keep: as ``budget.Budgets`` has them.
     """
 
-    budget: float
+    budget: float | None
     compute: Compute
     deterministic: bool = False
     memory_limit: int | None = None
+    duty: Callable[[], float] = lambda: 1.0
+    learned: Learned = NOTHING
+    keep: Callable[[Learned], None] = lambda learned: None
 
-    def __call__(self, task: Task, manifest: Manifest, info: FederationInfo) -> Task:
-        """``task``, computed so. Raises DoesNotFit, which names a budget that does."""
+    def __call__(self, task: Task, manifest: Manifest, info: FederationInfo) -> Prepared:
+        """``task``, computed so, and its budget. Raises DoesNotFit, which names a budget that does."""
         task = task.on(self.compute)
         method = load_method(info.method)
         rehearsal = Rehearsal(task, manifest, info.settings, narrow=method.narrow)
         try:
-            self._check(rehearsal, manifest, method)
-            if self.deterministic:
-                return task
-            return task.on(quickest(rehearsal, info.settings, method.sample_mask(manifest, self.budget)))
+            if self.budget is not None:
+                self._check(self.budget, rehearsal, manifest, method)
+            if not self.deterministic:
+                task = task.on(quickest(rehearsal, info.settings, method.sample_mask(manifest, self.budget or 1.0)))
+            budgets = None if self.budget is not None else self._find_out(task, rehearsal, manifest, info)
+            return Prepared(task, self.budget or 1.0, budgets)
         except (TrainingDiverged, Unpredictable) as error:
             log.warning("what training takes on this device could not be tried beforehand: %s", error)
-            return task
+            return Prepared(task, self.budget or 1.0)
 
-    def _check(self, rehearsal: Rehearsal, manifest: Manifest, method: DeviceMethod) -> None:
+    def _find_out(self, task: Task, rehearsal: Rehearsal, manifest: Manifest, info: FederationInfo) -> Budgets:
+        """What this device can afford. Raises DoesNotFit where it has not the memory for the smallest budget."""
+        needs = Tried(
+            task, manifest, info, timed=not self.deterministic, memory=not self._is_plenty(rehearsal, manifest)
+        )
+        if not needs.tiers:
+            raise DoesNotFit(
+                f"{info.method} cannot work at any budget with this federation's settings; tell its operator"
+            )
+        limits = limits_here(task, self.memory_limit, timed=not self.deterministic)
+        budgets = Budgets(needs, info, limits, duty=self.duty, learned=self.learned, keep=self.keep)
+        if not budgets.choice.fits and budgets.choice.limited_by is BudgetLimit.memory:
+            self._check(budgets.share, rehearsal, manifest, load_method(info.method))
+        return budgets
+
+    def _is_plenty(self, rehearsal: Rehearsal, manifest: Manifest) -> bool:
         device = self.compute.device
         limit = self.memory_limit or room(device)
         samples = max(rehearsal.samples, rehearsal.held_out)
-        if held(device) + PLENTY * (rehearsal.model_bytes + samples * _outputs_bytes(manifest)) < limit:
-            return
+        return held(device) + PLENTY * (rehearsal.model_bytes + samples * _outputs_bytes(manifest)) < limit
 
+    def _check(self, budget: float, rehearsal: Rehearsal, manifest: Manifest, method: DeviceMethod) -> None:
+        if self._is_plenty(rehearsal, manifest):
+            return
+        device = self.compute.device
+        limit = self.memory_limit or room(device)
         evaluation = predict_evaluation(rehearsal)
 
-        def needed(budget: float) -> int:
-            training = predict_training(rehearsal, method.sample_mask(manifest, budget))
+        def needed(share: float) -> int:
+            training = predict_training(rehearsal, method.sample_mask(manifest, share))
             return held(device) + whole_round(rehearsal, training, evaluation)
 
-        wanted = needed(self.budget)
+        wanted = needed(budget)
         if wanted <= limit:
             return
         said = (
-            f"a budget of {self.budget:g} needs {wanted / MIB:,.0f} MiB of memory (predicted, of which "
+            f"a budget of {budget:g} needs {wanted / MIB:,.0f} MiB of memory (predicted, of which "
             f"{held(device) / MIB:,.0f} are held already), and there are {limit / MIB:,.0f}"
         )
-        smaller = [tenths / 10 for tenths in range(1, 10) if tenths / 10 < self.budget]
+        smaller = [tenths / 10 for tenths in range(1, 10) if tenths / 10 < budget]
         fitting = bisect_right(smaller, limit, key=needed)  # the larger the budget, the more it needs
         if fitting:
             raise DoesNotFit(

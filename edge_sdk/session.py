@@ -22,8 +22,11 @@ import numpy as np
 from torch import nn
 
 from devices import EnergyMeter
+from edge_sdk.budget import Choice
 from edge_sdk.errors import FederationOver, Refused, RoundOver, SdkError
 from edge_sdk.methods import DeviceState, Job, Trained, Update, load_method
+from edge_sdk.policy import LOOK_SECONDS, Paused, Stint, Watch
+from edge_sdk.preparing import Prepared
 from edge_sdk.protocol import bundle, personal
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import ProtocolError
@@ -39,6 +42,7 @@ from edge_sdk.protocol.messages import (
     Evaluation,
     FederationInfo,
     Kind,
+    PauseReason,
     Phase,
     Receipt,
     Telemetry,
@@ -59,6 +63,8 @@ log = logging.getLogger(__name__)
 
 JSON_TYPE = "application/json"
 PATIENCE_WHEN_LEAVING = 3.0
+RESERVE_SECONDS = 5.0
+"""Of a round's deadline, what is kept for judging and sending after the last step, at least."""
 MASK = "mask.bits"
 """The file of the mask that this device holds: of elements, as last received, or of the neurons that it has chosen."""
 
@@ -73,11 +79,13 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Step:
-    """Outcome of one step. ``assignment`` is what was worked on; ``pause_seconds`` what an idle device is asked for."""
+    """Outcome of one step. ``assignment`` is what was worked on; ``pause_seconds`` what an idle device is asked for,
+    ``paused`` why its policy keeps it idle."""
 
     outcome: Outcome
     assignment: Assignment | None = None
     pause_seconds: float = 0.0
+    paused: PauseReason | None = None
 
 
 @dataclass(frozen=True)
@@ -95,8 +103,9 @@ class Session:
     profile: what the device says of itself, this machine by default. progress: called with (assignment, steps done,
     steps in all, loss) while the device trains. prepare: given task, manifest and federation before the device enrols;
     returns the task as it is to be computed, or raises where that cannot be. known: what else would be asked for; the
-    task is then trusted to fit. announce: whether a device that is enrolled says that it is there. Raises what
-    ``errors`` lists; the state folder stays usable.
+    task is then trusted to fit. announce: whether a device that is enrolled says that it is there. watch: holds the
+    device to its policy, between assignments and between batches. Raises what ``errors`` lists; the state folder stays
+    usable.
     """
 
     def __init__(
@@ -111,14 +120,17 @@ class Session:
         telemetry: Callable[[Traffic], Meter] = lambda traffic: Meter(EnergyMeter(), traffic),
         profile: DeviceProfile | None = None,
         progress: Callable[[Assignment, int, int, float], None] = lambda assignment, done, total, loss: None,
-        prepare: Callable[[Task, Manifest, FederationInfo], Task] = lambda task, manifest, info: task,
+        prepare: Callable[[Task, Manifest, FederationInfo], Prepared] | None = None,
         known: Known | None = None,
         announce: bool = True,
+        watch: Watch | None = None,
     ) -> None:
         self._transport = transport
+        self._watch = watch
+        self._away: PauseReason | None = None  # what the coordinator was told last
+        self._uploading = 0.0  # seconds that the last upload took
         self._folder = folder
         self._federation = federation
-        self._budget = budget
         self._profile = profile
         self._report_progress = progress
         self._working_on: Assignment | None = None  # stays when a step is interrupted: leave() hands it back
@@ -130,10 +142,13 @@ class Session:
         self.task = make_task(self.info)
         if known is None:
             check_model(self.task.model, self.manifest)
-            membership = personal.Membership(device=name, budget=budget, federation=self.info)
-            folder.cache(personal.MEMBERSHIP, membership.model_dump_json(indent=1).encode())
         self._method = load_method(self.info.method)
-        self.task = prepare(self.task, self.manifest, self.info)
+        self._prepared = (
+            prepare(self.task, self.manifest, self.info) if prepare is not None else Prepared(self.task, budget)
+        )
+        self.task = self._prepared.task
+        if known is None:
+            self._note_membership()
         self.personal, self.progress = folder.load(self.manifest)
         self._as_new = {} if self.personal is not None else self._never_sent()
         self._mask = self._load_mask()
@@ -141,8 +156,23 @@ class Session:
             self._enrol()
         elif announce:
             self._tell(
-                ChangeDevice(budget=self._budget, conditions=Conditions(), holds_model=self.personal is not None)
+                ChangeDevice(
+                    budget=self.budget,
+                    limited_by=self._prepared.limited_by,
+                    conditions=Conditions(),
+                    holds_model=self.personal is not None,
+                )
             )
+
+    @property
+    def budget(self) -> float:
+        """The share of a full training step that this device can afford now."""
+        return self._prepared.share
+
+    @property
+    def choice(self) -> Choice | None:
+        """How that was chosen; None where its user gave it."""
+        return self._prepared.budgets.choice if self._prepared.budgets else None
 
     # --- identity ------------------------------------------------------------------------------------------------
 
@@ -162,11 +192,16 @@ class Session:
             self._folder.cache(personal.SKELETON, skeleton)
         return skeleton
 
+    def _note_membership(self) -> None:
+        membership = personal.Membership(device=self._identity.name, budget=self.budget, federation=self.info)
+        self._folder.cache(personal.MEMBERSHIP, membership.model_dump_json(indent=1).encode())
+
     def _enrol(self) -> None:
         request = Enrol(
             name=self._identity.name,
             enrolment_key=self._identity.enrolment_key,
-            budget=self._budget,
+            budget=self.budget,
+            limited_by=self._prepared.limited_by,
             num_examples=count_examples(self.task.train) or None,
             profile=self._profile or own_profile(self._telemetry.describe()),
         )
@@ -185,6 +220,10 @@ class Session:
 
     def step(self, wait_seconds: float = 0.0) -> Step:
         """Send what is waiting to be sent, or ask for work and do it, or find that there is none."""
+        if (reason := self._watch.look() if self._watch else None) is not None:
+            self._stay_away(reason)
+            return Step(Outcome.idle, pause_seconds=LOOK_SECONDS, paused=reason)
+        self._away = None  # asking for work says that it is back
         if self.progress.pending is not None:
             self._send(self.progress.pending)
         try:
@@ -203,18 +242,57 @@ class Session:
             return Step(Outcome.idle, pause_seconds=pause)
         self._working_on = assignment
         try:
-            self._work(assignment)
+            self._work(assignment, self._stint(assignment))
         except (TrainingDiverged, ProtocolError) as error:
             log.warning("round %s: %s", assignment.round, error)
-            if self.personal is None:  # a part of its own begins as it was, not with what a failed round has left
-                set_tensors(self.task.model, self._as_new)
-            self._hand_back(assignment.assignment_id, str(error))
+            self._give_up(assignment, str(error))
+        except Paused as pause_:
+            log.warning("round %s is handed back: the pause would last beyond its deadline", assignment.round)
+            self._give_up(assignment, pause_.reason)
+            self._away = pause_.reason
+            self._reassess(assignment)
         except RoundOver as error:
             # The round closed while this device was downloading; there is other work, or will be.
             log.info("round %s: %s", assignment.round, error.detail)
             self._tell(ChangeDevice(conditions=Conditions()))  # it may have been thought away
         self._working_on = None  # not in a finally: after an interrupt or error ``leave`` must know what to hand back
         return Step(Outcome.worked, assignment)
+
+    def _reassess(self, assignment: Assignment) -> None:
+        """What this device can afford from the next round on."""
+        budgets, hot = self._prepared.budgets, self._watch is not None and self._watch.hot
+        if budgets is None or assignment.kind is not Kind.train:
+            return
+        if self._watch is not None:
+            self._watch.hot = False
+        before = budgets.share
+        if budgets.reassess(assignment.settings.deadline_seconds, hot=hot):
+            log.info("from budget %g: %s", before, budgets.choice)
+            self._note_membership()
+            self._tell(ChangeDevice(budget=budgets.share, limited_by=budgets.choice.limited_by))
+
+    def _stay_away(self, reason: PauseReason) -> None:
+        """Say once that the policy keeps this device from work, and why, in a word."""
+        if reason is not self._away:
+            self._tell(ChangeDevice(conditions=Conditions(available=False, reason=reason)))
+            self._away = reason
+
+    def _stint(self, assignment: Assignment) -> Stint | None:
+        """This piece of work under the watch. Nobody waits for what is done when the federation has ended."""
+        if self._watch is None:
+            return None
+        waits = assignment.kind is not Kind.adapt
+        return Stint(
+            self._watch,
+            self._watch.clock() + assignment.deadline_seconds if waits else None,
+            reserve=max(RESERVE_SECONDS, 2 * self._uploading),
+            on_pause=self._telemetry.pause,
+        )
+
+    def _give_up(self, assignment: Assignment, reason: PauseReason | str) -> None:
+        if self.personal is None:  # a part of its own begins as it was, not with what a failed round has left
+            set_tensors(self.task.model, self._as_new)
+        self._hand_back(assignment.assignment_id, reason)
 
     def _never_sent(self) -> Tensors:
         """What of the task's model no payload brings: a device's own part, local running statistics."""
@@ -235,7 +313,7 @@ class Session:
         except SdkError as error:
             log.warning("could not say goodbye: %s", error)
 
-    def _hand_back(self, assignment_id: str, reason: str) -> None:
+    def _hand_back(self, assignment_id: str, reason: PauseReason | str) -> None:
         try:
             self._transport.hand_back(assignment_id, reason)
         except RoundOver:
@@ -244,7 +322,13 @@ class Session:
             if refusal.status != 404:  # it was withdrawn: a preparation that took too long
                 raise
 
-    def _work(self, assignment: Assignment) -> None:
+    def _work(self, assignment: Assignment, stint: Stint | None) -> None:
+        def after_step(done: int, total: int, loss: float) -> None:
+            self._report_progress(assignment, done, total, loss)
+            self._telemetry.sample()
+            if stint is not None:
+                stint.after_step(done, total)
+
         with self._telemetry.phase("download") as download:
             received = None
             if assignment.payload is not None:
@@ -264,10 +348,10 @@ class Session:
                 self._mask if isinstance(self._mask, NeuronMask) else None,
             ),
             received=received,
-            progress=lambda done, total, loss: self._report_progress(assignment, done, total, loss),
+            progress=after_step,
             federation=self.info.name,
             device=self._identity.name,
-            budget=self._budget,
+            budget=self.budget,
         )
         match assignment.kind:
             case Kind.train:
@@ -325,8 +409,13 @@ class Session:
         train: Phase,
         feedback: Tensors | None = None,
     ) -> None:
+        budgets = self._prepared.budgets if job.assignment.kind is Kind.train else None
+        if budgets is not None:
+            # Before the update is sent: it may close the round, and the next one is to be made for the new budget.
+            budgets.observe(download, train)
+            self._reassess(job.assignment)
         number = job.assignment.round
-        self._keep_and_send(
+        upload = self._keep_and_send(
             job.assignment,
             body,
             trained.state,
@@ -338,6 +427,12 @@ class Session:
             accuracy_before=before,
             training=self.progress.training.plus(download).plus(train),
         )
+        if self._watch is not None:
+            spent = [download, train, upload]
+            joules = [phase.joules for phase in spent if phase.joules is not None]
+            self._watch.count(sum(phase.seconds - phase.paused_seconds for phase in spent), sum(joules))
+        if budgets is not None:
+            budgets.sent(upload)
 
     def _pack(self, job: Job, update: Update, report: str) -> tuple[bytes, Tensors | None]:
         """The update as a bundle, and what rounding takes from it; None where nothing is rounded."""
@@ -408,8 +503,8 @@ class Session:
         state: DeviceState,
         feedback: Tensors | None = None,
         **changed: object,
-    ) -> None:
-        """Keep the new state and the update together, then send it."""
+    ) -> Phase:
+        """Keep the new state and the update together, then send it; returns what sending cost."""
         self._keep_mask(state.neurons)  # first: without the rest it is chosen again, from the same model
         pending = self._folder.put_outbox(assignment.assignment_id, assignment.kind, body)
         changed |= {"memory": dict(state.memory), "model": state.model, "pending": pending}
@@ -419,9 +514,9 @@ class Session:
             self.personal = state.personal
             self.progress = self.progress.model_copy(update=changed)
             self._folder.save(self.manifest, self.personal, self.progress, state.own, feedback)
-        self._send(pending, body)
+        return self._send(pending, body)
 
-    def _send(self, pending: Pending, body: bytes | None = None) -> None:
+    def _send(self, pending: Pending, body: bytes | None = None) -> Phase:
         if body is None:
             body = self._folder.outbox(pending)
         media_type = bundle.MEDIA_TYPE if pending.kind in (Kind.train, Kind.prepare) else JSON_TYPE
@@ -440,11 +535,13 @@ class Session:
                 self._save_progress(pending=None)
                 self._hand_back(pending.assignment_id, refusal.detail)
                 self._say_what_stays(pending)
-                return
+                return Phase()
+        self._uploading = upload.cost.seconds
         account = "evaluation" if pending.kind is Kind.evaluate else "training"
         totals: Totals = getattr(self.progress, account)
         cost = UploadCost(assignment_id=pending.assignment_id, upload=upload.cost)
         self._save_progress(pending=None, upload_cost=cost, **{account: totals.plus(upload.cost)})
+        return upload.cost
 
     def _say_what_stays(self, pending: Pending) -> None:
         """Without an update the coordinator cannot know that this device holds a model, and would send it all again."""

@@ -23,6 +23,7 @@ import hashlib
 import os
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ class Pending(BaseModel):
 
 
 class Totals(BaseModel):
-    """What a device spent so far. Measured and estimated joules stay apart."""
+    """What a device spent so far. Measured and estimated joules stay apart; of throttling and heat the sum and the peak
+    of what was seen, None where nothing was."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -85,6 +87,9 @@ class Totals(BaseModel):
     joules_measured: float = 0.0
     joules_estimated: float = 0.0
     seconds_without_joules: float = 0.0
+    paused_seconds: float = 0.0
+    throttled_seconds: float | None = None
+    celsius_peak: float | None = None
 
     def plus(self, phase: Phase) -> Totals:
         """The totals after one more phase."""
@@ -97,7 +102,15 @@ class Totals(BaseModel):
             joules_measured=self.joules_measured + (0.0 if estimated else joules),
             joules_estimated=self.joules_estimated + (joules if estimated else 0.0),
             seconds_without_joules=self.seconds_without_joules + (phase.seconds if phase.joules is None else 0.0),
+            paused_seconds=self.paused_seconds + phase.paused_seconds,
+            throttled_seconds=_known(lambda one, other: one + other, self.throttled_seconds, phase.throttled_seconds),
+            celsius_peak=_known(max, self.celsius_peak, phase.celsius_peak),
         )
+
+
+def _known(join: Callable[[float, float], float], one: float | None, other: float | None) -> float | None:
+    """Both joined, or the one that is there."""
+    return join(one, other) if one is not None and other is not None else other if one is None else one
 
 
 class Progress(BaseModel):

@@ -29,6 +29,7 @@ from edge_sdk.protocol.messages import (
     FederationInfo,
     HandBack,
     OpenWork,
+    PauseReason,
     Payload,
     UploadCost,
 )
@@ -141,9 +142,10 @@ class Transport:
         tensors, _ = checkpoint.load(self._call("GET", f"/v1/federations/{federation}/model").content)
         return tensors
 
-    def hand_back(self, assignment_id: str, reason: str) -> None:
+    def hand_back(self, assignment_id: str, reason: PauseReason | str) -> None:
         """Hand an assignment back."""
-        self._call("DELETE", f"/v1/assignments/{assignment_id}", **_json(HandBack(reason=reason[:500])))
+        said = reason if isinstance(reason, PauseReason) else reason[:500]
+        self._call("DELETE", f"/v1/assignments/{assignment_id}", **_json(HandBack(reason=said)))
 
     def change_device(self, device_id: str, change: ChangeDevice) -> None:
         """Tell of a new budget or changed conditions."""

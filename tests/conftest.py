@@ -14,7 +14,7 @@ import pytest
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.manifest import Constant, Layer, Manifest, NeuronGroup, Segment, TensorSpec, Uniform
 from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons
-from edge_sdk.protocol.messages import Assignment, UpdateReport
+from edge_sdk.protocol.messages import Assignment, Telemetry, UpdateReport
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,13 @@ def take_apart():
 
 
 def _train(
-    manifest: Manifest, assignment: Assignment, *, status: str = "active", examples: int = 10, salt: str = ""
+    manifest: Manifest,
+    assignment: Assignment,
+    *,
+    status: str = "active",
+    examples: int = 10,
+    salt: str = "",
+    telemetry: Telemetry | None = None,
 ) -> bytes:
     """The update that a device sends for ``assignment``: values drawn from the device's name and the round."""
     work = assignment.work
@@ -114,7 +120,9 @@ def _train(
     mask = draw_neurons(manifest, draw)
     key = hashlib.sha256(f"{work.device}|{work.round}|{salt}".encode()).digest()
     values = np.random.default_rng(list(key)).normal(size=count_values(manifest, mask)).astype(np.float32)
-    report = UpdateReport(num_examples=examples, status=status, steps=3, train_loss=0.5)
+    report = UpdateReport(
+        num_examples=examples, status=status, steps=3, train_loss=0.5, telemetry=telemetry or Telemetry()
+    )
     return bundle.encode(manifest, values, mask, draw=draw, report=report.model_dump_json())
 
 

@@ -48,7 +48,8 @@ class Device(Base):
     After it handed an assignment back it is not drawn before ``rest_until``.
     ``holds_model`` says that an answer of the device proved that it has downloaded the whole model once. ``mask`` is
     the digest of the mask that it last said it holds, ``model`` that of the global model that it can rebuild;
-    ``num_examples`` its training samples, where it told.
+    ``num_examples`` its training samples, where it told. ``paused`` is the word of its policy that keeps it away,
+    ``limited_by`` what keeps its budget from being larger.
     """
 
     __tablename__ = "devices"
@@ -70,9 +71,11 @@ class Device(Base):
     enrolment_key_sha256: Mapped[bytes] = mapped_column(LargeBinary(32))
     profile: Mapped[dict[str, Any]] = mapped_column(JSON, deferred=True)  # only observers look at it
     budget: Mapped[float]
+    limited_by: Mapped[str | None] = mapped_column(String(16))
     status: Mapped[str] = mapped_column(String(16))  # active, stopped, revoked
     stopped_round: Mapped[int | None]
     present: Mapped[bool] = mapped_column(default=True)
+    paused: Mapped[str | None] = mapped_column(String(16))
     rest_until: Mapped[float] = mapped_column(default=0.0)
     holds_model: Mapped[bool] = mapped_column(default=False)
     mask: Mapped[str | None] = mapped_column(String(64))

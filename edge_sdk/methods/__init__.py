@@ -29,6 +29,7 @@ from edge_sdk.training.early_stopping import judge_round
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import Adjustment, LocalResult, derive_seed, get_tensors, set_tensors, train_locally
 from edge_sdk.training.merging import whole_model
+from edge_sdk.training.rehearsal import Effort, MaskedEffort, Rehearsal
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,10 @@ class UnknownWork(ProtocolError):
     """The coordinator asks for work that the method does not have on this device; it is handed back."""
 
 
+class BudgetTooSmall(ProtocolError):
+    """The method cannot work within the device's budget; the work is handed back."""
+
+
 class DeviceMethod(Protocol):
     """What a method's device half can do. Subclass it: work that a method leaves out is handed back.
 
@@ -164,6 +169,13 @@ class DeviceMethod(Protocol):
     def adapt(self, job: Job) -> DeviceState:
         """Make a personal model from the finished federation's global one."""
         raise _unknown(self, job)
+
+    forward_stays: bool = False
+    """Whether a smaller budget leaves the forward pass as it is, so that it saves little."""
+
+    def at_budget(self, rehearsal: Rehearsal, budget: float) -> Effort:
+        """What rounds at ``budget`` have to do, to be tried on this device. Raises BudgetTooSmall."""
+        return MaskedEffort(rehearsal, self.sample_mask(rehearsal.manifest, budget))
 
     def sample_mask(self, manifest: Manifest, budget: float) -> NeuronMask | None:
         """A mask as rounds at ``budget`` have them, to predict what they take; None: the whole model is trained."""

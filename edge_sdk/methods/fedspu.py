@@ -45,6 +45,8 @@ class FedSPU(DeviceMethod):
     """Merge, masked local training, early stopping: a device that stops sends this round's values, keeps its personal
     model and is not drawn again."""
 
+    forward_stays = True
+
     def train(self, job: Job) -> Trained:
         """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
         draw, mask = _assigned(job)

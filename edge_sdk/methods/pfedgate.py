@@ -27,12 +27,21 @@ from functools import partial
 import numpy as np
 import torch
 
-from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, conclude
+from edge_sdk.methods import (
+    BudgetTooSmall,
+    DeviceMethod,
+    DeviceState,
+    Evaluated,
+    Job,
+    Trained,
+    Update,
+    conclude,
+)
 from edge_sdk.protocol.blocks import BlockMask, Costs
-from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import merge_in_place, pack, unpack_whole
+from edge_sdk.protocol.messages import Assignment, Kind
 from edge_sdk.training.gated import (
     PROBE,
     Budget,
@@ -47,13 +56,10 @@ from edge_sdk.training.layer_seconds import block_nanoseconds
 from edge_sdk.training.local import LocalResult, derive_seed, evaluate, get_tensors, set_tensors, take_steps
 from edge_sdk.training.merging import is_whole, whole_model
 from edge_sdk.training.modes import buffers_kept
+from edge_sdk.training.rehearsal import Effort, Rehearsal
 
 ADAPT_EPOCHS = 5
 """Most epochs in which a late device trains its gate; it stops before where the validation loss rises."""
-
-
-class BudgetTooSmall(ProtocolError):
-    """The blocks that are always on cost more than the device can afford; the work is handed back."""
 
 
 class PFedGate(DeviceMethod):
@@ -94,6 +100,10 @@ class PFedGate(DeviceMethod):
         set_tensors(job.model, newest)
         others["static"] = judge(held_out)
         return Evaluated(fresh, None, validation, others)
+
+    def at_budget(self, rehearsal: Rehearsal, budget: float) -> Effort:
+        """The blocks that a new gate picks within ``budget``, and the smallest one that the federation declares."""
+        return _GatedEffort(rehearsal, budget)
 
     def adapt(self, job: Job) -> DeviceState:
         """A device that came too late trains a gate for the finished θ, which stays as it is (card, 4.10)."""
@@ -204,6 +214,54 @@ def take_gated_steps(job: Job, gated: Gated, *, model_rate: float | None, purpos
         seed=job.seed(purpose),
         progress=job.progress,
     )
+
+
+class _GatedEffort:
+    """Steps of the model under a gate that has learned nothing yet: how many blocks are on follows from the budget."""
+
+    def __init__(self, rehearsal: Rehearsal, budget: float) -> None:
+        self._rehearsal, self._budget = rehearsal, budget
+        rules = rehearsal.settings.method_settings
+        if budget < float(rules["smallest_budget"]) - 1e-9:
+            raise BudgetTooSmall(f"the federation's smallest budget is {rules['smallest_budget']:g}; raise the budget")
+        self._gated(self._job(1, None))
+        self.values = round(float(rules["touched_limit"]) * rehearsal.manifest.trainable_values)
+
+    def train(self, steps: int, samples: int | None = None) -> list[float]:
+        job = self._job(steps, samples)
+        gated = self._gated(job)
+        return self._rehearsal.timed(
+            lambda progress: take_gated_steps(replace(job, progress=progress), gated, model_rate=0.0)
+        )
+
+    def flops(self) -> int:
+        job = self._job(1, None)
+        gated = self._gated(job)
+        with torch.random.fork_rng(devices=[]):
+            result = take_gated_steps(job, gated, model_rate=0.0)
+        return _flops(job, gated, result)
+
+    def judge(self, samples: int) -> None:
+        gated = self._gated(self._job(1, samples))
+        evaluate(self._rehearsal.model, self._rehearsal.task, [self._rehearsal.batch(samples)], gated.each)
+
+    def _gated(self, job: Job) -> Gated:
+        return gated_model(job, get_tensors(job.model, job.manifest))
+
+    def _job(self, steps: int, samples: int | None) -> Job:
+        rehearsal = self._rehearsal
+        settings = rehearsal.settings.model_copy(update={"local_steps": steps})
+        return Job(
+            assignment=Assignment(
+                assignment_id="rehearsal", kind=Kind.train, round=1, deadline_seconds=0.0, settings=settings
+            ),
+            manifest=rehearsal.manifest,
+            task=replace(rehearsal.task, train=[rehearsal.batch(samples)]),
+            model=rehearsal.model,
+            state=DeviceState(),
+            received=None,
+            budget=self._budget,
+        )
 
 
 def _flops(job: Job, gated: Gated, result: LocalResult) -> int:

@@ -194,6 +194,7 @@ class Enrol(_Request):
     name: DeviceName
     enrolment_key: str = Field(min_length=32, max_length=128)
     budget: Share = 1.0
+    limited_by: BudgetLimit | None = None
     num_examples: int | None = Field(default=None, ge=1, le=2**40, description="Samples in the device's training data")
     profile: DeviceProfile = DeviceProfile()
 
@@ -206,20 +207,51 @@ class Enrolled(_Answer):
     notice: str | None = Field(default=None, description="What the device's user should know, where there is something")
 
 
+class PauseReason(str, Enum):
+    """Why a device does not work now: all that its policy tells a coordinator, which needs to know how long it may be
+    without the device, and no more."""
+
+    charging = "charging"
+    battery = "battery"
+    heat = "heat"
+    throttled = "throttled"
+    power = "power"
+    network = "network"
+    load = "load"
+    memory = "memory"
+    storage = "storage"
+    hours = "hours"
+    energy = "energy"
+
+
+Why = Annotated[PauseReason | Annotated[str, Field(max_length=500)], Field(union_mode="left_to_right")]
+"""A word of the fixed set where a policy decides, else a sentence: what failed, or that the user has left."""
+
+
+class BudgetLimit(str, Enum):
+    """What keeps a device's budget from being larger."""
+
+    memory = "memory"
+    deadline = "deadline"
+    heat = "heat"
+
+
 class Conditions(_Request):
     """What changed on a device; ``available`` False says that it leaves for now."""
 
     available: bool = True
-    reason: str = Field(default="", max_length=500)
+    reason: Why = ""
 
 
 class ChangeDevice(_Request):
     """``PATCH /v1/devices/{id}``: a device changes its budget or conditions, an admin revokes it.
 
     ``holds_model`` is what a device finds when it starts: False asks for the whole model again, its state was lost.
+    ``limited_by`` belongs to ``budget``.
     """
 
     budget: Share | None = None
+    limited_by: BudgetLimit | None = None
     holds_model: bool | None = None
     conditions: Conditions | None = None
     revoked: Literal[True] | None = None
@@ -233,7 +265,11 @@ class DeviceInfo(_Answer):
     status: Literal["active", "stopped", "revoked"]
     stopped_round: int | None
     present: bool = Field(description="False after a missed deadline or a goodbye, until it asks for work again")
+    paused: PauseReason | None = Field(default=None, description="Why its policy keeps it from working, if it does")
     budget: float
+    limited_by: BudgetLimit | None = Field(
+        default=None, description="What keeps its budget from being larger, where the device chose it"
+    )
     profile: DeviceProfile
     enrolled_at: str
     seen_at: str = Field(description="Last sign of life, to about half a minute")
@@ -306,7 +342,9 @@ class OpenWork(_Answer):
 class HandBack(_Request):
     """``DELETE /v1/assignments/{id}``: why the device cannot do it."""
 
-    reason: str = Field(min_length=1, max_length=500)
+    reason: Annotated[
+        PauseReason | Annotated[str, Field(min_length=1, max_length=500)], Field(union_mode="left_to_right")
+    ]
 
 
 # --- what a device reports ---------------------------------------------------------------------------------------
@@ -315,10 +353,15 @@ class HandBack(_Request):
 class Phase(_Request):
     """What one phase of a round cost. Bytes are those of its HTTP bodies (payload or update), repetitions included.
 
-    ``joules`` is None where ``quality`` is unavailable; ``source`` names the sensor or the estimate.
+    ``joules`` is None where ``quality`` is unavailable; ``source`` names the sensor or the estimate. Of ``seconds``
+    the device paused ``paused_seconds`` for its policy and was throttled for ``throttled_seconds``, None where it
+    cannot tell; ``celsius_peak`` is the highest temperature that it saw, None without a sensor.
     """
 
     seconds: Seconds = 0.0
+    paused_seconds: Seconds = 0.0
+    throttled_seconds: Seconds | None = None
+    celsius_peak: float | None = Field(default=None, ge=-273.15, le=1000, allow_inf_nan=False)
     bytes_down: Count = 0
     bytes_up: Count = 0
     joules: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -401,12 +444,30 @@ class UpdateAccepted(_Answer):
 
 
 class PhaseSum(_Answer):
-    """A phase summed over devices. Measured and estimated joules are never blended."""
+    """A phase summed over devices. Measured and estimated joules are never blended.
+
+    ``throttled_seconds`` are those of devices that can tell, ``celsius_peak`` is the highest of all; None where no
+    device can.
+    """
 
     seconds: float = 0.0
+    paused_seconds: float = 0.0
+    throttled_seconds: float | None = None
+    celsius_peak: float | None = None
     joules_measured: float = 0.0
     joules_estimated: float = 0.0
     seconds_without_joules: float = 0.0
+
+
+class PerUpdate(_Answer):
+    """Joules of a device's whole round, transfers included: the mean over updates, those measured (or derived) apart
+    from those estimated; None where there is none of a kind. ``measured_updates`` and ``estimated_updates`` say over
+    how many."""
+
+    joules_measured: float | None = None
+    joules_estimated: float | None = None
+    measured_updates: int = 0
+    estimated_updates: int = 0
 
 
 class RoundRecord(_Answer):
@@ -417,6 +478,8 @@ class RoundRecord(_Answer):
     and updates that counted consist of, bytes by part of a bundle. ``accuracy`` and ``loss`` are means over devices,
     unweighted, of the evaluation that followed the round; ``None`` where there was none. ``notes`` are the method's own
     counts: those of its devices added up, and what became of the model. Round 0 is the one that prepares the model.
+    ``joules_per_point_*``: training's joules, transfers included, since the last evaluation before this one, for each
+    percentage point that ``accuracy_personal`` (else ``accuracy_global``) has risen by; None where it has not risen.
     """
 
     round: int
@@ -445,6 +508,9 @@ class RoundRecord(_Answer):
     train: PhaseSum
     upload: PhaseSum
     evaluation: PhaseSum
+    per_update: PerUpdate = PerUpdate()
+    joules_per_point_measured: float | None = None
+    joules_per_point_estimated: float | None = None
     opened_at: str
     closed_at: str | None
     seconds: float | None

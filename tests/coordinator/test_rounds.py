@@ -22,7 +22,7 @@ from coordinator.errors import (
 )
 from coordinator.federations import Federations
 from coordinator.models import Models
-from coordinator.records import Records
+from coordinator.records import Records, with_joules_per_point
 from coordinator.rounds import REST_SECONDS, Rounds
 from coordinator.storage.store import Store
 from edge_sdk.protocol import bundle, checkpoint
@@ -31,6 +31,7 @@ from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import Block, NeuronDraw, NeuronMask, count_values, draw_neurons, pack
 from edge_sdk.protocol.messages import (
+    BudgetLimit,
     ChangeDevice,
     ChangeFederation,
     Conditions,
@@ -39,8 +40,12 @@ from edge_sdk.protocol.messages import (
     Evaluation,
     FederationSettings,
     FederationStatus,
+    HandBack,
+    PauseReason,
     Phase,
+    PhaseSum,
     Receipt,
+    Telemetry,
     UpdateReport,
     UploadCost,
 )
@@ -981,3 +986,132 @@ def test_nothing_is_kept_that_nobody_needs(house, play):
     play(house, house.enrol("a", "b"))
     assert house.store.blobs.keys("1/updates") == []
     assert len(house.store.blobs.keys("1/models")) == 1
+
+
+# --- budgets and policies --------------------------------------------------------------------------------------------
+
+
+def test_what_a_device_leaves_open_when_it_goes_keeps_nobody_waiting(house, answer, train):
+    house.create(cohort=2)
+    one, two = house.enrol("a", "b")
+    house.rounds.advance()
+    answer(one)
+    open_ = two.ask()
+    house.devices.change(two.id, ChangeDevice(conditions=Conditions(available=False, reason=PauseReason.charging)))
+    house.rounds.advance()
+    record = house.record(1)
+    assert (record.status, record.updates, record.handed_back) == ("closed", 1, 1)
+    with pytest.raises(RoundClosed, match="returned"):
+        two.send(open_, train(DIGITS, open_))
+
+
+def test_a_word_of_the_set_keeps_a_device_away_until_it_asks_and_other_words_let_it_rest(house, clock):
+    house.create()
+    hot, clumsy = house.enrol("a", "b")
+    house.rounds.advance()
+    hot.hand_back(hot.ask(), PauseReason.heat)
+    clumsy.hand_back(clumsy.ask(), "the loss is nan")
+    paused = {device.name: (device.present, device.paused) for device in house.devices.list("f")}
+    assert paused == {"a": (False, "heat"), "b": (True, None)}
+    clock.pass_seconds(REST_SECONDS)
+    house.rounds.advance()
+    house.rounds.advance()
+    assert house.record(2).cohort == ("b",)
+    hot.ask()
+    assert [device.paused for device in house.devices.list("f")] == [None, None]
+
+
+def test_who_is_missing_is_said_by_their_words(house):
+    house.create()
+    devices = house.enrol("a", "b", "c")
+    for device, reason in zip(devices, ("heat", "charging", "charging"), strict=True):
+        conditions = Conditions(available=False, reason=reason)
+        house.devices.change(device.id, ChangeDevice(conditions=conditions))
+    house.rounds.advance()
+    assert house.info().waiting_for == "a device whose policy lets it work (paused: 2 charging, 1 heat)"
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"), [("heat", PauseReason.heat), ("interrupted by its user", "interrupted by its user")]
+)
+def test_a_reason_is_a_word_of_the_set_or_a_sentence(said, kept):
+    assert Conditions(available=False, reason=said).reason == kept
+    assert type(HandBack(reason=said).reason) is type(kept)
+
+
+def test_a_budget_says_what_limits_it_and_the_next_one_what_limits_that(house):
+    house.create()
+    (device,) = house.enrol("a")
+
+    def known():
+        (found,) = house.devices.list("f")
+        return found.budget, found.limited_by
+
+    assert known() == (1.0, None)
+    house.devices.change(device.id, ChangeDevice(budget=0.4, limited_by=BudgetLimit.deadline))
+    assert known() == (0.4, "deadline")
+    house.devices.change(device.id, ChangeDevice(conditions=Conditions()))
+    assert known() == (0.4, "deadline"), "what is not told of stays"
+    house.devices.change(device.id, ChangeDevice(budget=1.0))
+    assert known() == (1.0, None)
+
+
+def test_a_budget_that_falls_below_the_methods_density_takes_a_device_out_until_it_rises(house, answer):
+    house.create(method="fedsgc", rounds=4, method_settings={"density": 0.5})
+    one, two = house.enrol("a", "b")
+    house.rounds.advance()
+    first = [one.ask(), two.ask()]
+    assert [each.round for each in first] == [1, 1]
+    house.devices.change(two.id, ChangeDevice(budget=0.4, limited_by=BudgetLimit.memory))
+    one.hand_back(first[0], PauseReason.load), two.hand_back(first[1], PauseReason.load)
+    one.ask(), two.ask()
+    house.rounds.advance()
+    assert house.record(2).cohort == ("a",)
+    house.devices.change(two.id, ChangeDevice(budget=0.5))
+    one.hand_back(one.ask(), PauseReason.load)
+    one.ask()
+    house.rounds.advance()
+    assert house.record(3).cohort == ("a", "b")
+
+
+def test_heat_and_joules_of_a_round_are_told_apart_by_how_they_are_known(house, train):
+    house.create(rounds=1)
+    devices = house.enrol("a", "b", "c")
+    house.rounds.advance()
+    phases = (
+        Phase(seconds=10, paused_seconds=2, throttled_seconds=1, celsius_peak=71, joules=30, quality="measured"),
+        Phase(seconds=10, throttled_seconds=0, celsius_peak=64, joules=50, quality="estimated"),
+        Phase(seconds=10),
+    )
+    for device, phase in zip(devices, phases, strict=True):
+        assignment = device.ask()
+        device.send(assignment, train(DIGITS, assignment, telemetry=Telemetry(train=phase)))
+    house.rounds.advance()
+    record = house.record(1)
+    assert (record.train.paused_seconds, record.train.throttled_seconds, record.train.celsius_peak) == (2, 1, 71)
+    assert (record.upload.throttled_seconds, record.upload.celsius_peak) == (None, None)
+    per = record.per_update
+    assert (per.joules_measured, per.measured_updates, per.joules_estimated, per.estimated_updates) == (30, 1, 50, 1)
+
+
+def test_joules_per_point_are_those_since_the_last_evaluation(house):
+    house.create()
+    house.enrol("a", "b")
+    house.rounds.advance()
+    usual = house.record(1)
+
+    def record(number, measured, estimated, accuracy):
+        train = PhaseSum(joules_measured=measured, joules_estimated=estimated)
+        return usual.model_copy(update={"round": number, "train": train, "accuracy_personal": accuracy})
+
+    found = with_joules_per_point(
+        [
+            record(1, 9, 9, 0.5),
+            record(2, 5, 0, None),
+            record(3, 15, 8, 0.54),
+            record(4, 3, 3, 0.53),
+            record(5, 6, 0, 0.56),
+        ]
+    )
+    assert [each.joules_per_point_measured for each in found] == [None, None, pytest.approx(5), None, pytest.approx(2)]
+    assert [each.joules_per_point_estimated for each in found] == [None, None, pytest.approx(2), None, None]

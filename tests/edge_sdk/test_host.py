@@ -82,7 +82,13 @@ def test_a_fleet_has_at_least_a_device(changed):
         Plan("f", **{"devices": 1, **changed})
 
 
-@pytest.mark.parametrize("budgets", [(), (0.0,), (0.5, 1.1), (-0.1,), (float("nan"),)])
+def test_what_a_device_can_afford_follows_from_its_board():
+    with pytest.raises(ValueError, match="give boards, or budgets"):
+        Plan("f", 1, budgets=())
+    assert Plan("f", 1, budgets=(), boards=(BOARDS["pi5"],)).budget(0) is None
+
+
+@pytest.mark.parametrize("budgets", [(0.0,), (0.5, 1.1), (-0.1,), (float("nan"),)])
 def test_budgets_are_shares(budgets):
     with pytest.raises(ValueError, match="give numbers above 0 and up to 1"):
         Plan("f", 1, budgets=budgets)

@@ -3,6 +3,8 @@
 import pytest
 
 from edge_sdk import join, publish
+from edge_sdk.budget import Choice
+from edge_sdk.protocol.messages import BudgetLimit
 from edge_sdk.state import Totals, default_root
 
 
@@ -34,6 +36,37 @@ def test_totals_never_blend_measured_and_estimated_joules():
     assert "measured" not in text
     assert "10.0 % before, unknown after" in text
     assert "stopped early in round 2" in text
+
+
+def test_the_summary_says_what_an_update_and_a_point_took_how_hot_it_grew_and_what_helps():
+    spent = Totals(seconds=40, joules_estimated=60, paused_seconds=12, throttled_seconds=3, celsius_peak=71.4)
+    choice = Choice(0.4, 3.0, 2.0, 1, 1, 0, True, BudgetLimit.deadline, ("budget 0.4: a round takes 3 s",), ("rest",))
+    result = join.Result("pi", 3, 30, None, False, 0.1, 0.4, spent, Totals(), None, 0.4, choice)
+    text = join.report(result, "none")
+    assert "energy per update          20.00 J estimated" in text
+    assert "energy per point           2.00 J estimated" in text
+    assert "at most 71 °C, throttled for 3 s, paused for 12 s" in text
+    assert "budget 0.4: a round takes 3 s\n                             rest" in text
+
+
+def test_what_is_not_known_is_said_to_be_unknown():
+    text = join.report(join.Result("pi", 0, 0, None, False, None, None, Totals(), Totals(), None), "none")
+    assert "energy per update          unknown" in text
+    assert "no temperature known, throttling unknown, paused for 0 s" in text
+    assert "budget                     1, as given" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--policy", "none.toml"], "give --policy a TOML file, auto or none"),
+        (["--policy", "none", "--limit", "pause=70"], "pause: Extra inputs are not permitted; there are on_mains"),
+        (["--policy", "none", "--limit", "hours=night"], "is no part of a day; give it as 22:00-07:00"),
+    ],
+)
+def test_a_policy_that_means_nothing_is_refused_before_anything_else(more, said, capsys):
+    assert join.main(["--server", "http://127.0.0.1:9", "--patience", "0", *more]) == 1
+    assert said in capsys.readouterr().err
 
 
 def test_a_setting_that_is_none_names_the_option(capsys):

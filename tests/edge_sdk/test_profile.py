@@ -19,7 +19,7 @@ from edge_sdk.join import join
 from edge_sdk.methods import load_method
 from edge_sdk.preparing import DoesNotFit
 from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.messages import BudgetLimit, FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.training.footprint import HEAP, MODELS_HELD, predict_evaluation, predict_training, whole_round
 from edge_sdk.training.pace import Pace
@@ -234,7 +234,7 @@ def test_a_budget_that_does_not_fit_is_refused_before_enrolling_and_one_that_doe
     client, large, needs, tmp_path
 ):
     limit = (needs(0.2) + needs(1.0)) // 2
-    said = _refused(client, large, tmp_path / "pi", memory_limit=limit)
+    said = _refused(client, large, tmp_path / "pi", memory_limit=limit, budget=1.0)
     assert said.startswith("a budget of 1 needs ")
     assert f"and there are {limit / MIB:,.0f}; a budget of 0." in said
     assert " fits: give --budget 0." in said
@@ -242,6 +242,15 @@ def test_a_budget_that_does_not_fit_is_refused_before_enrolling_and_one_that_doe
     named = float(said.rsplit(" ", 1)[1])
     assert 0.1 <= named < 1
     assert take_part(client, large, tmp_path / "pi", memory_limit=limit, budget=named).rounds == 1
+
+
+def test_without_a_budget_a_device_takes_the_largest_that_fits(client, large, needs, tmp_path):
+    found = take_part(client, large, tmp_path / "auto", name="auto", memory_limit=(needs(0.2) + needs(1.0)) // 2)
+    assert 0.2 <= found.budget < 1
+    assert found.choice.limited_by is BudgetLimit.memory
+    assert "the next larger one has too little memory" in str(found.choice)
+    (device,) = [each for each in client.get("/v1/federations/f/devices").json() if each["name"] == "auto"]
+    assert (device["budget"], device["limited_by"]) == (found.budget, "memory")
 
 
 def _refused(*what, **how):

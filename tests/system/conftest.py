@@ -282,7 +282,7 @@ class Devices:
         return [
             *("--server", server, "--federation", federation, "--name", name),
             *("--state-dir", str(self.folder / name), "--export", str(self.onnx(name))),
-            *("--threads", "1", "--patience", "30", *more),
+            *("--threads", "1", "--patience", "30", "--budget", "1", "--policy", "none", *more),
         ]
 
 

@@ -82,7 +82,7 @@ INSERT INTO assignments (id, federation_id, device_id, kind, round, position, st
     VALUES ('a', 1, 'd', 'train', 1, 0, 'done', 0, 1, 0.5, 1.0, 9.0, 'abc', 123, '{"steps": 3}');
 """
 TABLES = ("federations", "devices", "rounds", "assignments")
-ADDED = {"mask", "model", "num_examples", "notes", "parts", "plan", "warning"}
+ADDED = {"limited_by", "paused", "mask", "model", "num_examples", "notes", "parts", "plan", "warning"}
 
 
 @pytest.fixture

@@ -1,0 +1,256 @@
+"""``python -m benchmarks.budgets``: do budgets that devices choose themselves keep unequal devices in step?
+
+Five devices of a pFedGate federation, real sessions against a coordinator process on a port of this machine. They are
+made unequal by their policy's ``duty``: one computes half of the time and rests the other half, as a board half as fast
+would take twice as long. Each tries the federation's own model, chooses its budget for a deadline that only the fastest
+meets at a budget of 1, and trains; then the same again with the mean of those budgets for all. Devices train one after
+the other, so that they do not slow each other down. Inputs are random: what is learned does not matter here.
+
+Compared are the seconds of a round's training, by the wall or, with ``--processor-time`` for a machine that others use
+too, of its processor and of the rests, with what was predicted before the first round, and the
+spread of those seconds over devices with what it is for equal budgets. Writes ``docs/results/budgets.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import httpx
+import torch
+
+from benchmarks.markdown import markdown_table
+from benchmarks.server import coordinator, machine
+from devices import EnergyMeter
+from devices.conditions import ConditionsReader
+from devices.system import System
+from edge_sdk.budget import DEADLINE_SHARE, Budgets, Limits, Tried
+from edge_sdk.policy import Policy, Watch
+from edge_sdk.preparing import Prepared
+from edge_sdk.profile import Subject
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.messages import FederationInfo, UpdateReport
+from edge_sdk.publish import publish
+from edge_sdk.session import Session
+from edge_sdk.state import StateFolder
+from edge_sdk.tasks import Task
+from edge_sdk.telemetry import Telemetry
+from edge_sdk.training.compute import Compute
+from edge_sdk.transport import Transport
+
+RESULTS = Path("docs/results")
+TASK = "mnist:leaf"
+DUTIES = (1.0, 0.85, 0.7, 0.6, 0.5)
+ROUNDS, STEPS, BATCH = 3, 25, 32
+SPARE = 1.05
+"""The deadline leaves the fastest device this times what its whole round takes."""
+
+SPREAD_BOUND, SECONDS_BOUND = 0.7, 0.25
+
+
+@dataclass(frozen=True)
+class Row:
+    """One device: its duty, the budget it chose, seconds of a round's training as predicted before the first one, and
+    as measured, the median of its rounds."""
+
+    duty: float
+    budget: float
+    predicted: float
+    measured: float
+
+
+class Clock:
+    """A device's time: the wall's, or that of this process on its processor, whose rests pass at once."""
+
+    def __init__(self, *, processor: bool) -> None:
+        self._processor, self._rested = processor, 0.0
+
+    def __call__(self) -> float:
+        return time.process_time() + self._rested if self._processor else time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Let so many seconds pass."""
+        if self._processor:
+            self._rested += seconds
+        else:
+            time.sleep(seconds)
+
+
+def run(folder: Path, planned: float | None, budget: float | None, clock: Clock) -> tuple[float, list[Row]]:
+    """A federation of five devices: the seconds that they plan with, and a row for each.
+
+    planned: those seconds; None has them found out. budget: of all of them; None has each choose.
+    """
+    with coordinator(folder) as server, ExitStack() as stack:
+        publish(
+            server,
+            "budgets",
+            TASK,
+            method="pfedgate",
+            rounds=ROUNDS,
+            cohort=len(DUTIES),
+            min_devices=len(DUTIES),
+            local_steps=STEPS,
+            batch_size=BATCH,
+            early_stopping=False,
+            evaluation_interval=0,
+            deadline_seconds=3600.0,
+            method_settings={"cost": "flops", "smallest_budget": 0.3},
+        )
+        planned = planned or SPARE * _whole_round(server, clock)
+        sessions: list[Session] = []
+        chosen: list[tuple[float, float]] = []
+        for index, duty in enumerate(DUTIES):
+            read = ConditionsReader(System.here()).read
+            watch = Watch(Policy(duty=duty), read, clock=clock, sleep=clock.sleep)
+            prepare = _prepare(planned, duty, budget, chosen, clock)
+            sessions.append(_open(stack, server, folder, index, watch, prepare))
+        # Until the last round has closed: the evaluation that follows is no matter here.
+        while sum(session.progress.rounds for session in sessions) < ROUNDS * len(sessions):
+            for session in sessions:
+                if session.progress.rounds < ROUNDS:
+                    session.step(0.2)
+        seconds = _seconds(server)
+    rows = [
+        Row(duty, share, predicted, seconds[f"device-{index}"])
+        for index, (duty, (share, predicted)) in enumerate(zip(DUTIES, chosen, strict=True))
+    ]
+    return planned, rows
+
+
+def _open(
+    stack: ExitStack,
+    server: str,
+    folder: Path,
+    index: int,
+    watch: Watch,
+    prepare: Callable[[Task, Manifest, FederationInfo], Prepared],
+) -> Session:
+    client = stack.enter_context(httpx.Client(base_url=server, timeout=60))
+    state = stack.enter_context(closing(StateFolder(folder / f"device-{index}")))
+    return Session(
+        Transport(client),
+        state,
+        federation="budgets",
+        name=f"device-{index}",
+        make_task=_task,
+        prepare=prepare,
+        telemetry=lambda traffic: Telemetry(stack.enter_context(EnergyMeter()), traffic, watch.clock),
+        watch=watch,
+    )
+
+
+def _task(info: FederationInfo) -> Task:
+    return Subject(TASK, info.settings, compute=Compute(threads=1)).load()[0]
+
+
+def _whole_round(server: str, clock: Clock) -> float:
+    """Seconds of a round's training of everything, tried here."""
+    with httpx.Client(base_url=server, timeout=60) as client:
+        transport = Transport(client)
+        info, manifest = transport.federation("budgets"), transport.manifest("budgets")
+    return Tried(_task(info), manifest, info, timed=True, memory=False, clock=clock).at(1.0).seconds
+
+
+def _prepare(
+    planned: float, duty: float, budget: float | None, chosen: list[tuple[float, float]], clock: Clock
+) -> Callable[[Task, Manifest, FederationInfo], Prepared]:
+    def prepare(task: Task, manifest: Manifest, info: FederationInfo) -> Prepared:
+        needs = Tried(task, manifest, info, timed=True, memory=False, clock=clock)
+        if budget is not None:
+            chosen.append((budget, needs.at(budget).seconds / duty))
+            return Prepared(task, budget)
+        # The choice of the first round stands: later ones would have learned.
+        limits = Limits(None, planned / DEADLINE_SHARE)
+        choice = Budgets(needs, info, lambda deadline: limits, duty=lambda: duty).choice
+        chosen.append((choice.budget, choice.computing))
+        return Prepared(task, choice.budget)
+
+    return prepare
+
+
+def _seconds(server: str) -> dict[str, float]:
+    """Device -> the median seconds of its rounds' training."""
+    taken: dict[str, list[float]] = {}
+    with httpx.Client(base_url=server, timeout=60) as client:
+        for number in range(1, ROUNDS + 1):
+            answer = client.get(f"/v1/federations/budgets/rounds/{number}/reports").raise_for_status()
+            for each in answer.json():
+                if each["kind"] == "train":
+                    report = UpdateReport.model_validate(each["report"])
+                    taken.setdefault(each["device"], []).append(report.telemetry.train.seconds)
+    return {device: median(seconds) for device, seconds in taken.items()}
+
+
+def spread(rows: list[Row]) -> float:
+    """Seconds between the fastest and the slowest device."""
+    return max(row.measured for row in rows) - min(row.measured for row in rows)
+
+
+def page(planned: float, own: list[Row], equal: list[Row], by: str) -> str:
+    """Both federations as Markdown."""
+    ratio = spread(own) / spread(equal)
+    errors = [abs(row.predicted / row.measured - 1) for row in own]
+    verdicts = [
+        ["spread of a round's seconds, of that with equal budgets", f"{SPREAD_BOUND:.2f}", f"**{ratio:.2f}**"],
+        ["largest error of predicted seconds", f"{SECONDS_BOUND:.0%}", f"**{max(errors):.0%}**"],
+        ["its median", "", f"{median(errors):.0%}"],
+    ]
+
+    def table(rows: list[Row]) -> str:
+        head = ["duty", "budget", "predicted, s", "measured, s", "off by"]
+        lines = [
+            [
+                f"{row.duty:g}",
+                f"{row.budget:g}",
+                f"{row.predicted:.2f}",
+                f"{row.measured:.2f}",
+                f"{row.predicted / row.measured - 1:+.0%}",
+            ]
+            for row in rows
+        ]
+        return markdown_table(head, lines)
+
+    return (
+        "# Budgets that devices choose themselves\n\n"
+        f"Made by `python -m benchmarks.budgets` on {machine()}, one thread a device. pFedGate, `{TASK}`, {STEPS} "
+        f"local steps of {BATCH} samples, blocks by FLOPs; five devices that compute a share of the time (duty), one "
+        f"after the other. They plan with {planned:.2f} s a round, {SPARE:g} times what the fastest takes for "
+        f"everything. Seconds are those of training, {by}, medians of {ROUNDS} rounds.\n\n"
+        + markdown_table(["", "at most", "found"], verdicts)
+        + "\n## Chosen by each device\n\n"
+        + table(own)
+        + "\n## The same for all: their mean\n\n"
+        + table(equal)
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run both federations, print the page and keep it; exit status 1 where a bound is not met."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=RESULTS / "budgets.md", help="default: %(default)s")
+    parser.add_argument("--processor-time", action="store_true", help="for a machine that others use meanwhile")
+    options = parser.parse_args(arguments)
+    clock = Clock(processor=options.processor_time)
+    by = "of the processor and of rests" if options.processor_time else "by the wall"
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        planned, own = run(Path(folder) / "own", None, None, clock)
+        mean = sum(row.budget for row in own) / len(own)
+        _, equal = run(Path(folder) / "equal", planned, round(mean, 2), clock)
+    text = page(planned, own, equal, by)
+    options.out.write_text(text)
+    print(text)
+    met = spread(own) <= SPREAD_BOUND * spread(equal)
+    return 0 if met and all(abs(row.predicted / row.measured - 1) <= SECONDS_BOUND for row in own) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

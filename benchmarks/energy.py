@@ -1,0 +1,187 @@
+"""``python -m benchmarks.energy``: what training costs in joules on known boards, by method, from recorded trials.
+
+Nothing is trained: FLOPs and bytes that trials have counted become the seconds and joules of each board that
+``devices.simulation`` knows, as if every device of the trial were that board. Trials that simulated a mixed fleet have
+its joules in their rows. Writes ``docs/results/energy.md``; all figures are estimates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks import rows
+from benchmarks.markdown import markdown_table
+from benchmarks.metrics import Point
+from benchmarks.rows import Recorded
+from devices.simulation import BOARDS, Board
+from edge_sdk.protocol.messages import FederationSettings
+
+RESULTS = Path("docs/results")
+EXPERIMENTS = ("fedspu-cifar10", "fedspu-early-stopping", "fedsgc-settings")
+
+HEAD = """# Joules by method, estimated
+
+Made by `python -m benchmarks.energy` from the rows of {sources}; nothing was trained for it.
+
+Every figure is **estimated**: a board's seconds are counted FLOPs by a quarter of its published HPL rate, and bytes by
+10 Mbit/s; its joules are full-load watts times the former and idle watts times the latter (`devices/simulation.py`,
+which names the sources). Radio, USB devices and the time that a device waits for others are left out. So the figures
+compare methods on one board; none of them says how long a battery lasts. FLOPs are as each trial counted them when it
+was run: where a method's equal FedAvg's, what its masks froze was still computed then, and its savings here are those
+of bytes.
+
+Training with its transfers, evaluation left out; sums over all devices and rounds, means over seeds. An update is one
+device's round. A point is one percentage point of the final mean accuracy over devices.
+"""
+
+
+def joules_on(board: Board, point: Point) -> float:
+    """What all training up to ``point`` takes where every device is ``board``, in joules."""
+    transfer = board.transfer_seconds(point.bytes_up + point.bytes_down)
+    return board.joules(board.computing_seconds(point.training_flops), transfer)
+
+
+def updates_of(trial: Recorded) -> int:
+    """Device-rounds of a trial."""
+    return sum(device.rounds for device in trial.result.devices)
+
+
+def stops_early(trial: Recorded) -> bool:
+    """Whether its devices stop early."""
+    return bool(trial.trial.settings.get("early_stopping", FederationSettings().early_stopping))
+
+
+def _title(trial: Recorded) -> str:
+    axes = ", ".join(f"{key} = {value}" for key, value in trial.trial.axes.items())
+    return f"{trial.trial.experiment}" + (f", {axes}" if axes else "")
+
+
+def _groups(recorded: Sequence[Recorded]) -> dict[str, dict[str, list[Recorded]]]:
+    """Title -> label -> its trials."""
+    found: dict[str, dict[str, list[Recorded]]] = {}
+    for trial in recorded:
+        found.setdefault(_title(trial), {}).setdefault(trial.trial.label, []).append(trial)
+    return found
+
+
+def _accuracy(trial: Recorded) -> float:
+    accuracy = trial.points[-1].accuracy
+    return 100 * accuracy.mean if accuracy else float("nan")
+
+
+def _table(labels: dict[str, list[Recorded]]) -> str:
+    head = ["", "seeds", "early stopping", "TFLOP", "MB", "accuracy, %"]
+    head += [f"{name}: kJ in all; J an update; J a point" for name in BOARDS]
+    lines = []
+    for label, trials in labels.items():
+        ends = [trial.points[-1] for trial in trials]
+        line = [
+            label,
+            str(len(trials)),
+            "on" if stops_early(trials[0]) else "off",
+            f"{fmean(end.training_flops for end in ends) / 1e12:.2f}",
+            f"{fmean(end.bytes_up + end.bytes_down for end in ends) / 1e6:,.0f}",
+            f"{fmean(map(_accuracy, trials)):.1f}",
+        ]
+        for board in BOARDS.values():
+            joules = [joules_on(board, end) for end in ends]
+            line.append(_figures(joules, trials))
+        lines.append(line)
+    return markdown_table(head, lines)
+
+
+def _figures(joules: Sequence[float], trials: Sequence[Recorded]) -> str:
+    each = [value / max(1, updates_of(trial)) for value, trial in zip(joules, trials, strict=True)]
+    point = [value / _accuracy(trial) for value, trial in zip(joules, trials, strict=True)]
+    return f"**{fmean(joules) / 1e3:,.1f}**; {fmean(each):,.1f}; {fmean(point):,.0f}"
+
+
+def _saved(groups: dict[str, dict[str, list[Recorded]]]) -> str:
+    """What early stopping saves, of the same method, on the same seeds."""
+    lines = []
+    for title, labels in groups.items():
+        for label, trials in labels.items():
+            for other, others in labels.items():
+                alike = trials[0].trial.method == others[0].trial.method
+                if not (alike and stops_early(trials[0]) and not stops_early(others[0])):
+                    continue
+                pairs = [(one, two) for one in trials for two in others if one.trial.seed == two.trial.seed]
+                if not pairs:
+                    continue
+                shares = [
+                    1
+                    - sum(joules_on(board, one.points[-1]) for one, _ in pairs)
+                    / sum(joules_on(board, two.points[-1]) for _, two in pairs)
+                    for board in BOARDS.values()
+                ]
+                lost = fmean(_accuracy(one) - _accuracy(two) for one, two in pairs)
+                figures = [f"{share:.1%}" for share in shares]
+                lines.append([title, f"{label} against {other}", str(len(pairs)), *figures, f"{lost:+.1f}"])
+    head = ["experiment", "", "seeds", *(f"{name}: joules saved" for name in BOARDS), "accuracy, points"]
+    return markdown_table(head, lines)
+
+
+def _mixed(recorded: Sequence[Recorded]) -> str:
+    """Trials whose rows have the joules of a mixed fleet."""
+    lines = []
+    for trial in recorded:
+        end = trial.points[-1]
+        if trial.trial.boards:
+            boards = ", ".join(
+                f"{budget:g}: {board}" for budget, board in zip(trial.trial.budgets, trial.trial.boards, strict=False)
+            )
+            lines.append(
+                [
+                    f"{trial.trial.label}, {trial.result.rounds} rounds",
+                    boards,
+                    "on" if stops_early(trial) else "off",
+                    f"{end.seconds:,.0f}",
+                    _figures([end.joules_estimated], [trial]),
+                    f"{_accuracy(trial):.1f}",
+                ]
+            )
+    head = ["", "board of each budget", "early stopping", "device seconds", "kJ in all; J an update; J a point"]
+    return markdown_table([*head, "accuracy, %"], lines)
+
+
+def page(recorded: Sequence[Recorded], sources: Sequence[str]) -> str:
+    """The whole page."""
+    groups = _groups(recorded)
+    parts = [HEAD.format(sources=", ".join(f"`{name}.jsonl`" for name in sources))]
+    parts.append("\n## What early stopping saves\n\n" + _saved(groups))
+    parts.append(
+        "\n## A fleet of unequal boards\n\nThe five budgets of FedSPU's paper, each on a board that can afford it, as "
+        "the trial itself added them up, device by device.\n\n" + _mixed(recorded)
+    )
+    for title, labels in groups.items():
+        task = next(iter(labels.values()))[0].trial
+        parts.append(f"\n## {title}\n\nTask {task.task}, {task.devices} devices.\n\n" + _table(labels))
+    return "".join(parts)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the page; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.energy", description=__doc__.split("\n")[0])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows lie (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="where the page goes (default: energy.md beside the rows)")
+    options = parser.parse_args(arguments)
+    recorded = [
+        trial
+        for name in EXPERIMENTS
+        for trial in rows.latest(rows.read(options.results / f"{name}.jsonl")).values()
+        if trial.points
+    ]
+    if not recorded:
+        raise SystemExit(f"{options.results} holds no rows of {', '.join(EXPERIMENTS)}; run an experiment first")
+    out = options.out or options.results / "energy.md"
+    out.write_text(page(recorded, EXPERIMENTS))
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

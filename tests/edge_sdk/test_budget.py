@@ -1,0 +1,407 @@
+"""What a device can afford: the choice from known needs, what rounds teach, and the federation that plans with it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+
+import pytest
+
+from coordinator.main import create_app
+from coordinator.settings import Settings
+from devices.estimate import PowerModel
+from devices.simulation import Board
+from edge_sdk import inprocess, profile
+from edge_sdk.arguments import MIB
+from edge_sdk.budget import (
+    DEADLINE_SHARE,
+    NOTHING,
+    TIERS,
+    Budgets,
+    Demand,
+    Learned,
+    Limits,
+    Simulated,
+    Tried,
+    board_budget,
+    choose,
+    read_learned,
+)
+from edge_sdk.fleet import run_fleet
+from edge_sdk.host import Plan
+from edge_sdk.preparing import Prepared
+from edge_sdk.protocol.messages import BudgetLimit, FederationInfo, FederationSettings, Phase
+from edge_sdk.publish import publish
+from edge_sdk.session import Outcome, Session
+from edge_sdk.state import StateFolder
+from edge_sdk.tasks.digits import load
+from edge_sdk.transport import Transport
+
+
+def federation(method="fedspu", **settings):
+    settings = FederationSettings(method=method, **{"deadline_seconds": 100, "local_steps": 40, **settings})
+    return FederationInfo(
+        uid="u",
+        name="f",
+        method=method,
+        task="digits",
+        status="running",
+        round=0,
+        rounds=settings.rounds,
+        devices=1,
+        devices_stopped=0,
+        model_version=0,
+        model_sha256="",
+        parameters=1,
+        manifest_digest="",
+        global_model_usable=True,
+        settings=settings,
+    )
+
+
+class Known:
+    """Needs that a test sets: seconds, bytes and memory of the whole model; ``fixed`` of the seconds stay whatever the
+    budget."""
+
+    steps = 40
+
+    def __init__(self, seconds=100.0, *, fixed=0.0, memory=0, size=0, tiers=TIERS):
+        self.seconds, self.fixed, self.memory, self.size, self.tiers = seconds, fixed, memory, size, tiers
+        self.asked = []
+
+    def at(self, budget):
+        self.asked.append(budget)
+        seconds = self.seconds * (self.fixed + (1 - self.fixed) * budget)
+        size = round(self.size * budget)
+        return Demand(budget, round(self.memory * budget), seconds, 0.0, size, size)
+
+
+def chosen(needs, *, memory=None, deadline=100.0, info=None, **how):
+    return choose(needs, Limits(memory, deadline), info or federation(), **how)
+
+
+# --- choosing --------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_can_afford_everything_finds_out_at_one_try():
+    needs = Known(seconds=10)
+    choice = chosen(needs)
+    assert (choice.budget, choice.fits, choice.limited_by, choice.advice) == (1.0, True, None, ())
+    assert set(needs.asked) == {1.0}
+
+
+@pytest.mark.parametrize("seconds", [76, 100, 125, 250, 375, 749, 750])
+def test_it_takes_the_largest_budget_that_leaves_a_part_of_the_deadline(seconds):
+    choice = chosen(Known(seconds=seconds))
+    fitting = [tier for tier in TIERS if seconds * tier <= 100 * DEADLINE_SHARE + 1e-9]
+    assert (choice.budget, choice.limited_by) == (max(fitting), BudgetLimit.deadline)
+    assert choice.seconds == pytest.approx(seconds * choice.budget)
+
+
+def test_memory_limits_too_and_comes_first():
+    choice = chosen(Known(seconds=200, memory=1000 * MIB), memory=250 * MIB)
+    assert (choice.budget, choice.limited_by) == (0.2, BudgetLimit.memory)
+    assert "200 MiB of memory of 250" in str(choice)
+
+
+def test_where_nothing_fits_it_takes_the_smallest_and_says_so():
+    choice = chosen(Known(seconds=5000))
+    assert (choice.budget, choice.fits, choice.limited_by) == (0.1, False, BudgetLimit.deadline)
+    assert "no budget meets the deadline" in str(choice)
+    assert "with --budget it takes part as you say" in choice.advice[0]
+
+
+def test_where_seconds_do_not_count_memory_alone_decides():
+    choice = chosen(Known(seconds=5000, memory=1000), memory=600, deadline=float("inf"))
+    assert (choice.budget, choice.limited_by) == (0.6, BudgetLimit.memory)
+    assert "inf" not in str(choice)
+
+
+def test_the_link_counts_once_it_is_known():
+    needs = Known(seconds=10, size=1_000_000)
+    assert chosen(needs).budget == 1.0
+    slow = chosen(needs, learned=Learned(down_rate=20_000, up_rate=20_000))
+    assert (slow.budget, slow.limited_by) == (0.6, BudgetLimit.deadline)
+    assert (slow.bytes_down, slow.bytes_up) == (600_000, 600_000)
+    assert slow.seconds == pytest.approx(6 + 60)
+
+
+def test_a_device_that_rests_half_of_the_time_can_afford_half():
+    assert chosen(Known(seconds=75)).budget == 1.0
+    assert chosen(Known(seconds=75), duty=0.5).budget == 0.5
+
+
+def test_budgets_that_a_method_cannot_work_at_are_not_chosen():
+    assert chosen(Known(seconds=5000, tiers=(0.3, 0.4, 0.5))).budget == 0.3
+
+
+def test_a_device_whose_budget_saves_little_is_told_what_helps():
+    choice = chosen(Known(seconds=100, fixed=0.7))
+    assert (choice.budget, choice.fits) == (0.1, True)
+    (advice,) = choice.advice
+    assert "fedspu at a budget of 0.1 saves 27% of a round's computing, for the forward pass stays" in advice
+    assert "30 local steps a round instead of 40 or a batch_size below 16" in advice
+
+
+def test_one_whose_budget_saves_what_it_gives_up_is_told_nothing():
+    assert chosen(Known(seconds=150)).advice == ()
+
+
+def test_one_without_memory_is_told_of_smaller_batches():
+    (advice,) = chosen(Known(seconds=1, memory=1000), memory=500).advice
+    assert "smaller batches" in advice
+
+
+# --- learning and looking again --------------------------------------------------------------------------------------
+
+
+def kept(needs, *, memory=None, **how):
+    limits = {"memory": memory}
+    budgets = Budgets(needs, federation(), lambda deadline: Limits(limits["memory"], deadline), **how)
+    return budgets, limits
+
+
+def train(budgets, seconds, *, paused=0.0, down=0, up=0, transfer=1.0):
+    """A round of so many seconds, and its transfers."""
+    download = Phase(seconds=transfer if down else 0, bytes_down=down)
+    budgets.observe(download, Phase(seconds=seconds, paused_seconds=paused))
+    budgets.sent(Phase(seconds=transfer if up else 0, bytes_up=up))
+
+
+def test_a_round_that_took_longer_than_predicted_lowers_the_next_ones_budget():
+    said = []
+    budgets, _ = kept(Known(seconds=75), keep=said.append)
+    assert budgets.share == 1.0
+    train(budgets, 150)  # twice as long: half of it is believed at once
+    assert budgets.reassess(100)
+    assert (budgets.share, budgets.choice.limited_by) == (0.6, BudgetLimit.deadline)
+    assert said[-1].seconds == pytest.approx(1.5)
+
+
+def test_pauses_are_no_computing():
+    budgets, _ = kept(Known(seconds=50))
+    train(budgets, 150, paused=100)
+    assert budgets.learned.seconds == pytest.approx(1.0)
+    assert not budgets.reassess(100)
+
+
+def test_the_links_speed_is_learned_from_transfers():
+    budgets, _ = kept(Known(seconds=10, size=1000))
+    train(budgets, 10, down=2000, up=500, transfer=2.0)
+    assert (budgets.learned.down_rate, budgets.learned.up_rate) == (1000, 250)
+    assert (budgets.learned.bytes_down, budgets.learned.bytes_up) == (1.5, 0.75)
+    train(budgets, 10)  # a round without transfers says nothing of them
+    assert (budgets.learned.down_rate, budgets.learned.up_rate) == (1000, 250)
+
+
+def test_it_goes_down_at_once_and_up_by_a_tier_where_one_is_left_to_spare():
+    budgets, limits = kept(Known(seconds=1, memory=1000), memory=1000)
+    limits["memory"] = 450
+    assert budgets.reassess(100)
+    assert budgets.share == 0.4
+    limits["memory"] = 550  # the next tier fits, but none above it
+    assert not budgets.reassess(100)
+    limits["memory"] = 950
+    shares = []
+    for _ in range(6):
+        budgets.reassess(100)
+        shares.append(budgets.share)
+    assert shares == [0.5, 0.6, 0.7, 0.8, 0.8, 0.8]
+    assert budgets.choice.limited_by is BudgetLimit.memory
+    limits["memory"] = 1000
+    budgets.reassess(100), budgets.reassess(100)
+    assert (budgets.share, budgets.choice.limited_by) == (1.0, None)
+
+
+def test_conditions_that_sway_by_less_than_a_tier_change_nothing():
+    budgets, limits = kept(Known(seconds=1, memory=1000), memory=490)
+    for memory in (510, 460, 599, 400, 505):
+        limits["memory"] = memory
+        assert not budgets.reassess(100)
+    assert budgets.share == 0.4
+
+
+def test_a_device_that_grew_hot_takes_a_tier_less_for_its_next_round():
+    budgets, _ = kept(Known(seconds=1))
+    assert budgets.reassess(100, hot=True)
+    assert (budgets.share, budgets.choice.limited_by) == (0.9, BudgetLimit.heat)
+    assert budgets.reassess(100)
+    assert (budgets.share, budgets.choice.limited_by) == (1.0, None)
+
+
+def test_a_shorter_deadline_counts_from_the_next_round_on():
+    budgets, _ = kept(Known(seconds=70))
+    assert budgets.share == 1.0
+    assert budgets.reassess(50)
+    assert budgets.share == 0.5
+
+
+def test_what_was_learned_survives_a_restart_and_a_damaged_file_counts_for_nothing():
+    learned = Learned(seconds=1.2, down_rate=1e6)
+    assert read_learned(learned.model_dump_json().encode()) == learned
+    assert read_learned(b"[") == NOTHING
+    assert read_learned(None) == NOTHING
+
+
+# --- trying and counting ---------------------------------------------------------------------------------------------
+
+
+def subject(method, **settings):
+    found = profile.Subject("digits", FederationSettings(method=method, batch_size=16, **settings))
+    return found, *found.load()
+
+
+@pytest.mark.parametrize("method", ["fedspu", "heterofl"])
+def test_less_of_a_model_takes_less_memory_and_fewer_bytes(method):
+    _, task, manifest = subject(method)
+    needs = Tried(task, manifest, federation(method, early_stopping=False), timed=False, memory=True)
+    low, high = needs.at(0.2), needs.at(1.0)
+    assert low.memory < high.memory
+    assert low.bytes_up < high.bytes_up / 2
+    assert (low.seconds, needs.tiers) == (0.0, TIERS)
+
+
+def test_a_try_takes_what_rounds_take_and_leaves_the_model_as_it_was():
+    _, task, manifest = subject("fedspu")
+    before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
+    needs = Tried(task, manifest, federation(local_steps=7), timed=True, memory=False)
+    demand = needs.at(0.5)
+    assert demand.seconds > demand.fixed > 0
+    assert needs.at(0.5) is demand
+    assert all(tensor.equal(before[name]) for name, tensor in task.model.state_dict().items())
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return Settings(data_dir=tmp_path / "coordinator", default_task="", tick_seconds=0.05)
+
+
+def publish_to(client, method, *, deadline=300.0, **method_settings):
+    """A federation of the digits for five devices."""
+    return publish(
+        "",
+        "f",
+        "digits",
+        client=client,
+        method=method,
+        rounds=2,
+        cohort=5,
+        min_devices=5,
+        local_steps=12,
+        learning_rate=0.1,
+        batch_size=16,
+        early_stopping=False,
+        evaluation_interval=0,
+        deadline_seconds=deadline,
+        method_settings=method_settings,
+    )
+
+
+def task_of(index):
+    return load(f"index={index},of=5,partition=iid", device=f"device-{index}", seed=0, batch_size=16)
+
+
+def test_budgets_below_the_federations_smallest_are_none(settings):
+    with inprocess.running(create_app(settings)) as client:
+        info, manifest = publish_to(client, "pfedgate", smallest_budget=0.35), Transport(client).manifest("f")
+    needs = Tried(task_of(0), manifest, info, timed=True, memory=False)
+    assert needs.tiers == TIERS[3:]
+    assert needs.at(0.4).seconds > 0
+
+
+# --- a federation ----------------------------------------------------------------------------------------------------
+
+FULL_SECONDS = (60.0, 110.0, 150.0, 190.0, 235.0)
+"""How long a round at a budget of 1 takes each of five devices, computing; the deadline leaves 75 s."""
+
+
+def run_boards(settings, boards, budgets):
+    """Budgets that the coordinator knows, and seconds of each device in the second round, by name."""
+    plan = Plan("f", 5, data="partition=iid", budgets=budgets, boards=boards)
+    run_fleet(None, plan, app=create_app(settings), in_memory=True, quiet=True)
+    with inprocess.running(create_app(settings)) as client:
+        devices = client.get("/v1/federations/f/devices").json()
+        reports = client.get("/v1/federations/f/rounds/2/reports").json()
+    seconds = {}
+    for each in [report for report in reports if report["kind"] == "train"]:
+        phases = (each["report"]["telemetry"]["download"], each["report"]["telemetry"]["train"], each["upload"])
+        seconds[each["device"]] = sum(phase.get("seconds", 0.0) for phase in phases)
+    return {device["name"]: device["budget"] for device in devices}, seconds
+
+
+def spread(seconds):
+    return max(seconds.values()) - min(seconds.values())
+
+
+def test_a_pfedgate_federation_of_unequal_devices_keeps_step_by_the_budgets_they_choose(tmp_path):
+    def new_settings(name):
+        return Settings(data_dir=tmp_path / name, default_task="", tick_seconds=0.05)
+
+    def create(name):
+        with inprocess.running(create_app(new_settings(name))) as client:
+            info = publish_to(client, "pfedgate", deadline=100, smallest_budget=0.3, cost="flops")
+            return info, Transport(client).manifest("f")
+
+    info, manifest = create("chosen")
+    watts = PowerModel(1.0, 2.0, "test")
+    flops = Simulated(Board("one", 1.0, watts, 1, 2**30), task_of(0), manifest, info).at(1.0).seconds
+    boards = tuple(
+        Board(f"{seconds:g}s", flops / seconds, watts, 1, 2**30, bytes_per_second=1e6) for seconds in FULL_SECONDS
+    )
+    predicted = {
+        f"device-{index}": board_budget(board, task_of(index), manifest, info) for index, board in enumerate(boards)
+    }
+    budgets, seconds = run_boards(new_settings("chosen"), boards, ())
+    assert budgets == {name: choice.budget for name, choice in predicted.items()}
+    assert len(set(budgets.values())) >= 4
+    for name, choice in predicted.items():
+        assert choice.fits
+        assert seconds[name] == pytest.approx(choice.seconds, rel=0.25)
+        assert seconds[name] <= 100
+
+    create("equal")
+    mean = round(sum(budgets.values()) / 5, 1)
+    _, equal = run_boards(new_settings("equal"), boards, (mean,))
+    assert spread(seconds) <= 0.7 * spread(equal)
+
+
+@pytest.mark.parametrize(("method", "tiers"), [("fedspu", TIERS), ("pfedgate", TIERS[2:])])
+def test_a_budget_that_changes_between_rounds_is_what_the_next_one_trains(settings, tmp_path, method, tiers):
+    """A device finds out in round 1 that it is far slower than it thought; round 2 asks less of it."""
+    needs = Known(seconds=1.0, tiers=tiers)
+
+    def prepare(task, manifest, info):
+        return Prepared(task, 1.0, Budgets(needs, info, lambda deadline: Limits(None, deadline)))
+
+    def grow_slow(assignment, done, total, loss):
+        needs.seconds = 1000.0  # half of it is believed after a round, and of 300 s it plans with 225: 0.4 fits
+
+    with inprocess.running(create_app(settings)) as client, ExitStack() as stack:
+        publish_to(client, method)
+        sessions = [
+            Session(
+                Transport(client),
+                stack.enter_context(closing(StateFolder(tmp_path / f"device-{index}"))),
+                federation="f",
+                name=f"device-{index}",
+                make_task=lambda info, index=index: task_of(index),
+                prepare=prepare if index == 0 else None,
+                progress=grow_slow,
+            )
+            for index in range(5)
+        ]
+        budgets, running = {}, list(sessions)
+        while running:
+            for session in list(running):
+                before, step = session.budget, session.step(0.1)
+                if session is sessions[0] and step.assignment is not None:
+                    budgets.setdefault(step.assignment.round, before)
+                if step.outcome is Outcome.over:
+                    running.remove(session)
+        assert (budgets[1], budgets[2]) == (1.0, 0.4)
+        flops = {}
+        for number in (1, 2):
+            reports = client.get(f"/v1/federations/f/rounds/{number}/reports").json()
+            (flops[number],) = (
+                r["report"]["training_flops"] for r in reports if (r["device"], r["kind"]) == ("device-0", "train")
+            )
+        assert flops[2] < 0.9 * flops[1]
