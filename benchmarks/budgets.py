@@ -31,8 +31,9 @@ from benchmarks.server import coordinator, machine
 from devices import EnergyMeter
 from devices.conditions import ConditionsReader
 from devices.system import System
-from edge_sdk.budget import DEADLINE_SHARE, Budgets, Limits, Tried
-from edge_sdk.policy import Policy, Watch
+from edge_sdk.budget import DEADLINE_SHARE, Budgets, Limits
+from edge_sdk.demand import Tried
+from edge_sdk.policy import Policy
 from edge_sdk.preparing import Prepared
 from edge_sdk.profile import Subject
 from edge_sdk.protocol.manifest import Manifest
@@ -44,6 +45,7 @@ from edge_sdk.tasks import Task
 from edge_sdk.telemetry import Telemetry
 from edge_sdk.training.compute import Compute
 from edge_sdk.transport import Transport
+from edge_sdk.watch import Watch
 
 RESULTS = Path("docs/results")
 TASK = "mnist:leaf"

@@ -41,7 +41,7 @@ from edge_sdk.budget import Choice, read_learned
 from edge_sdk.errors import BadArgument, SdkError
 from edge_sdk.exporting import Export, NotTheSame, export_personal
 from edge_sdk.methods import UnknownMethod
-from edge_sdk.policy import Policy, Watch, policy_here, read_policy, read_spent
+from edge_sdk.policy import Policy, policy_here, read_policy
 from edge_sdk.preparing import Preparation
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, FederationInfo
@@ -53,6 +53,7 @@ from edge_sdk.tasks.loading import DataError
 from edge_sdk.telemetry import Telemetry
 from edge_sdk.training.compute import ACCELERATORS, Compute, choose_device
 from edge_sdk.transport import TIMEOUT, Transport
+from edge_sdk.watch import Watch, read_spent
 from export.errors import ExportError
 from export.metadata import properties
 

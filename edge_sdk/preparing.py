@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from edge_sdk.arguments import MIB
-from edge_sdk.budget import NOTHING, Budgets, Learned, Tried, limits_here
+from edge_sdk.budget import NOTHING, Budgets, Learned, limits_here
+from edge_sdk.demand import Tried
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import DeviceMethod, load_method
 from edge_sdk.protocol.manifest import Manifest

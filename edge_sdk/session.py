@@ -25,7 +25,6 @@ from devices import EnergyMeter
 from edge_sdk.budget import Choice
 from edge_sdk.errors import FederationOver, Refused, RoundOver, SdkError
 from edge_sdk.methods import DeviceState, Job, Trained, Update, load_method
-from edge_sdk.policy import LOOK_SECONDS, Paused, Stint, Watch
 from edge_sdk.preparing import Prepared
 from edge_sdk.protocol import bundle, personal
 from edge_sdk.protocol.elements import ElementMask
@@ -58,6 +57,7 @@ from edge_sdk.telemetry import Telemetry as Meter
 from edge_sdk.training.local import TrainingDiverged, count_examples, evaluate, get_tensors, set_tensors
 from edge_sdk.training.merging import is_whole, whole_model
 from edge_sdk.transport import Traffic, Transport
+from edge_sdk.watch import LOOK_SECONDS, Paused, Stint, Watch
 
 log = logging.getLogger(__name__)
 

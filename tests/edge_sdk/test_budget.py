@@ -15,17 +15,14 @@ from edge_sdk.arguments import MIB
 from edge_sdk.budget import (
     DEADLINE_SHARE,
     NOTHING,
-    TIERS,
     Budgets,
-    Demand,
     Learned,
     Limits,
-    Simulated,
-    Tried,
     board_budget,
     choose,
     read_learned,
 )
+from edge_sdk.demand import TIERS, Demand, Simulated, Tried
 from edge_sdk.fleet import run_fleet
 from edge_sdk.host import Plan
 from edge_sdk.preparing import Prepared

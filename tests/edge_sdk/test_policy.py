@@ -8,21 +8,9 @@ import pytest
 
 from devices.readings import Reason
 from edge_sdk.errors import BadArgument
-from edge_sdk.policy import (
-    CLEAR_SECONDS,
-    COOLING_SECONDS,
-    LOOK_SECONDS,
-    MIB,
-    Paused,
-    Policy,
-    Spent,
-    Stint,
-    Watch,
-    judge,
-    read_policy,
-    read_spent,
-)
+from edge_sdk.policy import MIB, Policy, read_policy
 from edge_sdk.protocol.messages import PauseReason
+from edge_sdk.watch import CLEAR_SECONDS, COOLING_SECONDS, LOOK_SECONDS, Paused, Spent, Stint, Watch, judge, read_spent
 
 from .conditions import conditions
 
