@@ -329,6 +329,7 @@ def spread(seconds):
     return max(seconds.values()) - min(seconds.values())
 
 
+@pytest.mark.slow
 def test_a_pfedgate_federation_of_unequal_devices_keeps_step_by_the_budgets_they_choose(tmp_path):
     def new_settings(name):
         return Settings(data_dir=tmp_path / name, default_task="", tick_seconds=0.05)
