@@ -672,7 +672,7 @@ def test_a_device_that_the_stage_global_meets_first_keeps_the_global_model(house
 # --- reopening --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rounds", [9, 10, 11, 12, 16])
+@pytest.mark.parametrize("rounds", [9, 12, *(pytest.param(each, marks=pytest.mark.slow) for each in (10, 11, 16))])
 def test_a_reopened_federation_ends_where_it_should(house, rounds):
     """The stages are cut anew: what was its end may lie in the middle of a stage personal."""
     sessions = begin(house, "ab", own={"iterations": 1})
@@ -797,7 +797,9 @@ def _refilled(mask):
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["masks", "global", "personal"])
+@pytest.mark.parametrize(
+    "stage", ["masks", *(pytest.param(each, marks=pytest.mark.slow) for each in ("global", "personal"))]
+)
 def test_a_device_that_died_before_it_sent_goes_on_in_the_same_stage(house, new_house, stage):
     def end(house, victim_at):
         first, second = begin(house, "ab", own={"iterations": 1}, rounds=8)

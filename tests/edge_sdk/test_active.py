@@ -154,7 +154,10 @@ def always_gathering(monkeypatch):
     monkeypatch.setattr(active, "FEW_SAVED", 0)
 
 
-@pytest.mark.parametrize("optimise", OPTIMISERS.values(), ids=OPTIMISERS)
+@pytest.mark.parametrize(
+    "optimise",
+    [pytest.param(each, id=name, marks=() if name == "sgd" else pytest.mark.slow) for name, each in OPTIMISERS.items()],
+)
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.usefixtures("always_gathering")
 def test_training_equals_masked_dense_training(name, optimise):

@@ -49,7 +49,7 @@ def take_part(coordinator: Coordinator, folder, tasks: dict[str, Task], **how) -
                 export=folder / f"{name}.onnx",
                 patience_seconds=20,
                 quiet=True,
-                **how,
+                **{"budget": 1.0, **how},  # to find out what it can afford, it would call the loss before it enrols
             )
         except BaseException as error:
             ended[name] = error
