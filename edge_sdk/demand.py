@@ -79,6 +79,7 @@ class Tried:
         self._task, self._manifest, self._info = task, manifest, info
         self._timed, self._memory = timed, memory
         self._known: dict[float, Demand] = {}
+        self._held: int | None = None  # one reading for all budgets: what the process holds drifts by megabytes
         self.steps = _steps(info.settings, task)
         self.tiers = affordable_tiers(task, manifest, info)
 
@@ -95,7 +96,10 @@ class Tried:
         memory, seconds, fixed = 0, 0.0, 0.0
         if self._memory:
             training = predict_training(rehearsal, method.sample_mask(self._manifest, budget))
-            memory = held(self._task.compute.device) + whole_round(rehearsal, training, predict_evaluation(rehearsal))
+            peak = whole_round(rehearsal, training, predict_evaluation(rehearsal))
+            if self._held is None:  # read now: a first try loads what every later one finds loaded
+                self._held = held(self._task.compute.device)
+            memory = self._held + peak
         if self._timed:
             per_step, fixed = _seconds_of(effort.train, self._clock)
             if settings.early_stopping:

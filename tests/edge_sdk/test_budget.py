@@ -248,13 +248,19 @@ def subject(method, **settings):
 
 
 @pytest.mark.parametrize("method", ["fedspu", "heterofl"])
-def test_less_of_a_model_takes_less_memory_and_fewer_bytes(method):
+def test_less_of_a_model_takes_fewer_bytes(method):
     _, task, manifest = subject(method)
-    needs = Tried(task, manifest, federation(method, early_stopping=False), timed=False, memory=True)
+    needs = Tried(task, manifest, federation(method, early_stopping=False), timed=False, memory=False)
     low, high = needs.at(0.2), needs.at(1.0)
-    assert low.memory < high.memory
     assert low.bytes_up < high.bytes_up / 2
-    assert (low.seconds, needs.tiers) == (0.0, TIERS)
+    assert (low.memory, low.seconds, needs.tiers) == (0, 0.0, TIERS)
+
+
+def test_a_narrow_network_takes_less_memory():
+    # FedSPU's does not: it runs the whole model forward, and on one as small as this its masks take what gradients save.
+    _, task, manifest = subject("heterofl")
+    needs = Tried(task, manifest, federation("heterofl", early_stopping=False), timed=False, memory=True)
+    assert needs.at(0.2).memory < needs.at(1.0).memory
 
 
 def test_a_try_takes_what_rounds_take_and_leaves_the_model_as_it_was():
