@@ -10,6 +10,8 @@ CoordinatorError
 ├── RoundClosed           the assignment is no longer open: fetch the next one
 ├── DifferentUpdate       another update was already accepted for this assignment
 ├── Finished              the federation is over
+├── Unavailable           storage does not work just now: try again later
+│   └── DiskFull          there is no room left for it
 ├── LengthRequired, TooLarge, WrongMediaType      the request's envelope is wrong
 └── BadContent            what was sent breaks the contract; the text says where and what to do
 """
@@ -69,3 +71,11 @@ class WrongMediaType(CoordinatorError):
 
 class BadContent(CoordinatorError):
     """What was sent breaks the contract."""
+
+
+class Unavailable(CoordinatorError):
+    """Records or blobs cannot be reached just now; nothing of the call was done."""
+
+
+class DiskFull(Unavailable):
+    """There is no room for what the call brings."""

@@ -44,7 +44,16 @@ from sqlalchemy.orm import Session
 
 from coordinator.aggregation import Sums
 from coordinator.cohort import choose
-from coordinator.errors import BadContent, DifferentUpdate, Finished, NotAllowed, NotFound, RoundClosed, WrongMediaType
+from coordinator.errors import (
+    BadContent,
+    DifferentUpdate,
+    Finished,
+    NotAllowed,
+    NotFound,
+    RoundClosed,
+    Unavailable,
+    WrongMediaType,
+)
 from coordinator.methods import Situation, Work, load_method
 from coordinator.models import Models, job_of, settings_of
 from coordinator.storage.store import Store
@@ -308,20 +317,23 @@ class Rounds:
             return False
         report, chosen = self._check_update(federation, device, assignment, body)
         changed: dict[str, Any] = {}
+        keys: list[str] = []
         if assignment.kind in BUNDLE_KINDS:
             # Who trained holds the model's mask, though it has not said so yet: it may not be lost with this round.
             mask = self._models.model(federation, assignment.model_version).mask
             held = mask.digest if mask is not None else self._models.keep_mask(federation, chosen) if chosen else None
             if held is not None and held != device.mask:
                 changed["mask"] = held
-            self._store.blobs.put(_update_key(federation.id, assignment.id, digest), body)
+            keys = [_update_key(federation.id, assignment.id, digest)]
+            self._store.blobs.write(keys[0], body)
         if not device.holds_model and _leaves_model(federation, assignment):
             changed["holds_model"] = True
         if isinstance(report, wire.UpdateReport) and report.status == "stopped":
             changed |= {"status": "stopped", "stopped_round": assignment.round}
         if isinstance(report, wire.UpdateReport) and report.num_examples != device.num_examples:
             changed["num_examples"] = report.num_examples
-        with self._store.writing() as db:
+
+        def write_down(db: Session) -> bool:
             # Only while it is still open: the round may have closed since, or the same update have come twice.
             values = {"update_sha256": digest, "update_bytes": len(body), "report": report.model_dump(mode="json")}
             if not db.connection().execute(_ACCEPT, {"open_id": assignment_id, "status": "done", **values}).rowcount:
@@ -330,7 +342,9 @@ class Rounds:
                 db.execute(update(Device).where(Device.id == device_id).values(**changed))
             if assignment.kind not in BUNDLE_KINDS:  # a round that is open has no cached record
                 touch(db, federation.id, assignment.round)
-        return True
+            return True
+
+        return self._store.record(write_down, keys)
 
     @staticmethod
     def _settled(assignment: Assignment, digest: str) -> bool:
@@ -417,6 +431,8 @@ class Rounds:
                 try:
                     while self._step(federation_id):
                         moved = True
+                except Unavailable:  # the store has said so, once; what is half folded is made again
+                    self._folding.pop(federation_id, None)
                 except Exception:
                     # A lost file or an uninstalled method stops its federation, not the others. Its sums may hold half
                     # an update: they are made again from what is stored.

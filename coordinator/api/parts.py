@@ -13,6 +13,7 @@ from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
 from coordinator.devices import Devices
+from coordinator.errors import Unavailable
 from coordinator.federations import Federations
 from coordinator.models import Models
 from coordinator.records import Records
@@ -90,7 +91,8 @@ class House:
     def check_ready(self) -> None:
         """Raise whatever keeps the coordinator from reading its records or writing its folder."""
         self.federations.list()
-        self.store.blobs.put("ready", b"")
+        self.store.check()
+        self.store.probe()
 
     def leave(self) -> None:
         """The process is about to stop: send waiting callers home. May be called from a signal handler."""
@@ -109,10 +111,12 @@ class House:
         # Not only until it is cancelled: wait_for of Python 3.11 loses a cancellation that meets a fact.
         while not self.closing:
             try:
+                await run_in_threadpool(self.store.check)
                 if await run_in_threadpool(self.rounds.advance):
                     self.bell.ring()
+            except Unavailable:  # a full disk, a lost database: the store has said so; tried again at the next tick
+                await asyncio.sleep(self.settings.tick_seconds)
             except Exception:
-                # A full disk or a lost database must not end the coordinator: say so, and try again at the next tick.
                 log.exception("rounds could not be moved on; trying again")
                 await asyncio.sleep(self.settings.tick_seconds)
             with contextlib.suppress(asyncio.TimeoutError):

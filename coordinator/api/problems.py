@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 
+RETRY_SECONDS = 5
+"""When to come again after what passes by itself, or when an operator has mended it."""
+
 STATUS: dict[type[Exception], int] = {
     errors.NotAuthenticated: 401,
     errors.NotAllowed: 403,
@@ -35,6 +38,8 @@ STATUS: dict[type[Exception], int] = {
     errors.TooLarge: 413,
     errors.WrongMediaType: 415,
     errors.BadContent: 422,
+    errors.Unavailable: 503,
+    errors.DiskFull: 507,
     ProtocolError: 422,
     SkeletonError: 422,
 }
@@ -60,7 +65,9 @@ def problem(status: int, title: str, detail: str, headers: dict[str, str] | None
 
 def _domain(status: int):  # type: ignore[no-untyped-def]
     async def handler(_: Request, error: Exception) -> JSONResponse:
-        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        if status >= 500:
+            headers["Retry-After"] = str(RETRY_SECONDS)
         return problem(status, type(error).__name__, str(error), headers)
 
     return handler

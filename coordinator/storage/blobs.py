@@ -1,54 +1,139 @@
-"""Models, skeletons and updates as files in a folder, written so that they survive a power cut.
+"""Models, skeletons and updates by key, such as ``3/models/000000012.safetensors``: in a folder, or elsewhere.
 
-A blob is written under a temporary name, flushed to the disk, renamed, and the folder flushed too: it is there whole or
-not at all. What is found half written at start-up is from an unacknowledged call and is removed.
+``write`` and ``settle`` are the two halves of ``put``, so that many writers share what making names durable costs. A
+blob is there whole or not at all.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
+
+from coordinator.storage.failing import Troubles
+
+PARTIAL = ".partial"
 
 
-class BlobStore:
-    """Blobs by key, such as ``3/models/12.safetensors``, in ``root``."""
+class Blobs(Protocol):
+    """Where blobs are kept.
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        root.mkdir(parents=True, exist_ok=True)
-        for leftover in root.rglob("*.partial"):
-            leftover.unlink()
+    All but ``get`` of a key that is not there raise ``errors.Unavailable`` (``errors.DiskFull``) when the storage does
+    not work.
+    """
+
+    def write(self, key: str, data: bytes) -> None:
+        """Store ``data`` under ``key``, in place of what was there; durable once ``settle`` was called with the key."""
+
+    def settle(self, keys: Iterable[str]) -> None:
+        """Make what was written under these keys durable."""
 
     def put(self, key: str, data: bytes) -> None:
         """Store ``data`` durably under ``key``, in place of what was there."""
-        path = self._root / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
-        try:
-            with partial.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def get(self, key: str) -> bytes:
         """The blob's bytes. Raises FileNotFoundError."""
-        return (self._root / key).read_bytes()
 
     def delete(self, key: str) -> None:
         """Remove a blob, if it is there."""
-        (self._root / key).unlink(missing_ok=True)
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Keys in the folder ``prefix``, sorted, and the bytes that each has."""
 
     def keys(self, prefix: str) -> list[str]:
         """Keys in the folder ``prefix``, sorted."""
-        folder = self._root / prefix
-        return sorted(str(path.relative_to(self._root)) for path in folder.glob("*")) if folder.is_dir() else []
+
+    def clean(self) -> None:
+        """Remove what is left of calls that a kill cut off. Only for who has the storage to itself."""
+
+
+class FolderBlobs:
+    """Blobs as files in ``root``.
+
+    A blob is written under a temporary name, flushed to the disk and renamed; then the folder is flushed, too. What is
+    found half written at start-up is from an unacknowledged call and is removed.
+    """
+
+    def __init__(self, root: Path, troubles: Troubles | None = None) -> None:
+        self._root = root
+        self._troubles = troubles or Troubles()
+        make_folder(root)
+
+    def clean(self) -> None:
+        """Remove what is left of calls that a kill cut off. Only for who has the folder to itself."""
+        for leftover in self._root.rglob(f"*{PARTIAL}"):
+            leftover.unlink()
+
+    def write(self, key: str, data: bytes) -> None:
+        """Store ``data`` under ``key``: flushed, but for its name, which ``settle`` makes durable."""
+        path = self._root / key
+        partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}{PARTIAL}")
+        with self._troubles.of_blobs(len(data)):
+            make_folder(path.parent)
+            try:
+                with partial.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                partial.replace(path)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+
+    def settle(self, keys: Iterable[str]) -> None:
+        """Flush the folders of these keys, each once."""
+        with self._troubles.of_blobs():
+            for folder in sorted({(self._root / key).parent for key in keys}):
+                flush_folder(folder)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store ``data`` durably under ``key``, in place of what was there."""
+        self.write(key, data)
+        self.settle([key])
+
+    def get(self, key: str) -> bytes:
+        """The blob's bytes. Raises FileNotFoundError."""
+        with self._troubles.of_blobs():
+            return (self._root / key).read_bytes()
+
+    def delete(self, key: str) -> None:
+        """Remove a blob, if it is there."""
+        with self._troubles.of_blobs():
+            (self._root / key).unlink(missing_ok=True)
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Keys in the folder ``prefix``, sorted, and the bytes that each has."""
+        folder, found = self._root / prefix, {}
+        if not folder.is_dir():
+            return {}
+        with self._troubles.of_blobs():
+            for path in sorted(folder.iterdir()):
+                with suppress(FileNotFoundError):  # deleted meanwhile
+                    if path.suffix != PARTIAL:
+                        found[str(path.relative_to(self._root))] = path.stat().st_size
+        return found
+
+    def keys(self, prefix: str) -> list[str]:
+        """Keys in the folder ``prefix``, sorted."""
+        return list(self.sizes(prefix))
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, so that a power cut takes none of them."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    flush_folder(folder.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Bring a folder's names to the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -10,6 +10,8 @@ from alembic.config import Config
 from sqlalchemy import Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError
 
+BUSY_SECONDS = 30  # that a commit waits for another process that holds the lock: a backup, somebody's sqlite3
+LARGEST_WAL = 16 * 1024 * 1024
 POSTGRESQL = ("postgresql", "postgresql+psycopg")
 
 
@@ -42,7 +44,7 @@ def migrate(engine: Engine) -> None:
 
 
 def _sqlite(path: Path) -> Engine:
-    engine = create_engine(f"sqlite:///{path.resolve()}", connect_args={"timeout": 30})
+    engine = create_engine(f"sqlite:///{path.resolve()}", connect_args={"timeout": BUSY_SECONDS})
     event.listen(engine, "connect", _prepare)
     event.listen(engine, "begin", _begin)
     return engine
@@ -63,8 +65,16 @@ def _postgresql(address: str) -> Engine:
             url.set(drivername="postgresql+psycopg"),
             # As with SQLite: a transaction sees the records as they were when it began.
             isolation_level="REPEATABLE READ",
-            # A commit that was acknowledged is on the disk, whatever the server's own default is.
-            connect_args={"options": "-c synchronous_commit=on"},
+            connect_args={
+                # A commit that was acknowledged is on the disk, whatever the server's own default is.
+                "options": "-c synchronous_commit=on",
+                # Writers take turns: none may wait for minutes on a machine that has gone without a word.
+                "connect_timeout": 5,
+                "tcp_user_timeout": 10_000,
+                "keepalives_idle": 10,
+                "keepalives_interval": 5,
+                "keepalives_count": 3,
+            },
             pool_pre_ping=True,  # a connection that a restart of the server broke is replaced, not used
         )
     except ModuleNotFoundError as error:
@@ -80,8 +90,12 @@ def _prepare(connection: Any, _: object) -> None:
     # leave half its tables. With its own beginnings off and ours on, a migration is there as a whole or not at all.
     connection.isolation_level = None
     cursor = connection.cursor()
+    # WAL: who looks keeps nobody from writing, and a commit is one flush of one file.
     cursor.execute("PRAGMA journal_mode=WAL")
     # FULL: in WAL mode the default, NORMAL, may lose the last commits in a power cut, and those were acknowledged.
     cursor.execute("PRAGMA synchronous=FULL")
+    # A long look, such as a backup, makes the WAL grow: afterwards it is cut to this again, and the disk gets it back.
+    cursor.execute(f"PRAGMA journal_size_limit={LARGEST_WAL}")
+    # No mmap_size: through mapped pages a failing disk is a SIGBUS, which ends the process, and not an error.
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()

@@ -142,7 +142,8 @@ def test_every_error_of_the_coordinator_has_a_status():
     found = set(subclasses(errors.CoordinatorError))
     assert len(found) >= 12
     assert found - set(STATUS) == set()
-    assert all(400 <= status < 500 for status in STATUS.values())
+    unavailable = {errors.Unavailable, *subclasses(errors.Unavailable)}
+    assert all((status >= 500) == (kind in unavailable) for kind, status in STATUS.items())
     for kind in found:
         assert kind.__name__ in errors.__doc__, f"{kind.__name__} is missing in the tree of coordinator.errors"
 

@@ -1,0 +1,99 @@
+"""What storage cannot do just now, told apart from faults of ours, and said in the log once.
+
+The disk is full, the database has gone, the object store does not answer: such a failure passes by itself or when an
+operator mends it, so callers are told to come again (``errors.Unavailable``, ``errors.DiskFull``), and the coordinator
+goes on. The log has one line when it begins and one when it is over, however many calls it met.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as NoConnectionLeft
+
+from coordinator.errors import DiskFull, Unavailable
+
+log = logging.getLogger(__name__)
+
+RECORDS, BLOBS = "records", "blobs"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_STATE = "53100"  # PostgreSQL's SQLSTATE
+
+
+class Troubles:
+    """What does not work now, by what it is of: ``records`` or ``blobs``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[str, tuple[Unavailable, int]] = {}
+
+    def begin(self, what: str, error: Unavailable, size: int, cause: BaseException) -> None:
+        """A call met this, with ``size`` bytes to write."""
+        with self._lock:
+            known = self._found.get(what)
+            largest = max(size, known[1]) if known else size
+            self._found[what] = (error, largest)
+        if known is None or type(known[0]) is not type(error):
+            log.error("%s: %s (%s: %s)", what, error, type(cause).__name__, cause)
+
+    def end(self, what: str, size: int) -> None:
+        """A write of ``size`` bytes went well. A smaller one than has failed proves nothing: it may fit, others not."""
+        if what not in self._found:  # the usual case, without a lock
+            return
+        with self._lock:
+            if what not in self._found or size < self._found[what][1]:
+                return
+            del self._found[what]
+        log.info("%s: written again; going on", what)
+
+    def size(self, what: str) -> int | None:
+        """The largest number of bytes whose writing failed; None where all is well."""
+        known = self._found.get(what)
+        return None if known is None else known[1]
+
+    @contextmanager
+    def of_records(self, *, writes: bool) -> Iterator[None]:
+        """Around a transaction."""
+        try:
+            yield
+        except (DBAPIError, NoConnectionLeft) as error:
+            if not isinstance(error, (OperationalError, InterfaceError, NoConnectionLeft)):
+                raise  # a statement of ours is wrong
+            unavailable = _of_database(error)
+            self.begin(RECORDS, unavailable, 0, getattr(error, "orig", None) or error)
+            raise unavailable from error
+        if writes:
+            self.end(RECORDS, 0)
+
+    @contextmanager
+    def of_blobs(self, size: int | None = None) -> Iterator[None]:
+        """Around work on files; ``size``: the bytes it writes. A file that is not there is no such failure."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            unavailable = _of_disk(error)
+            self.begin(BLOBS, unavailable, size or 0, error)
+            raise unavailable from error
+        if size is not None:
+            self.end(BLOBS, size)
+
+
+def _of_disk(error: OSError) -> Unavailable:
+    if error.errno in NO_ROOM:
+        return DiskFull("the coordinator's disk is full; it takes this again when its operator has made room")
+    return Unavailable("the coordinator cannot use its data folder just now; try again, and show its operator the log")
+
+
+def _of_database(error: DBAPIError | NoConnectionLeft) -> Unavailable:
+    cause = getattr(error, "orig", None)
+    full = "database or disk is full" in str(cause) or getattr(cause, "sqlstate", None) == DISK_FULL_STATE
+    if full:
+        return DiskFull("the disk of the coordinator's records is full; it goes on when its operator has made room")
+    return Unavailable("the coordinator cannot reach its records just now; try again in a while")

@@ -1,0 +1,57 @@
+"""Whether a folder lies on a network file system, where SQLite and durable files cannot be trusted.
+
+There a lock may be granted twice, an fsync may be a promise of somebody else's, and SQLite's WAL needs memory that all
+who open it share.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+MOUNTS = Path("/proc/self/mountinfo")
+
+NETWORK = frozenset(
+    {"9p", "afs", "beegfs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4"}
+    | {"ocfs2", "orangefs", "smb2", "smb3", "smbfs"}
+)
+NETWORK_FUSE = re.compile(
+    r"fuse\.(.*s3.*|sshfs|rclone|glusterfs|ceph.*|gcsfuse|blobfuse.*|davfs.*|juicefs|mfs.*|smb.*)"
+)
+
+
+class NetworkFolder(RuntimeError):
+    """The data folder lies on a network file system; the text says what to do."""
+
+
+def network_type(folder: Path, mounts: str) -> str | None:
+    """The type of the file system that ``folder`` lies on, where it is one of a network; None where it is local.
+
+    mounts: the text of /proc/self/mountinfo, whose last entry for a path is the one in effect.
+    """
+    found, longest = "", -1
+    folder = folder.resolve()
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kinds = before.split(" "), after.split(" ")
+        if len(fields) < 5 or not kinds[0]:
+            continue
+        point = Path(re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), fields[4]))
+        if folder.is_relative_to(point) and len(point.parts) >= longest:
+            found, longest = kinds[0], len(point.parts)
+    return found if found in NETWORK or NETWORK_FUSE.fullmatch(found) else None
+
+
+def check_local(folder: Path) -> None:
+    """Raise NetworkFolder for a folder on a network file system; where the system has no list of mounts, none is."""
+    try:
+        mounts = MOUNTS.read_text(errors="replace")
+    except OSError:
+        return
+    kind = network_type(folder, mounts)
+    if kind is not None:
+        raise NetworkFolder(
+            f"{folder} lies on a network file system ({kind}), where SQLite and the coordinator's files may be lost or "
+            f"damaged; set COORDINATOR_DATA_DIR to a folder on a local disk, or keep records in PostgreSQL "
+            f"(COORDINATOR_DATABASE_URL) and blobs in object storage (COORDINATOR_BLOBS)"
+        )

@@ -1,0 +1,152 @@
+"""Facts that come together are written down together, and one that cannot be harms no other."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from coordinator.errors import RoundClosed
+from coordinator.storage import mounts
+from coordinator.storage.mounts import NetworkFolder, network_type
+from coordinator.storage.store import Store
+
+from ..test_rounds import DIGITS, House
+
+CROWD = 24
+
+
+class Counted(Store):
+    """Counts its transactions."""
+
+    def __init__(self, folder):
+        self.transactions = 0
+        super().__init__(folder)
+
+    @contextmanager
+    def writing(self):
+        with super().writing() as session:
+            yield session
+            self.transactions += 1
+
+
+@pytest.fixture
+def flushes(monkeypatch):
+    """Counts flushes of files and of folders; ``hold`` keeps the first one of a folder until it is set."""
+    counts, hold, flush = Counter(), threading.Event(), os.fsync
+    hold.set()
+
+    def counting(number):
+        kind = "folder" if stat.S_ISDIR(os.fstat(number).st_mode) else "file"
+        counts[kind] += 1
+        if kind == "folder":
+            assert hold.wait(30)
+        flush(number)
+
+    monkeypatch.setattr(os, "fsync", counting)
+    counts.hold = hold
+    return counts
+
+
+@pytest.fixture
+def crowd(tmp_path, clock, train, flushes):
+    """A round's devices, each with its update ready to be sent: the house, and a call per device."""
+    house = House(tmp_path / "data", clock, Counted)
+    with closing(house.store):
+        house.create(cohort=CROWD, rounds=1)
+        devices = house.enrol(*(f"device-{number:02d}" for number in range(CROWD)))
+        house.rounds.advance()
+        asked = [(device, device.ask()) for device in devices]
+        ready = [(device, assignment, train(DIGITS, assignment)) for device, assignment in asked]
+        (device, assignment, body), *rest = ready
+        assert device.send(assignment, body)  # makes the folder
+        yield house, rest
+
+
+def test_a_crowd_of_updates_shares_transactions_and_flushes(crowd, flushes):
+    house, ready = crowd
+    before, transactions = dict(flushes), house.store.transactions
+    flushes.hold.clear()  # a disk that takes its time
+    with ThreadPoolExecutor(len(ready)) as pool:
+        sent = [pool.submit(device.send, assignment, body) for device, assignment, body in ready]
+        while flushes["file"] < before["file"] + len(ready):
+            assert not any(each.done() for each in sent), "acknowledged before it was durable"
+        flushes.hold.set()
+        assert [each.result() for each in sent] == [True] * len(ready)
+    assert flushes["file"] - before["file"] == len(ready), "each file once, side by side"
+    assert flushes["folder"] - before["folder"] <= len(ready) // 4
+    assert house.store.transactions - transactions <= len(ready) // 4
+    house.rounds.advance()
+    assert house.record(1).updates == CROWD
+
+
+def test_alone_an_update_waits_for_nobody(crowd, flushes):
+    house, ready = crowd
+    for device, assignment, body in ready[:3]:
+        before, transactions = dict(flushes), house.store.transactions
+        assert device.send(assignment, body)
+        assert flushes - Counter(before) == {"file": 1, "folder": 1}
+        assert house.store.transactions - transactions == 1
+
+
+def test_what_cannot_be_recorded_harms_nothing_that_came_with_it(tmp_path, flushes):
+    with closing(Store(tmp_path / "data")) as store:
+        with store.writing() as db:
+            db.execute(text("CREATE TABLE facts (name TEXT)"))
+
+        def fact(name):
+            def work(db):
+                db.execute(text("INSERT INTO facts VALUES (:name)"), {"name": name})
+                if name == "late":
+                    raise RoundClosed("too late")
+                return name
+
+            return work
+
+        store.blobs.put("facts/first", b"")
+        flushes.hold.clear()
+        with ThreadPoolExecutor(4) as pool:
+            first = pool.submit(store.record, fact("first"), ["facts/first"])  # has the pen, and waits for the disk
+            rest = {name: pool.submit(store.record, fact(name)) for name in ("a", "late", "b")}
+            flushes.hold.set()
+            assert first.result() == "first"
+            assert (rest["a"].result(), rest["b"].result()) == ("a", "b")
+            with pytest.raises(RoundClosed, match="too late"):
+                rest["late"].result()
+        with store.reading() as db:
+            assert sorted(db.scalars(text("SELECT name FROM facts"))) == ["a", "b", "first"]
+
+
+# --- network file systems ----------------------------------------------------------------------------------------
+
+LOCAL = """\
+22 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw
+40 22 0:35 / /srv/my\\040share rw,relatime shared:20 - {kind} host:/export rw,vers=4.2
+41 40 8:1 / /srv/my\\040share/disk rw shared:21 - xfs /dev/sda1 rw
+"""
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "nfs", "cifs", "9p", "fuse.sshfs", "fuse.s3fs", "ceph"])
+def test_a_network_file_system_is_found_by_its_mount(tmp_path, kind):
+    table = LOCAL.format(kind=kind)
+    assert network_type(tmp_path, table) is None
+    assert network_type(Path("/srv/my share/data"), table) == kind
+    assert network_type(Path("/srv/my share/disk/data"), table) is None, "a local disk below it"
+    over = table + "50 22 8:2 / /srv/my\\040share rw - ext4 /dev/sdb1 rw\n"
+    assert network_type(Path("/srv/my share/data"), over) is None, "mounted over it"
+
+
+def test_a_data_folder_on_a_network_is_refused_with_advice(tmp_path, monkeypatch):
+    table = tmp_path / "mountinfo"
+    table.write_text(f"36 35 0:50 / {tmp_path} rw,noatime - nfs4 nas:/export rw,vers=4.2\n")
+    monkeypatch.setattr(mounts, "MOUNTS", table)
+    with pytest.raises(NetworkFolder, match=r"network file system \(nfs4\).*COORDINATOR_DATA_DIR.*local disk"):
+        Store(tmp_path / "data")
+    assert not (tmp_path / "data" / "coordinator.sqlite3").exists()
