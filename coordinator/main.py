@@ -15,6 +15,7 @@ from coordinator.api import devices, federations, problems, status
 from coordinator.api.access import OpenHouseWarning
 from coordinator.api.bodies import SmallBodies
 from coordinator.api.parts import House
+from coordinator.api.slow import SlowBodies
 from coordinator.settings import Settings
 
 
@@ -43,6 +44,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         openapi_url=None,
     )
     app.add_middleware(SmallBodies)
+    app.add_middleware(SlowBodies, settings=settings)
     app.add_middleware(OpenHouseWarning, settings=settings)
     for part in (federations, devices, status):
         app.include_router(part.router)

@@ -37,5 +37,11 @@ class Settings(BaseSettings):
     max_test_bytes: int = Field(
         default=256 * 1024**2, gt=0, description="Largest test file that the global model is judged on, bytes"
     )
+    body_patience_seconds: float = Field(
+        default=30.0, gt=0, le=3600, description="How long a body may take to come, beyond what the next allows it, s"
+    )
+    body_bytes_per_second: float = Field(
+        default=500.0, gt=0, description="Slowest rate at which a body may come, bytes/s"
+    )
     tick_seconds: float = Field(default=0.5, gt=0, le=60, description="How often deadlines are looked at, s")
     log_level: str = Field(default="INFO", description="DEBUG, INFO, WARNING or ERROR")

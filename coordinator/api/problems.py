@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from coordinator import errors
+from coordinator.api.slow import TooSlow
 from coordinator.rounds import explain
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import Problem
@@ -88,7 +89,8 @@ async def _invalid_content(_: Request, error: Exception) -> JSONResponse:
 async def _framework(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     title = HTTPStatus(error.status_code).phrase.replace(" ", "")
-    detail = f"{error.detail}; the OpenAPI page at /docs lists the calls"
+    advised = isinstance(error, TooSlow)
+    detail = error.detail if advised else f"{error.detail}; the OpenAPI page at /docs lists the calls"
     return problem(error.status_code, title, detail, dict(error.headers or {}))
 
 

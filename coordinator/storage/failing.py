@@ -49,7 +49,7 @@ class Troubles:
             if what not in self._found or size < self._found[what][1]:
                 return
             del self._found[what]
-        log.info("%s: written again; going on", what)
+        log.warning("%s: written again; going on", what)
 
     def size(self, what: str) -> int | None:
         """The largest number of bytes whose writing failed; None where all is well."""

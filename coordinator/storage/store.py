@@ -67,8 +67,9 @@ class Store:
             self.blobs: Blobs = FolderBlobs(data_dir / "blobs", self._troubles)
             self.blobs.clean()
             self._engine = open_database(database_url or data_dir / RECORDS_FILE)
+            self._shared = database_url is not None
             try:
-                self._hold = None if database_url is None else _take(self._engine)
+                self._hold = _take(self._engine) if self._shared else None
             except BaseException:
                 self._engine.dispose()
                 raise
@@ -153,17 +154,20 @@ class Store:
 
     def _keep_hold(self) -> None:
         """Where the connection that keeps others out was lost, take it again before anything is written."""
-        if self._hold is None:
+        if not self._shared:
             return
-        try:
-            self._hold.scalar(text("SELECT 1"))
-        except DBAPIError:
-            self._hold.invalidate()
-            self._hold.close()
+        if self._hold is not None:
             try:
-                self._hold = _take(self._engine)
-            except DataInUse as error:
-                raise Unavailable(f"{error}; this coordinator writes nothing more until that one has gone") from None
+                self._hold.scalar(text("SELECT 1"))
+                return
+            except DBAPIError:
+                lost, self._hold = self._hold, None
+                lost.invalidate()
+                lost.close()
+        try:
+            self._hold = _take(self._engine)
+        except DataInUse as error:
+            raise Unavailable(f"{error}; this coordinator writes nothing more until that one has gone") from None
 
 
 def _take(engine: Engine) -> Connection:

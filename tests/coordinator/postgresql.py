@@ -36,6 +36,14 @@ class Server:
             status = subprocess.run(command, user=user, stdout=log, stderr=log, cwd=self._folder).returncode
         assert status == 0, f"{program}: {(self._folder / 'log').read_text()[-2000:]}"
 
+    def start(self) -> None:
+        options = f"-c listen_addresses='' -c unix_socket_directories='{self._folder}' -c fsync=off"
+        self.run("pg_ctl", "--pgdata", str(self._folder / "data"), "--wait", "-o", options, "start")
+
+    def stop(self) -> None:
+        """As a crash does: connections break in the middle of what they do."""
+        self.run("pg_ctl", "--pgdata", str(self._folder / "data"), "--wait", "--mode", "immediate", "stop")
+
     def new_database(self) -> str:
         name = f"sparrow{next(self._count)}"
         self.run("createdb", "--host", str(self._folder), "--username", USER, name)
@@ -70,11 +78,10 @@ def serving() -> Iterator[Server]:
     data = str(folder / "data")
     try:
         server.run("initdb", "--pgdata", data, "--username", USER, "--auth", "trust", "--encoding", "UTF8", "--no-sync")
-        options = f"-c listen_addresses='' -c unix_socket_directories='{folder}' -c fsync=off"
-        server.run("pg_ctl", "--pgdata", data, "--wait", "-o", options, "start")
+        server.start()
         try:
             yield server
         finally:
-            server.run("pg_ctl", "--pgdata", data, "--wait", "--mode", "immediate", "stop")
+            server.stop()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
