@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from coordinator.errors import BadContent, NameTaken, NoGlobalModel, NotFound, WrongState
+from coordinator.errors import BadContent, NameTaken, NoGlobalModel, NotFound, Unavailable, WrongState
 from coordinator.judging import judge
 from coordinator.methods import CoordinatorMethod, Situation, load_method
 from coordinator.models import Models, settings_of
@@ -142,6 +142,18 @@ class Federations:
         """One federation. Raises NotFound."""
         with self._store.reading() as db:
             return self.describe(db, find(db, name))
+
+    def check_models(self) -> None:
+        """Raise Unavailable where a federation's model is not among the blobs: these are not the blobs of these
+        records."""
+        with self._store.reading() as db:
+            federations = list(db.scalars(select(Federation)))
+        for federation in federations:
+            if not self._models.has(federation.id, federation.model_version):
+                raise Unavailable(
+                    f"the records have a federation {federation.name!r} whose model is not among the models here; give "
+                    f"every process the same COORDINATOR_DATA_DIR, and restore records and models together"
+                )
 
     def describe(self, db: Session, federation: Federation) -> FederationInfo:
         """What anybody allowed to look learns of it."""

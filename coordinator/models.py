@@ -101,6 +101,10 @@ class Models:
         """The values of a global model as stored: a checkpoint."""
         return self._store.blobs.get(_model_key(federation_id, version))
 
+    def has(self, federation_id: int, version: int) -> bool:
+        """Whether the values of a global model are stored."""
+        return _model_key(federation_id, version) in self._store.blobs.keys(f"{federation_id}/models")
+
     def model(self, federation: Federation, version: int) -> GlobalModel:
         """A global model."""
         latest = self._latest.get(federation.id)

@@ -17,8 +17,8 @@ memory: after a restart they are rebuilt from the stored updates. Updates are fo
 by device name); one that comes out of turn waits on disk. So the same updates give the same model bit for bit, in
 whatever order they arrive, and memory does not grow with the cohort.
 
-A round closes in two steps: first the new model's files, then one transaction that moves everything on. Killed between
-them, the coordinator finds the round still open, and does the same again.
+A round closes in two steps: first the new model's files, then the commit of the transaction that moves everything on.
+Killed between them, the coordinator finds the round still open, and does the same again.
 
 Devices that miss a deadline are not drawn again until they ask for work, those that hand back not for a minute. A round
 whose cohort sent nothing is recorded with no updates and leaves the model as it was; the next opens when somebody is
@@ -54,7 +54,7 @@ from coordinator.errors import (
     Unavailable,
     WrongMediaType,
 )
-from coordinator.methods import Situation, Work, load_method
+from coordinator.methods import GlobalModel, Situation, Work, load_method
 from coordinator.models import Models, job_of, settings_of
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation, Round
@@ -420,6 +420,12 @@ class Rounds:
             for federation in db.scalars(select(Federation).where(Federation.status.in_(("running", "waiting")))):
                 extend_deadlines(db, federation, self._clock())
 
+    def forget_sums(self) -> None:
+        """Running sums of before: another process may have moved rounds since. They are made again from what is
+        stored."""
+        with self._advancing:
+            self._folding.clear()
+
     def advance(self) -> bool:
         """Turn what has happened into progress; True when something moved that a device or observer may wait for."""
         moved = False
@@ -480,7 +486,7 @@ class Rounds:
         with self._store.writing() as db:
             federation = db.get_one(Federation, federation_id)
             settings = settings_of(federation)
-            if federation.status != "running":
+            if federation.status != "running" or _open_round(db, federation):
                 return False
             over = why_over(db, federation)
             if over:
@@ -595,28 +601,30 @@ class Rounds:
         self.write_upload_costs()
         version, digest = federation.model_version, federation.model_sha256
         method, warning = load_method(federation.method), federation.warning
-        notes: dict[str, int] = {}
+        model: GlobalModel | None = None
         if folding.sums.updates:
             with self._store.reading() as db:
                 situation = self._situation(db, federation, number)
             model = method.close(self._models.model(federation, version), folding.sums, situation)
-            notes = dict(model.notes)
             version += 1
-            digest = self._models.save(federation.id, version, model)
             warning = method.warning(model, situation)
             if warning and warning != federation.warning:
                 log.warning("%s: %s", federation.name, warning)
         now = self._clock()
         with self._store.writing() as db:
             federation = db.get_one(Federation, federation.id)
+            current = _open_round(db, federation)
+            if current is None or current.number != number:  # another process has closed it meanwhile
+                del self._folding[federation.id]
+                return
+            if model is not None:
+                # In this process's turn to write, so that no two write the same file; the records name it afterwards.
+                digest = self._models.save(federation.id, version, model)
             before = federation.round
             federation.round, federation.model_version, federation.model_sha256 = number, version, digest
             federation.warning = warning
-            current = db.scalars(
-                select(Round).where(Round.federation_id == federation.id, Round.number == number)
-            ).one()
             current.status, current.closed_at, current.model_sha256, current.stale = "closed", now, digest, True
-            current.notes, current.parts = notes, dict(folding.parts)
+            current.notes, current.parts = dict(model.notes) if model else {}, dict(folding.parts)
             if method.prepares and version == 0:
                 self._withdraw(db, current)
                 federation.warning = (

@@ -19,7 +19,7 @@ from coordinator.models import Models
 from coordinator.records import Records
 from coordinator.rounds import Rounds
 from coordinator.settings import Settings
-from coordinator.storage.store import Store
+from coordinator.storage.store import MOVED, Store
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,12 @@ class House:
             await run_in_threadpool(
                 self.federations.ensure_default, self.settings.default_task, self.settings.default_settings
             )
-        await run_in_threadpool(self.rounds.resume_after_restart)
+        await run_in_threadpool(self.federations.check_models)
+        if self.store.is_first:
+            await run_in_threadpool(self.rounds.resume_after_restart)
+        await run_in_threadpool(self.store.settled)
+        if self.store.sharing is not None:
+            self.store.sharing.listen(self._hear)
         self._mover = asyncio.create_task(self._move())
 
     async def close(self) -> None:
@@ -107,12 +112,35 @@ class House:
         """Let those who wait look again, though no round moved. May be called from any thread."""
         self._loop.call_soon_threadsafe(self.bell.ring)
 
+    def _hear(self, what: str) -> None:
+        """Another process of this coordinator says that something was written, or moved."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            if what == MOVED:
+                self.wake()
+            self.something_happened()
+
+    def _advance(self) -> bool:
+        """Move rounds on, where this process is the one to do it; True when something moved."""
+        sharing = self.store.sharing
+        if sharing is None:
+            return self.rounds.advance()
+        moves, newly = sharing.moves()
+        if not moves:
+            self.rounds.write_upload_costs()  # with several processes, who closes a round may not know them
+            return False
+        if newly:
+            self.rounds.forget_sums()
+        moved = self.rounds.advance()
+        if moved:
+            sharing.say_moved()
+        return moved
+
     async def _move(self) -> None:
         # Not only until it is cancelled: wait_for of Python 3.11 loses a cancellation that meets a fact.
         while not self.closing:
             try:
                 await run_in_threadpool(self.store.check)
-                if await run_in_threadpool(self.rounds.advance):
+                if await run_in_threadpool(self._advance):
                     self.bell.ring()
             except Unavailable:  # a full disk, a lost database: the store has said so; tried again at the next tick
                 await asyncio.sleep(self.settings.tick_seconds)

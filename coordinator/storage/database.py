@@ -7,7 +7,7 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, Engine, create_engine, event, make_url
+from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import ArgumentError
 
 BUSY_SECONDS = 30  # that a commit waits for another process that holds the lock: a backup, somebody's sqlite3
@@ -38,9 +38,13 @@ def migrate(engine: Engine) -> None:
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     config.set_main_option("path_separator", "os")
-    with engine.begin() as connection:
+    with engine.connect() as connection:
+        if engine.dialect.name == "postgresql":  # processes that start together take turns, and look only then
+            connection = connection.execution_options(isolation_level="READ COMMITTED")
+            connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('sparrow tables'))"))
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
+        connection.commit()
 
 
 def _sqlite(path: Path) -> Engine:
@@ -67,7 +71,8 @@ def _postgresql(address: str) -> Engine:
             isolation_level="REPEATABLE READ",
             connect_args={
                 # A commit that was acknowledged is on the disk, whatever the server's own default is.
-                "options": "-c synchronous_commit=on",
+                # A process that stands still in the middle of a transaction must not keep the others from writing.
+                "options": "-c synchronous_commit=on -c idle_in_transaction_session_timeout=30s",
                 # Writers take turns: none may wait for minutes on a machine that has gone without a word.
                 "connect_timeout": 5,
                 "tcp_user_timeout": 10_000,

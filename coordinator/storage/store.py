@@ -1,4 +1,4 @@
-"""Records and blobs of one coordinator, opened together and held by one process at a time."""
+"""Records and blobs of a coordinator, opened together: by one process, or by several on one PostgreSQL database."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from sqlalchemy import Connection, Engine, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy import text
 from sqlalchemy.orm import Session, sessionmaker
 
 from coordinator.errors import Unavailable
@@ -21,14 +20,19 @@ from coordinator.storage.database import open_database
 from coordinator.storage.failing import BLOBS, RECORDS, Troubles
 from coordinator.storage.mounts import check_local
 
-TAKE = text("SELECT pg_try_advisory_lock(hashtext('sparrow coordinator'))")
+if TYPE_CHECKING:
+    from coordinator.storage.sharing import Sharing  # needs psycopg
+
 RECORDS_FILE = "coordinator.sqlite3"
+MOVED = "moved"
+"""What another process says when rounds have moved (``sharing``)."""
+
 SMALLEST_PROBE = 4096
 Result = TypeVar("Result")
 
 
 class DataInUse(RuntimeError):
-    """Another coordinator process works on the same data folder or database."""
+    """Another coordinator process works on the same data folder."""
 
 
 @dataclass
@@ -46,8 +50,10 @@ class Store:
     """The coordinator's memory.
 
     Transactions that write take turns: rounds move in steps that read, decide and write, and no other write may fall
-    between. Facts that many callers bring at once go into one of them together (``record``). A lock on the data folder,
-    and one in PostgreSQL, keep a second process out, which would fold the same updates again.
+    between. Facts that many callers bring at once go into one of them together (``record``).
+
+    With SQLite a lock on the data folder keeps a second process out. With PostgreSQL there may be several, over the
+    same blobs; ``sharing`` says how they keep out of each other's way.
     """
 
     def __init__(self, data_dir: Path, database_url: str | None = None) -> None:
@@ -55,21 +61,22 @@ class Store:
         check_local(data_dir)
         self._lock_file = (data_dir / "lock").open("w")
         try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shared = database_url is not None
+            fcntl.flock(self._lock_file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock_file.close()
             raise DataInUse(
-                f"another coordinator works in {data_dir}; stop it, run uvicorn with one worker, or set "
-                f"COORDINATOR_DATA_DIR to another folder"
+                f"another coordinator works in {data_dir}; stop it, run uvicorn with one worker, keep the records in "
+                f"PostgreSQL, where there may be several, or set COORDINATOR_DATA_DIR to another folder"
             ) from None
         self._troubles = Troubles()
         try:
             self.blobs: Blobs = FolderBlobs(data_dir / "blobs", self._troubles)
-            self.blobs.clean()
             self._engine = open_database(database_url or data_dir / RECORDS_FILE)
-            self._shared = database_url is not None
             try:
-                self._hold = _take(self._engine) if self._shared else None
+                self.sharing = self._share() if shared else None
+                if self.is_first:
+                    self.blobs.clean()
             except BaseException:
                 self._engine.dispose()
                 raise
@@ -90,10 +97,12 @@ class Store:
     @contextmanager
     def writing(self) -> Iterator[Session]:
         """A transaction: committed, durably, when the block ends, undone when it raises. Raises Unavailable."""
-        with self._turn, self._troubles.of_records(writes=True):
-            self._keep_hold()
-            with self._sessions.begin() as session:
-                yield session
+        with self._turn, self._troubles.of_records(writes=True), self._sessions.begin() as session:
+            if self.sharing is not None:
+                self.sharing.take_turn(session)
+            yield session
+            if self.sharing is not None:
+                self.sharing.say_fact(session)
 
     def record(self, work: Callable[[Session], Result], keys: Sequence[str] = ()) -> Result:
         """Do ``work`` in a transaction that many callers may share; durable when this returns. Raises what it raises.
@@ -145,37 +154,24 @@ class Store:
         finally:
             self.blobs.delete("ready")
 
+    @property
+    def is_first(self) -> bool:
+        """Whether no other process works with these records and blobs, nor begins to before ``settled``."""
+        return self.sharing is None or self.sharing.first
+
+    def settled(self) -> None:
+        """What kills left behind is cleared up: others may come in."""
+        if self.sharing is not None:
+            self.sharing.settled()
+
     def close(self) -> None:
         """Let go of the database and the folder."""
-        if self._hold is not None:
-            self._hold.close()
+        if self.sharing is not None:
+            self.sharing.close()
         self._engine.dispose()
         self._lock_file.close()
 
-    def _keep_hold(self) -> None:
-        """Where the connection that keeps others out was lost, take it again before anything is written."""
-        if not self._shared:
-            return
-        if self._hold is not None:
-            try:
-                self._hold.scalar(text("SELECT 1"))
-                return
-            except DBAPIError:
-                lost, self._hold = self._hold, None
-                lost.invalidate()
-                lost.close()
-        try:
-            self._hold = _take(self._engine)
-        except DataInUse as error:
-            raise Unavailable(f"{error}; this coordinator writes nothing more until that one has gone") from None
+    def _share(self) -> Sharing:
+        from coordinator.storage.sharing import Sharing
 
-
-def _take(engine: Engine) -> Connection:
-    """A connection that keeps other coordinators out of the database as long as it is open. Raises DataInUse."""
-    connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-    if connection.scalar(TAKE):
-        return connection
-    connection.close()
-    raise DataInUse(
-        "another coordinator works on this PostgreSQL database; stop it, or give each a database of its own"
-    )
+        return Sharing(self._engine)

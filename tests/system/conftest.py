@@ -58,9 +58,9 @@ def environment(**more: str) -> dict[str, str]:
 class Coordinator:
     """``uvicorn coordinator.main:app`` over one data folder and one port, however often it is killed."""
 
-    def __init__(self, folder: Path, **settings: str) -> None:
+    def __init__(self, folder: Path, *, data: Path | None = None, **settings: str) -> None:
         self.settings = settings
-        self.data = folder / "data"
+        self.data = data or folder / "data"
         self.log = folder / "coordinator.log"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -93,6 +93,11 @@ class Coordinator:
                 return False
 
         wait_until(answers, "GET /healthz of the coordinator", interval=0.02)
+
+    @property
+    def runs(self) -> bool:
+        """Whether its process is there."""
+        return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
         """kill -9."""

@@ -65,11 +65,12 @@ class Fault:
 class Proxy:
     """Listens on a port of its own (``url``) and passes on to ``port`` on this machine. Close it.
 
-    keeps: whether exchanges have what was sent, for tests of what is on the wire.
+    port: or what gives one for each exchange, as a load balancer does. keeps: whether exchanges have what was sent, for
+    tests of what is on the wire.
     """
 
-    def __init__(self, port: int, *, keeps: bool = False) -> None:
-        self._port = port
+    def __init__(self, port: int | Callable[[], int], *, keeps: bool = False) -> None:
+        self._port: Callable[[], int] = port if callable(port) else lambda: port
         self._keeps = keeps
         self._changed = threading.Condition()
         self._exchanges: list[Exchange] = []
@@ -154,7 +155,7 @@ class Proxy:
         method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ")
         exchange = Exchange(method, path)
         fault = self._begin(exchange)
-        with socket.create_connection(("127.0.0.1", self._port), timeout=5) as server, self._known(server):
+        with socket.create_connection(("127.0.0.1", self._port()), timeout=5) as server, self._known(server):
             server.settimeout(None)
             with server.makefile("rb") as answers:
                 self._pass_request(exchange, fault, head, requests, server)

@@ -1,26 +1,30 @@
-"""Records in PostgreSQL: the same federation as with SQLite, over restarts, held by one coordinator at a time."""
+"""Records in PostgreSQL: the same federation as with SQLite, over restarts, and several processes at a time."""
 
 from __future__ import annotations
 
+import queue
+import time
+from concurrent import futures
+from contextlib import closing
+
 import pytest
 from sqlalchemy import inspect, text
+from sqlalchemy.exc import DBAPIError
 
+from coordinator.errors import Unavailable
 from coordinator.storage import database
-from coordinator.storage.store import DataInUse, Store
+from coordinator.storage.sharing import FACT
+from coordinator.storage.store import MOVED, Store
 from coordinator.storage.tables import Base
 
 from ..house import House
-from ..postgresql import Missing, serving
+from ..postgresql import serving
 
 
 @pytest.fixture(scope="module")
 def server():
-    pytest.importorskip("psycopg", reason="needs sparrow-fl[postgresql]")
-    try:
-        with serving() as server:
-            yield server
-    except Missing as missing:
-        pytest.skip(str(missing))
+    with serving() as server:
+        yield server
 
 
 @pytest.fixture
@@ -56,12 +60,98 @@ def test_a_federation_is_the_same_as_with_sqlite(tmp_path, clock, url):
     assert not (tmp_path / "postgresql" / "data" / "coordinator.sqlite3").exists()
 
 
-def test_a_second_coordinator_is_kept_out_until_the_first_has_gone(tmp_path, url):
-    first = Store(tmp_path / "first", url)
-    with pytest.raises(DataInUse, match="another coordinator works on this PostgreSQL database"):
-        Store(tmp_path / "second", url)
+def test_a_second_process_comes_in_when_the_first_has_cleared_up(tmp_path, url):
+    left = tmp_path / "blobs" / "half.partial"
+    left.parent.mkdir()
+    left.touch()
+    with closing(Store(tmp_path, url)) as first, futures.ThreadPoolExecutor() as pool:
+        assert (first.is_first, left.exists()) == (True, False)
+        coming = pool.submit(Store, tmp_path, url)
+        with pytest.raises(futures.TimeoutError):
+            coming.result(0.3)
+        left.touch()  # as the first writes it
+        first.settled()
+        with closing(coming.result(10)) as second:
+            assert (second.is_first, left.exists()) == (False, True)
+
+
+def test_one_process_moves_rounds_and_another_takes_over(tmp_path, url):
+    with closing(Store(tmp_path, url)) as first:
+        first.settled()
+        with closing(Store(tmp_path, url)) as second:
+            assert first.sharing.moves() == (True, True)
+            assert first.sharing.moves() == (True, False)
+            assert second.sharing.moves() == (False, False)
+            first.close()
+            assert second.sharing.moves() == (True, True)
+
+
+def test_writers_take_turns_over_processes_and_see_what_the_last_one_wrote(tmp_path, url):
+    rounds, inside = 25, []
+    with closing(Store(tmp_path, url)) as first:
+        first.settled()
+        with closing(Store(tmp_path, url)) as second, futures.ThreadPoolExecutor() as pool:
+
+            def count(store):
+                for _ in range(rounds):
+                    with store.writing() as db:
+                        inside.append(store)
+                        assert len(inside) == 1
+                        before = db.scalar(text("SELECT count(*) FROM counted"))
+                        db.execute(text("INSERT INTO counted VALUES (:value)"), {"value": before})
+                        inside.remove(store)
+
+            with first.writing() as db:
+                db.execute(text("CREATE TABLE counted (value integer UNIQUE)"))
+            for each in [pool.submit(count, store) for store in (first, second, first, second)]:
+                each.result()
+            with first.reading() as db:
+                assert db.scalar(text("SELECT max(value) FROM counted")) == 4 * rounds - 1
+
+
+def test_a_process_hears_what_others_write_and_move_and_not_itself(tmp_path, url):
+    heard = {"first": queue.Queue(), "second": queue.Queue()}
+    with closing(Store(tmp_path, url)) as first:
+        first.settled()
+        with closing(Store(tmp_path, url)) as second:
+            assert first.sharing.moves()[0]
+            for name, store in (("first", first), ("second", second)):
+                store.sharing.listen(heard[name].put)
+            deadline = time.monotonic() + 10
+            while heard["first"].empty():  # until it listens
+                assert time.monotonic() < deadline
+                with second.writing():
+                    pass
+            assert heard["first"].get() == FACT
+            first.sharing.say_moved()
+            while (word := heard["second"].get(timeout=10)) != MOVED:
+                assert word == FACT
+            with first.writing():  # who moves tells the others when it has moved, not at every step
+                pass
+            assert heard["second"].empty()
+
+
+def test_who_lost_its_connection_moves_no_more_until_it_is_its_turn_again(server, tmp_path, url):
+    with closing(Store(tmp_path, url)) as first:
+        first.settled()
+        with closing(Store(tmp_path, url)) as second:
+            assert first.sharing.moves()[0]
+            server.stop()
+            for store in (first, second):
+                with pytest.raises(DBAPIError):
+                    store.sharing.moves()
+            server.start()
+            assert second.sharing.moves() == (True, True)
+            assert first.sharing.moves() == (False, False)
+
+
+def test_models_of_other_records_are_refused(tmp_path, clock, url):
+    first = House(tmp_path / "first", clock, url)
+    first.create("fedavg")
     first.close()
-    Store(tmp_path / "second", url).close()
+    second = House(tmp_path / "second", clock, url)
+    with closing(second), pytest.raises(Unavailable, match="'f' whose model is not among the models here"):
+        second.federations.check_models()
 
 
 def test_the_migrations_make_the_tables_and_commits_are_durable(tmp_path, url):

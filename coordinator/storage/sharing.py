@@ -1,0 +1,149 @@
+"""Several coordinator processes on one PostgreSQL database: who is there, who writes, who moves rounds on.
+
+    there     a shared advisory lock, for as long as a process lives. The first one, which gets it exclusively for a
+              moment, clears up what kills left behind; the others wait for that.
+    writing   one transaction at a time in all processes: each locks a table before it looks at anything, so it sees
+              all that was written before it.
+    moving    one process opens, folds and closes rounds: who has an advisory lock that lives and dies with a
+              connection. Killed, or cut off from the database, it loses the lock, and another one goes on.
+    waking    LISTEN and NOTIFY: that a fact was written, for who moves; that something moved, for all who wait.
+
+What two movers at a time could do, between the loss of a lock and its notice, is harmless: rounds are moved by
+transactions that look again at what they change, and updates are summed in one order, so both write the same model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+
+import psycopg
+from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
+
+from coordinator.storage.store import MOVED
+
+log = logging.getLogger(__name__)
+
+CHANNEL = "sparrow"
+FACT = "fact"
+
+# Not a lock by function: a query would fix what the transaction sees before it has waited for its turn.
+_TURN = text("LOCK TABLE alembic_version IN EXCLUSIVE MODE")
+_SAY = text("SELECT pg_notify(:channel, :what)")
+_THERE, _MOVING = "hashtext('sparrow coordinator')", "hashtext('sparrow moves rounds')"
+_LISTEN_SECONDS = 1.0
+
+
+class Sharing:
+    """This process's part in a shared database.
+
+    first: whether no other process was there when this one came; ``settled`` lets the others in.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._name = secrets.token_hex(8)
+        self._connection: Connection | None = None
+        self._moving = False
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._listener: threading.Thread | None = None
+        self.first = self._come(exclusively=True)
+        if not self.first:
+            self._come(exclusively=False)
+
+    def settled(self) -> None:
+        """The first has cleared up: let the others in."""
+        with self._lock:
+            if self.first and self._connection is not None:
+                self._connection.execute(text(f"SELECT pg_advisory_lock_shared({_THERE})"))
+                self._connection.execute(text(f"SELECT pg_advisory_unlock({_THERE})"))
+            self.first = False
+
+    def take_turn(self, session: Session) -> None:
+        """At the beginning of a transaction that writes: wait until no other one does."""
+        session.execute(_TURN)
+
+    def say_fact(self, session: Session) -> None:
+        """Tell who moves rounds that something was written, when this transaction is committed."""
+        if not self._moving:
+            session.execute(_SAY, {"channel": CHANNEL, "what": f"{FACT} {self._name}"})
+
+    def say_moved(self) -> None:
+        """Tell all who wait that something moved."""
+        with self._engine.connect() as connection:
+            connection.execute(_SAY, {"channel": CHANNEL, "what": f"{MOVED} {self._name}"})
+            connection.commit()
+
+    def moves(self) -> tuple[bool, bool]:
+        """Whether this process may move rounds now, and whether it could not just before."""
+        with self._lock:
+            before = self._moving
+            try:
+                if self._connection is None:
+                    self._come(exclusively=False)
+                assert self._connection is not None
+                if before:
+                    self._connection.scalar(text("SELECT 1"))
+                else:
+                    self._moving = bool(self._connection.scalar(text(f"SELECT pg_try_advisory_lock({_MOVING})")))
+            except DBAPIError:
+                lost, self._connection, self._moving = self._connection, None, False
+                if lost is not None:
+                    lost.invalidate()
+                    lost.close()
+                raise
+        if self._moving and not before:
+            log.info("this process moves rounds on from now on")
+        return self._moving, self._moving and not before
+
+    def listen(self, heard: Callable[[str], None]) -> None:
+        """Call ``heard`` with FACT or MOVED for what other processes say, in a thread of its own."""
+        self._listener = threading.Thread(target=self._listen, args=(heard,), name="listener", daemon=True)
+        self._listener.start()
+
+    def close(self) -> None:
+        """Leave: another process may move rounds at once."""
+        self._closing.set()
+        if self._listener is not None:
+            self._listener.join(timeout=5)
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+    def _come(self, *, exclusively: bool) -> bool:
+        """Be there; whether that could be. The shared form waits for a first that clears up."""
+        connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        connection.detach()  # its locks go with it: back in the pool they would live on
+        if exclusively and not connection.scalar(text(f"SELECT pg_try_advisory_lock({_THERE})")):
+            connection.close()
+            return False
+        if not exclusively:
+            connection.execute(text(f"SELECT pg_advisory_lock_shared({_THERE})"))
+        self._connection = connection
+        return True
+
+    def _listen(self, heard: Callable[[str], None]) -> None:
+        address = self._engine.url.set(drivername="postgresql").render_as_string(hide_password=False)
+        while not self._closing.is_set():
+            try:
+                for what in self._said(address):
+                    heard(what)
+            except psycopg.Error:  # the database is away, which who writes will say; what was missed is looked at anew
+                self._closing.wait(_LISTEN_SECONDS)
+                heard(MOVED)
+
+    def _said(self, address: str) -> Iterator[str]:
+        with contextlib.closing(psycopg.connect(address, autocommit=True)) as connection:
+            connection.execute(f"LISTEN {CHANNEL}")
+            while not self._closing.is_set():
+                for notice in connection.notifies(timeout=_LISTEN_SECONDS):
+                    what, _, name = notice.payload.partition(" ")
+                    if name != self._name:
+                        yield what
