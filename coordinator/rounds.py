@@ -56,6 +56,7 @@ from coordinator.errors import (
 )
 from coordinator.methods import Situation, Work, load_method
 from coordinator.models import Models, job_of, settings_of
+from coordinator.rollback import carry_out, newest_version
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation, Round
 from edge_sdk.protocol import bundle
@@ -598,10 +599,10 @@ class Rounds:
         notes: dict[str, int] = {}
         if folding.sums.updates:
             with self._store.reading() as db:
-                situation = self._situation(db, federation, number)
+                situation, newest = self._situation(db, federation, number), newest_version(db, federation)
             model = method.close(self._models.model(federation, version), folding.sums, situation)
             notes = dict(model.notes)
-            version += 1
+            version = newest + 1
             digest = self._models.save(federation.id, version, model)
             warning = method.warning(model, situation)
             if warning and warning != federation.warning:
@@ -609,12 +610,13 @@ class Rounds:
         now = self._clock()
         with self._store.writing() as db:
             federation = db.get_one(Federation, federation.id)
-            before = federation.round
+            before, base = federation.round, federation.model_version
             federation.round, federation.model_version, federation.model_sha256 = number, version, digest
             federation.warning = warning
             current = db.scalars(
                 select(Round).where(Round.federation_id == federation.id, Round.number == number)
             ).one()
+            current.base_version, current.model_version = base, version
             current.status, current.closed_at, current.model_sha256, current.stale = "closed", now, digest, True
             current.notes, current.parts = notes, dict(folding.parts)
             if method.prepares and version == 0:
@@ -623,10 +625,11 @@ class Rounds:
                     "the model has not been prepared yet: the device that was asked did not answer in time, or handed "
                     "back; another one, or the same, is asked again. Where preparing takes long, raise deadline_seconds"
                 )
+            carry_out(db, federation, self._models)
             interval = settings_of(federation).evaluation_interval
             if federation.status == "running" and interval and number // interval > before // interval:
                 self._ask_for_evaluation(db, federation, now)
-            in_use = {version} | set(
+            in_use = {federation.model_version} | set(
                 db.scalars(
                     select(Assignment.model_version).where(
                         Assignment.federation_id == federation.id, Assignment.status == "open"
@@ -637,7 +640,7 @@ class Rounds:
                 Device.federation_id == federation.id, Device.mask.is_not(None), Device.status != "revoked"
             )
             masks = {digest for digest in db.scalars(known) if digest}
-        current_mask = self._models.model(federation, version).mask
+        current_mask = self._models.model(federation, federation.model_version).mask
         if current_mask is not None:
             masks.add(current_mask.digest)
         del self._folding[federation.id]

@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from coordinator.devices import Devices
 from coordinator.errors import Unavailable
 from coordinator.federations import Federations
-from coordinator.models import Models
+from coordinator.models import Models, Retention
 from coordinator.records import Records
 from coordinator.rounds import Rounds
 from coordinator.settings import Settings
@@ -58,7 +58,7 @@ class House:
         clock = clock or steady_clock()
         url = settings.database_url
         self.store = Store(settings.data_dir, None if url is None else url.get_secret_value())
-        self.models = Models(self.store)
+        self.models = Models(self.store, Retention(settings.keep_models, settings.keep_every))
         self.federations = Federations(self.store, self.models, clock)
         self.devices = Devices(self.store, clock)
         self.rounds = Rounds(self.store, self.models, clock)
