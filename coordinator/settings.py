@@ -20,6 +20,10 @@ class Settings(BaseSettings):
         default=None,
         description="PostgreSQL for the records, postgresql://USER:PASSWORD@HOST/DATABASE; unset: SQLite in the folder",
     )
+    blobs: str | None = Field(
+        default=None,
+        description="S3-compatible storage for models and updates, s3://BUCKET/PREFIX; unset: files in the folder",
+    )
     admin_token: SecretStr | None = Field(default=None, description="Needed to create and change federations")
     observer_token: SecretStr | None = Field(default=None, description="Needed to look at federations and metrics")
     enrolment_token: SecretStr | None = Field(default=None, description="Needed to enrol a device")

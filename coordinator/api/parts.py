@@ -57,7 +57,7 @@ class House:
         self.settings = settings
         clock = clock or steady_clock()
         url = settings.database_url
-        self.store = Store(settings.data_dir, None if url is None else url.get_secret_value())
+        self.store = Store(settings.data_dir, None if url is None else url.get_secret_value(), settings.blobs)
         self.models = Models(self.store, Retention(settings.keep_models, settings.keep_every))
         self.federations = Federations(self.store, self.models, clock)
         self.devices = Devices(self.store, clock)

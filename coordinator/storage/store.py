@@ -20,6 +20,7 @@ from coordinator.storage.blobs import Blobs, FolderBlobs, make_folder
 from coordinator.storage.database import open_database
 from coordinator.storage.failing import BLOBS, RECORDS, Troubles
 from coordinator.storage.mounts import check_local
+from coordinator.storage.objects import ObjectBlobs
 
 TAKE = text("SELECT pg_try_advisory_lock(hashtext('sparrow coordinator'))")
 RECORDS_FILE = "coordinator.sqlite3"
@@ -29,6 +30,10 @@ Result = TypeVar("Result")
 
 class DataInUse(RuntimeError):
     """Another coordinator process works on the same data folder or database."""
+
+
+class WrongBlobs(RuntimeError):
+    """Records and blobs do not belong together; the text says what to do."""
 
 
 @dataclass
@@ -50,9 +55,11 @@ class Store:
     and one in PostgreSQL, keep a second process out, which would fold the same updates again.
     """
 
-    def __init__(self, data_dir: Path, database_url: str | None = None) -> None:
+    def __init__(self, data_dir: Path, database_url: str | None = None, blobs: str | None = None) -> None:
+        """``database_url``: PostgreSQL, ``blobs``: s3://BUCKET/PREFIX; without, they are in ``data_dir``."""
         make_folder(data_dir)
-        check_local(data_dir)
+        if database_url is None or blobs is None:
+            check_local(data_dir)
         self._lock_file = (data_dir / "lock").open("w")
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,12 +71,13 @@ class Store:
             ) from None
         self._troubles = Troubles()
         try:
-            self.blobs: Blobs = FolderBlobs(data_dir / "blobs", self._troubles)
+            self.blobs = open_blobs(data_dir, blobs, self._troubles)
             self.blobs.clean()
             self._engine = open_database(database_url or data_dir / RECORDS_FILE)
             self._shared = database_url is not None
             try:
                 self._hold = _take(self._engine) if self._shared else None
+                self._check_blobs()
             except BaseException:
                 self._engine.dispose()
                 raise
@@ -145,6 +153,22 @@ class Store:
         finally:
             self.blobs.delete("ready")
 
+    def _check_blobs(self) -> None:
+        """Raise WrongBlobs where records and blobs are not of one coordinator: its rounds would delete the other's."""
+        with self._engine.connect() as connection:
+            known = connection.scalars(text("SELECT id FROM federations ORDER BY id")).all()
+        if known and not self.blobs.keys(f"{known[0]}/models"):
+            raise WrongBlobs(
+                "the records name models that are not among the blobs: set COORDINATOR_BLOBS and COORDINATOR_DATA_DIR "
+                "to where they were, or bring both back from a backup with python -m coordinator.restore"
+            )
+        # A first model alone may be from a start that was cut off.
+        if not known and not all("/000000000." in key for key in self.blobs.keys("1/models")):
+            raise WrongBlobs(
+                "the blobs are another coordinator's, of which the records know nothing: give an empty folder, or "
+                "another prefix in COORDINATOR_BLOBS, or the database that belongs to them"
+            )
+
     def close(self) -> None:
         """Let go of the database and the folder."""
         if self._hold is not None:
@@ -168,6 +192,11 @@ class Store:
             self._hold = _take(self._engine)
         except DataInUse as error:
             raise Unavailable(f"{error}; this coordinator writes nothing more until that one has gone") from None
+
+
+def open_blobs(data_dir: Path, address: str | None, troubles: Troubles | None = None) -> Blobs:
+    """The blobs in object storage, where an address of one is given, or in the data folder. Raises BadObjectStore."""
+    return FolderBlobs(data_dir / "blobs", troubles) if address is None else ObjectBlobs(address, troubles)
 
 
 def _take(engine: Engine) -> Connection:
