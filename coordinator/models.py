@@ -99,9 +99,9 @@ class Models:
             if model.mask is not None:
                 state["mask"] = np.frombuffer(model.mask.bits, dtype=np.uint8)
                 self._keep_mask(federation_id, model.mask.digest, model.mask.bits)
-            self._store.blobs.put(_state_key(federation_id, version), checkpoint.save(state))
+            self._store.blobs.put(state_key(federation_id, version), checkpoint.save(state))
         body = checkpoint.save(model.tensors, json.dumps({"version": version}))
-        self._store.blobs.put(_model_key(federation_id, version), body)
+        self._store.blobs.put(model_key(federation_id, version), body)
         self._latest[federation_id] = (version, model)
         return hashlib.sha256(body).hexdigest()
 
@@ -115,13 +115,13 @@ class Models:
 
     def file(self, federation_id: int, version: int) -> bytes:
         """The values of a global model as stored: a checkpoint."""
-        return self._store.blobs.get(_model_key(federation_id, version))
+        return self._store.blobs.get(model_key(federation_id, version))
 
     def versions(self, federation_id: int) -> dict[int, int]:
         """The global models that are stored, oldest first, and the bytes of each one's values."""
         sizes = self._store.blobs.sizes(f"{federation_id}/models")
         versions = {key: int(key.rpartition("/")[2].partition(".")[0]) for key in sizes}
-        return {number: sizes[key] for key, number in versions.items() if key == _model_key(federation_id, number)}
+        return {number: sizes[key] for key, number in versions.items() if key == model_key(federation_id, number)}
 
     def kept(self, federation: Federation) -> dict[int, int]:
         """The global models that stay, oldest first, and the bytes of each one's values: others may go at any time."""
@@ -142,7 +142,7 @@ class Models:
     def _load(self, federation: Federation, version: int) -> GlobalModel:
         tensors, _ = checkpoint.load(self.file(federation.id, version))
         try:
-            state, _ = checkpoint.load(self._store.blobs.get(_state_key(federation.id, version)))
+            state, _ = checkpoint.load(self._store.blobs.get(state_key(federation.id, version)))
         except FileNotFoundError:
             return GlobalModel(tensors)
         bits = state.pop("mask", None)
@@ -152,7 +152,7 @@ class Models:
     def forget(self, federation_id: int, in_use: set[int], masks: set[str]) -> None:
         """Delete the global models that are not in use and not to be kept, and the masks that nothing refers to."""
         kept = in_use | self._retention.kept(self.versions(federation_id))
-        keep = {key(federation_id, version) for version in kept for key in (_model_key, _state_key)}
+        keep = {key(federation_id, version) for version in kept for key in (model_key, state_key)}
         keep |= {_mask_key(federation_id, digest) for digest in masks}
         for folder in ("models", "masks"):
             for key in self._store.blobs.keys(f"{federation_id}/{folder}"):
@@ -249,11 +249,13 @@ class Models:
             return db.scalars(of_digest.order_by(Round.number).limit(1)).first()
 
 
-def _model_key(federation_id: int, version: int) -> str:
+def model_key(federation_id: int, version: int) -> str:
+    """Of a global model's values."""
     return f"{federation_id}/models/{version:09d}.safetensors"
 
 
-def _state_key(federation_id: int, version: int) -> str:
+def state_key(federation_id: int, version: int) -> str:
+    """Of what its method keeps beside them, if anything."""
     return f"{federation_id}/models/{version:09d}.state.safetensors"
 
 

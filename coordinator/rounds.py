@@ -325,7 +325,7 @@ class Rounds:
             held = mask.digest if mask is not None else self._models.keep_mask(federation, chosen) if chosen else None
             if held is not None and held != device.mask:
                 changed["mask"] = held
-            keys = [_update_key(federation.id, assignment.id, digest)]
+            keys = [update_key(federation.id, assignment.id, digest)]
             self._store.blobs.write(keys[0], body)
         if not device.holds_model and _leaves_model(federation, assignment):
             changed["holds_model"] = True
@@ -582,7 +582,7 @@ class Rounds:
         return folding
 
     def _fold_one(self, federation: Federation, folding: _Folding, assignment: _Member) -> None:
-        body = self._store.blobs.get(_update_key(federation.id, assignment.id, assignment.update_sha256 or ""))
+        body = self._store.blobs.get(update_key(federation.id, assignment.id, assignment.update_sha256 or ""))
         manifest, model = self._models.manifest(federation), self._models.model(federation, federation.model_version)
         decoded = bundle.decode(body, manifest, model.mask)
         report = wire.UpdateReport.model_validate_json(decoded.report)
@@ -899,6 +899,6 @@ def _update_folder(federation_id: int) -> str:
     return f"{federation_id}/updates"
 
 
-def _update_key(federation_id: int, assignment_id: str, digest: str) -> str:
+def update_key(federation_id: int, assignment_id: str, digest: str) -> str:
     """Named by its content too: of two bodies that race for one assignment, the one recorded is the one folded."""
     return f"{_update_folder(federation_id)}/{assignment_id}.{digest}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import IO, Any, Generic, TypeVar, cast
 
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
@@ -60,15 +60,7 @@ class Store:
         make_folder(data_dir)
         if database_url is None or blobs is None:
             check_local(data_dir)
-        self._lock_file = (data_dir / "lock").open("w")
-        try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock_file.close()
-            raise DataInUse(
-                f"another coordinator works in {data_dir}; stop it, run uvicorn with one worker, or set "
-                f"COORDINATOR_DATA_DIR to another folder"
-            ) from None
+        self._lock_file = lock_folder(data_dir)
         self._troubles = Troubles()
         try:
             self.blobs = open_blobs(data_dir, blobs, self._troubles)
@@ -192,6 +184,20 @@ class Store:
             self._hold = _take(self._engine)
         except DataInUse as error:
             raise Unavailable(f"{error}; this coordinator writes nothing more until that one has gone") from None
+
+
+def lock_folder(data_dir: Path) -> IO[str]:
+    """An open file that keeps others out of the folder. Raises DataInUse."""
+    lock_file = (data_dir / "lock").open("w")
+    try:
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock_file.close()
+        raise DataInUse(
+            f"another coordinator works in {data_dir}; stop it, run uvicorn with one worker, or set "
+            f"COORDINATOR_DATA_DIR to another folder"
+        ) from None
+    return lock_file
 
 
 def open_blobs(data_dir: Path, address: str | None, troubles: Troubles | None = None) -> Blobs:
