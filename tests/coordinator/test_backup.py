@@ -139,7 +139,7 @@ def test_of_postgresql(tmp_path, clock, answer, play, monkeypatch):
 @pytest.mark.parametrize(
     ("method", "more"),
     [
-        ("fedspu", {}),
+        pytest.param("fedspu", {}, marks=pytest.mark.slow),
         ("pfedgate", {"method_settings": {"smallest_budget": 0.5}}),
         ("fedsgc", {"method_settings": {"adjust_interval": 2, "device_interval": 1}}),
     ],
