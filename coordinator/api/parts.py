@@ -85,8 +85,12 @@ class House:
             self._mover.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._mover
-        await run_in_threadpool(self.rounds.write_upload_costs)
-        await run_in_threadpool(self.store.close)
+        try:
+            await run_in_threadpool(self.rounds.write_upload_costs)
+        except Unavailable as error:
+            log.warning("what the last uploads cost is not recorded: %s", error)
+        finally:
+            await run_in_threadpool(self.store.close)
 
     def check_ready(self) -> None:
         """Raise whatever keeps the coordinator from reading its records or writing its folder."""

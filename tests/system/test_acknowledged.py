@@ -12,7 +12,7 @@ from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.messages import Assignment
 
 CROWD = 15
-KILLS = 3
+KILLS = 2
 MANIFEST = load_builtin("digits").manifest
 
 
