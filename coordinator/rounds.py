@@ -281,6 +281,11 @@ class Rounds:
 
     # --- what devices send ---------------------------------------------------------------------------------------
 
+    def check_owner(self, assignment_id: str, device_id: str) -> None:
+        """Raise NotFound or NotAllowed unless it is an assignment of this device."""
+        with self._store.reading() as db:
+            _owned(db, assignment_id, device_id)
+
     def check_envelope(self, assignment_id: str, device_id: str, media_type: str) -> int:
         """Before a byte of an update is read: may this device send this? Returns the longest body accepted, in bytes.
 

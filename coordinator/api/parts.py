@@ -12,6 +12,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
+from coordinator.api.uploads import Uploads
 from coordinator.devices import Devices
 from coordinator.errors import Unavailable
 from coordinator.federations import Federations
@@ -63,6 +64,7 @@ class House:
         self.devices = Devices(self.store, clock)
         self.rounds = Rounds(self.store, self.models, clock)
         self.records = Records(self.store, self.rounds.write_upload_costs)
+        self.uploads = Uploads(settings.data_dir / "uploads", self.store, clock)
         self.closing = False
         self.bell = Bell()
         self._facts = asyncio.Event()
@@ -116,6 +118,7 @@ class House:
         while not self.closing:
             try:
                 await run_in_threadpool(self.store.check)
+                await run_in_threadpool(self.uploads.sweep)
                 if await run_in_threadpool(self.rounds.advance):
                     self.bell.ring()
             except Unavailable:  # a full disk, a lost database: the store has said so; tried again at the next tick

@@ -61,9 +61,9 @@ class Store:
         if database_url is None or blobs is None:
             check_local(data_dir)
         self._lock_file = lock_folder(data_dir)
-        self._troubles = Troubles()
+        self.troubles = Troubles()
         try:
-            self.blobs = open_blobs(data_dir, blobs, self._troubles)
+            self.blobs = open_blobs(data_dir, blobs, self.troubles)
             self.blobs.clean()
             self._engine = open_database(database_url or data_dir / RECORDS_FILE)
             self._shared = database_url is not None
@@ -84,13 +84,13 @@ class Store:
     @contextmanager
     def reading(self) -> Iterator[Session]:
         """A session to look with; what it changes is not kept. Raises Unavailable."""
-        with self._troubles.of_records(writes=False), self._sessions() as session:
+        with self.troubles.of_records(writes=False), self._sessions() as session:
             yield session
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
         """A transaction: committed, durably, when the block ends, undone when it raises. Raises Unavailable."""
-        with self._turn, self._troubles.of_records(writes=True):
+        with self._turn, self.troubles.of_records(writes=True):
             self._keep_hold()
             with self._sessions.begin() as session:
                 yield session
@@ -131,10 +131,10 @@ class Store:
 
     def check(self) -> None:
         """Raise Unavailable as long as something that has failed does: it is tried again here, as large as it was."""
-        size = self._troubles.size(BLOBS)
+        size = self.troubles.size(BLOBS)
         if size is not None:
             self.probe(size)
-        if self._troubles.size(RECORDS) is not None:
+        if self.troubles.size(RECORDS) is not None:
             with self.writing() as db:  # changes nothing, and is written all the same
                 db.execute(text("UPDATE alembic_version SET version_num = version_num"))
 

@@ -455,6 +455,12 @@ class UpdateAccepted(_Answer):
     new: bool
 
 
+class UpdateReceived(_Answer):
+    """How much of an update that broke off has arrived."""
+
+    received: int = Field(description="Bytes; the rest is sent with Content-Range")
+
+
 # --- records and errors ------------------------------------------------------------------------------------------
 
 
