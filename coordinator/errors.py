@@ -12,6 +12,7 @@ CoordinatorError
 ├── Finished              the federation is over
 ├── Unavailable           storage does not work just now: try again later
 │   └── DiskFull          there is no room left for it
+├── WrongRange            ask how much of the update is here, and send the rest
 ├── LengthRequired, TooLarge, WrongMediaType      the request's envelope is wrong
 └── BadContent            what was sent breaks the contract; the text says where and what to do
 """
@@ -79,3 +80,7 @@ class Unavailable(CoordinatorError):
 
 class DiskFull(Unavailable):
     """There is no room for what the call brings."""
+
+
+class WrongRange(CoordinatorError):
+    """A part of an update does not begin where the last one ended, or the whole is not what was announced."""

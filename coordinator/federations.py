@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from coordinator.errors import BadContent, NameTaken, NoGlobalModel, NotFound, Unavailable, WrongState
+from coordinator import rollback
+from coordinator.errors import BadContent, NameTaken, NoGlobalModel, NotFound, WrongState
 from coordinator.judging import judge
 from coordinator.methods import CoordinatorMethod, Situation, load_method
 from coordinator.models import Models, settings_of
@@ -28,6 +29,7 @@ from edge_sdk.protocol.messages import (
     FederationInfo,
     FederationSettings,
     FederationStatus,
+    ModelInfo,
 )
 from export.metadata import properties
 from export.skeleton import check_skeleton, fill
@@ -119,7 +121,11 @@ class Federations:
             federation = find(db, name)
             changed = request.model_dump(include={"rounds", "cohort", "deadline_seconds"}, exclude_none=True)
             federation.settings = {**federation.settings, **changed}
-            if request.action is not None:
+            if (request.action == "rollback") != (request.model_version is not None):
+                raise BadContent("model_version: give it with the action rollback, and with no other")
+            if request.model_version is not None:
+                rollback.ask(db, federation, self._models, request.model_version)
+            elif request.action is not None:
                 _ACTIONS[request.action](federation)
             over = why_over(db, federation) if request.action == "reopen" else None
             if over:
@@ -133,6 +139,11 @@ class Federations:
                 extend_deadlines(db, federation, self._clock())
             return self.describe(db, federation)
 
+    def models(self, name: str) -> list[ModelInfo]:
+        """The global models that are kept, oldest first. Raises NotFound."""
+        with self._store.reading() as db:
+            return rollback.list_models(db, find(db, name), self._models)
+
     def list(self) -> list[FederationInfo]:
         """Every federation, by age."""
         with self._store.reading() as db:
@@ -142,18 +153,6 @@ class Federations:
         """One federation. Raises NotFound."""
         with self._store.reading() as db:
             return self.describe(db, find(db, name))
-
-    def check_models(self) -> None:
-        """Raise Unavailable where a federation's model is not among the blobs: these are not the blobs of these
-        records."""
-        with self._store.reading() as db:
-            federations = list(db.scalars(select(Federation)))
-        for federation in federations:
-            if not self._models.has(federation.id, federation.model_version):
-                raise Unavailable(
-                    f"the records have a federation {federation.name!r} whose model is not among the models here; give "
-                    f"every process the same COORDINATOR_DATA_DIR, and restore records and models together"
-                )
 
     def describe(self, db: Session, federation: Federation) -> FederationInfo:
         """What anybody allowed to look learns of it."""
@@ -177,6 +176,7 @@ class Federations:
             devices=counts.get("active", 0) + counts.get("stopped", 0),
             devices_stopped=counts.get("stopped", 0),
             model_version=federation.model_version,
+            rollback_version=federation.rollback_version,
             model_sha256=federation.model_sha256,
             parameters=manifest.trainable_values,
             manifest_digest=manifest.digest,
@@ -194,12 +194,19 @@ class Federations:
         with self._store.reading() as db:
             return self._models.skeleton(find(db, name).id)
 
-    def model(self, name: str) -> bytes:
-        """The global model as a checkpoint. Raises NoGlobalModel."""
+    def model(self, name: str, version: int | None = None) -> bytes:
+        """The newest global model, or one that is kept, as a checkpoint. Raises NoGlobalModel, NotFound."""
         with self._store.reading() as db:
             federation = find(db, name)
         self._check_usable(federation)
-        return self._models.file(federation.id, federation.model_version)
+        try:
+            return self._models.file(federation.id, federation.model_version if version is None else version)
+        except FileNotFoundError:
+            if version is None:
+                raise
+            raise NotFound(
+                f"model {version} of {name} is not kept; GET /v1/federations/{name}/models lists those that are"
+            ) from None
 
     def model_onnx(self, name: str) -> bytes:
         """The global model as ONNX. Raises NoGlobalModel."""

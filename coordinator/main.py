@@ -29,10 +29,12 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         logging.getLogger("alembic").setLevel(logging.WARNING)
         house = House(settings)
         app.state.house = house
-        await house.open()
-        with _before_stop(house.leave):
-            yield
-        await house.close()
+        try:
+            await house.open()
+            with _before_stop(house.leave):
+                yield
+        finally:
+            await house.close()
 
     app = FastAPI(
         title="Sparrow coordinator",

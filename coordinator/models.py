@@ -17,7 +17,8 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from sqlalchemy import select
@@ -32,6 +33,20 @@ from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind
 from edge_sdk.protocol.neurons import fits_ratio, mask_digest, mask_from_file, mask_to_file
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which global models are kept beside those in use: the newest ``last``, and every ``every``-th (0: none)."""
+
+    last: int = 1
+    every: int = 0
+
+    def kept(self, versions: Iterable[int]) -> set[int]:
+        """Those of ``versions`` that are kept."""
+        numbers = sorted(versions)
+        return {*numbers[-self.last :], *(number for number in numbers if self.every and number % self.every == 0)}
+
 
 PAYLOAD_CACHE_BYTES = 64 * 1024 * 1024
 
@@ -49,8 +64,9 @@ def job_of(federation: Federation) -> str:
 class Models:
     """Reads and writes the models of every federation."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, retention: Retention | None = None) -> None:
         self._store = store
+        self._retention = retention or Retention()
         self._manifests: dict[int, Manifest] = {}
         self._latest: dict[int, tuple[int, GlobalModel]] = {}
         self._payloads: OrderedDict[Hashable, bytes] = OrderedDict()
@@ -83,9 +99,9 @@ class Models:
             if model.mask is not None:
                 state["mask"] = np.frombuffer(model.mask.bits, dtype=np.uint8)
                 self._keep_mask(federation_id, model.mask.digest, model.mask.bits)
-            self._store.blobs.put(_state_key(federation_id, version), checkpoint.save(state))
+            self._store.blobs.put(state_key(federation_id, version), checkpoint.save(state))
         body = checkpoint.save(model.tensors, json.dumps({"version": version}))
-        self._store.blobs.put(_model_key(federation_id, version), body)
+        self._store.blobs.put(model_key(federation_id, version), body)
         self._latest[federation_id] = (version, model)
         return hashlib.sha256(body).hexdigest()
 
@@ -99,18 +115,26 @@ class Models:
 
     def file(self, federation_id: int, version: int) -> bytes:
         """The values of a global model as stored: a checkpoint."""
-        return self._store.blobs.get(_model_key(federation_id, version))
+        return self._store.blobs.get(model_key(federation_id, version))
 
-    def has(self, federation_id: int, version: int) -> bool:
-        """Whether the values of a global model are stored."""
-        return _model_key(federation_id, version) in self._store.blobs.keys(f"{federation_id}/models")
+    def versions(self, federation_id: int) -> dict[int, int]:
+        """The global models that are stored, oldest first, and the bytes of each one's values."""
+        sizes = self._store.blobs.sizes(f"{federation_id}/models")
+        versions = {key: int(key.rpartition("/")[2].partition(".")[0]) for key in sizes}
+        return {number: sizes[key] for key, number in versions.items() if key == model_key(federation_id, number)}
+
+    def kept(self, federation: Federation) -> dict[int, int]:
+        """The global models that stay, oldest first, and the bytes of each one's values: others may go at any time."""
+        versions = self.versions(federation.id)
+        stay = self._retention.kept(versions) | {federation.model_version}
+        return {number: size for number, size in versions.items() if number in stay}
 
     def model(self, federation: Federation, version: int) -> GlobalModel:
         """A global model."""
         latest = self._latest.get(federation.id)
         if latest is None or latest[0] != version:
             model = self._load(federation, version)
-            if latest is not None and latest[0] > version:
+            if version != federation.model_version:  # of an older assignment: not worth the newest one's place
                 return model
             latest = self._latest[federation.id] = (version, model)
         return latest[1]
@@ -118,7 +142,7 @@ class Models:
     def _load(self, federation: Federation, version: int) -> GlobalModel:
         tensors, _ = checkpoint.load(self.file(federation.id, version))
         try:
-            state, _ = checkpoint.load(self._store.blobs.get(_state_key(federation.id, version)))
+            state, _ = checkpoint.load(self._store.blobs.get(state_key(federation.id, version)))
         except FileNotFoundError:
             return GlobalModel(tensors)
         bits = state.pop("mask", None)
@@ -126,8 +150,9 @@ class Models:
         return GlobalModel(tensors, mask, {name.removeprefix("own:"): array for name, array in state.items()})
 
     def forget(self, federation_id: int, in_use: set[int], masks: set[str]) -> None:
-        """Delete the global models of versions, and the masks, that nothing refers to any more."""
-        keep = {key(federation_id, version) for version in in_use for key in (_model_key, _state_key)}
+        """Delete the global models that are not in use and not to be kept, and the masks that nothing refers to."""
+        kept = in_use | self._retention.kept(self.versions(federation_id))
+        keep = {key(federation_id, version) for version in kept for key in (model_key, state_key)}
         keep |= {_mask_key(federation_id, digest) for digest in masks}
         for folder in ("models", "masks"):
             for key in self._store.blobs.keys(f"{federation_id}/{folder}"):
@@ -178,26 +203,27 @@ class Models:
         # What is not cut for one device's neurons is the same for all that hold the same mask.
         whose = None if assignment.full or assignment.ratio is None else assignment.id
         version, plan = assignment.model_version, json.dumps(assignment.plan)
-        key: Hashable = (federation.id, version, whose, device.mask, device.model, plan)
+        sends_changes = load_method(federation.method).sends_changes
+        held = self._round_of(federation, device.model) if sends_changes else None
+        key: Hashable = (federation.id, version, whose, device.mask, held, plan)
         with self._lock:
             if key in self._payloads:
                 self._payloads.move_to_end(key)
                 return self._payloads[key]
-        body = self._pack(federation, device, assignment)
+        body = self._pack(federation, device, assignment, held)
         with self._lock:
             self._payloads[key] = body
             while len(self._payloads) > 1 and sum(map(len, self._payloads.values())) > PAYLOAD_CACHE_BYTES:
                 self._payloads.popitem(last=False)
         return body
 
-    def _pack(self, federation: Federation, device: Device, assignment: Assignment) -> bytes:
+    def _pack(self, federation: Federation, device: Device, assignment: Assignment, held: int | None) -> bytes:
         manifest, settings, plan = self.manifest(federation), settings_of(federation), assignment.plan or {}
         model = self.model(federation, assignment.model_version)
         mask, draw = self.mask(federation, device, assignment)
         if assignment.full:
             mask, draw = model.mask, None
         method, situation = load_method(federation.method), Situation(manifest, settings, assignment.round, plan)
-        held = self._round_of(federation, device.model) if method.sends_changes else None
         if held is not None:
             mask = method.changed(model, held, situation)
         known = self._held_mask(federation, device)
@@ -212,19 +238,24 @@ class Models:
         )
 
     def _round_of(self, federation: Federation, digest: str | None) -> int | None:
-        """The number of a round that the global model so called came of; None for one that is not known here."""
+        """The number of a round that the global model so called came of; None for one that is not known here, or was
+        undone: what has changed since is not what today's model remembers."""
         if digest is None:
             return None
-        of_digest = select(Round.number).where(Round.federation_id == federation.id, Round.model_sha256 == digest)
+        of_digest = select(Round.number).where(
+            Round.federation_id == federation.id, Round.model_sha256 == digest, Round.undone.is_(False)
+        )
         with self._store.reading() as db:
             return db.scalars(of_digest.order_by(Round.number).limit(1)).first()
 
 
-def _model_key(federation_id: int, version: int) -> str:
+def model_key(federation_id: int, version: int) -> str:
+    """Of a global model's values."""
     return f"{federation_id}/models/{version:09d}.safetensors"
 
 
-def _state_key(federation_id: int, version: int) -> str:
+def state_key(federation_id: int, version: int) -> str:
+    """Of what its method keeps beside them, if anything."""
     return f"{federation_id}/models/{version:09d}.state.safetensors"
 
 

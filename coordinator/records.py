@@ -169,6 +169,9 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         closed_at=None if item.closed_at is None else iso(item.closed_at),
         seconds=None if item.closed_at is None else item.closed_at - item.opened_at,
         model_sha256=item.model_sha256,
+        base_version=item.base_version,
+        model_version=item.model_version,
+        undone=item.undone,
     )
 
 

@@ -56,6 +56,7 @@ from coordinator.errors import (
 )
 from coordinator.methods import GlobalModel, Situation, Work, load_method
 from coordinator.models import Models, job_of, settings_of
+from coordinator.rollback import carry_out, newest_version
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation, Round
 from edge_sdk.protocol import bundle
@@ -280,6 +281,11 @@ class Rounds:
 
     # --- what devices send ---------------------------------------------------------------------------------------
 
+    def check_owner(self, assignment_id: str, device_id: str) -> None:
+        """Raise NotFound or NotAllowed unless it is an assignment of this device."""
+        with self._store.reading() as db:
+            _owned(db, assignment_id, device_id)
+
     def check_envelope(self, assignment_id: str, device_id: str, media_type: str) -> int:
         """Before a byte of an update is read: may this device send this? Returns the longest body accepted, in bytes.
 
@@ -324,7 +330,7 @@ class Rounds:
             held = mask.digest if mask is not None else self._models.keep_mask(federation, chosen) if chosen else None
             if held is not None and held != device.mask:
                 changed["mask"] = held
-            keys = [_update_key(federation.id, assignment.id, digest)]
+            keys = [update_key(federation.id, assignment.id, digest)]
             self._store.blobs.write(keys[0], body)
         if not device.holds_model and _leaves_model(federation, assignment):
             changed["holds_model"] = True
@@ -587,7 +593,7 @@ class Rounds:
         return folding
 
     def _fold_one(self, federation: Federation, folding: _Folding, assignment: _Member) -> None:
-        body = self._store.blobs.get(_update_key(federation.id, assignment.id, assignment.update_sha256 or ""))
+        body = self._store.blobs.get(update_key(federation.id, assignment.id, assignment.update_sha256 or ""))
         manifest, model = self._models.manifest(federation), self._models.model(federation, federation.model_version)
         decoded = bundle.decode(body, manifest, model.mask)
         report = wire.UpdateReport.model_validate_json(decoded.report)
@@ -604,9 +610,9 @@ class Rounds:
         model: GlobalModel | None = None
         if folding.sums.updates:
             with self._store.reading() as db:
-                situation = self._situation(db, federation, number)
+                situation, newest = self._situation(db, federation, number), newest_version(db, federation)
             model = method.close(self._models.model(federation, version), folding.sums, situation)
-            version += 1
+            version = newest + 1
             warning = method.warning(model, situation)
             if warning and warning != federation.warning:
                 log.warning("%s: %s", federation.name, warning)
@@ -620,9 +626,10 @@ class Rounds:
             if model is not None:
                 # In this process's turn to write, so that no two write the same file; the records name it afterwards.
                 digest = self._models.save(federation.id, version, model)
-            before = federation.round
+            before, base = federation.round, federation.model_version
             federation.round, federation.model_version, federation.model_sha256 = number, version, digest
             federation.warning = warning
+            current.base_version, current.model_version = base, version
             current.status, current.closed_at, current.model_sha256, current.stale = "closed", now, digest, True
             current.notes, current.parts = dict(model.notes) if model else {}, dict(folding.parts)
             if method.prepares and version == 0:
@@ -631,10 +638,11 @@ class Rounds:
                     "the model has not been prepared yet: the device that was asked did not answer in time, or handed "
                     "back; another one, or the same, is asked again. Where preparing takes long, raise deadline_seconds"
                 )
+            carry_out(db, federation, self._models)
             interval = settings_of(federation).evaluation_interval
             if federation.status == "running" and interval and number // interval > before // interval:
                 self._ask_for_evaluation(db, federation, now)
-            in_use = {version} | set(
+            in_use = {federation.model_version} | set(
                 db.scalars(
                     select(Assignment.model_version).where(
                         Assignment.federation_id == federation.id, Assignment.status == "open"
@@ -645,7 +653,7 @@ class Rounds:
                 Device.federation_id == federation.id, Device.mask.is_not(None), Device.status != "revoked"
             )
             masks = {digest for digest in db.scalars(known) if digest}
-        current_mask = self._models.model(federation, version).mask
+        current_mask = self._models.model(federation, federation.model_version).mask
         if current_mask is not None:
             masks.add(current_mask.digest)
         del self._folding[federation.id]
@@ -904,6 +912,6 @@ def _update_folder(federation_id: int) -> str:
     return f"{federation_id}/updates"
 
 
-def _update_key(federation_id: int, assignment_id: str, digest: str) -> str:
+def update_key(federation_id: int, assignment_id: str, digest: str) -> str:
     """Named by its content too: of two bodies that race for one assignment, the one recorded is the one folded."""
     return f"{_update_folder(federation_id)}/{assignment_id}.{digest}"

@@ -20,6 +20,10 @@ class Settings(BaseSettings):
         default=None,
         description="PostgreSQL for the records, postgresql://USER:PASSWORD@HOST/DATABASE; unset: SQLite in the folder",
     )
+    blobs: str | None = Field(
+        default=None,
+        description="S3-compatible storage for models and updates, s3://BUCKET/PREFIX; unset: files in the folder",
+    )
     admin_token: SecretStr | None = Field(default=None, description="Needed to create and change federations")
     observer_token: SecretStr | None = Field(default=None, description="Needed to look at federations and metrics")
     enrolment_token: SecretStr | None = Field(default=None, description="Needed to enrol a device")
@@ -34,6 +38,10 @@ class Settings(BaseSettings):
     max_wait_seconds: float = Field(default=50.0, ge=0, le=600, description="Longest long poll, s")
     retry_after_seconds: int = Field(default=1, ge=0, le=3600, description="Pause asked of devices without work, s")
     max_model_bytes: int = Field(default=2 * 1024**3, gt=0, description="Largest model that can be published, bytes")
+    keep_models: int = Field(default=3, ge=1, description="Newest global models of a federation that are kept")
+    keep_every: int = Field(
+        default=0, ge=0, description="Global models whose number is a multiple of this are kept for good; 0: none"
+    )
     max_test_bytes: int = Field(
         default=256 * 1024**2, gt=0, description="Largest test file that the global model is judged on, bytes"
     )

@@ -2,7 +2,8 @@
 
 Whatever may pass by itself (no connection, a time-out, 408, 429, 5xx) is tried again, after a wait that doubles up to
 ``LONGEST_WAIT`` and is drawn at random below that, so that a fleet does not come back all at once. Everything else is
-an answer: a problem document, raised as ``Refused``. A download that breaks goes on where it broke.
+an answer: a problem document, raised as ``Refused``. A download that breaks goes on where it broke, and so does a large
+upload.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ from edge_sdk.protocol.messages import (
     OpenWork,
     PauseReason,
     Payload,
+    UpdateReceived,
     UploadCost,
 )
 
 UPLOAD_PART = 64 * 1024
+RESUMED = 1024 * 1024
+"""Updates of so many bytes go on where a connection broke; smaller ones are sent again."""
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 30.0
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
@@ -153,8 +157,11 @@ class Transport:
 
     def update(self, assignment_id: str, body: bytes, media_type: str) -> None:
         """Send an update; sending the same again does no harm. Raises RoundOver when it comes too late."""
-        headers = {"Content-Type": media_type}
-        self._call("PUT", f"/v1/assignments/{assignment_id}/update", content=body, headers=headers)
+        path, headers = f"/v1/assignments/{assignment_id}/update", {"Content-Type": media_type}
+        if len(body) < RESUMED:
+            self._call("PUT", path, content=body, headers=headers)
+        else:
+            self._upload(path, body, headers)
 
     def payload(self, assignment_id: str, payload: Payload) -> bytes:
         """Download an assignment's bundle, resuming where a connection broke. Raises Damaged."""
@@ -182,6 +189,32 @@ class Transport:
             return answer
 
         return self._patiently(attempt)
+
+    def _upload(self, path: str, body: bytes, headers: dict[str, str]) -> None:
+        """Send ``body``; after a break, only what has not arrived."""
+        digest, size, begun = hashlib.sha256(body).hexdigest(), len(body), False
+        headers = {**headers, "Sparrow-Update-SHA256": digest}
+
+        def attempt() -> httpx.Response:
+            nonlocal begun
+            first = 0
+            if begun:
+                answer = self._client.request("GET", path, params={"sha256": digest}, **self._with_token({}))
+                self.traffic.down += answer.num_bytes_downloaded
+                if not answer.is_success:
+                    return answer
+                first = _read(UpdateReceived, answer).received
+            begun = True
+            length = str(size - first)
+            of = {"Content-Range": f"bytes {first}-{size - 1}/{size}" if first < size else f"bytes */{size}"}
+            arguments = self._with_token({"headers": {**headers, **of, "Content-Length": length}})
+            answer = self._client.request("PUT", path, content=self._counted(body[first:]), **arguments)
+            self.traffic.down += answer.num_bytes_downloaded
+            if answer.status_code == 416:  # what is there has changed meanwhile: ask again
+                raise httpx.RemoteProtocolError(_detail(answer))
+            return answer
+
+        self._patiently(attempt)
 
     def _counted(self, content: bytes) -> Iterator[bytes]:
         """``content`` in parts, counted as they are handed to the connection: what never left is no traffic."""

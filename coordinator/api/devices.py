@@ -23,6 +23,7 @@ from edge_sdk.protocol.messages import (
     Enrolled,
     HandBack,
     UpdateAccepted,
+    UpdateReceived,
     UploadCost,
 )
 
@@ -129,6 +130,18 @@ def hand_back(assignment_id: str, device: KnownDevice, house: TheHouse, request:
     house.something_happened()
 
 
+@router.get("/assignments/{assignment_id}/update")
+def get_received(
+    assignment_id: str,
+    device: KnownDevice,
+    house: TheHouse,
+    sha256: Annotated[str, Query(pattern="^[0-9a-f]{64}$", description="Digest of the update")],
+) -> UpdateReceived:
+    """How much of an update that broke off is here: the rest is sent with ``Content-Range``."""
+    house.rounds.check_owner(assignment_id, device.device_id)
+    return UpdateReceived(received=house.uploads.received(assignment_id, sha256))
+
+
 @router.put(
     "/assignments/{assignment_id}/update",
     status_code=201,
@@ -146,11 +159,15 @@ def hand_back(assignment_id: str, device: KnownDevice, house: TheHouse, request:
 async def put_update(
     assignment_id: str, device: KnownDevice, house: TheHouse, request: Request, response: Response
 ) -> UpdateAccepted:
-    """Send an update: a bundle for ``train``, JSON for every other kind."""
+    """Send an update: a bundle for ``train``, JSON for every other kind; with ``Content-Range``, the rest of one."""
     media_type = request.headers.get("content-type", "").split(";")[0].strip()
     limit = await run_in_threadpool(house.rounds.check_envelope, assignment_id, device.device_id, media_type)
-    body = await read_body(request, limit)
+    if "content-range" in request.headers:
+        body = await house.uploads.receive(request, assignment_id, limit)
+    else:
+        body = await read_body(request, limit)
     new = await run_in_threadpool(house.rounds.accept_update, assignment_id, device.device_id, body)
+    await run_in_threadpool(house.uploads.forget, assignment_id)
     if new:
         house.something_happened()
     response.status_code = 201 if new else 200

@@ -26,6 +26,7 @@ from edge_sdk.protocol.messages import (
     DeviceReport,
     Evaluation,
     FederationInfo,
+    ModelInfo,
     OpenWork,
     RoundRecord,
 )
@@ -75,7 +76,8 @@ def get_federation(name: str, house: TheHouse) -> FederationInfo:
 
 @router.patch("/{name}", dependencies=[AdminOnly])
 def change_federation(name: str, change: ChangeFederation, house: TheHouse) -> FederationInfo:
-    """Pause, resume, stop or reopen it; change deadline, cohort and rounds from the next round on."""
+    """Pause, resume, stop or reopen it, or go back to an older model; deadline, cohort and rounds change from the next
+    round on."""
     info = house.federations.change(name, change)
     house.something_happened()
     house.wake()
@@ -168,9 +170,20 @@ def get_skeleton(name: str, house: TheHouse, request: Request) -> Response:
 
 
 @router.get("/{name}/model", dependencies=[ObserverOnly])
-def get_model(name: str, house: TheHouse, request: Request) -> Response:
+def get_model(
+    name: str,
+    house: TheHouse,
+    request: Request,
+    version: Annotated[int | None, Query(ge=0, description="One that is kept; the newest where left out")] = None,
+) -> Response:
     """The global model: a safetensors file with tensors by name."""
-    return ranged(request, house.federations.model(name), checkpoint.MEDIA_TYPE)
+    return ranged(request, house.federations.model(name, version), checkpoint.MEDIA_TYPE)
+
+
+@router.get("/{name}/models", dependencies=[ObserverOnly])
+def list_models(name: str, house: TheHouse) -> list[ModelInfo]:
+    """The global models that are kept, oldest first: what a rollback can go back to."""
+    return house.federations.models(name)
 
 
 @router.post(

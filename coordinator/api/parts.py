@@ -12,10 +12,11 @@ from typing import Annotated
 from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 
+from coordinator.api.uploads import Uploads
 from coordinator.devices import Devices
 from coordinator.errors import Unavailable
 from coordinator.federations import Federations
-from coordinator.models import Models
+from coordinator.models import Models, Retention
 from coordinator.records import Records
 from coordinator.rounds import Rounds
 from coordinator.settings import Settings
@@ -57,12 +58,13 @@ class House:
         self.settings = settings
         clock = clock or steady_clock()
         url = settings.database_url
-        self.store = Store(settings.data_dir, None if url is None else url.get_secret_value())
-        self.models = Models(self.store)
+        self.store = Store(settings.data_dir, None if url is None else url.get_secret_value(), settings.blobs)
+        self.models = Models(self.store, Retention(settings.keep_models, settings.keep_every))
         self.federations = Federations(self.store, self.models, clock)
         self.devices = Devices(self.store, clock)
         self.rounds = Rounds(self.store, self.models, clock)
         self.records = Records(self.store, self.rounds.write_upload_costs)
+        self.uploads = Uploads(settings.data_dir / "uploads", self.store, clock)
         self.closing = False
         self.bell = Bell()
         self._facts = asyncio.Event()
@@ -75,7 +77,6 @@ class House:
             await run_in_threadpool(
                 self.federations.ensure_default, self.settings.default_task, self.settings.default_settings
             )
-        await run_in_threadpool(self.federations.check_models)
         if self.store.is_first:
             await run_in_threadpool(self.rounds.resume_after_restart)
         await run_in_threadpool(self.store.settled)
@@ -90,8 +91,12 @@ class House:
             self._mover.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._mover
-        await run_in_threadpool(self.rounds.write_upload_costs)
-        await run_in_threadpool(self.store.close)
+        try:
+            await run_in_threadpool(self.rounds.write_upload_costs)
+        except Unavailable as error:
+            log.warning("what the last uploads cost is not recorded: %s", error)
+        finally:
+            await run_in_threadpool(self.store.close)
 
     def check_ready(self) -> None:
         """Raise whatever keeps the coordinator from reading its records or writing its folder."""
@@ -140,6 +145,7 @@ class House:
         while not self.closing:
             try:
                 await run_in_threadpool(self.store.check)
+                await run_in_threadpool(self.uploads.sweep)
                 if await run_in_threadpool(self._advance):
                     self.bell.ring()
             except Unavailable:  # a full disk, a lost database: the store has said so; tried again at the next tick

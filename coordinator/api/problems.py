@@ -38,6 +38,7 @@ STATUS: dict[type[Exception], int] = {
     errors.LengthRequired: 411,
     errors.TooLarge: 413,
     errors.WrongMediaType: 415,
+    errors.WrongRange: 416,
     errors.BadContent: 422,
     errors.Unavailable: 503,
     errors.DiskFull: 507,

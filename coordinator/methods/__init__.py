@@ -175,6 +175,10 @@ class CoordinatorMethod(Protocol):
         """The next global model from the last one and the round's sums."""
         return GlobalModel(sums.mean(model.tensors), model.mask, model.own)
 
+    def check_rollback(self, number: int, situation: Situation) -> None:
+        """Raise WrongState where round ``situation.round`` cannot begin from the model that round ``number`` made (0:
+        the first model)."""
+
     def warning(self, model: GlobalModel, situation: Situation) -> str | None:
         """What is wrong with how the federation goes, in words for its operator, or None."""
         return None

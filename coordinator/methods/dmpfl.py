@@ -26,7 +26,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.aggregation import ElementSums, Sum, quotient
-from coordinator.errors import BadContent
+from coordinator.errors import BadContent, WrongState
 from coordinator.methods import CoordinatorMethod, GlobalModel, Situation, Work
 from coordinator.methods.sparse import check_counts, weights_per_layer
 from edge_sdk.protocol.elements import ElementMask
@@ -178,6 +178,20 @@ class DMPFL(CoordinatorMethod):
         found = stages(situation.settings.rounds, self.rules(situation.settings).iterations)
         closed = [each.last for each in found if each.name == "personal" and each.last <= situation.round]
         return max(closed, default=None)
+
+    def check_rollback(self, number: int, situation: Situation) -> None:
+        """Within a stage: its rounds refine what the stage before has made."""
+        rules, rounds = self.rules(situation.settings), situation.settings.rounds
+        found = stages(rounds, rules.iterations)
+        wanted = next((each for each in found if situation.round <= each.last), None)
+        given = next((each for each in found if number + 1 <= each.last), None)
+        if wanted != given:
+            what = f"of the stage {wanted.name}" if wanted else "no more"
+            usable = f"rounds {wanted.first - 1} to {situation.round - 1}" if wanted else f"round {rounds}"
+            raise WrongState(
+                f"model_version: DM-PFL's stages build on each other, and round {situation.round} is {what}; it can "
+                f"begin from the models of {usable}, not from that of round {number}"
+            )
 
     def check_mask(self, model: GlobalModel, mask: ElementMask, situation: Situation) -> None:
         """In the stage ``masks``, any mask that has K_l weights in each layer."""

@@ -24,13 +24,18 @@ def open_database(where: Path | str) -> Engine:
 
     where: the path of a SQLite file, or the URL of a PostgreSQL database. Raises BadDatabase.
     """
-    engine = _sqlite(where) if isinstance(where, Path) else _postgresql(where)
+    engine = connect(where)
     try:
         migrate(engine)
     except BaseException:
         engine.dispose()
         raise
     return engine
+
+
+def connect(where: Path | str) -> Engine:
+    """An engine for the database at ``where``, as it is. Raises BadDatabase."""
+    return _sqlite(where) if isinstance(where, Path) else _postgresql(where)
 
 
 def migrate(engine: Engine) -> None:

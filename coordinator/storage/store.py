@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from sqlalchemy import text
 from sqlalchemy.orm import Session, sessionmaker
@@ -19,6 +19,7 @@ from coordinator.storage.blobs import Blobs, FolderBlobs, make_folder
 from coordinator.storage.database import open_database
 from coordinator.storage.failing import BLOBS, RECORDS, Troubles
 from coordinator.storage.mounts import check_local
+from coordinator.storage.objects import ObjectBlobs
 
 if TYPE_CHECKING:
     from coordinator.storage.sharing import Sharing  # needs psycopg
@@ -33,6 +34,10 @@ Result = TypeVar("Result")
 
 class DataInUse(RuntimeError):
     """Another coordinator process works on the same data folder."""
+
+
+class WrongBlobs(RuntimeError):
+    """Records and blobs do not belong together; the text says what to do."""
 
 
 @dataclass
@@ -56,25 +61,20 @@ class Store:
     same blobs; ``sharing`` says how they keep out of each other's way.
     """
 
-    def __init__(self, data_dir: Path, database_url: str | None = None) -> None:
+    def __init__(self, data_dir: Path, database_url: str | None = None, blobs: str | None = None) -> None:
+        """``database_url``: PostgreSQL, ``blobs``: s3://BUCKET/PREFIX; without, they are in ``data_dir``."""
         make_folder(data_dir)
-        check_local(data_dir)
-        self._lock_file = (data_dir / "lock").open("w")
+        if database_url is None or blobs is None:
+            check_local(data_dir)
+        shared = database_url is not None
+        self._lock_file = lock_folder(data_dir, shared=shared)
+        self.troubles = Troubles()
         try:
-            shared = database_url is not None
-            fcntl.flock(self._lock_file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock_file.close()
-            raise DataInUse(
-                f"another coordinator works in {data_dir}; stop it, run uvicorn with one worker, keep the records in "
-                f"PostgreSQL, where there may be several, or set COORDINATOR_DATA_DIR to another folder"
-            ) from None
-        self._troubles = Troubles()
-        try:
-            self.blobs: Blobs = FolderBlobs(data_dir / "blobs", self._troubles)
+            self.blobs = open_blobs(data_dir, blobs, self.troubles)
             self._engine = open_database(database_url or data_dir / RECORDS_FILE)
             try:
                 self.sharing = self._share() if shared else None
+                self._check_blobs()
                 if self.is_first:
                     self.blobs.clean()
             except BaseException:
@@ -91,13 +91,13 @@ class Store:
     @contextmanager
     def reading(self) -> Iterator[Session]:
         """A session to look with; what it changes is not kept. Raises Unavailable."""
-        with self._troubles.of_records(writes=False), self._sessions() as session:
+        with self.troubles.of_records(writes=False), self._sessions() as session:
             yield session
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
         """A transaction: committed, durably, when the block ends, undone when it raises. Raises Unavailable."""
-        with self._turn, self._troubles.of_records(writes=True), self._sessions.begin() as session:
+        with self._turn, self.troubles.of_records(writes=True), self._sessions.begin() as session:
             if self.sharing is not None:
                 self.sharing.take_turn(session)
             yield session
@@ -140,10 +140,10 @@ class Store:
 
     def check(self) -> None:
         """Raise Unavailable as long as something that has failed does: it is tried again here, as large as it was."""
-        size = self._troubles.size(BLOBS)
+        size = self.troubles.size(BLOBS)
         if size is not None:
             self.probe(size)
-        if self._troubles.size(RECORDS) is not None:
+        if self.troubles.size(RECORDS) is not None:
             with self.writing() as db:  # changes nothing, and is written all the same
                 db.execute(text("UPDATE alembic_version SET version_num = version_num"))
 
@@ -164,6 +164,22 @@ class Store:
         if self.sharing is not None:
             self.sharing.settled()
 
+    def _check_blobs(self) -> None:
+        """Raise WrongBlobs where records and blobs are not of one coordinator: its rounds would delete the other's."""
+        with self._engine.connect() as connection:
+            known = connection.scalars(text("SELECT id FROM federations ORDER BY id")).all()
+        if known and not self.blobs.keys(f"{known[0]}/models"):
+            raise WrongBlobs(
+                "the records name models that are not among the blobs: set COORDINATOR_BLOBS and COORDINATOR_DATA_DIR "
+                "to where they were, or bring both back from a backup with python -m coordinator.restore"
+            )
+        # A first model alone may be from a start that was cut off.
+        if not known and not all("/000000000." in key for key in self.blobs.keys("1/models")):
+            raise WrongBlobs(
+                "the blobs are another coordinator's, of which the records know nothing: give an empty folder, or "
+                "another prefix in COORDINATOR_BLOBS, or the database that belongs to them"
+            )
+
     def close(self) -> None:
         """Let go of the database and the folder."""
         if self.sharing is not None:
@@ -175,3 +191,22 @@ class Store:
         from coordinator.storage.sharing import Sharing
 
         return Sharing(self._engine)
+
+
+def lock_folder(data_dir: Path, *, shared: bool = False) -> IO[str]:
+    """An open file that keeps others out of the folder; ``shared``: those that would have it alone. Raises DataInUse."""
+    lock_file = (data_dir / "lock").open("w")
+    try:
+        fcntl.flock(lock_file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock_file.close()
+        raise DataInUse(
+            f"another coordinator works in {data_dir}; stop it, run uvicorn with one worker, keep the records in "
+            f"PostgreSQL, where there may be several, or set COORDINATOR_DATA_DIR to another folder"
+        ) from None
+    return lock_file
+
+
+def open_blobs(data_dir: Path, address: str | None, troubles: Troubles | None = None) -> Blobs:
+    """The blobs in object storage, where an address of one is given, or in the data folder. Raises BadObjectStore."""
+    return FolderBlobs(data_dir / "blobs", troubles) if address is None else ObjectBlobs(address, troubles)

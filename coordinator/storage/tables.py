@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, LargeBinary, String, Text, UniqueConstraint, text
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, LargeBinary, String, Text, UniqueConstraint, false, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
@@ -19,7 +19,8 @@ class Federation(Base):
     """One learning problem with one method and its settings.
 
     ``uid`` tells it from another of the same name on a coordinator that was set up anew. ``round`` counts closed
-    rounds; ``model_version`` the global models, 0 being w^0. ``warning`` is what its method found wrong, last.
+    rounds; ``model_version`` the global models, 0 being w^0; ``rollback_version`` is one to go back to when the open
+    round has closed. ``warning`` is what its method found wrong, last.
     """
 
     __tablename__ = "federations"
@@ -36,6 +37,7 @@ class Federation(Base):
     warning: Mapped[str | None] = mapped_column(Text)
     round: Mapped[int] = mapped_column(default=0)
     model_version: Mapped[int] = mapped_column(default=0)
+    rollback_version: Mapped[int | None]
     model_sha256: Mapped[str] = mapped_column(String(64))
     created_at: Mapped[float]
     finished_at: Mapped[float | None]
@@ -88,7 +90,9 @@ class Device(Base):
 class Round(Base):
     """One round. ``summary`` caches its record; ``stale`` says that a fact has come since it was made.
 
-    ``notes`` and ``parts`` are what its closing found: the method's counts, and bytes of its updates by part.
+    ``base_version`` is the global model it began from, ``model_version`` the one it ended with; ``undone`` says that an
+    operator went back to an older one. ``notes`` and ``parts`` are what its closing found: the method's counts, and
+    bytes of its updates by part.
     """
 
     __tablename__ = "rounds"
@@ -102,6 +106,9 @@ class Round(Base):
     deadline_at: Mapped[float]
     closed_at: Mapped[float | None]
     model_sha256: Mapped[str | None] = mapped_column(String(64))
+    base_version: Mapped[int | None]
+    model_version: Mapped[int | None]
+    undone: Mapped[bool] = mapped_column(default=False, server_default=false())
     notes: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     parts: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     summary: Mapped[dict[str, Any] | None] = mapped_column(JSON)

@@ -131,10 +131,22 @@ class CreateFederation(_Request):
 class ChangeFederation(_Request):
     """``PATCH /v1/federations/{name}``."""
 
-    action: Literal["pause", "resume", "stop", "reopen"] | None = None
+    action: Literal["pause", "resume", "stop", "reopen", "rollback"] | None = None
+    model_version: int | None = Field(default=None, ge=0, description="With rollback: the global model to go back to")
     rounds: int | None = Field(default=None, ge=1, le=1_000_000)
     cohort: int | None = Field(default=None, ge=1, le=1_000_000)
     deadline_seconds: float | None = Field(default=None, gt=0, le=7 * 86400)
+
+
+class ModelInfo(_Answer):
+    """A global model that is kept."""
+
+    version: int
+    round: int | None = Field(description="The round that made it; 0: the first model; null: not known any more")
+    bytes: int
+    model_sha256: str | None
+    undone: bool = Field(description="Whether an operator went back to an older one since")
+    current: bool = Field(description="Whether the next round begins from it")
 
 
 class FederationStatus(str, Enum):
@@ -163,6 +175,9 @@ class FederationInfo(_Answer):
     devices: int
     devices_stopped: int
     model_version: int
+    rollback_version: int | None = Field(
+        default=None, description="The global model to go back to when the open round has closed"
+    )
     model_sha256: str
     parameters: int
     manifest_digest: str
@@ -440,6 +455,12 @@ class UpdateAccepted(_Answer):
     new: bool
 
 
+class UpdateReceived(_Answer):
+    """How much of an update that broke off has arrived."""
+
+    received: int = Field(description="Bytes; the rest is sent with Content-Range")
+
+
 # --- records and errors ------------------------------------------------------------------------------------------
 
 
@@ -515,6 +536,9 @@ class RoundRecord(_Answer):
     closed_at: str | None
     seconds: float | None
     model_sha256: str | None
+    base_version: int | None = Field(default=None, description="The global model that the round began from")
+    model_version: int | None = Field(default=None, description="The one that it ended with")
+    undone: bool = Field(default=False, description="An operator went back to an older model since")
 
 
 class DeviceReport(_Answer):

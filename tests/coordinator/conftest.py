@@ -3,9 +3,36 @@
 from __future__ import annotations
 
 import itertools
+import os
 from contextlib import ExitStack, closing
 
 import pytest
+
+from coordinator.storage.store import Store
+
+from .postgresql import serving
+
+
+@pytest.fixture(scope="session")
+def _postgresql():
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _records(request, monkeypatch):
+    """SPARROW_TEST_DATABASE=postgresql: stores whose tests name no database keep their records there, by folder."""
+    if os.environ.get("SPARROW_TEST_DATABASE") != "postgresql":
+        return
+    server, urls, plain = request.getfixturevalue("_postgresql"), {}, Store.__init__
+
+    def opened(self, data_dir, database_url=None, blobs=None):
+        if database_url is None:
+            key = data_dir.resolve()
+            database_url = urls[key] = urls.get(key) or server.new_database()
+        plain(self, data_dir, database_url, blobs)
+
+    monkeypatch.setattr(Store, "__init__", opened)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import pytest
 from sqlalchemy import inspect, text
 from sqlalchemy.exc import DBAPIError
 
-from coordinator.errors import Unavailable
 from coordinator.storage import database
 from coordinator.storage.sharing import FACT
 from coordinator.storage.store import MOVED, Store
@@ -143,15 +142,6 @@ def test_who_lost_its_connection_moves_no_more_until_it_is_its_turn_again(server
             server.start()
             assert second.sharing.moves() == (True, True)
             assert first.sharing.moves() == (False, False)
-
-
-def test_models_of_other_records_are_refused(tmp_path, clock, url):
-    first = House(tmp_path / "first", clock, url)
-    first.create("fedavg")
-    first.close()
-    second = House(tmp_path / "second", clock, url)
-    with closing(second), pytest.raises(Unavailable, match="'f' whose model is not among the models here"):
-        second.federations.check_models()
 
 
 def test_the_migrations_make_the_tables_and_commits_are_durable(tmp_path, url):

@@ -1,0 +1,138 @@
+"""Large updates resume where a connection broke: what has arrived is kept, and only the rest is sent again.
+
+    PUT /v1/assignments/{id}/update               Sparrow-Update-SHA256: D, Content-Range: bytes FIRST-LAST/TOTAL
+    GET /v1/assignments/{id}/update?sha256=D      {"received": N}: go on with bytes N-LAST/TOTAL, or, where N is TOTAL,
+                                                  with an empty body and bytes */TOTAL
+
+The range always goes to the end, so an update is one request where nothing breaks. Parts lie in a folder of this
+machine, wherever blobs are kept. They are no acknowledgement and need not outlive the process: at start they are
+removed, likewise an hour after their last byte, and when their assignment is settled. Another process of the same
+coordinator does not know them: there the update begins anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fastapi import Request
+from sqlalchemy import select
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+
+from coordinator.errors import BadContent, LengthRequired, TooLarge, WrongRange
+from coordinator.storage.store import Store
+from coordinator.storage.tables import Assignment
+
+DIGEST_HEADER = "Sparrow-Update-SHA256"
+KEEP_SECONDS = 3600.0
+
+
+@dataclass
+class _Part:
+    """What of one update has arrived: ``received`` bytes; ``turn`` counts the calls that went on with it."""
+
+    digest: str
+    path: Path
+    touched: float
+    received: int = 0
+    turn: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Uploads:
+    """Updates on their way, one for each assignment."""
+
+    def __init__(self, folder: Path, store: Store, clock: Callable[[], float]) -> None:
+        self._folder, self._store, self._clock = folder / secrets.token_hex(8), store, clock
+        self._parts: dict[str, _Part] = {}
+        if store.is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def received(self, assignment_id: str, digest: str) -> int:
+        """The bytes of this update that are here."""
+        part = self._parts.get(assignment_id)
+        return part.received if part is not None and part.digest == digest else 0
+
+    async def receive(self, request: Request, assignment_id: str, limit: int) -> bytes:
+        """The whole update, once this call has brought what was missing.
+
+        Raises WrongRange where it does not begin where the last one broke, or the digest is another; LengthRequired,
+        TooLarge, BadContent.
+        """
+        digest = request.headers.get(DIGEST_HEADER, "")
+        asked = re.fullmatch(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", request.headers["content-range"])
+        if asked is None or not re.fullmatch("[0-9a-f]{64}", digest):
+            raise BadContent(f"Content-Range: write bytes FIRST-LAST/TOTAL, and the update's digest in {DIGEST_HEADER}")
+        total = int(asked[3])
+        first, last = (total, total - 1) if asked[1] is None else (int(asked[1]), int(asked[2]))
+        if total > limit:
+            raise TooLarge(f"the update has {total} bytes, nothing valid here is longer than {limit}")
+        if request.headers.get("content-length", "0" if first == total else "") != str(last - first + 1):
+            raise LengthRequired("Content-Length must be the length of Content-Range; send both")
+        if last != total - 1:
+            raise WrongRange("the range must go to the update's end")
+        part, turn = self._take(assignment_id, digest, first)
+        try:
+            async for piece in request.stream():
+                await run_in_threadpool(self._append, part, turn, piece)
+        except ClientDisconnect:
+            raise BadContent("the connection broke before the whole body had come; send the rest") from None
+        body = await run_in_threadpool(part.path.read_bytes)
+        if len(body) != total or hashlib.sha256(body).hexdigest() != digest:
+            self.forget(assignment_id)
+            raise WrongRange("the update's digest is another than was said; send it again from its first byte")
+        return body
+
+    def _take(self, assignment_id: str, digest: str, first: int) -> tuple[_Part, int]:
+        part = self._parts.get(assignment_id)
+        if first == 0 and (part is None or part.digest != digest or part.received):
+            self.forget(assignment_id)
+            part = self._parts[assignment_id] = _Part(digest, self._folder / f"{assignment_id}.part", self._clock())
+            with self._store.troubles.of_blobs():
+                self._folder.mkdir(parents=True, exist_ok=True)
+                part.path.write_bytes(b"")
+        received = 0 if part is None or part.digest != digest else part.received
+        if part is None or received != first:
+            raise WrongRange(f"{received} bytes of this update are here; go on with the next")
+        with part.lock:
+            part.turn += 1
+            return part, part.turn
+
+    def _append(self, part: _Part, turn: int, piece: bytes) -> None:
+        if not piece:
+            return
+        with part.lock, self._store.troubles.of_blobs(len(piece)):
+            if part.turn != turn:
+                return  # another call goes on with it
+            with part.path.open("r+b") as file:
+                file.seek(part.received)  # less what a full disk has cut off
+                file.write(piece)
+                file.truncate()
+            part.received += len(piece)
+            part.touched = self._clock()
+
+    def forget(self, assignment_id: str) -> None:
+        """Remove what has arrived of an assignment's update, if anything."""
+        part = self._parts.pop(assignment_id, None)
+        if part is not None:
+            with part.lock:
+                part.turn += 1
+                part.path.unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Remove what nobody goes on with, and what is of settled assignments."""
+        if not self._parts:
+            return
+        with self._store.reading() as db:
+            open_ = select(Assignment.id).where(Assignment.id.in_(list(self._parts)), Assignment.status == "open")
+            still = set(db.scalars(open_))
+        for assignment_id, part in list(self._parts.items()):
+            if assignment_id not in still or self._clock() - part.touched > KEEP_SECONDS:
+                self.forget(assignment_id)

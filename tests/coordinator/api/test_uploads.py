@@ -1,0 +1,137 @@
+"""Large updates over connections that break: what was sent is not sent again, and only a whole update counts."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from edge_sdk import transport
+from edge_sdk.protocol import bundle
+from edge_sdk.transport import Transport
+
+from ...system.proxy import Proxy
+from .test_contract import DIGITS, assert_problem, open_app, pair, put, settings_of
+
+__all__ = ["open_app", "pair", "settings_of"]  # fixtures
+
+
+@pytest.fixture
+def client(open_app):
+    return open_app()
+
+
+@pytest.fixture
+def proxy(client):
+    made = Proxy(client.base_url.port)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def update(pair, train):
+    """A device's headers, its update's path and body."""
+    _, headers, assignment = pair[0]
+    return headers, f"/v1/assignments/{assignment.assignment_id}/update", train(DIGITS.manifest, assignment)
+
+
+def become_received(client, update, count):
+    """Wait until the coordinator has read so much of the update."""
+    headers, path, body = update
+    asked = {"sha256": hashlib.sha256(body).hexdigest()}
+    for _ in range(500):
+        if client.get(path, params=asked, headers=headers).json()["received"] == count:
+            return
+        time.sleep(0.02)
+    raise AssertionError("in vain")
+
+
+def parts(tmp_path):
+    return list((tmp_path / "data" / "uploads").rglob("*.part"))
+
+
+def uploads(proxy):
+    return [each for each in proxy.exchanges if each.method == "PUT"]
+
+
+def test_what_was_sent_is_not_sent_again(client, proxy, update, pair, tmp_path, monkeypatch):
+    headers, path, body = update
+    monkeypatch.setattr(transport, "RESUMED", 1000)
+    cuts = (len(body) // 3, len(body) // 4)
+
+    faults = [proxy.fault("PUT", "/update", "request", cut) for cut in cuts]
+    proxy.fault("PUT", "/update", "answer", hold=False)  # all has come, and nobody hears of it
+
+    def break_connections():
+        """Each when what was sent has been read: what is in the kernel's hands when a connection goes is lost."""
+        for number, fault in enumerate(faults):
+            assert fault.reached.wait(60)
+            become_received(client, update, sum(cuts[: number + 1]))
+            fault.ended.set()
+
+    with httpx.Client(base_url=proxy.url) as wire, ThreadPoolExecutor(1) as pool:
+        breaking = pool.submit(break_connections)
+        device = Transport(wire, sleep=lambda seconds: time.sleep(0.1))
+        device.token = headers["Authorization"].removeprefix("Bearer ")
+        device.update(path.split("/")[3], body, bundle.MEDIA_TYPE)
+        breaking.result()
+    assert [each.up for each in uploads(proxy)][:3] == [*cuts, len(body) - sum(cuts)]
+    assert uploads(proxy)[-1].status == 200, "it was taken the time before"
+    assert put(client, headers, pair[0][2], body).status_code == 200
+    assert parts(tmp_path) == []
+
+
+def ranged(client, update, first, last=None, body=None, **more):
+    headers, path, whole = update
+    last = len(whole) - 1 if last is None else last
+    said = {
+        "Content-Type": bundle.MEDIA_TYPE,
+        "Content-Range": f"bytes {first}-{last}/{len(whole)}",
+        "Sparrow-Update-SHA256": hashlib.sha256(whole).hexdigest(),
+    }
+    return client.put(path, content=whole[first:] if body is None else body, headers={**headers, **said, **more})
+
+
+def test_parts_that_do_not_fit_are_refused_and_leave_nothing(client, update, tmp_path):
+    headers, path, body = update
+    assert_problem(ranged(client, update, 10), 416, "0 bytes of this update are here")
+    assert_problem(ranged(client, update, 0, 9, body[:10]), 416, "to the update's end")
+    assert_problem(ranged(client, update, 0, body=body[:-1]), 411, "Content-Length")
+    assert_problem(ranged(client, update, 0, **{"Content-Range": "bytes 1"}), 422, "FIRST-LAST/TOTAL")
+    huge = {"Content-Range": f"bytes 0-{10**12 - 1}/{10**12}"}
+    assert_problem(ranged(client, update, 0, **huge), 413, "nothing valid here is longer")
+    damaged = bytes([body[0] ^ 1]) + body[1:]
+    assert_problem(ranged(client, update, 0, body=damaged), 416, "digest is another")
+    assert parts(tmp_path) == []
+    asked = {"sha256": hashlib.sha256(body).hexdigest()}
+    assert client.get(path, params=asked, headers=headers).json() == {"received": 0}
+    assert ranged(client, update, 0).status_code == 201
+
+
+def test_it_is_nobody_elses(client, update, pair):
+    _, path, body = update
+    stranger = pair[1][1]
+    asked = {"sha256": hashlib.sha256(body).hexdigest()}
+    assert_problem(client.get(path, params=asked, headers=stranger), 403, "another device")
+    assert_problem(ranged(client, (stranger, *update[1:]), 0), 403, "another device")
+
+
+def test_what_is_left_goes_when_its_assignment_is_settled(client, proxy, update, tmp_path):
+    headers, path, body = update
+    fault = proxy.fault("PUT", "/update", "request", len(body) // 2)
+    with httpx.Client(base_url=proxy.url) as wire, ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(ranged, wire, update, 0)
+        become_received(client, update, len(body) // 2)
+        fault.ended.set()
+        with pytest.raises(httpx.TransportError):
+            sending.result()
+    assert len(parts(tmp_path)) == 1
+    client.request("DELETE", path.removesuffix("/update"), json={"reason": "too hot"}, headers=headers)
+    for _ in range(500):
+        if not parts(tmp_path):
+            break
+        time.sleep(0.02)
+    assert parts(tmp_path) == []

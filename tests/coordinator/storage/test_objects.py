@@ -1,0 +1,151 @@
+"""Blobs in S3-compatible storage: as in a folder, for a whole federation, and when the storage does not answer."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from contextlib import closing
+
+import httpx
+import pytest
+
+from coordinator.errors import Unavailable
+from coordinator.storage.blobs import FolderBlobs
+from coordinator.storage.objects import BadObjectStore, ObjectBlobs
+from coordinator.storage.store import Store, WrongBlobs
+
+from ..s3 import BUCKET, KEYS, serving
+from ..test_rounds import House, answer, play
+
+__all__ = ["answer", "play"]  # fixtures
+ADDRESS = f"s3://{BUCKET}/fleet/one"
+
+
+@pytest.fixture(scope="module")
+def endpoint():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what the test server does with its own sockets
+        with serving() as address:
+            yield address
+
+
+@pytest.fixture
+def s3(endpoint, monkeypatch):
+    """The server, with an empty bucket, as the environment names it."""
+    httpx.post(f"{endpoint}/moto-api/reset").raise_for_status()
+    httpx.put(f"{endpoint}/{BUCKET}").raise_for_status()
+    for name, text in {**KEYS, "AWS_ENDPOINT_URL": endpoint}.items():
+        monkeypatch.setenv(name, text)
+    return endpoint
+
+
+@pytest.fixture(params=["folder", "objects"])
+def blobs(request, tmp_path):
+    if request.param == "folder":
+        return FolderBlobs(tmp_path)
+    request.getfixturevalue("s3")
+    return ObjectBlobs(ADDRESS)
+
+
+def test_blobs_are_the_same_wherever_they_are(blobs):
+    large = bytes(range(256)) * 50_000  # beyond what a client would send in parts
+    for key, data in {"1/models/2": large, "1/models/10": b"ten", "1/updates/a": b"", "11/models/1": b"x"}.items():
+        blobs.put(key, data)
+    assert blobs.get("1/models/2") == large
+    assert blobs.get("1/updates/a") == b""
+    assert blobs.sizes("1/models") == {"1/models/10": 3, "1/models/2": len(large)}
+    assert blobs.keys("1/models") == ["1/models/10", "1/models/2"]
+    assert blobs.keys("2/models") == []
+    blobs.put("1/models/10", b"again")
+    assert blobs.get("1/models/10") == b"again"
+    blobs.delete("1/models/10")
+    blobs.delete("1/models/10")
+    with pytest.raises(FileNotFoundError):
+        blobs.get("1/models/10")
+    blobs.write("1/updates/b", b"b")
+    blobs.settle(["1/updates/b"])
+    blobs.clean()
+    assert blobs.keys("1/updates") == ["1/updates/a", "1/updates/b"]
+
+
+def open_house(folder, clock, blobs=None):
+    return House(folder, clock, lambda folder: Store(folder, None, blobs))
+
+
+def test_a_federation_ends_as_with_a_folder_over_restarts(s3, tmp_path, clock, play):
+    models = {}
+    for kind, address in {"folder": None, "objects": ADDRESS}.items():
+        house = open_house(tmp_path / kind, clock, address)
+        house.create(rounds=3)
+        devices = house.enrol("a", "b", "c")
+        house.rounds.advance()
+        house.store.close()
+        house = open_house(tmp_path / kind, clock, address)
+        with closing(house.store):
+            for device in devices:
+                device.house = house
+            play(house, devices)
+            models[kind] = house.model()
+            assert [record.updates for record in house.records.rounds("f")] == [3, 3, 3]
+            assert house.store.blobs.keys("1/updates") == []
+            assert len(house.store.blobs.keys("1/models")) == 1
+    assert models["objects"] == models["folder"]
+    assert not (tmp_path / "objects" / "blobs").exists()
+
+
+def test_storage_that_cannot_be_used_is_refused_at_start_with_advice(s3, tmp_path, monkeypatch):
+    with pytest.raises(BadObjectStore, match=r"write s3://BUCKET or s3://BUCKET/PREFIX"):
+        Store(tmp_path, None, "bucket/prefix")
+    with pytest.raises(BadObjectStore, match="there is no bucket elsewhere: create it"):
+        Store(tmp_path, None, "s3://elsewhere/x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(BadObjectStore, match="look at AWS_ENDPOINT_URL"):
+        ObjectBlobs(ADDRESS, retries=0)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3)
+    Store(tmp_path, None, ADDRESS).close()
+
+
+def test_credentials_that_are_refused_are_named(s3, tmp_path):
+    httpx.post(f"{s3}/moto-api/reset-auth", content="0").raise_for_status()  # from now on it asks who is calling
+    try:
+        with pytest.raises(BadObjectStore, match="credentials are wrong, or may not write"):
+            Store(tmp_path, None, ADDRESS)
+    finally:
+        httpx.post(f"{s3}/moto-api/reset-auth", content="inf")
+
+
+def test_blobs_of_another_coordinator_are_not_touched(s3, tmp_path, clock, play):
+    house = open_house(tmp_path / "one", clock, ADDRESS)
+    house.create(rounds=1)
+    play(house, house.enrol("a", "b"))
+    house.store.close()
+    with pytest.raises(WrongBlobs, match="another coordinator's"):
+        open_house(tmp_path / "two", clock, ADDRESS)
+    with pytest.raises(WrongBlobs, match="records name models that are not among the blobs"):
+        open_house(tmp_path / "one", clock, f"s3://{BUCKET}/elsewhere")
+    open_house(tmp_path / "one", clock, ADDRESS).store.close()
+
+
+def test_storage_that_goes_and_comes_back(s3, tmp_path, clock, answer, caplog):
+    """The bucket is taken away and made anew: nothing is acknowledged meanwhile, and nothing is lost that was not."""
+    house = open_house(tmp_path, clock, ADDRESS)
+    with closing(house.store):
+        house.create(rounds=1, cohort=2)
+        one, two = house.enrol("a", "b")
+        house.rounds.advance()
+        kept = {key: house.store.blobs.get(key) for key in house.store.blobs.keys("1/models")}
+        httpx.post(f"{s3}/moto-api/reset").raise_for_status()
+        for _ in range(3):
+            with pytest.raises(Unavailable, match="cannot reach its object storage"):
+                answer(one)
+            with pytest.raises(Unavailable):
+                house.store.check()
+        said = [record for record in caplog.records if record.levelno >= logging.ERROR]
+        assert len(said) == 1
+        httpx.put(f"{s3}/{BUCKET}").raise_for_status()
+        for key, data in kept.items():
+            house.store.blobs.put(key, data)
+        house.store.check()
+        answer(one), answer(two)
+        house.rounds.advance()
+        assert house.record(1).updates == 2

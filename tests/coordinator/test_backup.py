@@ -1,0 +1,195 @@
+"""A copy of a running coordinator, and devices that have gone on before it is brought back."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+
+import pytest
+
+from coordinator import backup, restore
+from coordinator.backup import BackupFailed, back_up
+from coordinator.errors import NotAuthenticated
+from coordinator.restore import bring_back
+from coordinator.settings import Settings
+from coordinator.storage.store import Store
+
+from .house import House as RealHouse
+from .postgresql import Missing, find_programs, serving
+from .test_rounds import House, answer, play
+
+__all__ = ["answer", "play"]  # fixtures
+
+
+def settings_for(folder, **more):
+    return Settings(data_dir=folder, default_task="", **more)
+
+
+def some_way(house, answer, rounds=2):
+    """Closed rounds, and an open one with one of its two updates."""
+    house.create(rounds=5, cohort=2)
+    devices = house.enrol("a", "b")
+    for _ in range(rounds):
+        house.rounds.advance()
+        for device in devices:
+            answer(device)
+    house.rounds.advance()
+    answer(devices[0])
+    return devices
+
+
+def test_what_was_acknowledged_is_in_the_copy(tmp_path, clock, answer, play):
+    house = House(tmp_path / "data", clock)
+    with closing(house.store):
+        devices = some_way(house, answer)
+        assert back_up(settings_for(tmp_path / "data"), tmp_path / "copy")["federations"] == {"f": 2}
+        play(house, devices)
+        wanted = house.model()
+    bring_back(settings_for(tmp_path / "new"), tmp_path / "copy")
+    house = House(tmp_path / "new", clock)
+    with closing(house.store):
+        assert house.record(3).updates == 1, "it was acknowledged, and its round is open"
+        for device in devices:
+            device.house = house
+        play(house, devices)
+        assert house.model() == wanted, "bit for bit what became of the other"
+
+
+def test_rounds_that_close_meanwhile_do_no_harm(tmp_path, clock, answer, play):
+    house = House(tmp_path / "data", clock)
+    with closing(house.store):
+        devices = some_way(house, answer)
+        tries = []
+
+        def meanwhile():
+            tries.append(house.info().round)
+            for device in devices:
+                answer(device)
+            house.rounds.advance()  # the update and the model that the records name go
+
+        assert back_up(settings_for(tmp_path / "data"), tmp_path / "copy", meanwhile)["federations"] == {"f": 3}
+        assert tries == [2, 3], "what the newer records name was copied before it went, too"
+    bring_back(settings_for(tmp_path / "new"), tmp_path / "copy")
+    with closing(Store(tmp_path / "new")) as store:
+        assert "1/models/000000003.safetensors" in store.blobs.keys("1/models")
+
+
+def test_nothing_is_overwritten_and_nothing_incomplete_is_used(tmp_path, clock, answer):
+    house = House(tmp_path / "data", clock)
+    with closing(house.store):
+        some_way(house, answer)
+        back_up(settings_for(tmp_path / "data"), tmp_path / "copy")
+    with pytest.raises(BackupFailed, match="is not empty; give a new folder"):
+        back_up(settings_for(tmp_path / "data"), tmp_path / "copy")
+    with pytest.raises(BackupFailed, match="there are no records in"):
+        back_up(settings_for(tmp_path / "elsewhere"), tmp_path / "copy2")
+    with pytest.raises(BackupFailed, match="has records already"):
+        bring_back(settings_for(tmp_path / "data"), tmp_path / "copy")
+    with pytest.raises(BackupFailed, match=r"has no backup\.json"):
+        bring_back(settings_for(tmp_path / "new"), tmp_path / "data")
+    (model,) = (tmp_path / "copy" / "blobs" / "1" / "models").glob("*")
+    body = model.read_bytes()
+    model.write_bytes(body[:-1] + bytes([body[-1] ^ 1]))
+    with pytest.raises(BackupFailed, match="is damaged"):
+        bring_back(settings_for(tmp_path / "new"), tmp_path / "copy")
+    model.unlink()
+    with pytest.raises(BackupFailed, match="lacks 1/models/000000002"):
+        bring_back(settings_for(tmp_path / "new"), tmp_path / "copy")
+    assert not (tmp_path / "new" / "coordinator.sqlite3").exists()
+
+
+def test_the_commands(tmp_path, clock, answer, monkeypatch, capsys):
+    house = House(tmp_path / "data", clock)
+    with closing(house.store):
+        some_way(house, answer)
+        monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path / "data"))
+        assert backup.main([str(tmp_path / "copy")]) == 0
+        assert "f after round 2" in capsys.readouterr().out
+    assert restore.main([str(tmp_path / "copy")]) == 1
+    assert "has records already" in capsys.readouterr().err
+    monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path / "new"))
+    assert restore.main([str(tmp_path / "copy")]) == 0
+
+
+def test_of_postgresql(tmp_path, clock, answer, play, monkeypatch):
+    pytest.importorskip("psycopg", reason="needs sparrow-fl[postgresql]")
+    try:
+        monkeypatch.setenv("PATH", f"{find_programs()}{os.pathsep}{os.environ['PATH']}")
+        with serving() as server:
+            first, second = server.new_database(), server.new_database()
+            house = House(tmp_path / "data", clock, lambda folder: Store(folder, first))
+            with closing(house.store):
+                devices = some_way(house, answer)
+                back_up(settings_for(tmp_path / "data", database_url=first), tmp_path / "copy")
+                play(house, devices)
+                wanted = house.model()
+            with pytest.raises(BackupFailed, match="has a coordinator's tables already"):
+                bring_back(settings_for(tmp_path / "new", database_url=first), tmp_path / "copy")
+            bring_back(settings_for(tmp_path / "new", database_url=second), tmp_path / "copy")
+            house = House(tmp_path / "new", clock, lambda folder: Store(folder, second))
+            with closing(house.store):
+                for device in devices:
+                    device.house = house
+                play(house, devices)
+                assert house.model() == wanted
+    except Missing as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        pytest.param("fedspu", {}, marks=pytest.mark.slow),
+        ("pfedgate", {"method_settings": {"smallest_budget": 0.5}}),
+        ("fedsgc", {"method_settings": {"adjust_interval": 2, "device_interval": 1}}),
+    ],
+)
+def test_devices_that_were_ahead_go_on(tmp_path, clock, method, more):
+    """They hold models and masks of rounds that the restored coordinator has never had, and an update for one."""
+    house = RealHouse(tmp_path, clock)
+    house.create(method, rounds=6, cohort=2, **more)
+    a, b = house.open("a"), house.open("b")
+    while house.info().round < 2:
+        house.rounds.advance()
+        for session in (a, b):
+            session.step()
+    back_up(settings_for(tmp_path / "data"), tmp_path / "copy")
+    while house.info().round < 4:
+        house.rounds.advance()
+        for session in (a, b):
+            session.step()
+    house.rounds.advance()
+    a._transport.broken = True
+    with pytest.raises(ConnectionError):
+        a.step()  # trained, and could not send it
+    assert a.progress.pending is not None
+    house.close()
+
+    (tmp_path / "data").rename(tmp_path / "lost")
+    bring_back(settings_for(tmp_path / "data"), tmp_path / "copy")
+    house = RealHouse(tmp_path, clock)
+    with closing(house):
+        house.rounds.resume_after_restart()
+        a, b = house.open("a"), house.open("b")
+        assert house.info().round == 2
+        assert a.progress.last_round > 3
+        house.play(a, b)
+        info, records = house.info(), house.records.rounds("f")
+        assert (info.status, info.round) == ("finished", 6)
+        assert [record.updates for record in records] == [2] * 6
+
+
+def test_a_device_that_enrolled_later_is_told_to_enrol_again(tmp_path, clock, answer):
+    house = House(tmp_path / "data", clock)
+    with closing(house.store):
+        some_way(house, answer)
+        back_up(settings_for(tmp_path / "data"), tmp_path / "copy")
+        (late,) = house.enrol("late")
+    bring_back(settings_for(tmp_path / "new"), tmp_path / "copy")
+    house = House(tmp_path / "new", clock)
+    with closing(house.store):
+        with pytest.raises(NotAuthenticated, match="enrol again"):
+            house.devices.authenticate(late.token)
+        late.house = house
+        late.enrol()
+        house.devices.authenticate(late.token)
