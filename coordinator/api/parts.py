@@ -129,7 +129,8 @@ class House:
         sharing = self.store.sharing
         if sharing is None:
             return self.rounds.advance()
-        moves, newly = sharing.moves()
+        with self.store.troubles.of_records(writes=False):
+            moves, newly = sharing.moves()
         if not moves:
             self.rounds.write_upload_costs()  # with several processes, who closes a round may not know them
             return False
@@ -137,7 +138,8 @@ class House:
             self.rounds.forget_sums()
         moved = self.rounds.advance()
         if moved:
-            sharing.say_moved()
+            with self.store.troubles.of_records(writes=False):
+                sharing.say_moved()
         return moved
 
     async def _move(self) -> None:

@@ -194,7 +194,7 @@ class Store:
 
 
 def lock_folder(data_dir: Path, *, shared: bool = False) -> IO[str]:
-    """An open file that keeps others out of the folder; ``shared``: those that would have it alone. Raises DataInUse."""
+    """An open file that keeps others out; with ``shared`` only those that would have it alone. Raises DataInUse."""
     lock_file = (data_dir / "lock").open("w")
     try:
         fcntl.flock(lock_file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

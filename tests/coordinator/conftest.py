@@ -14,7 +14,8 @@ from .postgresql import serving
 
 
 @pytest.fixture(scope="session")
-def _postgresql():
+def postgresql():
+    """A server for many tests; who stops it starts it again."""
     with serving() as server:
         yield server
 
@@ -24,7 +25,7 @@ def _records(request, monkeypatch):
     """SPARROW_TEST_DATABASE=postgresql: stores whose tests name no database keep their records there, by folder."""
     if os.environ.get("SPARROW_TEST_DATABASE") != "postgresql":
         return
-    server, urls, plain = request.getfixturevalue("_postgresql"), {}, Store.__init__
+    server, urls, plain = request.getfixturevalue("postgresql"), {}, Store.__init__
 
     def opened(self, data_dir, database_url=None, blobs=None):
         if database_url is None:

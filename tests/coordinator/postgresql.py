@@ -20,7 +20,7 @@ class Server:
     """A running server; ``new_database`` makes an empty database and gives its URL."""
 
     def __init__(self, programs: Path, folder: Path) -> None:
-        self._programs, self._folder = programs, folder
+        self.programs, self._folder = programs, folder
         self._count = itertools.count()
 
     def run(self, program: str, *arguments: str) -> None:
@@ -28,7 +28,7 @@ class Server:
         user = USER if os.geteuid() == 0 else None
         # Not into pipes: the server inherits them, and reading them would not end before it does.
         with (self._folder / "log").open("ab") as log:
-            command = [str(self._programs / program), *arguments]
+            command = [str(self.programs / program), *arguments]
             status = subprocess.run(command, user=user, stdout=log, stderr=log, cwd=self._folder).returncode
         assert status == 0, f"{program}: {(self._folder / 'log').read_text()[-2000:]}"
 

@@ -15,7 +15,6 @@ from coordinator.settings import Settings
 from coordinator.storage.store import Store
 
 from .house import House as RealHouse
-from .postgresql import Missing, find_programs, serving
 from .test_rounds import House, answer, play
 
 __all__ = ["answer", "play"]  # fixtures
@@ -111,29 +110,24 @@ def test_the_commands(tmp_path, clock, answer, monkeypatch, capsys):
     assert restore.main([str(tmp_path / "copy")]) == 0
 
 
-def test_of_postgresql(tmp_path, clock, answer, play, monkeypatch):
-    pytest.importorskip("psycopg", reason="needs sparrow-fl[postgresql]")
-    try:
-        monkeypatch.setenv("PATH", f"{find_programs()}{os.pathsep}{os.environ['PATH']}")
-        with serving() as server:
-            first, second = server.new_database(), server.new_database()
-            house = House(tmp_path / "data", clock, lambda folder: Store(folder, first))
-            with closing(house.store):
-                devices = some_way(house, answer)
-                back_up(settings_for(tmp_path / "data", database_url=first), tmp_path / "copy")
-                play(house, devices)
-                wanted = house.model()
-            with pytest.raises(BackupFailed, match="has a coordinator's tables already"):
-                bring_back(settings_for(tmp_path / "new", database_url=first), tmp_path / "copy")
-            bring_back(settings_for(tmp_path / "new", database_url=second), tmp_path / "copy")
-            house = House(tmp_path / "new", clock, lambda folder: Store(folder, second))
-            with closing(house.store):
-                for device in devices:
-                    device.house = house
-                play(house, devices)
-                assert house.model() == wanted
-    except Missing as missing:
-        pytest.skip(str(missing))
+def test_of_postgresql(tmp_path, clock, answer, play, monkeypatch, postgresql):
+    monkeypatch.setenv("PATH", f"{postgresql.programs}{os.pathsep}{os.environ['PATH']}")
+    first, second = postgresql.new_database(), postgresql.new_database()
+    house = House(tmp_path / "data", clock, lambda folder: Store(folder, first))
+    with closing(house.store):
+        devices = some_way(house, answer)
+        back_up(settings_for(tmp_path / "data", database_url=first), tmp_path / "copy")
+        play(house, devices)
+        wanted = house.model()
+    with pytest.raises(BackupFailed, match="has a coordinator's tables already"):
+        bring_back(settings_for(tmp_path / "new", database_url=first), tmp_path / "copy")
+    bring_back(settings_for(tmp_path / "new", database_url=second), tmp_path / "copy")
+    house = House(tmp_path / "new", clock, lambda folder: Store(folder, second))
+    with closing(house.store):
+        for device in devices:
+            device.house = house
+        play(house, devices)
+        assert house.model() == wanted
 
 
 @pytest.mark.parametrize(

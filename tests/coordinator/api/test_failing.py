@@ -18,7 +18,6 @@ from coordinator.api.headers import TimedHeaders
 from edge_sdk.protocol import bundle
 from edge_sdk.transport import Transport
 
-from ..postgresql import Missing, serving
 from .test_contract import DIGITS, ask, assert_problem, enrol, open_app, put, settings_of
 
 __all__ = ["open_app", "settings_of"]  # fixtures
@@ -126,20 +125,10 @@ def test_a_round_whose_model_does_not_fit_closes_when_there_is_room(open_app, tr
 # --- a lost database ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def server():
-    pytest.importorskip("psycopg", reason="needs sparrow-fl[postgresql]")
-    try:
-        with serving() as server:
-            yield server
-    except Missing as missing:
-        pytest.skip(str(missing))
-
-
-def test_a_database_that_goes_and_comes_back(open_app, server, train, caplog):
-    client = open_app(database_url=server.new_database())
+def test_a_database_that_goes_and_comes_back(open_app, postgresql, train, caplog):
+    client = open_app(database_url=postgresql.new_database())
     devices = start_round(client)
-    server.stop()
+    postgresql.stop()
     try:
         for headers, assignment in devices * 3:
             answer = put(client, headers, assignment, train(DIGITS.manifest, assignment))
@@ -149,7 +138,7 @@ def test_a_database_that_goes_and_comes_back(open_app, server, train, caplog):
         assert client.get("/healthz").status_code == 200
         assert len(said(caplog)) == 1
     finally:
-        server.start()
+        postgresql.start()
     become(lambda: client.get("/readyz").status_code == 200)
     finish_round(client, devices, train)
     assert not [record for record in caplog.records if record.exc_info]

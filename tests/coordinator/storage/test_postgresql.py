@@ -17,18 +17,11 @@ from coordinator.storage.store import MOVED, Store
 from coordinator.storage.tables import Base
 
 from ..house import House
-from ..postgresql import serving
-
-
-@pytest.fixture(scope="module")
-def server():
-    with serving() as server:
-        yield server
 
 
 @pytest.fixture
-def url(server):
-    return server.new_database()
+def url(postgresql):
+    return postgresql.new_database()
 
 
 def federation(folder, clock, url=None):
@@ -130,16 +123,16 @@ def test_a_process_hears_what_others_write_and_move_and_not_itself(tmp_path, url
             assert heard["second"].empty()
 
 
-def test_who_lost_its_connection_moves_no_more_until_it_is_its_turn_again(server, tmp_path, url):
+def test_who_lost_its_connection_moves_no_more_until_it_is_its_turn_again(postgresql, tmp_path, url):
     with closing(Store(tmp_path, url)) as first:
         first.settled()
         with closing(Store(tmp_path, url)) as second:
             assert first.sharing.moves()[0]
-            server.stop()
+            postgresql.stop()
             for store in (first, second):
                 with pytest.raises(DBAPIError):
                     store.sharing.moves()
-            server.start()
+            postgresql.start()
             assert second.sharing.moves() == (True, True)
             assert first.sharing.moves() == (False, False)
 
