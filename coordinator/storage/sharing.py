@@ -81,26 +81,32 @@ class Sharing:
             connection.commit()
 
     def moves(self) -> tuple[bool, bool]:
-        """Whether this process may move rounds now, and whether it could not just before."""
+        """Whether this process may move rounds now, and whether it could not just before. Raises DBAPIError."""
         with self._lock:
             before = self._moving
             try:
-                if self._connection is None:
-                    self._come(exclusively=False)
-                assert self._connection is not None
-                if before:
-                    self._connection.scalar(text("SELECT 1"))
-                else:
-                    self._moving = bool(self._connection.scalar(text(f"SELECT pg_try_advisory_lock({_MOVING})")))
+                self._moving = self._may_move()
             except DBAPIError:
-                lost, self._connection, self._moving = self._connection, None, False
-                if lost is not None:
-                    lost.invalidate()
-                    lost.close()
-                raise
+                self._lose()  # it may be but this connection that is broken, after a restart of the database
+                before, self._moving = False, self._may_move()
         if self._moving and not before:
             log.info("this process moves rounds on from now on")
         return self._moving, self._moving and not before
+
+    def _may_move(self) -> bool:
+        if self._connection is None:
+            self._come(exclusively=False)
+        assert self._connection is not None
+        if self._moving:
+            self._connection.scalar(text("SELECT 1"))
+            return True
+        return bool(self._connection.scalar(text(f"SELECT pg_try_advisory_lock({_MOVING})")))
+
+    def _lose(self) -> None:
+        lost, self._connection, self._moving = self._connection, None, False
+        if lost is not None:
+            lost.invalidate()
+            lost.close()
 
     def listen(self, heard: Callable[[str], None]) -> None:
         """Call ``heard`` with FACT or MOVED for what other processes say, in a thread of its own."""
