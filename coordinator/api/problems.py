@@ -23,6 +23,7 @@ MEDIA_TYPE = "application/problem+json"
 
 STATUS: dict[type[Exception], int] = {
     errors.NotAuthenticated: 401,
+    errors.TokenExpired: 401,
     errors.NotAllowed: 403,
     errors.NotFound: 404,
     errors.NoGlobalModel: 404,
@@ -35,6 +36,7 @@ STATUS: dict[type[Exception], int] = {
     errors.TooLarge: 413,
     errors.WrongMediaType: 415,
     errors.BadContent: 422,
+    errors.TooManyRequests: 429,
     ProtocolError: 422,
     SkeletonError: 422,
 }

@@ -10,6 +10,9 @@ from alembic.config import Config
 from sqlalchemy import Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError
 
+WRITING = {"writing": True}
+"""Execution options of an engine whose transactions write."""
+
 POSTGRESQL = ("postgresql", "postgresql+psycopg")
 
 
@@ -72,7 +75,9 @@ def _postgresql(address: str) -> Engine:
 
 
 def _begin(connection: Connection) -> None:
-    connection.exec_driver_sql("BEGIN")
+    # IMMEDIATE: one that read first and then met another process's write could not be made to write any more.
+    writing = connection.get_execution_options().get("writing")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writing else "BEGIN")
 
 
 def _prepare(connection: Any, _: object) -> None:

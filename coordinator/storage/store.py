@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from coordinator.storage.blobs import BlobStore
-from coordinator.storage.database import open_database
+from coordinator.storage.database import WRITING, open_database
 
 TAKE = text("SELECT pg_try_advisory_lock(hashtext('sparrow coordinator'))")
 
@@ -26,7 +27,7 @@ class Store:
 
     Transactions that write take turns: rounds move in steps that read, decide and write, and no other write may fall
     between. A lock on the data folder, and one in PostgreSQL, keep a second process out, which would fold the same
-    updates again.
+    updates again. ``on_commit`` is told how long each commit took, in seconds.
     """
 
     def __init__(self, data_dir: Path, database_url: str | None = None) -> None:
@@ -48,6 +49,8 @@ class Store:
             self._lock_file.close()
             raise
         self._sessions = sessionmaker(self._engine, expire_on_commit=False)
+        self._writers = sessionmaker(self._engine.execution_options(**WRITING), expire_on_commit=False)
+        self.on_commit: Callable[[float], None] = lambda seconds: None
         self._turn = threading.Lock()
 
     @contextmanager
@@ -59,8 +62,11 @@ class Store:
     @contextmanager
     def writing(self) -> Iterator[Session]:
         """A transaction: committed, durably, when the block ends, undone when it raises."""
-        with self._turn, self._sessions.begin() as session:
-            yield session
+        with self._turn:
+            with self._writers.begin() as session:
+                yield session
+                began = time.perf_counter()
+            self.on_commit(time.perf_counter() - began)
 
     def close(self) -> None:
         """Let go of the database and the folder."""
