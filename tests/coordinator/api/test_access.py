@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from coordinator import tokens
 from coordinator.access import MOST_REMEMBERED, PREFIXES, REMEMBER_SECONDS, Tokens
 from coordinator.devices import Devices
-from coordinator.errors import NotAuthenticated, TokenExpired
+from coordinator.errors import NameTaken, NotAuthenticated, NotFound, TokenExpired
 from coordinator.federations import Federations
 from coordinator.limits import BURST_SECONDS, RateLimit, address_key
 from coordinator.main import create_app
@@ -368,3 +369,31 @@ def test_on_this_machine_nothing_is_limited_by_default(open_app):
     token = enrol(client, "one").json()["token"]
     for headers in ({}, bearer(token), bearer("guess")):
         assert {client.get("/v1/federations/default", headers=headers).status_code for _ in range(10)} == {200}
+
+
+def test_uses_are_counted_exactly_however_many_come_at_once(domain, clock, command):
+    devices = Devices(domain, clock)
+    token = command("create", "enrolment", "--uses", "5")
+
+    def come(name):
+        try:
+            return devices.enrol("default", Enrol(**enrolment(name)), token["id"]).device_id
+        except NotAuthenticated:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        let_in = [each for each in pool.map(come, [f"d{number}" for number in range(20)]) if each]
+    assert len(let_in) == len(set(let_in)) == 5
+    (listed,) = command("list")
+    assert (listed["uses"], listed["status"]) == (5, "used up")
+
+
+def test_a_device_that_is_not_let_in_costs_no_use(domain, clock, command):
+    devices = Devices(domain, clock)
+    token = command("create", "enrolment", "--uses", "5")
+    enrol_in(devices)
+    with pytest.raises(NameTaken):
+        devices.enrol("default", Enrol(name="one", enrolment_key="another" * 8), token["id"])
+    with pytest.raises(NotFound):
+        devices.enrol("none", Enrol(**enrolment("two")), token["id"])
+    assert command("list")[0]["uses"] == 0
