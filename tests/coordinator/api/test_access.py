@@ -22,6 +22,8 @@ from coordinator.storage.store import Store
 from edge_sdk import inprocess
 from edge_sdk.protocol.messages import ChangeDevice, CreateFederation, Enrol, FederationSettings
 
+from .test_contract import serving
+
 SETTINGS = FederationSettings(rounds=2, evaluation_interval=0, deadline_seconds=600, early_stopping=False)
 DEVICES = "/v1/federations/default/devices"
 
@@ -397,3 +399,15 @@ def test_a_device_that_is_not_let_in_costs_no_use(domain, clock, command):
     with pytest.raises(NotFound):
         devices.enrol("none", Enrol(**enrolment("two")), token["id"])
     assert command("list")[0]["uses"] == 0
+
+
+def test_behind_a_proxy_on_this_machine_callers_are_counted_by_their_own_addresses(tmp_path):
+    path = "/v1/federations/default"
+    with serving(Settings(data_dir=tmp_path / "data", address_calls_per_second=0.5)) as client:
+
+        def call(address):
+            return client.get(path, headers={"X-Forwarded-For": address}).status_code
+
+        assert [call("203.0.113.9") for _ in range(8)][-1] == 429
+        assert call("203.0.113.10") == 200
+        assert {client.get(path).status_code for _ in range(8)} == {200}, "this machine itself"
