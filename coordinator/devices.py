@@ -2,50 +2,79 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import logging
-import secrets
+import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import select, update
+from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session, undefer
 
-from coordinator.errors import NameTaken, NotAuthenticated, NotFound
+from coordinator.access import MOST_REMEMBERED, REMEMBER_SECONDS, digest_of, new_secret, spend
+from coordinator.errors import NameTaken, NotAuthenticated, NotFound, TokenExpired
 from coordinator.federations import find
 from coordinator.methods import load_method
 from coordinator.records import iso
 from coordinator.rounds import reaches, smallest_budget, touch
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation
-from edge_sdk.protocol.messages import ChangeDevice, DeviceInfo, DeviceProfile, Enrol, Enrolled, PauseReason
+from edge_sdk.protocol.messages import (
+    ChangeDevice,
+    DeviceInfo,
+    DeviceProfile,
+    Enrol,
+    Enrolled,
+    NewToken,
+    PauseReason,
+)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Caller:
-    """A device that has shown its token."""
+    """A device that has shown its token, which it has had since ``issued_at``."""
 
     device_id: str
     federation: str
+    issued_at: float
 
 
 class Devices:
-    """Every enrolled device. Tokens and enrolment keys are kept hashed only."""
+    """Every enrolled device. Tokens and enrolment keys are kept hashed only.
 
-    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+    rotation_seconds: age at which a device is asked to take a new token, None for never. lifetime_seconds: age beyond
+    which a token is good for nothing, None for none. Who holds a token is remembered for ``REMEMBER_SECONDS``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], float],
+        *,
+        rotation_seconds: float | None = None,
+        lifetime_seconds: float | None = None,
+    ) -> None:
         self._store = store
         self._clock = clock
-        self._callers: dict[bytes, Caller] = {}  # by the token's digest; changed wherever a token is
+        self._rotation_seconds = rotation_seconds
+        self._lifetime_seconds = lifetime_seconds
+        self._callers: dict[bytes, tuple[Caller, float]] = {}  # by the token's digest; with when it was looked up
+        self._changes = 0  # of tokens in this process: what was read before one is not remembered after it
+        self._remembering = threading.Lock()
 
-    def enrol(self, federation_name: str, request: Enrol) -> Enrolled:
-        """Enrol a device, or give one that lost the answer a new token. Raises NameTaken, NotFound."""
-        token = secrets.token_urlsafe(32)
-        key = _sha256(request.enrolment_key)
+    def enrol(self, federation_name: str, request: Enrol, token_id: str | None = None) -> Enrolled:
+        """Enrol a device, or give one that lost the answer a new token.
+
+        token_id: the enrolment token of the records that lets it in; one use of it is counted, in the transaction that
+        makes the device. Raises NameTaken, NotFound, NotAuthenticated.
+        """
+        token = new_secret("device")
+        key = digest_of(request.enrolment_key)
+        replaced = None
         now = self._clock()
         with self._store.writing() as db:
             federation = find(db, federation_name)
@@ -61,6 +90,8 @@ class Devices:
                     f"GET /v1/federations/{federation_name}/devices)"
                 )
             if device is None:
+                if token_id is not None:
+                    spend(db, token_id, now)
                 device = Device(
                     id=uuid.uuid4().hex,
                     federation_id=federation.id,
@@ -73,30 +104,89 @@ class Devices:
                 )
                 db.add(device)
             else:
-                self._callers.pop(device.token_sha256, None)
-            device.token_sha256 = _sha256(token)
+                replaced = device.token_sha256
+            device.token_sha256, device.token_issued_at, device.next_token_sha256 = digest_of(token), now, None
             device.profile = request.profile.model_dump(mode="json")
             device.budget, device.num_examples = request.budget, request.num_examples
             device.limited_by = request.limited_by.value if request.limited_by else None
             device.seen_at = now
-            return Enrolled(device_id=device.id, token=token, notice=_notice(federation, device))
+            enrolled = Enrolled(device_id=device.id, token=token, notice=_notice(federation, device))
+        self._forget(replaced)
+        return enrolled
 
     def known_caller(self, token: str) -> Caller | None:
-        """Who holds this token, where that was looked up before; reads no records."""
-        return self._callers.get(_sha256(token))
+        """Who holds this token, where that was looked up a moment ago; reads no records."""
+        caller, looked_at = self._callers.get(digest_of(token), (None, 0.0))
+        now = self._clock()
+        if caller is None or abs(now - looked_at) >= REMEMBER_SECONDS or self._is_over(caller, now):
+            return None
+        return caller
+
+    def was_here(self, token: str) -> bool:
+        """Whether this token was a device's when it was last looked up."""
+        return digest_of(token) in self._callers
 
     def authenticate(self, token: str) -> Caller:
-        """Who holds this token. Raises NotAuthenticated."""
-        digest = _sha256(token)
-        caller = self._callers.get(digest)
-        if caller is None:
-            with self._store.reading() as db:
-                _holder(db, digest)  # a stranger's token must not keep others from writing
-            with self._store.writing() as db:  # in turn with whoever changes tokens
-                device = _holder(db, digest)
-                federation = db.get_one(Federation, device.federation_id)
-                caller = self._callers[digest] = Caller(device.id, federation.name)
+        """Who holds this token. Raises NotAuthenticated, TokenExpired among them."""
+        caller = self.known_caller(token) or self._look_up(digest_of(token))
+        if self._is_over(caller, self._clock()):
+            raise TokenExpired(
+                "this device's token has expired; start the device again, with an enrolment token where one is needed, "
+                "and it gets a new one"
+            )
         return caller
+
+    def wants_rotation(self, caller: Caller) -> bool:
+        """Whether the device should take a new token."""
+        return self._rotation_seconds is not None and self._clock() - caller.issued_at >= self._rotation_seconds
+
+    def rotate(self, device_id: str) -> NewToken:
+        """A new token for a device. The old one is good until the new one is used for the first time.
+
+        So a lost answer does no harm: the device asks again, and what it never got is forgotten. Raises
+        NotAuthenticated.
+        """
+        token = new_secret("device")
+        with self._store.writing() as db:
+            device = db.get(Device, device_id)
+            if device is None or device.status == "revoked":
+                raise NotAuthenticated(UNKNOWN)
+            device.next_token_sha256 = digest_of(token)
+        return NewToken(token=token)
+
+    def _is_over(self, caller: Caller, now: float) -> bool:
+        return self._lifetime_seconds is not None and now - caller.issued_at >= self._lifetime_seconds
+
+    def _look_up(self, digest: bytes) -> Caller:
+        now, changes, replaced = self._clock(), self._changes, None
+        try:
+            with self._store.reading() as db:  # a stranger's token must not keep others from writing
+                device, federation = _holder(db, digest)
+            if device.token_sha256 != digest:  # it has used its new token: the old one is over
+                with self._store.writing() as db:
+                    device, federation = _holder(db, digest)
+                    if device.token_sha256 != digest:
+                        replaced = device.token_sha256
+                        device.token_sha256, device.token_issued_at, device.next_token_sha256 = digest, now, None
+                self._forget(replaced)
+                changes = self._changes
+        except NotAuthenticated:
+            self._callers.pop(digest, None)
+            raise
+        caller = Caller(device.id, federation.name, device.token_issued_at)
+        with self._remembering:
+            if changes == self._changes:
+                if len(self._callers) >= MOST_REMEMBERED:
+                    self._callers.clear()
+                self._callers[digest] = (caller, now)
+        return caller
+
+    def _forget(self, digest: bytes | None) -> None:
+        """After the commit that took a token away: nobody who read the records before it remembers it."""
+        with self._remembering:
+            self._changes += 1
+            if digest is not None:
+                self._callers.pop(digest, None)
 
     def list(self, federation_name: str) -> list[DeviceInfo]:
         """Every device of a federation, by name. Raises NotFound."""
@@ -127,6 +217,7 @@ class Devices:
 
     def change(self, device_id: str, request: ChangeDevice) -> None:
         """A new budget (from the next round on), a coming or going, a revocation. Raises NotFound."""
+        revoked = None
         with self._store.writing() as db:
             device = db.get(Device, device_id)
             if device is None:
@@ -153,16 +244,28 @@ class Devices:
                     log.info("%s leaves: %s", device.name, said)
                     _take_back(db, device_id, said)
             if request.revoked:
-                device.status, device.present = "revoked", False
-                self._callers.pop(device.token_sha256, None)
-                _change_open(db, device_id, status="expired")
+                revoked = device.token_sha256
+                revoke(db, device)
+        self._forget(revoked)
 
 
-def _holder(db: Session, digest: bytes) -> Device:
-    device = db.scalar(select(Device).where(Device.token_sha256 == digest))
-    if device is None or device.status == "revoked":
-        raise NotAuthenticated("the device token is unknown or revoked; enrol again")
-    return device
+UNKNOWN = "the device token is unknown or revoked; enrol again"
+
+
+def revoke(db: Session, device: Device) -> None:
+    """Take a device's token away for good; nobody waits for it any more."""
+    device.status, device.present, device.next_token_sha256 = "revoked", False, None
+    _change_open(db, device.id, status="expired")
+
+
+def _holder(db: Session, digest: bytes) -> tuple[Device, Federation]:
+    mine = or_(Device.token_sha256 == digest, Device.next_token_sha256 == digest)
+    row = db.execute(
+        select(Device, Federation).join(Federation, Federation.id == Device.federation_id).where(mine)
+    ).first()
+    if row is None or row[0].status == "revoked":
+        raise NotAuthenticated(UNKNOWN)
+    return row[0], row[1]
 
 
 def _notice(federation: Federation, device: Device) -> str | None:
@@ -200,7 +303,3 @@ def _forgive_adapting(db: Session, device_id: str) -> None:
         .where(Assignment.device_id == device_id, Assignment.kind == "adapt", Assignment.status == "returned")
         .values(status="expired")
     )
-
-
-def _sha256(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()

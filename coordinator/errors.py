@@ -2,6 +2,8 @@
 
 CoordinatorError
 ├── NotAuthenticated      send a valid token
+│   └── TokenExpired      the device's token is too old: enrol again
+├── TooManyRequests       come back later, as Retry-After says
 ├── NotAllowed            the token is valid, but not for this
 ├── NotFound              no such federation, device, assignment
 │   └── NoGlobalModel     this method has no global model that can be used alone
@@ -24,6 +26,14 @@ class CoordinatorError(Exception):
 
 class NotAuthenticated(CoordinatorError):
     """No token, or none that is known."""
+
+
+class TokenExpired(NotAuthenticated):
+    """The device's token is too old."""
+
+
+class TooManyRequests(CoordinatorError):
+    """More calls than this caller may make."""
 
 
 class NotAllowed(CoordinatorError):

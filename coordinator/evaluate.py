@@ -17,14 +17,25 @@ from zipfile import BadZipFile
 import httpx
 import numpy as np
 
-from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.messages import Evaluation, Problem
 
 SECONDS = 600.0
 
 
-def evaluate(server: str, federation: str, data: Path, inputs: str, targets: str, token: str | None) -> Evaluation:
-    """What the coordinator finds. Raises ValueError, which says what is wrong with the file or the call."""
+def evaluate(
+    server: str,
+    federation: str,
+    data: Path,
+    inputs: str,
+    targets: str,
+    token: str | None,
+    trust: tls.Tls | None = None,
+) -> Evaluation:
+    """What the coordinator finds. trust: certificates for https.
+
+    Raises ValueError, which says what is wrong with the file or the call.
+    """
     try:
         with data.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             tensors = {"inputs": arrays[inputs], "targets": arrays[targets]}
@@ -37,9 +48,10 @@ def evaluate(server: str, federation: str, data: Path, inputs: str, targets: str
     headers = {"Content-Type": checkpoint.MEDIA_TYPE, **({"Authorization": f"Bearer {token}"} if token else {})}
     url = f"{server.rstrip('/')}/v1/federations/{federation}/model/evaluation"
     try:
-        answer = httpx.post(url, content=checkpoint.save(tensors), headers=headers, timeout=SECONDS)
+        verify = trust.context() if trust else True
+        answer = httpx.post(url, content=checkpoint.save(tensors), headers=headers, timeout=SECONDS, verify=verify)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ValueError(f"{server} does not answer: {error}") from None
+        raise ValueError(f"{server} does not answer: {tls.explain(error) or tls.hint(error, server)}") from None
     if answer.is_error:
         try:
             raise ValueError(Problem.model_validate_json(answer.content).detail)
@@ -56,11 +68,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, help="test file, as numpy.savez writes it")
     parser.add_argument("--inputs", default="inputs", help="its array of samples (default: %(default)s)")
     parser.add_argument("--targets", default="targets", help="its array of classes (default: %(default)s)")
+    tls.add_options(parser)
     parser.epilog = "SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one."
     options = parser.parse_args(arguments)
     token = os.environ.get("SPARROW_ADMIN_TOKEN")
     try:
-        found = evaluate(options.server, options.federation, options.data, options.inputs, options.targets, token)
+        found = evaluate(
+            options.server,
+            options.federation,
+            options.data,
+            options.inputs,
+            options.targets,
+            token,
+            tls.from_options(options),
+        )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

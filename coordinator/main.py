@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -11,9 +10,11 @@ from types import FrameType
 
 from fastapi import FastAPI
 
+from coordinator import logs
 from coordinator.api import devices, federations, problems, status
 from coordinator.api.access import OpenHouseWarning
 from coordinator.api.bodies import SmallBodies
+from coordinator.api.door import Door
 from coordinator.api.parts import House
 from coordinator.api.slow import SlowBodies
 from coordinator.settings import Settings
@@ -25,8 +26,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        logging.getLogger("alembic").setLevel(logging.WARNING)
+        logs.install(settings.log_level, settings.log_format)
         house = House(settings)
         app.state.house = house
         try:
@@ -48,6 +48,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.add_middleware(SmallBodies)
     app.add_middleware(SlowBodies, settings=settings)
     app.add_middleware(OpenHouseWarning, settings=settings)
+    app.add_middleware(Door)  # the last one added is the first to see a call
     for part in (federations, devices, status):
         app.include_router(part.router)
     problems.install(app)

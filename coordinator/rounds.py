@@ -54,6 +54,7 @@ from coordinator.errors import (
     Unavailable,
     WrongMediaType,
 )
+from coordinator.logs import about
 from coordinator.methods import GlobalModel, Situation, Work, load_method
 from coordinator.models import Models, job_of, settings_of
 from coordinator.rollback import carry_out, newest_version
@@ -103,12 +104,19 @@ class Asked:
 
 
 class Rounds:
-    """Runs the rounds of every federation."""
+    """Runs the rounds of every federation. on_closed: told of each that closes, with its seconds."""
 
-    def __init__(self, store: Store, models: Models, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        models: Models,
+        clock: Callable[[], float],
+        on_closed: Callable[[str, float], None] = lambda federation, seconds: None,
+    ) -> None:
         self._store = store
         self._models = models
         self._clock = clock
+        self._on_closed = on_closed
         self._advancing = threading.Lock()
         self._folding: dict[int, _Folding] = {}
         self._stuck: dict[int, float] = {}
@@ -254,7 +262,11 @@ class Rounds:
             else:
                 device.rest_until = self._clock() + REST_SECONDS
             touch(db, federation.id, assignment.round)
-            log.info("round %s: %s hands back %s: %s", assignment.round, device.name, assignment.kind, text)
+            log.info(
+                "round %s: %s hands back %s: %s",
+                *(assignment.round, device.name, assignment.kind, text),
+                extra={"round": assignment.round},
+            )
 
     def note_upload_cost(self, device_id: str, cost: wire.UploadCost) -> None:
         """Keep what a device's last upload cost it; the first word counts, and a stranger's none.
@@ -437,21 +449,24 @@ class Rounds:
         moved = False
         with self._advancing:
             with self._store.reading() as db:
-                ids = db.scalars(select(Federation.id).where(Federation.status.in_(("waiting", "running", "stopped"))))
-                federations = list(ids)
-            for federation_id in federations:
-                try:
-                    while self._step(federation_id):
-                        moved = True
-                except Unavailable:  # the store has said so, once; what is half folded is made again
-                    self._folding.pop(federation_id, None)
-                except Exception:
-                    # A lost file or an uninstalled method stops its federation, not the others. Its sums may hold half
-                    # an update: they are made again from what is stored.
-                    self._folding.pop(federation_id, None)
-                    self._say_stuck(federation_id)
-                else:
-                    self._stuck.pop(federation_id, None)
+                moving = select(Federation.id, Federation.name).where(
+                    Federation.status.in_(("waiting", "running", "stopped"))
+                )
+                federations = db.execute(moving).all()
+            for federation_id, name in federations:
+                with about(federation=name):
+                    try:
+                        while self._step(federation_id):
+                            moved = True
+                    except Unavailable:  # the store has said so, once; what is half folded is made again
+                        self._folding.pop(federation_id, None)
+                    except Exception:
+                        # A lost file or an uninstalled method stops its federation, not the others. Its sums may hold
+                        # half an update: they are made again from what is stored.
+                        self._folding.pop(federation_id, None)
+                        self._say_stuck(federation_id)
+                    else:
+                        self._stuck.pop(federation_id, None)
         return moved
 
     def _say_stuck(self, federation_id: int) -> None:
@@ -515,7 +530,7 @@ class Rounds:
                 assignment = _assign(federation, active[name], work.kind, number, position, now)
                 assignment.plan = dict(work.plan) or None
                 db.add(assignment)
-            log.info("%s: round %s opens for %s devices", federation.name, number, len(cohort))
+            log.info("%s: round %s opens for %s devices", federation.name, number, len(cohort), extra={"round": number})
             return True
 
     def _finish(self, db: Session, federation: Federation, reason: str) -> bool:
@@ -657,7 +672,12 @@ class Rounds:
         if current_mask is not None:
             masks.add(current_mask.digest)
         del self._folding[federation.id]
-        log.info("%s: round %s closes, %s updates in its model", federation.name, number, folding.sums.updates)
+        log.info(
+            "%s: round %s closes, %s updates in its model",
+            *(federation.name, number, folding.sums.updates),
+            extra={"round": number},
+        )
+        self._on_closed(federation.name, now - current.opened_at)
         # Only now, with the new model in the records, may what it was made from go.
         self._models.forget(federation.id, in_use, masks)
         for key in self._store.blobs.keys(_update_folder(federation.id)):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from coordinator.access import KINDS, Kind
 from edge_sdk.protocol.messages import FederationSettings
 
 
@@ -27,6 +29,21 @@ class Settings(BaseSettings):
     admin_token: SecretStr | None = Field(default=None, description="Needed to create and change federations")
     observer_token: SecretStr | None = Field(default=None, description="Needed to look at federations and metrics")
     enrolment_token: SecretStr | None = Field(default=None, description="Needed to enrol a device")
+    device_token_rotation_days: float = Field(
+        default=7.0, ge=0, description="Age at which a device is asked to take a new token, days; 0: never"
+    )
+    device_token_lifetime_days: float | None = Field(
+        default=None, gt=0, description="Age beyond which a device's token is good for nothing, days; unset: none"
+    )
+    device_calls_per_second: float = Field(
+        default=20.0, ge=0, description="Calls of one device, of which 10 s' worth may come at once; 0: no limit"
+    )
+    address_calls_per_second: float = Field(
+        default=100.0,
+        ge=0,
+        description="The same for all calls from one address that no device's token came with; 0: no limit",
+    )
+    limit_loopback: bool = Field(default=False, description="Whether these limits hold for this machine's own calls")
     default_task: str = Field(
         default="digits", description="Built-in task of the federation `default` made at first start; empty: none"
     )
@@ -52,4 +69,25 @@ class Settings(BaseSettings):
         default=500.0, gt=0, description="Slowest rate at which a body may come, bytes/s"
     )
     tick_seconds: float = Field(default=0.5, gt=0, le=60, description="How often deadlines are looked at, s")
+    min_free_bytes: int = Field(
+        default=256 * 1024**2, ge=0, description="Free space of the data folder below which it is not ready, bytes"
+    )
     log_level: str = Field(default="INFO", description="DEBUG, INFO, WARNING or ERROR")
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="text, with key=value at the end of a line, or json, one object a line"
+    )
+
+    @model_validator(mode="after")
+    def _rotates_in_time(self) -> Settings:
+        lifetime = self.device_token_lifetime_days
+        if lifetime is not None and not 0 < self.device_token_rotation_days < lifetime:
+            raise ValueError(
+                "device_token_lifetime_days: tokens would expire before they are renewed; set a shorter "
+                "device_token_rotation_days above 0"
+            )
+        return self
+
+    def tokens(self) -> dict[Kind, str]:
+        """The operators' tokens that are set, by kind."""
+        given: dict[Kind, SecretStr | None] = {kind: getattr(self, f"{kind}_token") for kind in KINDS}
+        return {kind: token.get_secret_value() for kind, token in given.items() if token is not None}

@@ -16,14 +16,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import httpx
 from tqdm import tqdm
 
 from edge_sdk.errors import BadArgument, Refused, SdkError, StateError
 from edge_sdk.fleet import FORESEEN, Result, run_fleet
 from edge_sdk.host import Plan
+from edge_sdk.protocol.tls import Tls
 from edge_sdk.state import default_root
-from edge_sdk.transport import TIMEOUT, Transport
+from edge_sdk.transport import Transport, connect
 
 LOCAL = "local"
 LOOK_SECONDS = 1.0
@@ -93,6 +93,7 @@ def run_on_ray(
     enrolment_token: str | None = None,
     observer_token: str | None = None,
     patience_seconds: float | None = None,
+    trust: Tls | None = None,
     quiet: bool = False,
 ) -> Result:
     """Run the devices of ``plan`` on a Ray cluster until their federation has ended, and return what was done.
@@ -107,7 +108,7 @@ def run_on_ray(
     """
     if workers is not None and workers < 1:
         raise BadArgument(f"{workers} workers; give at least 1")
-    with httpx.Client(base_url=server, timeout=TIMEOUT) as client:
+    with connect(server, trust) as client:
         transport = Transport(client, patience_seconds=patience_seconds)
         transport.token = observer_token or enrolment_token
         transport.federation(plan.federation)  # its errors, before a cluster is started
@@ -116,6 +117,7 @@ def run_on_ray(
             "enrolment_token": enrolment_token,
             "observer_token": observer_token,
             "patience_seconds": patience_seconds,
+            "trust": trust,
         }
         root = state_dir and state_dir.absolute()
         ray = _connect(address, workers)

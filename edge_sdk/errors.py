@@ -4,7 +4,8 @@ SdkError
 ├── Unreachable        the coordinator does not answer; try again later
 ├── Refused            it answered no: its text says what to do
 │   ├── RoundOver      this assignment takes no update any more (409): ask for the next one
-│   └── FederationOver nothing is left to do (410)
+│   ├── FederationOver nothing is left to do (410)
+│   └── TokenExpired   this device must enrol again (401)
 ├── BadArgument        something the user gave cannot work, found before anything was done
 ├── Damaged            what was downloaded is not what was announced, repeatedly
 └── StateError         the state folder is in use, belongs to another device, or cannot be read
@@ -40,6 +41,10 @@ class RoundOver(Refused):
 
 class FederationOver(Refused):
     """The federation is finished and has nothing left for this device."""
+
+
+class TokenExpired(Refused):
+    """The device's token is too old."""
 
 
 class BadArgument(SdkError):

@@ -39,7 +39,7 @@ from edge_sdk import inprocess
 from edge_sdk.errors import BadArgument, Refused, SdkError, StateError
 from edge_sdk.host import Host, Plan, Stepped
 from edge_sdk.methods import UnknownMethod
-from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import FederationInfo, FederationStatus, Kind, OpenWork
 from edge_sdk.publish import add_method_set, load_to_publish, publish, read_setting
@@ -48,7 +48,7 @@ from edge_sdk.state import FolderLock, Reference, default_root, write_atomically
 from edge_sdk.tasks import UnknownTask
 from edge_sdk.tasks.loading import DataError
 from edge_sdk.training.compute import ACCELERATORS, Compute, choose_device
-from edge_sdk.transport import TIMEOUT, Transport
+from edge_sdk.transport import Transport, connect
 
 LOOK_SECONDS = 10.0
 """How long the coordinator is asked to wait for news; a process that failed is noticed no later."""
@@ -94,6 +94,7 @@ def run_fleet(
     enrolment_token: str | None = None,
     observer_token: str | None = None,
     patience_seconds: float | None = None,
+    trust: tls.Tls | None = None,
     quiet: bool = False,
     on_step: Callable[[Stepped], None] = lambda stepped: None,
     interrupted: Callable[[], bool] = lambda: False,
@@ -104,10 +105,10 @@ def run_fleet(
     processes: how many host devices, one per core by default, one where they train on an accelerator. state_dir: where
     the devices keep their state; a second call with the same folder goes on. in_memory: keep it in memory instead, and
     forget it. indices: the devices of this fleet, where others simulate the rest. enrolment_token, observer_token:
-    where the coordinator asks for them, the latter to see who is being waited for. on_step: told of each step.
-    interrupted: asked before each, and at least every ``LOOK_SECONDS``; true is as good as Ctrl-C, which reaches only a
-    process's main thread. Raises SdkError, DataError and what else a device raises; KeyboardInterrupt once every device
-    has finished the step it was in.
+    where the coordinator asks for them, the latter to see who is being waited for. trust: certificates for https.
+    on_step: told of each step. interrupted: asked before each, and at least every ``LOOK_SECONDS``; true is as good as
+    Ctrl-C, which reaches only a process's main thread. Raises SdkError, DataError and what else a device raises;
+    KeyboardInterrupt once every device has finished the step it was in.
     """
     torch.set_num_threads(1)
     if (server is None) == (app is None):
@@ -119,7 +120,7 @@ def run_fleet(
         raise BadArgument(f"{processes} processes, but an accelerator is served by one: set 1, or train on the cpu")
     number = 1 if app is not None or accelerated else processes or os.cpu_count() or 1
     with contextlib.ExitStack() as stack:
-        client = stack.enter_context(_connect(server, app))
+        client = stack.enter_context(_connect(server, app, trust))
         root = stack.enter_context(_root(state_dir, in_memory, server or inprocess.ADDRESS, plan.federation))
         transport = Transport(client, patience_seconds=patience_seconds)
         transport.token = observer_token or enrolment_token
@@ -129,7 +130,7 @@ def run_fleet(
         def make_host() -> Host:
             return Host(
                 plan,
-                client if number == 1 else httpx.Client(base_url=str(server), timeout=TIMEOUT),
+                client if number == 1 else connect(str(server), trust),
                 root,
                 known,
                 reference=reference,
@@ -143,8 +144,8 @@ def run_fleet(
         return run.until_over()
 
 
-def _connect(server: str | None, app: Any) -> contextlib.AbstractContextManager[httpx.Client]:
-    return httpx.Client(base_url=str(server), timeout=TIMEOUT) if app is None else inprocess.running(app)
+def _connect(server: str | None, app: Any, trust: tls.Tls | None) -> contextlib.AbstractContextManager[httpx.Client]:
+    return connect(str(server), trust) if app is None else inprocess.running(app)
 
 
 @contextlib.contextmanager
@@ -422,6 +423,7 @@ def _run(options: argparse.Namespace, plan: Plan, app: Any) -> Result:
         "enrolment_token": os.environ.get("SPARROW_ENROLMENT_TOKEN"),
         "observer_token": os.environ.get("SPARROW_OBSERVER_TOKEN"),
         "patience_seconds": options.patience,
+        "trust": tls.from_options(options),
         "quiet": options.quiet,
     }
     if options.ray is None:
@@ -436,9 +438,7 @@ def _create(options: argparse.Namespace, plan: Plan, app: Any) -> None:
     settings = {"min_devices": options.devices, "method_settings": dict(options.method_set), **dict(options.set)}
     task = load_to_publish(options.task, plan.data_of(0), settings, device=plan.name(0))
     with contextlib.ExitStack() as stack:
-        client = stack.enter_context(
-            inprocess.running(app) if app else httpx.Client(base_url=options.server, timeout=TIMEOUT)
-        )
+        client = stack.enter_context(_connect(options.server, app, tls.from_options(options)))
         info = publish(
             options.server or inprocess.ADDRESS,
             options.federation,
@@ -507,7 +507,7 @@ def _parser() -> argparse.ArgumentParser:
         "coordinator asks for them.",
     )
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--server", help="the coordinator's address, http://HOST:PORT")
+    where.add_argument("--server", help="the coordinator's address, http://HOST:PORT or https://HOST")
     where.add_argument("--app", help="or its ASGI application, run in this process: coordinator.main:app")
     parser.add_argument("--federation", default="default", help="which federation to join (default: %(default)s)")
     parser.add_argument("--devices", type=int, required=True, help="how many devices train")
@@ -544,6 +544,7 @@ def _parser() -> argparse.ArgumentParser:
     keep.add_argument("--state-dir", type=Path, help="where the devices keep their state, to go on later")
     keep.add_argument("--memory", action="store_true", help="keep it in memory and forget it in the end")
     parser.add_argument("--patience", type=float, help="give up when the coordinator is silent this long, s")
+    tls.add_options(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--verbose", action="store_true", help="say more")
     return parser

@@ -43,6 +43,7 @@ from edge_sdk.exporting import Export, NotTheSame, export_personal
 from edge_sdk.methods import UnknownMethod
 from edge_sdk.policy import Policy, policy_here, read_policy
 from edge_sdk.preparing import Preparation
+from edge_sdk.protocol import tls
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, FederationInfo
 from edge_sdk.publish import read_setting
@@ -52,7 +53,7 @@ from edge_sdk.tasks import Task, UnknownTask, load_task
 from edge_sdk.tasks.loading import DataError
 from edge_sdk.telemetry import Telemetry
 from edge_sdk.training.compute import ACCELERATORS, Compute, choose_device
-from edge_sdk.transport import TIMEOUT, Transport
+from edge_sdk.transport import Transport, connect
 from edge_sdk.watch import Watch, read_spent
 from export.errors import ExportError
 from export.metadata import properties
@@ -105,6 +106,7 @@ def join(
     bfloat16: bool = False,
     deterministic: bool = False,
     memory_limit: int | None = None,
+    trust: tls.Tls | None = None,
     client: httpx.Client | None = None,
     quiet: bool = False,
 ) -> Result:
@@ -120,7 +122,7 @@ def join(
     sensor. accelerator: one of ``compute.ACCELERATORS``. threads: of the processor. bfloat16: forward passes in
     bfloat16 where torch's autocast thinks it safe. deterministic: on the processor, and in the memory format that
     follows from the model, not in what was measured to be fastest. memory_limit: bytes that training may take, all that
-    the process holds included; by default what there is.
+    the process holds included; by default what there is. trust: certificates for https.
 
     Raises SdkError, DoesNotFit among them where the budget needs more memory; when something else ends it, Ctrl-C or a
     failing loss, it says goodbye to the coordinator first.
@@ -131,7 +133,7 @@ def join(
     if export is not None:
         check_writable(Path(export))
     folder = StateFolder(Path(state_dir) if state_dir else default_root(server, federation) / name)
-    own = client or httpx.Client(base_url=server, timeout=TIMEOUT)
+    own = client or connect(server, trust)
     bar = _Bar(quiet)
     try:
         with EnergyMeter(model=watts) as meter:
@@ -431,6 +433,7 @@ def main(arguments: list[str] | None = None) -> int:
             bfloat16=options.bfloat16,
             deterministic=options.deterministic,
             memory_limit=options.memory_limit,
+            trust=tls.from_options(options),
             quiet=options.quiet,
         )
     except KeyboardInterrupt:
@@ -450,7 +453,7 @@ def _as_interrupt(number: int, frame: FrameType | None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m edge_sdk.join", description=__doc__.split("\n")[0])
-    parser.add_argument("--server", required=True, help="the coordinator's address, http://HOST:PORT")
+    parser.add_argument("--server", required=True, help="the coordinator's address, http://HOST:PORT or https://HOST")
     parser.add_argument("--federation", default="default", help="which federation to join (default: %(default)s)")
     parser.add_argument("--name", help="this device's name, unique in the federation (default: the host's name)")
     parser.add_argument("--data", help="this device's data, as its task wants it: a file, or index=0,of=5,alpha=0.3")
@@ -495,6 +498,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--verbose", action="store_true", help="say more")
+    tls.add_options(parser)
     parser.epilog = "SPARROW_ENROLMENT_TOKEN holds the enrolment token where the coordinator asks for one."
     return parser
 

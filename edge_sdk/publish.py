@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from edge_sdk.errors import Refused, SdkError
-from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.builtin import builtin_tasks
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import CreateFederation, FederationInfo, FederationSettings
@@ -26,7 +26,7 @@ from edge_sdk.tasks import Task, UnknownTask, load_task
 from edge_sdk.tasks.loading import DataError
 from edge_sdk.tracing import UnsupportedLayer, describe
 from edge_sdk.training.local import get_tensors
-from edge_sdk.transport import TIMEOUT, Transport
+from edge_sdk.transport import Transport, connect
 
 RunningStatistics = Literal["shared", "personal"]
 
@@ -40,6 +40,7 @@ def publish(
     blocks: Mapping[str, Sequence[int]] | None = None,
     exist_ok: bool = False,
     admin_token: str | None = None,
+    trust: tls.Tls | None = None,
     client: httpx.Client | None = None,
     **settings: Any,
 ) -> FederationInfo:
@@ -48,7 +49,8 @@ def publish(
     settings: fields of ``FederationSettings``. running_statistics: whether batch-norm's are averaged over devices or
     stay personal. blocks: for methods that use blocks of a model, name of a parameter -> how many rows each of its
     blocks has, in order (heads of an attention, groups of filters); other parameters are cut as the method does.
-    exist_ok: return the one that exists instead of raising Refused (HTTP 409). Raises UnsupportedLayer, naming the
+    exist_ok: return the one that exists instead of raising Refused (HTTP 409). trust: certificates for
+    https. Raises UnsupportedLayer, naming the
     layer, for a model that cannot be handled; ValueError for blocks that do not add up to it; SdkError when the
     coordinator refuses or does not answer.
     """
@@ -63,7 +65,7 @@ def publish(
         body, media_type = request.model_dump_json().encode(), "application/json"
     else:
         body, media_type = _checkpoint(request, task, running_statistics, blocks or {}), checkpoint.MEDIA_TYPE
-    own = client or httpx.Client(base_url=server, timeout=TIMEOUT)
+    own = client or connect(server, trust)
     try:
         transport = Transport(own, patience_seconds=30.0)
         transport.token = admin_token
@@ -139,6 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
             task,
             running_statistics=options.running_statistics,
             admin_token=os.environ.get("SPARROW_ADMIN_TOKEN"),
+            trust=tls.from_options(options),
             **settings,
         )
     except ValidationError as error:
@@ -171,6 +174,7 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, A
     parser.add_argument("--task", default="digits", help="a task built in or installed (default: %(default)s)")
     parser.add_argument("--data", help="for tasks that build their model from data: a sample file, as a device has it")
     parser.add_argument("--running-statistics", choices=get_args(RunningStatistics), default="shared")
+    tls.add_options(parser)
     parser.epilog = "SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one."
     group = parser.add_argument_group("settings of the federation (docs/settings.md)")
     fields = {name: field for name, field in FederationSettings.model_fields.items() if name != "method_settings"}

@@ -17,13 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
+from typing import TypeVar
 
 import numpy as np
 from torch import nn
 
 from devices import EnergyMeter
 from edge_sdk.budget import Choice
-from edge_sdk.errors import FederationOver, Refused, RoundOver, SdkError
+from edge_sdk.errors import FederationOver, Refused, RoundOver, SdkError, TokenExpired
 from edge_sdk.methods import DeviceState, Job, Trained, Update, load_method
 from edge_sdk.preparing import Prepared
 from edge_sdk.protocol import bundle, personal
@@ -67,6 +68,9 @@ RESERVE_SECONDS = 5.0
 """Of a round's deadline, what is kept for judging and sending after the last step, at least."""
 MASK = "mask.bits"
 """The file of the mask that this device holds: of elements, as last received, or of the neurons that it has chosen."""
+
+
+Answer = TypeVar("Answer")
 
 
 class Outcome(Enum):
@@ -135,8 +139,13 @@ class Session:
         self._report_progress = progress
         self._working_on: Assignment | None = None  # stays when a step is interrupted: leave() hands it back
         self._telemetry = telemetry(transport.traffic)
+        self._enrolment_token = transport.token
         transport.token = folder.token() or transport.token
-        self.info = known.info if known else transport.federation(federation)
+        try:
+            self.info = known.info if known else transport.federation(federation)
+        except TokenExpired:
+            transport.token = self._enrolment_token
+            self.info = transport.federation(federation)
         self._identity = folder.identity(federation, self.info.uid, name)
         self.manifest = known.manifest if known else self._load_manifest()
         self.task = make_task(self.info)
@@ -155,14 +164,14 @@ class Session:
         if self._identity.token is None:
             self._enrol()
         elif announce:
-            self._tell(
-                ChangeDevice(
-                    budget=self.budget,
-                    limited_by=self._prepared.limited_by,
-                    conditions=Conditions(),
-                    holds_model=self.personal is not None,
-                )
+            transport.token = self._identity.token
+            change = ChangeDevice(
+                budget=self.budget,
+                limited_by=self._prepared.limited_by,
+                conditions=Conditions(),
+                holds_model=self.personal is not None,
             )
+            self._or_enrol_again(lambda: self._tell(change))
 
     @property
     def budget(self) -> float:
@@ -212,6 +221,26 @@ class Session:
             log.warning(enrolled.notice)
         self._transport.token = enrolled.token
 
+    def _or_enrol_again(self, call: Callable[[], Answer]) -> Answer:
+        """What ``call`` answers; a device whose token has expired, because it was away for long, gets a new one first.
+
+        Raises Refused where an enrolment token is needed and was not given.
+        """
+        try:
+            return call()
+        except TokenExpired:
+            self._transport.token = self._enrolment_token
+            self._enrol()
+            return call()
+
+    def _renew_token(self) -> None:
+        """Take a new token. It is kept before it is used, so that there is a good one on disk at any time."""
+        if self._identity.device_id is not None:
+            token = self._transport.new_token(self._identity.device_id)
+            self._identity = self._identity.model_copy(update={"token": token})
+            self._folder.save_identity(self._identity)
+            self._transport.token = token
+
     def _tell(self, change: ChangeDevice) -> None:
         if self._identity.device_id is not None:
             self._transport.change_device(self._identity.device_id, change)
@@ -227,15 +256,19 @@ class Session:
         if self.progress.pending is not None:
             self._send(self.progress.pending)
         try:
-            assignment, pause = self._transport.assignment(
-                self._federation,
-                wait_seconds,
-                self.progress.upload_cost,
-                mask_digest(self.manifest, self._mask) if self._mask else None,
-                self.progress.model,
+            assignment, pause = self._or_enrol_again(
+                lambda: self._transport.assignment(
+                    self._federation,
+                    wait_seconds,
+                    self.progress.upload_cost,
+                    mask_digest(self.manifest, self._mask) if self._mask else None,
+                    self.progress.model,
+                )
             )
         except FederationOver:
             return Step(Outcome.over)
+        if self._transport.renewal_due:
+            self._renew_token()
         if self.progress.upload_cost is not None:
             self.progress = self.progress.model_copy(update={"upload_cost": None})
         if assignment is None:

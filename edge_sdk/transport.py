@@ -1,9 +1,9 @@
 """HTTP with the coordinator: patient, resumable, counted.
 
 Whatever may pass by itself (no connection, a time-out, 408, 429, 5xx) is tried again, after a wait that doubles up to
-``LONGEST_WAIT`` and is drawn at random below that, so that a fleet does not come back all at once. Everything else is
-an answer: a problem document, raised as ``Refused``. A download that breaks goes on where it broke, and so does a large
-upload.
+``LONGEST_WAIT`` and is drawn at random below that, so that a fleet does not come back all at once; Retry-After is
+waited for first. Everything else is an answer: a problem document, raised as ``Refused``; and TLS that does not come
+about is no matter of patience. A download that breaks goes on where it broke, and so does a large upload.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from edge_sdk.errors import Damaged, FederationOver, Refused, RoundOver, Unreachable
-from edge_sdk.protocol import checkpoint
+from edge_sdk.errors import BadArgument, Damaged, FederationOver, Refused, RoundOver, TokenExpired, Unreachable
+from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import (
     Assignment,
@@ -29,6 +29,7 @@ from edge_sdk.protocol.messages import (
     Enrolled,
     FederationInfo,
     HandBack,
+    NewToken,
     OpenWork,
     PauseReason,
     Payload,
@@ -54,6 +55,17 @@ class Traffic:
     up: int = 0
 
 
+def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
+    """A client of the coordinator at this address. Raises BadArgument for certificates that cannot be used."""
+    if trust in (None, tls.Tls()):
+        return httpx.Client(base_url=server, timeout=TIMEOUT)
+    assert trust is not None
+    try:
+        return httpx.Client(base_url=server, timeout=TIMEOUT, verify=trust.context())
+    except tls.BadCertificate as error:
+        raise BadArgument(str(error)) from None
+
+
 class Transport:
     """One device's calls. ``client`` has the coordinator as its base URL.
 
@@ -76,6 +88,7 @@ class Transport:
         self._sleep = sleep
         self._chance = chance or random.Random()
         self.token: str | None = None
+        self.renewal_due = False  # whether the coordinator asks this device to take a new token
         self._known = False  # whether a coordinator has answered at this address
         self.traffic = Traffic()
 
@@ -124,6 +137,7 @@ class Transport:
             headers=headers,
             timeout=httpx.Timeout(wait_seconds + 30.0, connect=10.0),
         )
+        self.renewal_due = "Sparrow-Renew-Token" in answer.headers
         if answer.status_code == 204:
             return None, _pause(answer, 1.0)
         return _read(Assignment, answer), 0.0
@@ -154,6 +168,10 @@ class Transport:
     def change_device(self, device_id: str, change: ChangeDevice) -> None:
         """Tell of a new budget or changed conditions."""
         self._call("PATCH", f"/v1/devices/{device_id}", **_json(change))
+
+    def new_token(self, device_id: str) -> str:
+        """A new token for this device. The old one is good until this one is used: keep it before that."""
+        return _read(NewToken, self._call("POST", f"/v1/devices/{device_id}/token")).token
 
     def update(self, assignment_id: str, body: bytes, media_type: str) -> None:
         """Send an update; sending the same again does no harm. Raises RoundOver when it comes too late."""
@@ -275,7 +293,13 @@ class Transport:
                 ) from None
             except httpx.TransportError as error:
                 reason = str(error) or type(error).__name__
-            seconds = max(pause, self._chance.uniform(0, longest))
+                if not self._known:
+                    reason = tls.hint(error, str(self._client.base_url))
+                untrusted = tls.explain(error)
+                if untrusted is not None and not self._known:  # else a stranger is in between, for a while
+                    raise Unreachable(f"{self._client.base_url} cannot be used: {untrusted}") from None
+            # What was asked for is waited for, and then some, drawn at random: others were asked for the same.
+            seconds = pause + self._chance.uniform(0, max(longest, pause / 4))
             if self.patience_seconds is not None and waited + seconds > self.patience_seconds:
                 raise Unreachable(
                     f"{self._client.base_url} does not answer ({reason}); check the address, and that a coordinator "
@@ -307,7 +331,10 @@ def _pause(answer: httpx.Response, usual: float) -> float:
 
 def _refusal(answer: httpx.Response) -> Refused:
     kinds: dict[int, type[Refused]] = {409: RoundOver, 410: FederationOver}
-    return kinds.get(answer.status_code, Refused)(answer.status_code, _detail(answer))
+    kind = kinds.get(answer.status_code, Refused)
+    if answer.status_code == 401 and _is_problem(answer) and answer.json().get("title") == "TokenExpired":
+        kind = TokenExpired
+    return kind(answer.status_code, _detail(answer))
 
 
 def _is_problem(answer: httpx.Response) -> bool:

@@ -1,82 +1,90 @@
-"""Who is calling, and whether they may. Where no token of a kind is set, its calls are open."""
+"""Whether a caller may. Where no token of a kind is set, its calls are open. Who it is, ``door`` has found out."""
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import logging
 from typing import Annotated
 
-from fastapi import Depends
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import SecretStr
-from starlette.concurrency import run_in_threadpool
+from fastapi import Depends, Request
+from fastapi.security import HTTPBearer
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from coordinator.api.parts import House, TheHouse
-from coordinator.devices import Caller
+from coordinator.access import KINDS, Holder, Kind
+from coordinator.api.door import Visit
+from coordinator.devices import UNKNOWN, Caller
 from coordinator.errors import NotAuthenticated
 from coordinator.settings import Settings
 
 log = logging.getLogger(__name__)
 
-Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+bearer = HTTPBearer(auto_error=False)  # read at the door; here so that the OpenAPI document says that there is one
 
 
-async def known_device(bearer: Bearer, house: TheHouse) -> Caller:
+async def get_visit(request: Request, _: Annotated[object, Depends(bearer)]) -> Visit:
+    """Who makes this call."""
+    visit: Visit = request.state.visit
+    return visit
+
+
+TheVisit = Annotated[Visit, Depends(get_visit)]
+
+
+async def known_device(visit: TheVisit) -> Caller:
     """The calling device. Raises NotAuthenticated."""
-    if bearer is None:
+    if isinstance(visit.caller, Caller):
+        return visit.caller
+    if visit.failure is None and visit.caller is None:
         raise NotAuthenticated("send the device's token: Authorization: Bearer <token>; enrolling gives one")
-    known = house.devices.known_caller(bearer.credentials)
-    if known is None:
-        known = await run_in_threadpool(house.devices.authenticate, bearer.credentials)
-    return known
+    raise NotAuthenticated(UNKNOWN)
 
 
-def admin(bearer: Bearer, house: TheHouse) -> None:
+def check_admin(visit: Visit) -> None:
     """Let administrators pass."""
-    _need(bearer, "admin", house.settings.admin_token)
+    _need(visit, None, "admin")
 
 
-def enroller(bearer: Bearer, house: TheHouse) -> None:
-    """Let those pass who may enrol a device."""
-    _need(bearer, "enrolment", house.settings.enrolment_token, house.settings.admin_token)
+async def admin(visit: TheVisit) -> None:
+    """Let administrators pass."""
+    check_admin(visit)
 
 
-def observer(bearer: Bearer, house: TheHouse) -> None:
-    """Let observers, administrators and devices pass."""
-    if house.settings.observer_token is None or may_observe(bearer, house):
+async def enroller(visit: TheVisit, request: Request) -> None:
+    """Let those pass who may enrol a device in this federation."""
+    _need(visit, request, "enrolment", "admin")
+
+
+async def observer(visit: TheVisit, request: Request) -> None:
+    """Let observers and administrators pass: they see everybody's work, a device only its own."""
+    _need(visit, request, "observer", "admin")
+
+
+async def member(visit: TheVisit, request: Request) -> None:
+    """Let observers pass, and the devices of this federation."""
+    if not _is_device_of(visit, request):
+        _need(visit, request, "observer", "admin")
+
+
+async def joiner(visit: TheVisit, request: Request) -> None:
+    """Let members pass, and those who may enrol a device: it must read what it is to join."""
+    if not _is_device_of(visit, request):
+        _need(visit, request, "observer", "admin", "enrolment")
+
+
+def _is_device_of(visit: Visit, request: Request) -> bool:
+    return isinstance(visit.caller, Caller) and visit.caller.federation == request.path_params["name"]
+
+
+def _need(visit: Visit, request: Request | None, kind: Kind, *others: Kind) -> None:
+    """Let a caller pass where no token of this kind is set, or with a token of these kinds that reaches so far."""
+    if kind not in visit.guarded:
         return
-    raise NotAuthenticated("an observer token is needed here: Authorization: Bearer <token>")
-
-
-def joiner(bearer: Bearer, house: TheHouse) -> None:
-    """Let observers pass, and those who may enrol a device: it must read what it is to join."""
-    if bearer is None or not _matches(bearer, house.settings.enrolment_token):
-        observer(bearer, house)
-
-
-def may_observe(bearer: HTTPAuthorizationCredentials | None, house: House) -> bool:
-    """Whether a token was sent that may look: an observer's, an administrator's or a device's."""
-    if bearer is None:
-        return False
-    if _matches(bearer, house.settings.observer_token, house.settings.admin_token):
-        return True
-    try:
-        house.devices.authenticate(bearer.credentials)
-    except NotAuthenticated:
-        return False
-    return True
-
-
-def _need(bearer: HTTPAuthorizationCredentials | None, kind: str, *tokens: SecretStr | None) -> None:
-    if tokens[0] is not None and not (bearer and _matches(bearer, *tokens)):
-        raise NotAuthenticated(f"an {kind} token is needed here: Authorization: Bearer <token>")
-
-
-def _matches(bearer: HTTPAuthorizationCredentials, *tokens: SecretStr | None) -> bool:
-    sent = bearer.credentials.encode()
-    return any(token is not None and hmac.compare_digest(sent, token.get_secret_value().encode()) for token in tokens)
+    holder = visit.caller
+    if isinstance(holder, Holder) and holder.kind in (kind, *others):
+        federation = request.path_params.get("name") if request is not None else None
+        if holder.federation is None or holder.federation == federation:
+            return
+    raise NotAuthenticated(f"an {kind} token is needed here: Authorization: Bearer <token>")
 
 
 class OpenHouseWarning:
@@ -84,21 +92,25 @@ class OpenHouseWarning:
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
-        kinds = ("admin", "enrolment", "observer")
-        self._open = [kind for kind in kinds if getattr(settings, f"{kind}_token") is None]
+        self._set_in_settings = frozenset(settings.tokens())
         self._said = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Look at the address that the call came in on."""
-        if not self._said and self._open and scope["type"] == "http" and _beyond_loopback(scope.get("server")):
-            self._said = True
-            log.critical(
-                "OPEN TO THE NETWORK: no %s token is set, so anybody who reaches %s may make these calls. Set %s, or "
-                "listen on 127.0.0.1 only.",
-                " and no ".join(self._open),
-                scope["server"][0],
-                ", ".join(f"COORDINATOR_{kind.upper()}_TOKEN" for kind in self._open),
-            )
+        if not self._said and scope["type"] == "http" and _beyond_loopback(scope.get("server")):
+            visit: Visit | None = scope.get("state", {}).get("visit")
+            guarded = self._set_in_settings | (visit.guarded if visit else frozenset())
+            health = visit is None and hasattr(scope["app"].state, "house")  # then the records' tokens are not known
+            unguarded = [] if health else [kind for kind in KINDS if kind not in guarded]
+            if unguarded:
+                self._said = True
+                log.critical(
+                    "OPEN TO THE NETWORK: no %s token is set, so anybody who reaches %s may make these calls. Set %s, "
+                    "make them with python -m coordinator.tokens, or listen on 127.0.0.1 only.",
+                    " and no ".join(unguarded),
+                    scope["server"][0],
+                    ", ".join(f"COORDINATOR_{kind.upper()}_TOKEN" for kind in unguarded),
+                )
         await self._app(scope, receive, send)
 
 
@@ -111,6 +123,7 @@ def _beyond_loopback(server: tuple[str, int | None] | None) -> bool:
 
 AdminOnly = Depends(admin)
 ObserverOnly = Depends(observer)
+MemberOnly = Depends(member)
 JoinerOnly = Depends(joiner)
 EnrollerOnly = Depends(enroller)
 KnownDevice = Annotated[Caller, Depends(known_device)]

@@ -10,10 +10,13 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
-from coordinator.api.access import Bearer, EnrollerOnly, KnownDevice, ObserverOnly, admin
+from coordinator.access import Holder
+from coordinator.api.access import EnrollerOnly, KnownDevice, ObserverOnly, TheVisit, check_admin
 from coordinator.api.bodies import ranged, read_body
 from coordinator.api.parts import TheHouse
-from coordinator.errors import NotAllowed, NotAuthenticated
+from coordinator.devices import Caller
+from coordinator.errors import NotAllowed
+from coordinator.metrics import counted_refusals
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.messages import (
     Assignment,
@@ -22,6 +25,7 @@ from edge_sdk.protocol.messages import (
     Enrol,
     Enrolled,
     HandBack,
+    NewToken,
     UpdateAccepted,
     UpdateReceived,
     UploadCost,
@@ -32,9 +36,11 @@ router = APIRouter(prefix="/v1", tags=["devices"])
 
 
 @router.post("/federations/{name}/devices", status_code=201, dependencies=[EnrollerOnly])
-def enrol(name: str, request: Enrol, house: TheHouse) -> Enrolled:
+def enrol(name: str, request: Enrol, house: TheHouse, visit: TheVisit) -> Enrolled:
     """Enrol a device: it gets an id and a secret token."""
-    enrolled = house.devices.enrol(name, request)
+    holder = visit.caller
+    counted = holder.token_id if isinstance(holder, Holder) and holder.kind == "enrolment" else None
+    enrolled = house.devices.enrol(name, request, counted)
     house.something_happened()
     return enrolled
 
@@ -45,26 +51,31 @@ def list_devices(name: str, house: TheHouse) -> list[DeviceInfo]:
     return house.devices.list(name)
 
 
-def _itself(device_id: str, bearer: Bearer, house: TheHouse) -> bool:
+async def _itself(device_id: str, visit: TheVisit) -> bool:
     """Whether the device itself is calling; if not, it must be an admin. Raises NotAuthenticated."""
-    try:
-        if bearer is not None and house.devices.authenticate(bearer.credentials).device_id == device_id:
-            return True
-    except NotAuthenticated:
-        pass
-    admin(bearer, house)
+    if isinstance(visit.caller, Caller) and visit.caller.device_id == device_id:
+        return True
+    check_admin(visit)
     return False
 
 
 @router.patch("/devices/{device_id}", status_code=204)
 def change_device(
-    device_id: str, change: ChangeDevice, house: TheHouse, bearer: Bearer, itself: Annotated[bool, Depends(_itself)]
+    device_id: str, change: ChangeDevice, house: TheHouse, visit: TheVisit, itself: Annotated[bool, Depends(_itself)]
 ) -> None:
     """A device changes its own budget and conditions; an admin changes any device, and revokes it."""
     if change.revoked and itself:
-        admin(bearer, house)
+        check_admin(visit)
     house.devices.change(device_id, change)
     house.something_happened()
+
+
+@router.post("/devices/{device_id}/token", status_code=201)
+def rotate_token(device_id: str, device: KnownDevice, house: TheHouse) -> NewToken:
+    """A new token for the calling device. Its old one is good until the new one is used for the first time."""
+    if device_id != device.device_id:
+        raise NotAllowed("a device renews only its own token")
+    return house.devices.rotate(device_id)
 
 
 @router.get(
@@ -85,12 +96,12 @@ async def get_assignment(
 ) -> Response:
     """Ask for work, waiting up to ``wait`` seconds (long poll)."""
     if name != device.federation:
-        await run_in_threadpool(house.federations.get, name)  # 404 where there is no such federation
         raise NotAllowed(f"this device is not enrolled in {name}; enrol there first")
     if upload_cost is not None:
         _note_upload_cost(house, device.device_id, upload_cost)
     loop = asyncio.get_running_loop()
     until = loop.time() + min(wait, house.settings.max_wait_seconds)
+    renew = {"Sparrow-Renew-Token": "now"} if house.devices.wants_rotation(device) else {}
     asked = True
     while True:
         ring = house.bell.next_ring()
@@ -99,10 +110,10 @@ async def get_assignment(
         if work.was_away:
             house.something_happened()  # a round may open
         if work.assignment is not None:
-            return Response(work.assignment.model_dump_json(), media_type="application/json")
+            return Response(work.assignment.model_dump_json(), media_type="application/json", headers=renew)
         remaining = until - loop.time()
         if remaining <= 0 or house.closing:
-            return Response(status_code=204, headers={"Retry-After": str(house.settings.retry_after_seconds)})
+            return Response(status_code=204, headers={"Retry-After": str(house.settings.retry_after_seconds), **renew})
         try:
             await asyncio.wait_for(ring.wait(), remaining)
         except asyncio.TimeoutError:
@@ -120,7 +131,9 @@ def _note_upload_cost(house: TheHouse, device_id: str, text: str) -> None:
 @router.get("/assignments/{assignment_id}/payload")
 def get_payload(assignment_id: str, device: KnownDevice, house: TheHouse, request: Request) -> Response:
     """The assignment's bundle; a range resumes a broken download."""
-    return ranged(request, house.rounds.payload(assignment_id, device.device_id), bundle.MEDIA_TYPE)
+    answer = ranged(request, house.rounds.payload(assignment_id, device.device_id), bundle.MEDIA_TYPE)
+    house.metrics.traffic.labels(device.federation, "down").inc(len(answer.body))
+    return answer
 
 
 @router.delete("/assignments/{assignment_id}", status_code=204)
@@ -161,14 +174,17 @@ async def put_update(
 ) -> UpdateAccepted:
     """Send an update: a bundle for ``train``, JSON for every other kind; with ``Content-Range``, the rest of one."""
     media_type = request.headers.get("content-type", "").split(";")[0].strip()
-    limit = await run_in_threadpool(house.rounds.check_envelope, assignment_id, device.device_id, media_type)
-    if "content-range" in request.headers:
-        body = await house.uploads.receive(request, assignment_id, limit)
-    else:
-        body = await read_body(request, limit)
-    new = await run_in_threadpool(house.rounds.accept_update, assignment_id, device.device_id, body)
+    with counted_refusals(house.metrics.refused):
+        limit = await run_in_threadpool(house.rounds.check_envelope, assignment_id, device.device_id, media_type)
+        if "content-range" in request.headers:
+            body = await house.uploads.receive(request, assignment_id, limit)
+        else:
+            body = await read_body(request, limit)
+        new = await run_in_threadpool(house.rounds.accept_update, assignment_id, device.device_id, body)
     await run_in_threadpool(house.uploads.forget, assignment_id)
     if new:
+        house.metrics.accepted.labels(device.federation).inc()
+        house.metrics.traffic.labels(device.federation, "up").inc(len(body))
         house.something_happened()
     response.status_code = 201 if new else 200
     return UpdateAccepted(new=new)

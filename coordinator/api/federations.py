@@ -15,7 +15,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from coordinator.api.access import AdminOnly, JoinerOnly, ObserverOnly
+from coordinator.api.access import AdminOnly, JoinerOnly, MemberOnly, ObserverOnly
 from coordinator.api.bodies import LARGEST_REQUEST, ranged, read_body
 from coordinator.api.parts import TheHouse
 from coordinator.errors import WrongMediaType
@@ -169,7 +169,7 @@ def get_skeleton(name: str, house: TheHouse, request: Request) -> Response:
     return ranged(request, house.federations.skeleton(name), "application/octet-stream")
 
 
-@router.get("/{name}/model", dependencies=[ObserverOnly])
+@router.get("/{name}/model", dependencies=[MemberOnly])
 def get_model(
     name: str,
     house: TheHouse,
@@ -204,7 +204,7 @@ async def evaluate_model(name: str, request: Request, house: TheHouse) -> Evalua
     return await run_in_threadpool(house.federations.evaluate, name, body)
 
 
-@router.get("/{name}/model.onnx", dependencies=[ObserverOnly])
+@router.get("/{name}/model.onnx", dependencies=[MemberOnly])
 def get_model_onnx(name: str, house: TheHouse, request: Request) -> Response:
     """The global model as ONNX."""
     return ranged(request, house.federations.model_onnx(name), "application/octet-stream")

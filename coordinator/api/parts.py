@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from typing import Annotated
 
 from fastapi import Depends, Request
+from sqlalchemy import select
 from starlette.concurrency import run_in_threadpool
 
+from coordinator.access import Tokens
 from coordinator.api.uploads import Uploads
 from coordinator.devices import Devices
 from coordinator.errors import Unavailable
 from coordinator.federations import Federations
+from coordinator.limits import RateLimit
+from coordinator.metrics import Metrics
 from coordinator.models import Models, Retention
 from coordinator.records import Records
 from coordinator.rounds import Rounds
@@ -23,6 +28,8 @@ from coordinator.settings import Settings
 from coordinator.storage.store import MOVED, Store
 
 log = logging.getLogger(__name__)
+
+DAY = 24 * 3600.0
 
 
 def steady_clock() -> Callable[[], float]:
@@ -59,10 +66,22 @@ class House:
         clock = clock or steady_clock()
         url = settings.database_url
         self.store = Store(settings.data_dir, None if url is None else url.get_secret_value(), settings.blobs)
+        self.metrics = Metrics()
+        self.metrics.measure(self.store)
+        self.metrics.observe_records(self.store)
         self.models = Models(self.store, Retention(settings.keep_models, settings.keep_every))
         self.federations = Federations(self.store, self.models, clock)
-        self.devices = Devices(self.store, clock)
-        self.rounds = Rounds(self.store, self.models, clock)
+        self.tokens = Tokens(self.store, clock, settings.tokens())
+        lifetime = settings.device_token_lifetime_days
+        self.devices = Devices(
+            self.store,
+            clock,
+            rotation_seconds=settings.device_token_rotation_days * DAY or None,
+            lifetime_seconds=None if lifetime is None else lifetime * DAY,
+        )
+        self.by_device = _limit(settings.device_calls_per_second, clock)
+        self.by_address = _limit(settings.address_calls_per_second, clock)
+        self.rounds = Rounds(self.store, self.models, clock, on_closed=self._count_round)
         self.records = Records(self.store, self.rounds.write_upload_costs)
         self.uploads = Uploads(settings.data_dir / "uploads", self.store, clock)
         self.closing = False
@@ -99,10 +118,18 @@ class House:
             await run_in_threadpool(self.store.close)
 
     def check_ready(self) -> None:
-        """Raise whatever keeps the coordinator from reading its records or writing its folder."""
-        self.federations.list()
+        """Raise whatever keeps the coordinator from reading its records or writing its folder, now or soon."""
+        with self.store.reading() as db:
+            db.execute(select(1))
         self.store.check()
         self.store.probe()
+        free = shutil.disk_usage(self.settings.data_dir).free
+        if free < self.settings.min_free_bytes:
+            raise Unavailable(f"the disk of the data folder has {free:,} bytes left")
+
+    def was_here(self, token: str) -> bool:
+        """Whether this token was somebody's when it was last looked up; reads no records."""
+        return self.devices.was_here(token) or self.tokens.known_holder(token) is not None
 
     def leave(self) -> None:
         """The process is about to stop: send waiting callers home. May be called from a signal handler."""
@@ -142,6 +169,9 @@ class House:
                 sharing.say_moved()
         return moved
 
+    def _count_round(self, federation: str, seconds: float) -> None:
+        self.metrics.rounds.labels(federation).observe(seconds)
+
     async def _move(self) -> None:
         # Not only until it is cancelled: wait_for of Python 3.11 loses a cancellation that meets a fact.
         while not self.closing:
@@ -158,6 +188,10 @@ class House:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._facts.wait(), self.settings.tick_seconds)
             self._facts.clear()
+
+
+def _limit(per_second: float, clock: Callable[[], float]) -> RateLimit | None:
+    return RateLimit(per_second, clock) if per_second else None
 
 
 async def get_house(request: Request) -> House:

@@ -27,6 +27,7 @@ RETRY_SECONDS = 5
 
 STATUS: dict[type[Exception], int] = {
     errors.NotAuthenticated: 401,
+    errors.TokenExpired: 401,
     errors.NotAllowed: 403,
     errors.NotFound: 404,
     errors.NoGlobalModel: 404,
@@ -40,6 +41,7 @@ STATUS: dict[type[Exception], int] = {
     errors.WrongMediaType: 415,
     errors.WrongRange: 416,
     errors.BadContent: 422,
+    errors.TooManyRequests: 429,
     errors.Unavailable: 503,
     errors.DiskFull: 507,
     ProtocolError: 422,

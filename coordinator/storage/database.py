@@ -12,6 +12,9 @@ from sqlalchemy.exc import ArgumentError
 
 BUSY_SECONDS = 30  # that a commit waits for another process that holds the lock: a backup, somebody's sqlite3
 LARGEST_WAL = 16 * 1024 * 1024
+WRITING = {"writing": True}
+"""Execution options of an engine whose transactions write."""
+
 POSTGRESQL = ("postgresql", "postgresql+psycopg")
 
 
@@ -92,7 +95,9 @@ def _postgresql(address: str) -> Engine:
 
 
 def _begin(connection: Connection) -> None:
-    connection.exec_driver_sql("BEGIN")
+    # IMMEDIATE: one that read first and then met another process's write could not be made to write any more.
+    writing = connection.get_execution_options().get("writing")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writing else "BEGIN")
 
 
 def _prepare(connection: Any, _: object) -> None:

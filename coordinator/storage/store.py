@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from coordinator.errors import Unavailable
 from coordinator.storage.blobs import Blobs, FolderBlobs, make_folder
-from coordinator.storage.database import open_database
+from coordinator.storage.database import WRITING, open_database
 from coordinator.storage.failing import BLOBS, RECORDS, Troubles
 from coordinator.storage.mounts import check_local
 from coordinator.storage.objects import ObjectBlobs
@@ -55,7 +56,8 @@ class Store:
     """The coordinator's memory.
 
     Transactions that write take turns: rounds move in steps that read, decide and write, and no other write may fall
-    between. Facts that many callers bring at once go into one of them together (``record``).
+    between. Facts that many callers bring at once go into one of them together (``record``). ``on_commit`` is told how
+    long each commit took, in seconds.
 
     With SQLite a lock on the data folder keeps a second process out. With PostgreSQL there may be several, over the
     same blobs; ``sharing`` says how they keep out of each other's way.
@@ -84,6 +86,8 @@ class Store:
             self._lock_file.close()
             raise
         self._sessions = sessionmaker(self._engine, expire_on_commit=False)
+        self._writers = sessionmaker(self._engine.execution_options(**WRITING), expire_on_commit=False)
+        self.on_commit: Callable[[float], None] = lambda seconds: None
         self._turn = threading.Lock()
         self._facts: deque[_Fact[Any]] = deque()
         self._gathering = threading.Lock()
@@ -97,12 +101,15 @@ class Store:
     @contextmanager
     def writing(self) -> Iterator[Session]:
         """A transaction: committed, durably, when the block ends, undone when it raises. Raises Unavailable."""
-        with self._turn, self.troubles.of_records(writes=True), self._sessions.begin() as session:
-            if self.sharing is not None:
-                self.sharing.take_turn(session)
-            yield session
-            if self.sharing is not None:
-                self.sharing.say_fact(session)
+        with self._turn, self.troubles.of_records(writes=True):
+            with self._writers.begin() as session:
+                if self.sharing is not None:
+                    self.sharing.take_turn(session)
+                yield session
+                if self.sharing is not None:
+                    self.sharing.say_fact(session)
+                began = time.perf_counter()
+            self.on_commit(time.perf_counter() - began)
 
     def record(self, work: Callable[[Session], Result], keys: Sequence[str] = ()) -> Result:
         """Do ``work`` in a transaction that many callers may share; durable when this returns. Raises what it raises.

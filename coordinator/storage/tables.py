@@ -51,7 +51,8 @@ class Device(Base):
     ``holds_model`` says that an answer of the device proved that it has downloaded the whole model once. ``mask`` is
     the digest of the mask that it last said it holds, ``model`` that of the global model that it can rebuild;
     ``num_examples`` its training samples, where it told. ``paused`` is the word of its policy that keeps it away,
-    ``limited_by`` what keeps its budget from being larger.
+    ``limited_by`` what keeps its budget from being larger. ``next_token_sha256`` is that of a token which the device
+    was given and has not used yet: its first use puts it in the place of ``token_sha256``.
     """
 
     __tablename__ = "devices"
@@ -70,6 +71,8 @@ class Device(Base):
     federation_id: Mapped[int] = mapped_column(ForeignKey("federations.id"), index=True)
     name: Mapped[str] = mapped_column(String(64))
     token_sha256: Mapped[bytes] = mapped_column(LargeBinary(32), index=True)
+    token_issued_at: Mapped[float]
+    next_token_sha256: Mapped[bytes | None] = mapped_column(LargeBinary(32), index=True)
     enrolment_key_sha256: Mapped[bytes] = mapped_column(LargeBinary(32))
     profile: Mapped[dict[str, Any]] = mapped_column(JSON, deferred=True)  # only observers look at it
     budget: Mapped[float]
@@ -126,6 +129,14 @@ class Assignment(Base):
     __table_args__ = (
         UniqueConstraint("federation_id", "round", "device_id", "kind"),
         Index("assignments_of_device", "device_id", "status"),
+        # Only what is open, which is little: counted at every look of Prometheus, whatever came before.
+        Index(
+            "assignments_open",
+            "federation_id",
+            "kind",
+            sqlite_where=text("status = 'open'"),
+            postgresql_where=text("status = 'open'"),
+        ),
     )
 
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
@@ -146,3 +157,24 @@ class Assignment(Base):
     report: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     upload_cost: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     return_reason: Mapped[str | None] = mapped_column(Text)
+
+
+class Token(Base):
+    """A token that an operator made (``python -m coordinator.tokens``); of its secret only the SHA-256.
+
+    ``kind``: admin, observer, enrolment. ``uses``: devices that an enrolment token has let in, at most ``max_uses``.
+    None is ever deleted: that there was one keeps its doors shut.
+    """
+
+    __tablename__ = "tokens"
+
+    id: Mapped[str] = mapped_column(String(16), primary_key=True)
+    kind: Mapped[str] = mapped_column(String(16))
+    note: Mapped[str] = mapped_column(String(200))
+    secret_sha256: Mapped[bytes] = mapped_column(LargeBinary(32), unique=True)
+    federation_id: Mapped[int | None] = mapped_column(ForeignKey("federations.id"))
+    max_uses: Mapped[int | None]
+    uses: Mapped[int] = mapped_column(default=0)
+    created_at: Mapped[float]
+    expires_at: Mapped[float | None]
+    revoked_at: Mapped[float | None]

@@ -222,6 +222,12 @@ class Enrolled(_Answer):
     notice: str | None = Field(default=None, description="What the device's user should know, where there is something")
 
 
+class NewToken(_Answer):
+    """A device's new token. The old one is good until this one is used for the first time."""
+
+    token: str
+
+
 class PauseReason(str, Enum):
     """Why a device does not work now: all that its policy tells a coordinator, which needs to know how long it may be
     without the device, and no more."""

@@ -50,6 +50,7 @@ class Wire:
         self.house, self.name = house, name
         self.traffic = Traffic()
         self.token = self.patience_seconds = None
+        self.renewal_due = False
         self.media_types = []
         self.received = []
         self.sent = []

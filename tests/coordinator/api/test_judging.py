@@ -90,7 +90,7 @@ def test_it_takes_an_admin(tmp_path, digits):
 def test_the_command(client, digits, tmp_path, monkeypatch, capsys):
     file = tmp_path / "test.npz"
     np.savez(file, x=digits["inputs"], y=digits["targets"])
-    monkeypatch.setattr(evaluate.httpx, "post", lambda url, **kwargs: client.post(url, **kwargs))
+    monkeypatch.setattr(evaluate.httpx, "post", lambda url, verify, **kwargs: client.post(url, **kwargs))
     command = ["--server", inprocess.ADDRESS, "--data", str(file)]
     assert evaluate.main([*command, "--inputs", "x", "--targets", "y"]) == 0
     assert capsys.readouterr().out.startswith("700 samples: accuracy 0.")

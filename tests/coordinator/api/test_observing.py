@@ -134,11 +134,11 @@ def test_strangers_do_not_look_at_work_and_reports(open_app, path):
     client = open_app(observer_token="eye", enrolment_token="door", admin_token="key")
     url = f"/v1/federations/default/{path}"
     _, device = enrol(client, "one", **bearer("door"))
-    for headers in ({}, bearer("door"), bearer("nonsense")):
+    for headers in ({}, bearer("door"), bearer("nonsense"), device):
         refused = client.get(url, headers=headers)
         assert refused.status_code == 401
-        assert "an observer token is needed here" in refused.json()["detail"]
-    for headers in (bearer("eye"), bearer("key"), device):
+        assert "an observer token" in refused.json()["detail"]
+    for headers in (bearer("eye"), bearer("key")):
         assert client.get(url, headers=headers).status_code == 200
 
 
@@ -213,10 +213,10 @@ def test_a_revoked_devices_token_stops_working_at_once(open_app, warm):
     assignment = ask(client, other)
     if warm:
         assert ask(client, headers).kind == "train"
-        assert client.get(OPEN, headers=headers).status_code == 200
+        assert client.get("/v1/federations/default/model", headers=headers).status_code == 200
     client.patch(f"/v1/devices/{device_id}", json={"revoked": True}, headers=bearer("key")).raise_for_status()
     assert uses(client, headers, assignment.assignment_id) == [401] * 4
-    assert client.get(OPEN, headers=headers).status_code == 401, "nor may it look any more"
+    assert client.get("/v1/federations/default/model", headers=headers).status_code == 401, "nor may it look any more"
     assert client.patch(f"/v1/devices/{device_id}", json={"budget": 0.5}, headers=headers).status_code == 401
     assert ask(client, other).assignment_id == assignment.assignment_id, "the others go on"
 

@@ -82,8 +82,11 @@ INSERT INTO assignments (id, federation_id, device_id, kind, round, position, st
     VALUES ('a', 1, 'd', 'train', 1, 0, 'done', 0, 1, 0.5, 1.0, 9.0, 'abc', 123, '{"steps": 3}');
 """
 TABLES = ("federations", "devices", "rounds", "assignments")
-ADDED = {"limited_by", "paused", "mask", "model", "num_examples", "notes", "parts", "plan", "warning"}
-ADDED |= {"rollback_version", "base_version", "model_version", "undone"}
+ADDED = {
+    *("limited_by", "paused", "mask", "model", "num_examples", "notes", "parts", "plan", "warning"),
+    *("token_issued_at", "next_token_sha256"),
+    *("rollback_version", "base_version", "model_version", "undone"),
+}
 
 
 @pytest.fixture
@@ -110,6 +113,7 @@ def test_records_of_before_are_kept_and_have_what_is_new(from_0001):
         assert (federation.name, federation.settings, federation.warning) == ("f", {"rounds": 3}, None)
         assert (device.name, device.stopped_round, device.num_examples) == ("pi", 1, None)
         assert (device.mask, device.model) == (None, None)
+        assert (device.token_issued_at, device.next_token_sha256) == (device.enrolled_at, None)
         current, assignment = db.get_one(Round, 1), db.get_one(Assignment, "a")
         assert (current.summary, current.stale, current.notes, current.parts) == ({"round": 1}, False, None, None)
         assert (assignment.report, assignment.ratio, assignment.plan) == ({"steps": 3}, 0.5, None)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import time
 from concurrent import futures
 from contextlib import closing
 
 import pytest
+from prometheus_client import generate_latest
 from sqlalchemy import inspect, text
 from sqlalchemy.exc import DBAPIError
 
+from coordinator import tokens
+from coordinator.errors import NotAuthenticated
+from coordinator.metrics import Metrics
 from coordinator.storage import database
 from coordinator.storage.sharing import FACT
 from coordinator.storage.store import MOVED, Store
 from coordinator.storage.tables import Base
+from edge_sdk.protocol.messages import Enrol
 
 from ..house import House
 
@@ -152,3 +158,26 @@ def test_an_address_of_no_postgresql_is_refused_without_repeating_it(address):
     with pytest.raises(database.BadDatabase, match="postgresql://USER:PASSWORD@HOST/DATABASE") as refusal:
         database.open_database(address)
     assert "secret" not in str(refusal.value)
+
+
+def test_tokens_are_made_beside_a_running_coordinator_and_their_uses_counted(tmp_path, clock, url, monkeypatch, capsys):
+    house = House(tmp_path, clock, url)
+    house.create("fedspu")
+    monkeypatch.setenv("COORDINATOR_DATABASE_URL", url)
+    assert tokens.main(["create", "enrolment", "--uses", "2", "--federation", "f", "--json"]) == 0
+    token = json.loads(capsys.readouterr().out)
+    for name in ("a", "b"):
+        house.devices.enrol("f", Enrol(name=name, enrolment_key=name * 32), token["id"])
+    with pytest.raises(NotAuthenticated, match="as often as it may be"):
+        house.devices.enrol("f", Enrol(name="c", enrolment_key="c" * 32), token["id"])
+    device = house.device("a").device_id
+    for wanted in (token["id"], device):
+        assert tokens.main(["revoke", wanted]) == 0
+    assert tokens.main(["list", "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (listed["uses"], listed["status"], listed["federation"]) == (2, "revoked", "f")
+    assert house.device("a").status == "revoked"
+    metrics = Metrics()
+    metrics.observe_records(house.store)
+    assert b'sparrow_devices{federation="f",status="revoked"} 1.0' in generate_latest(metrics.registry)
+    house.close()

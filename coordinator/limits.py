@@ -1,0 +1,71 @@
+"""How often somebody may call: a token bucket for each, in memory, and no more of them than a stated number.
+
+The library ``limits`` has windows instead of buckets and forgets nobody before their window ends, so that a stranger
+with many addresses would take as much memory as they like.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import OrderedDict
+from collections.abc import Callable
+
+BURST_SECONDS = 10.0
+"""How many seconds' worth of calls may come at once."""
+
+
+class RateLimit:
+    """Buckets by key, each as the time at which it would be full again (generic cell rate algorithm, ITU-T I.371).
+
+    per_second: calls that drip back. most: buckets kept; beyond it the one unused for longest is forgotten, and begins
+    anew full.
+    """
+
+    def __init__(self, per_second: float, clock: Callable[[], float], *, most: int = 100_000) -> None:
+        self._seconds_per_call = 1 / per_second
+        self._clock = clock
+        self._most = most
+        self._full_at: OrderedDict[str, float] = OrderedDict()
+
+    def take(self, key: str, cost: float = 1.0) -> float:
+        """Take ``cost`` calls out of the bucket and return 0, or leave it and return the seconds until it has them."""
+        now = self._clock()
+        full_at = max(self._full_at.get(key, now), now) + cost * self._seconds_per_call
+        wait = full_at - now - max(BURST_SECONDS, cost * self._seconds_per_call)
+        if wait > 1e-9:
+            self._full_at.move_to_end(key)
+            return wait
+        self._keep(key, full_at)
+        return 0.0
+
+    def charge(self, key: str, cost: float) -> None:
+        """Take ``cost`` calls whether they are there or not; a debt is paid back within ``BURST_SECONDS``."""
+        now = self._clock()
+        full_at = max(self._full_at.get(key, now), now) + cost * self._seconds_per_call
+        self._keep(key, min(full_at, now + 2 * BURST_SECONDS))
+
+    def wait(self, key: str) -> float:
+        """Seconds until the bucket holds anything again; 0 where it does."""
+        return max(0.0, self._full_at.get(key, 0.0) + self._seconds_per_call - self._clock() - BURST_SECONDS)
+
+    def __len__(self) -> int:
+        return len(self._full_at)
+
+    def _keep(self, key: str, full_at: float) -> None:
+        self._full_at[key] = full_at
+        self._full_at.move_to_end(key)
+        if len(self._full_at) > self._most:
+            self._full_at.popitem(last=False)
+
+
+def address_key(host: str | None) -> str | None:
+    """What an address is counted under: itself, for IPv6 its /64, which one customer has; None for this machine."""
+    try:
+        address = ipaddress.ip_address(host or "")
+    except ValueError:  # a unix socket
+        return None
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    if address.is_loopback:
+        return None
+    return str(address) if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))

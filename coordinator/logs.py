@@ -1,0 +1,79 @@
+"""Log lines with what they are about: federation, round, device, request.
+
+``about`` says it for everything that is logged within, in whichever module; a line's own ``extra`` adds to it. As text
+the fields stand at its end as key=value, as JSON each line is one object.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import datetime, timezone
+from typing import Any, Literal
+
+FIELDS = ("federation", "round", "device", "request")
+
+_about: ContextVar[dict[str, Any]] = ContextVar("about", default={})  # noqa: B039  never changed in place
+
+
+@contextmanager
+def about(**fields: Any) -> Iterator[None]:
+    """What is logged within concerns these; None says nothing."""
+    token = _about.set({**_about.get(), **{key: value for key, value in fields.items() if value is not None}})
+    try:
+        yield
+    finally:
+        _about.reset(token)
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    """What a line is about, in the order of ``FIELDS``. To be asked where the line is logged."""
+    known = {**_about.get(), **{key: getattr(record, key) for key in FIELDS if hasattr(record, key)}}
+    return {key: known[key] for key in FIELDS if key in known}
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, logger, message, and the fields as key=value."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the standard library's name
+        """The line without its traceback, which follows it."""
+        fields = "".join(f" {key}={value}" for key, value in fields_of(record).items())
+        return super().formatMessage(record) + fields
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        when = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+        line = {"time": when, "level": record.levelname, "logger": record.name, "message": record.getMessage()}
+        line |= fields_of(record)
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def install(level: str, format: Literal["text", "json"]) -> None:
+    """Log to stderr in this format, unless whoever runs this process has set logging up.
+
+    As JSON the server's own lines, the access log among them, go the same way.
+    """
+    root = logging.getLogger()
+    if not root.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+        root.addHandler(handler)
+        root.setLevel(level)
+    if format == "json":
+        for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
+            logger = logging.getLogger(name)
+            logger.handlers.clear()
+            logger.propagate = True
+    logging.getLogger("alembic").setLevel(logging.WARNING)

@@ -1,0 +1,413 @@
+"""Who may do what: tokens from the records, devices' tokens that are renewed and expire, and how often one may call."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+
+import pytest
+
+from coordinator import tokens
+from coordinator.access import MOST_REMEMBERED, PREFIXES, REMEMBER_SECONDS, Tokens
+from coordinator.devices import Devices
+from coordinator.errors import NameTaken, NotAuthenticated, NotFound, TokenExpired
+from coordinator.federations import Federations
+from coordinator.limits import BURST_SECONDS, RateLimit, address_key
+from coordinator.main import create_app
+from coordinator.models import Models
+from coordinator.settings import Settings
+from coordinator.storage.store import Store
+from edge_sdk import inprocess
+from edge_sdk.protocol.messages import ChangeDevice, CreateFederation, Enrol, FederationSettings
+
+from .test_contract import serving
+
+SETTINGS = FederationSettings(rounds=2, evaluation_interval=0, deadline_seconds=600, early_stopping=False)
+DEVICES = "/v1/federations/default/devices"
+
+
+@pytest.fixture
+def open_app(tmp_path):
+    """Starts the application with these settings; answers a client of it."""
+    with ExitStack() as stack:
+
+        def start(**changes):
+            usual = {"data_dir": tmp_path / "data", "default_settings": SETTINGS, "tick_seconds": 0.05}
+            client = stack.enter_context(inprocess.running(create_app(Settings(**{**usual, **changes}))))
+            stack.callback(client.get, "/readyz")  # the last fact is taken up before it is stopped
+            return client
+
+        yield start
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Runs ``python -m coordinator.tokens`` on this test's records; answers its JSON, or its error line."""
+    monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path / "data"))
+
+    def run(*arguments):
+        status = tokens.main([*arguments, "--json"])
+        said = capsys.readouterr()
+        return json.loads(said.out) if status == 0 else said.err
+
+    return run
+
+
+def bearer(token):
+    return {"Authorization": f"Bearer {token}"}
+
+
+def enrolment(name):
+    return {"name": name, "enrolment_key": name.ljust(32, "k")}
+
+
+def enrol(client, name, token=None, federation="default"):
+    headers = bearer(token) if token else {}
+    return client.post(f"/v1/federations/{federation}/devices", json=enrolment(name), headers=headers)
+
+
+# --- tokens of operators, made beside a running coordinator -----------------------------------------------------------
+
+
+def test_a_kind_that_has_a_token_is_shut_and_opens_to_it_alone(open_app, command):
+    client = open_app()
+    wanted = {"name": "night", "task": "digits"}
+    made = command("create", "admin", "--note", "ours")
+    assert made["secret"].startswith("sparrow_admin_")
+    for headers in ({}, bearer("sparrow_admin_x"), bearer(command("create", "observer")["secret"])):
+        answer = client.post("/v1/federations", json=wanted, headers=headers)
+        assert (answer.status_code, "an admin token is needed" in answer.json()["detail"]) == (401, True)
+    assert client.post("/v1/federations", json=wanted, headers=bearer(made["secret"])).status_code == 201
+    assert client.get("/v1/federations").status_code == 401
+    assert client.get("/v1/federations", headers=bearer(made["secret"])).status_code == 200, "an admin may look, too"
+    assert enrol(client, "one").status_code == 201, "no enrolment token was made"
+
+
+def test_an_enrolment_token_lets_in_as_many_as_it_says(open_app, command):
+    client = open_app()
+    token = command("create", "enrolment", "--uses", "2")
+    enrolled = [enrol(client, name, token["secret"]).json() for name in ("one", "two")]
+    again = enrol(client, "one", token["secret"])
+    assert (again.status_code, again.json()["device_id"]) == (201, enrolled[0]["device_id"]), "its answer was lost"
+    refused = enrol(client, "three", token["secret"])
+    assert (refused.status_code, "used as often as it may be" in refused.json()["detail"]) == (401, True)
+    assert [device["name"] for device in client.get(DEVICES).json()] == ["one", "two"]
+    (listed,) = command("list")
+    assert (listed["uses"], listed["max_uses"], listed["status"]) == (2, 2, "used up")
+    assert "secret" not in listed
+
+
+def test_a_token_for_one_federation_opens_no_other(open_app, command):
+    client = open_app()
+    for name in ("day", "night"):
+        assert client.post("/v1/federations", json={"name": name, "task": "digits"}).status_code == 201
+    door = command("create", "enrolment", "--federation", "day")["secret"]
+    eye = command("create", "observer", "--federation", "day")["secret"]
+    answers = [enrol(client, "one", door, name) for name in ("night", "none")]
+    assert [answer.status_code for answer in answers] == [401, 401]
+    assert answers[0].json() == answers[1].json(), "whether there is such a federation is not theirs to know"
+    assert enrol(client, "one", door, "day").status_code == 201
+    looks = ("/v1/federations/day/rounds", "/v1/federations/night/rounds", "/v1/federations", "/metrics", "/docs")
+    assert [client.get(path, headers=bearer(eye)).status_code for path in looks] == [200, 401, 401, 401, 401]
+    assert client.get("/v1/federations/day", headers=bearer(door)).status_code == 200
+    assert client.get("/v1/federations/night", headers=bearer(door)).status_code == 401
+
+
+def test_the_command_says_what_is_wrong(open_app, command, tmp_path, capsys):
+    assert "set COORDINATOR_DATA_DIR as for the coordinator" in command("list")
+    assert not (tmp_path / "data").exists()
+    open_app()
+    assert "there is no federation 'none'" in command("create", "enrolment", "--federation", "none")
+    assert "no token and no device with the id 'nobody'" in command("revoke", "nobody")
+    for wrong in (
+        ["create", "guest"],
+        ["create", "admin", "--uses", "3"],
+        ["create", "admin", "--federation", "default"],
+        ["create", "enrolment", "--uses", "0"],
+        ["create", "enrolment", "--expires", "soon"],
+        ["create", "enrolment", "--note", "n" * 201],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            tokens.main(wrong)
+        assert ended.value.code == 2
+    capsys.readouterr()
+    assert tokens.main(["create", "enrolment", "--uses", "3", "--expires", "7d"]) == 0
+    said = capsys.readouterr()
+    assert said.out.strip().startswith("sparrow_enrol_")
+    assert len(said.out.split()) == 1, "alone, for $(...)"
+    assert "for 3 devices" in said.err
+    assert tokens.main(["list"]) == 0
+    listed = capsys.readouterr().out
+    assert "0 of 3" in listed
+    assert said.out.strip() not in listed
+
+
+def test_secrets_are_kept_as_digests_only(open_app, command, tmp_path):
+    client = open_app()
+    secrets = [command("create", kind)["secret"] for kind in ("admin", "observer", "enrolment")]
+    device = enrol(client, "one", secrets[2]).json()
+    new = client.post(f"/v1/devices/{device['device_id']}/token", headers=bearer(device["token"])).json()["token"]
+    with closing(sqlite3.connect(tmp_path / "data" / "coordinator.sqlite3")) as connection:
+        dump = "\n".join(connection.iterdump())
+    for secret in (*secrets, device["token"], new, "one".ljust(32, "k")):
+        assert secret not in dump
+        assert secret.removeprefix("sparrow_")[10:] not in dump
+
+
+@pytest.fixture
+def domain(tmp_path, clock):
+    """A store with one federation, and what looks after tokens over it, as another process than the command's."""
+    with closing(Store(tmp_path / "data")) as store:
+        Federations(store, Models(store), clock).create(
+            CreateFederation(name="default", task="digits", settings=SETTINGS)
+        )
+        yield store
+
+
+def test_a_token_revoked_elsewhere_or_expired_lives_on_for_seconds_at_most(domain, clock, command, monkeypatch):
+    monkeypatch.setattr(tokens.time, "time", clock)
+    known = Tokens(domain, clock, {})
+    assert known.guarded() == frozenset()
+    made, short = command("create", "observer"), command("create", "enrolment", "--expires", "30m")
+    assert known.find(made["secret"]).kind == "observer"
+    assert known.find(short["secret"]).kind == "enrolment"
+    command("revoke", made["id"])
+    assert known.find(made["secret"]) is not None, "remembered"
+    clock.pass_seconds(REMEMBER_SECONDS)
+    assert known.find(made["secret"]) is None
+    assert known.guarded() == {"observer", "enrolment"}, "and the doors stay shut"
+    clock.pass_seconds(1800 - REMEMBER_SECONDS - 1)
+    assert known.find(short["secret"]) is not None
+    clock.pass_seconds(1)
+    assert known.known_holder(short["secret"]) is None, "to the second, remembered or not"
+    assert known.find(short["secret"]) is None
+    assert {each["status"] for each in command("list")} == {"revoked", "expired"}
+
+
+def test_what_the_settings_and_strangers_send_costs_no_memory(domain, clock):
+    known = Tokens(domain, clock, {"admin": "key"})
+    assert known.find("key").kind == "admin"
+    for number in range(100):
+        assert known.find(f"stranger {number}") is None
+    assert known._remembered == {}
+    assert MOST_REMEMBERED >= 10_000
+
+
+# --- devices' tokens -------------------------------------------------------------------------------------------------
+
+
+def enrol_in(devices, name="one"):
+    return devices.enrol("default", Enrol(**enrolment(name)))
+
+
+def test_a_device_revoked_by_another_process_is_out_within_seconds(domain, clock, command):
+    devices = Devices(domain, clock)
+    one = enrol_in(devices)
+    assert one.token.startswith(PREFIXES["device"])
+    assert devices.authenticate(one.token).device_id == one.device_id
+    assert command("revoke", one.device_id) == {"id": one.device_id, "revoked": True}
+    clock.pass_seconds(REMEMBER_SECONDS)
+    with pytest.raises(NotAuthenticated, match="unknown or revoked; enrol again"):
+        devices.authenticate(one.token)
+
+
+def test_a_new_token_takes_the_place_of_the_old_one_when_it_is_used(domain, clock):
+    devices = Devices(domain, clock, rotation_seconds=100)
+    one = enrol_in(devices)
+    caller = devices.authenticate(one.token)
+    assert not devices.wants_rotation(caller)
+    clock.pass_seconds(100)
+    assert devices.wants_rotation(devices.authenticate(one.token))
+    lost, new = devices.rotate(one.device_id).token, devices.rotate(one.device_id).token
+    clock.pass_seconds(1000)
+    assert devices.authenticate(one.token).device_id == one.device_id, "good however long the new one is not used"
+    with pytest.raises(NotAuthenticated):
+        devices.authenticate(lost)
+    renewed = devices.authenticate(new)
+    assert (renewed.device_id, devices.wants_rotation(renewed)) == (one.device_id, False)
+    with pytest.raises(NotAuthenticated):
+        devices.authenticate(one.token)
+    devices.change(one.device_id, ChangeDevice(revoked=True))
+    with pytest.raises(NotAuthenticated):
+        devices.authenticate(new)
+    with pytest.raises(NotAuthenticated):
+        devices.rotate(one.device_id)
+
+
+def test_a_token_offered_to_a_device_that_is_revoked_or_enrols_again_is_none(domain, clock):
+    devices = Devices(domain, clock)
+    one, two = enrol_in(devices), enrol_in(devices, "two")
+    offered = [devices.rotate(each.device_id).token for each in (one, two)]
+    devices.change(one.device_id, ChangeDevice(revoked=True))
+    again = enrol_in(devices, "two")
+    for token in (*offered, two.token):
+        with pytest.raises(NotAuthenticated):
+            devices.authenticate(token)
+    assert devices.authenticate(again.token).device_id == two.device_id
+
+
+def test_an_expired_token_is_good_for_nothing_but_enrolling_again(domain, clock):
+    devices = Devices(domain, clock, rotation_seconds=10, lifetime_seconds=100)
+    one = enrol_in(devices)
+    assert devices.authenticate(one.token)
+    clock.pass_seconds(99)
+    assert devices.authenticate(one.token)
+    clock.pass_seconds(1)
+    for _ in range(2):
+        with pytest.raises(TokenExpired, match="start the device again"):
+            devices.authenticate(one.token)
+    assert enrol_in(devices).device_id == one.device_id
+
+
+def test_a_lifetime_that_ends_before_tokens_are_renewed_is_refused(tmp_path):
+    for rotation in (0, 7, 8):
+        with pytest.raises(ValueError, match="would expire before they are renewed"):
+            Settings(data_dir=tmp_path, device_token_rotation_days=rotation, device_token_lifetime_days=7)
+
+
+def test_a_stolen_token_reaches_nothing_of_another_device(open_app):
+    client = open_app(admin_token="key", observer_token="eye", enrolment_token="door")
+    wanted = {"name": "night", "task": "digits"}
+    assert client.post("/v1/federations", json=wanted, headers=bearer("key")).status_code == 201
+    thief, other = (enrol(client, name, "door").json() for name in ("thief", "other"))
+    stranger = enrol(client, "far", "door", "night").json()
+    work = client.get("/v1/federations/default/assignment", params={"wait": 20}, headers=bearer(other["token"])).json()
+    path = f"/v1/assignments/{work['assignment_id']}"
+    for token in (thief["token"], stranger["token"]):
+        headers = bearer(token)
+        answers = [
+            client.get(f"{path}/payload", headers=headers),
+            client.put(f"{path}/update", content=b"{}", headers=headers),
+            client.request("DELETE", path, json={"reason": "mine"}, headers=headers),
+            client.patch(f"/v1/devices/{other['device_id']}", json={"budget": 0.1}, headers=headers),
+            client.patch(f"/v1/devices/{other['device_id']}", json={"revoked": True}, headers=headers),
+            client.post(f"/v1/devices/{other['device_id']}/token", headers=headers),
+            client.patch("/v1/federations/default", json={"action": "stop"}, headers=headers),
+            *(
+                client.get(f"/v1/federations/default/{what}", headers=headers)
+                for what in ("assignments", "devices", "rounds", "rounds/1/reports", "events")
+            ),
+            *(client.get(page, headers=headers) for page in ("/v1/federations", "/metrics", "/openapi.json")),
+        ]
+        assert {answer.status_code for answer in answers} <= {401, 403}
+    night = ("night", "night/manifest", "night/skeleton.onnx", "night/model", "night/model.onnx", "night/assignment")
+    answers = [client.get(f"/v1/federations/{what}", headers=bearer(thief["token"])) for what in night]
+    assert {answer.status_code for answer in answers} <= {401, 403}
+    again = client.get("/v1/federations/default/assignment", headers=bearer(other["token"])).json()
+    assert again["assignment_id"] == work["assignment_id"], "nothing has come of it"
+
+
+# --- how often -------------------------------------------------------------------------------------------------------
+
+
+def test_a_bucket_holds_so_many_and_fills_again(clock):
+    limit = RateLimit(2, clock)
+    assert [limit.take("a") for _ in range(20)] == [0.0] * 20
+    assert limit.take("a") == pytest.approx(0.5)
+    assert limit.take("b") == 0.0, "each has its own"
+    clock.pass_seconds(0.5)
+    assert limit.take("a") == 0.0
+    assert limit.take("a") > 0
+    clock.pass_seconds(1000)
+    assert [limit.take("a") for _ in range(20)] == [0.0] * 20, "no more than full"
+    limit.charge("a", 1e9)
+    assert limit.wait("a") <= BURST_SECONDS + 0.5, "a debt ends"
+
+
+def test_strangers_with_many_addresses_take_no_memory(clock):
+    limit = RateLimit(1, clock, most=50)
+    for number in range(1000):
+        limit.take(f"10.0.{number // 256}.{number % 256}")
+    assert len(limit) == 50
+
+
+@pytest.mark.parametrize(
+    ("host", "key"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("127.0.0.1", None),
+        ("::1", None),
+        ("::ffff:127.0.0.1", None),
+        ("/run/sparrow.sock", None),
+        (None, None),
+    ],
+)
+def test_addresses_are_counted_by_customer(host, key):
+    assert address_key(host) == key
+
+
+def test_who_calls_too_often_is_asked_to_wait_and_others_are_not(open_app):
+    client = open_app(limit_loopback=True, device_calls_per_second=0.5, address_calls_per_second=3, enrolment_token="d")
+    one, two = (enrol(client, name, "d").json()["token"] for name in ("one", "two"))
+    path = "/v1/federations/default"
+    answers = [client.get(path, headers=bearer(one)) for _ in range(8)]
+    assert {answer.status_code for answer in answers[:5]} == {200}
+    late = answers[-1]
+    assert (late.status_code, late.json()["title"]) == (429, "TooManyRequests")
+    assert 0 < int(late.headers["retry-after"]) <= BURST_SECONDS
+    assert client.get(path, headers=bearer(two)).status_code == 200
+    assert client.get(path).status_code == 200, "the address has a bucket of its own"
+
+
+def test_guessing_costs_more_and_keeps_known_devices_from_nothing(open_app):
+    client = open_app(limit_loopback=True, address_calls_per_second=5, enrolment_token="d")
+    device = enrol(client, "one", "d").json()["token"]
+    path = "/v1/federations/default/assignment"
+    assert client.get(path, headers=bearer(device)).status_code == 204
+    statuses = [client.get(path, headers=bearer(f"guess {number}")).status_code for number in range(8)]
+    assert statuses[0] == 401
+    assert statuses[-1] == 429
+    assert statuses.count(401) <= 5
+    assert client.get(path, headers=bearer(device)).status_code == 204
+    assert client.get("/healthz").status_code == 200
+
+
+def test_on_this_machine_nothing_is_limited_by_default(open_app):
+    client = open_app(device_calls_per_second=0.1, address_calls_per_second=0.1)
+    token = enrol(client, "one").json()["token"]
+    for headers in ({}, bearer(token), bearer("guess")):
+        assert {client.get("/v1/federations/default", headers=headers).status_code for _ in range(10)} == {200}
+
+
+def test_uses_are_counted_exactly_however_many_come_at_once(domain, clock, command):
+    devices = Devices(domain, clock)
+    token = command("create", "enrolment", "--uses", "5")
+
+    def come(name):
+        try:
+            return devices.enrol("default", Enrol(**enrolment(name)), token["id"]).device_id
+        except NotAuthenticated:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        let_in = [each for each in pool.map(come, [f"d{number}" for number in range(20)]) if each]
+    assert len(let_in) == len(set(let_in)) == 5
+    (listed,) = command("list")
+    assert (listed["uses"], listed["status"]) == (5, "used up")
+
+
+def test_a_device_that_is_not_let_in_costs_no_use(domain, clock, command):
+    devices = Devices(domain, clock)
+    token = command("create", "enrolment", "--uses", "5")
+    enrol_in(devices)
+    with pytest.raises(NameTaken):
+        devices.enrol("default", Enrol(name="one", enrolment_key="another" * 8), token["id"])
+    with pytest.raises(NotFound):
+        devices.enrol("none", Enrol(**enrolment("two")), token["id"])
+    assert command("list")[0]["uses"] == 0
+
+
+def test_behind_a_proxy_on_this_machine_callers_are_counted_by_their_own_addresses(tmp_path):
+    path = "/v1/federations/default"
+    with serving(Settings(data_dir=tmp_path / "data", address_calls_per_second=0.5)) as client:
+
+        def call(address):
+            return client.get(path, headers={"X-Forwarded-For": address}).status_code
+
+        assert [call("203.0.113.9") for _ in range(8)][-1] == 429
+        assert call("203.0.113.10") == 200
+        assert {client.get(path).status_code for _ in range(8)} == {200}, "this machine itself"

@@ -1,0 +1,144 @@
+"""A coordinator behind TLS on a real port: an authority of one's own, certificates for devices, and what goes wrong."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import trustme
+import uvicorn
+
+from coordinator import evaluate
+from coordinator.main import create_app
+from coordinator.settings import Settings
+from edge_sdk import fleet, join, publish
+from edge_sdk.errors import Unreachable
+from edge_sdk.protocol.tls import BadCertificate, Tls
+from edge_sdk.transport import Transport, connect
+
+
+class Certificates:
+    """An authority, what it has issued, and one that nobody knows, as files."""
+
+    def __init__(self, folder):
+        ours, theirs = trustme.CA(), trustme.CA()
+        self.ca, self.unknown_ca = folder / "ca.pem", folder / "unknown.pem"
+        ours.cert_pem.write_to_path(self.ca)
+        theirs.cert_pem.write_to_path(self.unknown_ca)
+        self.server = self._issue(ours, folder / "server", "localhost")
+        self.device = self._issue(ours, folder / "device", "pi-1")
+        self.stranger = self._issue(theirs, folder / "stranger", "pi-1")
+
+    @staticmethod
+    def _issue(authority, path, name):
+        issued = authority.issue_cert(name)
+        certificate, key = path.with_suffix(".pem"), path.with_suffix(".key")
+        certificate.write_bytes(b"".join(each.bytes() for each in issued.cert_chain_pems))
+        issued.private_key_pem.write_to_path(key)
+        return certificate, key
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@contextmanager
+def serving(folder, **tls):
+    """The address of a coordinator that uvicorn serves with these ``--ssl-*`` options."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    app = create_app(Settings(data_dir=folder, tick_seconds=0.05))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none", timeout_graceful_shutdown=5, **tls))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield f"https://localhost:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()
+
+
+@pytest.fixture(scope="module")
+def server(files, tmp_path_factory):
+    certificate, key = files.server
+    with serving(tmp_path_factory.mktemp("house"), ssl_certfile=certificate, ssl_keyfile=key) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def mutual(files, tmp_path_factory):
+    """One that asks every caller for a certificate of its authority."""
+    options = {"ssl_certfile": files.server[0], "ssl_keyfile": files.server[1], "ssl_ca_certs": str(files.ca)}
+    with serving(tmp_path_factory.mktemp("mutual"), **options, ssl_cert_reqs=2) as address:
+        yield address
+
+
+def status(address, trust=None):
+    """What the federation ``default`` is said to be, over a transport that is not patient."""
+    with connect(address, trust) as client:
+        return Transport(client, patience_seconds=5).federation("default").status.value
+
+
+def why_not(address, trust=None):
+    slept = []
+    with connect(address, trust) as client, pytest.raises(Unreachable) as refused:
+        Transport(client, patience_seconds=5, sleep=slept.append).federation("default")
+    assert "\n" not in str(refused.value)
+    assert address in str(refused.value)
+    return str(refused.value)
+
+
+def test_an_authority_of_ones_own_is_trusted_where_it_is_given(server, files):
+    assert status(server, Tls(files.ca)) == "waiting"
+
+
+def test_any_other_is_refused_in_one_line_that_says_what_to_do(server, files):
+    for trust in (None, Tls(files.unknown_ca)):
+        assert "give its authority with --ca FILE" in why_not(server, trust)
+    elsewhere = server.replace("localhost", "127.0.0.1")
+    assert "call it by a name that its certificate has" in why_not(elsewhere, Tls(files.ca))
+    assert "disconnected" in why_not(server.replace("https", "http"))
+
+
+def test_a_coordinator_may_ask_devices_for_certificates(mutual, files):
+    certificate, key = files.device
+    assert status(mutual, Tls(files.ca, certificate, key)) == "waiting"
+    assert "--client-cert FILE" in why_not(mutual, Tls(files.ca))
+    assert "--client-cert FILE" in why_not(mutual, Tls(files.ca, *files.stranger))
+
+
+def test_files_that_cannot_be_used_are_named(files, tmp_path):
+    certificate, key = files.device
+    rubbish = tmp_path / "rubbish.pem"
+    rubbish.write_text("no certificate")
+    for tls, said in (
+        (Tls(ca=tmp_path / "none.pem"), "--ca: there is no file"),
+        (Tls(ca=rubbish), "holds no certificates in PEM format"),
+        (Tls(files.ca, certificate, files.server[1]), "the key that belongs to it"),
+        (Tls(files.ca, certificate), "the key that belongs to it"),
+        (Tls(files.ca, key=key), "--client-key is of no use alone"),
+    ):
+        with pytest.raises(BadCertificate, match=said):
+            tls.context()
+
+
+def test_every_command_takes_the_certificates(mutual, files, tmp_path, capsys):
+    where = ["--server", mutual, "--ca", str(files.ca)]
+    own = ["--client-cert", str(files.device[0]), "--client-key", str(files.device[1])]
+    settings = ["--rounds", "1", "--min-devices", "2", "--local-steps", "1", "--early-stopping", "false"]
+    assert publish.main([*where, *own, "--name", "night", *settings]) == 0
+    many = ["--devices", "2", "--processes", "1", "--memory", "--quiet", "--accelerator", "cpu"]
+    assert fleet.main([*where, *own, "--federation", "night", *many]) == 0
+    late = ["--name", "late", "--data", "index=0,of=2", "--budget", "1", "--policy", "none", "--quiet"]
+    late += ["--state-dir", str(tmp_path / "late"), "--threads", "1", "--deterministic"]
+    assert join.main([*where, *own, "--federation", "night", *late]) == 0, capsys.readouterr().err
+    data = tmp_path / "test.npz"
+    np.savez(data, inputs=np.zeros((2, 1, 8, 8), np.float32), targets=np.zeros(2, np.int64))
+    judging = ["--federation", "night", "--data", str(data)]
+    assert evaluate.main([*where, *own, *judging]) == 0
+    assert evaluate.main([*where, *judging]) == 1
+    assert "--client-cert FILE" in capsys.readouterr().err

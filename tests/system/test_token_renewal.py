@@ -1,0 +1,146 @@
+"""Devices renew their tokens by themselves, whatever is lost on the way, and enrol again with one that has expired."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import ExitStack, closing
+
+import httpx
+import pytest
+
+from coordinator.main import create_app
+from coordinator.settings import Settings
+from edge_sdk import inprocess
+from edge_sdk.errors import Refused, TokenExpired
+from edge_sdk.session import Outcome, Session
+from edge_sdk.state import StateFolder
+from edge_sdk.tasks.digits import load
+from edge_sdk.transport import Transport
+
+ALWAYS = 1e-9
+TOKENS = {"admin_token": "key", "observer_token": "eye", "enrolment_token": "door"}
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts the coordinator over this test's folder; answers a client of it."""
+    with ExitStack() as stack:
+
+        def run(**settings):
+            app = create_app(Settings(data_dir=tmp_path / "data", **{**TOKENS, **settings}))
+            return stack.enter_context(inprocess.running(app))
+
+        run.stop = stack.close
+        yield run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with closing(StateFolder(tmp_path / "state")) as folder:
+        yield folder
+
+
+def session(client, folder, token="door"):
+    transport = Transport(client, patience_seconds=60, sleep=lambda seconds: None)
+    transport.token = token
+
+    def make_task(info):
+        return load("index=0,of=2", device="one", seed=0, batch_size=16)
+
+    return Session(transport, folder, federation="default", name="one", make_task=make_task)
+
+
+def status_of(client, token):
+    return client.get("/v1/federations/default/manifest", headers={"Authorization": f"Bearer {token}"}).status_code
+
+
+def test_a_device_takes_a_new_token_when_it_is_asked_to(start, folder):
+    client = start(device_token_rotation_days=ALWAYS)
+    device = session(client, folder)
+    tokens = [folder.token()]
+    for _ in range(2):
+        assert device.step().outcome is Outcome.idle
+        tokens.append(folder.token())
+    assert len(set(tokens)) == 3
+    assert [status_of(client, token) for token in tokens] == [401, 200, 200], "the last one has not been used before"
+    assert [status_of(client, token) for token in tokens] == [401, 401, 200]
+
+
+def test_a_device_that_is_not_asked_keeps_its_token(start, folder):
+    device = session(start(), folder)
+    before = folder.token()
+    assert device.step().outcome is Outcome.idle
+    assert folder.token() == before
+
+
+class Losing(httpx.BaseTransport):
+    """Loses the first answer to a call for a new token."""
+
+    def __init__(self, client):
+        self._client, self.lost = client, []
+
+    def handle_request(self, request):
+        answer = self._client.send(request)
+        if request.url.path.endswith("/token") and not self.lost:
+            self.lost.append(answer.json()["token"])
+            raise httpx.ReadError("connection reset")
+        return answer
+
+
+def test_an_answer_that_is_lost_does_no_harm(start, folder):
+    client = start(device_token_rotation_days=ALWAYS)
+    losing = Losing(client)
+    with httpx.Client(transport=losing, base_url=inprocess.ADDRESS) as broken:
+        device = session(broken, folder)
+        for _ in range(2):
+            assert device.step().outcome is Outcome.idle
+    assert status_of(client, losing.lost[0]) == 401
+    assert status_of(client, folder.token()) == 200
+
+
+def test_a_device_that_dies_before_it_has_kept_its_new_token_goes_on_with_the_old_one(start, folder, monkeypatch):
+    client = start(device_token_rotation_days=ALWAYS)
+    device = session(client, folder)
+    before = folder.token()
+
+    def die(identity):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "save_identity", die)
+        with pytest.raises(KeyboardInterrupt):
+            device.step()
+    assert folder.token() == before
+    again = session(client, folder, None)
+    assert again.step().outcome is Outcome.idle
+    assert folder.token() != before
+
+
+def test_a_device_whose_token_expired_enrols_again_and_stays_who_it_was(start, folder, tmp_path):
+    client = start()
+    session(client, folder)
+    before = folder.token()
+    (device,) = client.get("/v1/federations/default/devices", headers={"Authorization": "Bearer eye"}).json()
+    start.stop()
+    with closing(sqlite3.connect(tmp_path / "data" / "coordinator.sqlite3")) as records, records:
+        records.execute("UPDATE devices SET token_issued_at = 0")
+    client = start(device_token_rotation_days=1, device_token_lifetime_days=7)
+    assert status_of(client, before) == 401
+    with pytest.raises(Refused, match="SPARROW_ENROLMENT_TOKEN") as refused:
+        session(client, folder, None)
+    assert not isinstance(refused.value, TokenExpired)
+    assert session(client, folder).step().outcome is Outcome.idle
+    assert folder.token() != before
+    (found,) = client.get("/v1/federations/default/devices", headers={"Authorization": "Bearer eye"}).json()
+    assert found["device_id"] == device["device_id"]
+
+
+def test_a_revoked_device_stays_out_whatever_it_holds(start, folder):
+    client = start()
+    session(client, folder)
+    (device,) = client.get("/v1/federations/default/devices", headers={"Authorization": "Bearer eye"}).json()
+    path = f"/v1/devices/{device['device_id']}"
+    client.patch(path, json={"revoked": True}, headers={"Authorization": "Bearer key"}).raise_for_status()
+    with pytest.raises(Refused) as refused:
+        session(client, folder)
+    assert refused.value.status == 401
