@@ -15,6 +15,7 @@ from coordinator.errors import BadContent, NameTaken, NoGlobalModel, NotFound, W
 from coordinator.judging import judge
 from coordinator.methods import CoordinatorMethod, Situation, load_method
 from coordinator.models import Models, settings_of
+from coordinator.robust import check_robust
 from coordinator.rounds import explain, extend_deadlines, forget_adapted, what_is_missing, why_over
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Device, Federation
@@ -73,6 +74,7 @@ class Federations:
     ) -> FederationInfo:
         settings = completed(request.settings)
         method = _check_model(settings.method, manifest)
+        check_robust(method, settings)
         manifest = method.manifest(manifest, settings)
         if hashlib.sha256(skeleton).hexdigest() != manifest.skeleton_sha256:
             raise BadContent("skeleton_sha256 of the manifest is not that of the skeleton sent; publish both together")

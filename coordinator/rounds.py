@@ -33,7 +33,7 @@ import math
 import threading
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -42,11 +42,12 @@ from pydantic import ValidationError
 from sqlalchemy import Table, and_, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
-from coordinator.aggregation import Sums
 from coordinator.cohort import choose
 from coordinator.errors import BadContent, DifferentUpdate, Finished, NotAllowed, NotFound, RoundClosed, WrongMediaType
+from coordinator.intake import Intake, Update
 from coordinator.methods import Situation, Work, load_method
 from coordinator.models import Models, job_of, settings_of
+from coordinator.robust import sums_of
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation, Round
 from edge_sdk.protocol import bundle
@@ -75,11 +76,11 @@ pass, and a lone device would otherwise hand back a federation's rounds one afte
 
 @dataclass
 class _Folding:
-    """Running sums of one open round: how many of its assignments, in order, are in them; bytes of their bundles by
+    """What has come of one open round: how many of its assignments, in order, were taken in; bytes of their bundles by
     part."""
 
     round: int
-    sums: Sums
+    intake: Intake
     position: int = 0
     parts: Counter[str] = field(default_factory=Counter)
 
@@ -555,8 +556,14 @@ class Rounds:
             with self._store.reading() as db:
                 situation = self._situation(db, federation, number)
             model = self._models.model(federation, federation.model_version)
-            sums = load_method(federation.method).sums(model, situation)
-            folding = self._folding[federation.id] = _Folding(number, sums)
+            intake = Intake(
+                sums_of(load_method(federation.method), model, situation, self._store.folder),
+                situation.settings,
+                situation.manifest,
+                model.tensors,
+                lambda key: self._read(federation, key)[0],
+            )
+            folding = self._folding[federation.id] = _Folding(number, intake)
         while folding.position < len(cohort) and cohort[folding.position].status != "open":
             assignment = cohort[folding.position]
             if assignment.status == "done" and assignment.kind in BUNDLE_KINDS:
@@ -565,26 +572,33 @@ class Rounds:
         return folding
 
     def _fold_one(self, federation: Federation, folding: _Folding, assignment: _Member) -> None:
-        body = self._store.blobs.get(_update_key(federation.id, assignment.id, assignment.update_sha256 or ""))
+        key = _update_key(federation.id, assignment.id, assignment.update_sha256 or "")
+        update, parts = self._read(federation, key)
+        folding.intake.take(assignment.id, key, update)
+        folding.parts.update(parts)
+
+    def _read(self, federation: Federation, key: str) -> tuple[Update, Mapping[str, int]]:
+        """A stored update of the open round, and the bytes of its parts."""
+        body = self._store.blobs.get(key)
         manifest, model = self._models.manifest(federation), self._models.model(federation, federation.model_version)
         decoded = bundle.decode(body, manifest, model.mask)
         report = wire.UpdateReport.model_validate_json(decoded.report)
         values = decoded.values
         if decoded.precision == "int8":  # a difference from what was sent
             values = values + pack(manifest, model.tensors, decoded.mask)
-        folding.sums.fold_in_place(values, decoded.mask, report.num_examples, decoded.gradients)
-        folding.parts.update(decoded.parts)
+        return Update(values, decoded.mask, report.num_examples, decoded.gradients), decoded.parts
 
     def _close(self, federation: Federation, number: int, folding: _Folding) -> None:
         self.write_upload_costs()
         version, digest = federation.model_version, federation.model_sha256
         method, warning = load_method(federation.method), federation.warning
-        notes: dict[str, int] = {}
-        if folding.sums.updates:
+        folding.intake.finish()
+        sums, notes = folding.intake.sums, folding.intake.notes()
+        if sums.updates:
             with self._store.reading() as db:
                 situation = self._situation(db, federation, number)
-            model = method.close(self._models.model(federation, version), folding.sums, situation)
-            notes = dict(model.notes)
+            model = method.close(self._models.model(federation, version), sums, situation)
+            notes |= model.notes
             version += 1
             digest = self._models.save(federation.id, version, model)
             warning = method.warning(model, situation)
@@ -625,7 +639,7 @@ class Rounds:
         if current_mask is not None:
             masks.add(current_mask.digest)
         del self._folding[federation.id]
-        log.info("%s: round %s closes, %s updates in its model", federation.name, number, folding.sums.updates)
+        log.info("%s: round %s closes, %s updates in its model", federation.name, number, sums.updates)
         # Only now, with the new model in the records, may what it was made from go.
         self._models.forget(federation.id, in_use, masks)
         for key in self._store.blobs.keys(_update_folder(federation.id)):

@@ -54,6 +54,9 @@ class _Federations(Collector):
         devices = GaugeMetricFamily("sparrow_devices", "Enrolled devices by status", labels=["federation", "status"])
         rounds = CounterMetricFamily("sparrow_rounds_closed", "Closed rounds", labels=label)
         updates = CounterMetricFamily("sparrow_updates_accepted", "Updates acknowledged", labels=label)
+        left_out = CounterMetricFamily(
+            "sparrow_updates_left_out", "Updates acknowledged, but left out as outliers", labels=label
+        )
         traffic = CounterMetricFamily(
             "sparrow_bytes", "Bodies of payloads and updates, bytes", labels=["federation", "direction", "purpose"]
         )
@@ -64,6 +67,7 @@ class _Federations(Collector):
             devices.add_metric([info.name, "stopped"], info.devices_stopped)
             rounds.add_metric([info.name], info.round)
             updates.add_metric([info.name], sum(record.updates for record in records))
+            left_out.add_metric([info.name], sum(len(record.left_out) for record in records))
             for purpose, direction, field in (
                 ("train", "down", "bytes_down"),
                 ("train", "up", "bytes_up"),
@@ -76,7 +80,7 @@ class _Federations(Collector):
                 known = [getattr(record, field) for record in records if getattr(record, field) is not None]
                 if known:
                     accuracy.add_metric([info.name, model], known[-1])
-        return [devices, rounds, updates, traffic, accuracy]
+        return [devices, rounds, updates, left_out, traffic, accuracy]
 
 
 @router.get("/", include_in_schema=False, dependencies=[ObserverOnly])

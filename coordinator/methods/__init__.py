@@ -167,6 +167,11 @@ class CoordinatorMethod(Protocol):
         """Raise BadContent unless an update may have this mask, of type ``mask_type`` but not its assignment's."""
         raise BadContent("mask: it is not the round's, which this method does not let devices change; train under it")
 
+    def why_mean_only(self, settings: FederationSettings) -> str | None:
+        """Why the weighted mean of a round's updates cannot be exchanged for a rule that withstands liars (``robust``);
+        None where all that ``close`` needs of the sums is ``mean``."""
+        return None
+
     def sums(self, model: GlobalModel, situation: Situation) -> Sums:
         """What a round's updates are folded into."""
         return MaskedSums(situation.manifest)

@@ -84,7 +84,7 @@ class Prepared(CoordinatorMethod):
 
     def close(self, model: GlobalModel, sums: OneUpdate | ElementSums, situation: Situation) -> GlobalModel:
         """θ_1 m_1 as it was prepared; then FedAvg of what exists."""
-        if isinstance(sums, ElementSums):
+        if not isinstance(sums, OneUpdate):
             return GlobalModel(sums.mean(model.tensors), model.mask)
         assert isinstance(sums.mask, ElementMask), "check_mask has let nothing else in"
         tensors: Tensors = {spec.name: np.zeros(spec.shape, dtype=np.float32) for spec in situation.manifest.shared}

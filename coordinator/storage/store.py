@@ -31,6 +31,7 @@ class Store:
 
     def __init__(self, data_dir: Path, database_url: str | None = None) -> None:
         data_dir.mkdir(parents=True, exist_ok=True)
+        self.folder = data_dir
         self._lock_file = (data_dir / "lock").open("w")
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)

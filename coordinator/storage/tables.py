@@ -88,7 +88,8 @@ class Device(Base):
 class Round(Base):
     """One round. ``summary`` caches its record; ``stale`` says that a fact has come since it was made.
 
-    ``notes`` and ``parts`` are what its closing found: the method's counts, and bytes of its updates by part.
+    ``notes`` and ``parts`` are what its closing found: the method's counts, with ``left_out``, assignment id -> why its
+    update is not in the model, among them; and bytes of its updates by part.
     """
 
     __tablename__ = "rounds"

@@ -70,6 +70,28 @@ class FederationSettings(_Request):
         allow_inf_nan=False,
         description="Largest 2-norm of an update less what was sent to the device; a larger one is refused (422)",
     )
+    update_clip: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Largest 2-norm of an update less what was sent, as it counts: a larger one is scaled down to it",
+    )
+    outlier_mads: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Deviations (1.4826 MAD) from the round's median size beyond which an update is left out; e.g. 5",
+    )
+    robust: Literal["trimmed_mean", "median", "krum"] | None = Field(
+        default=None,
+        description="In place of the weighted mean, a rule that few liars cannot bend: trimmed_mean, median, krum",
+    )
+    robust_share: float = Field(
+        default=0.2,
+        gt=0,
+        lt=0.5,
+        description="Share of a round's devices that may lie (trimmed at each end; Krum's f/n)",
+    )
     early_stopping: bool = Field(default=True, description="Devices whose stop-rule loss rises leave training for good")
     patience: int = Field(default=1, ge=1, le=10_000, description="Consecutive increases that stop a device; 1 = paper")
     min_improvement: float = Field(
@@ -478,6 +500,7 @@ class RoundRecord(_Answer):
     and updates that counted consist of, bytes by part of a bundle. ``accuracy`` and ``loss`` are means over devices,
     unweighted, of the evaluation that followed the round; ``None`` where there was none. ``notes`` are the method's own
     counts: those of its devices added up, and what became of the model. Round 0 is the one that prepares the model.
+    ``left_out`` says which devices' updates, acknowledged all the same, its model is without, and why.
     ``joules_per_point_*``: training's joules, transfers included, since the last evaluation before this one, for each
     percentage point that ``accuracy_personal`` (else ``accuracy_global``) has risen by; None where it has not risen.
     """
@@ -502,6 +525,7 @@ class RoundRecord(_Answer):
     parts_down: dict[str, int] = {}
     parts_up: dict[str, int] = {}
     notes: dict[str, int] = {}
+    left_out: dict[str, str] = {}
     evaluation_bytes_down: int
     evaluation_bytes_up: int
     download: PhaseSum
