@@ -19,12 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.aggregation import OneUpdate, Sums
+from coordinator.methods import CoordinatorMethod, GlobalModel, Situation
+from coordinator.privacy import PrivateSums
+from coordinator.robust import RobustSums
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, pack
 from edge_sdk.protocol.messages import FederationSettings
@@ -34,6 +38,21 @@ FEWEST = 4
 
 LEAST_SPREAD = 0.05
 """Of the median: a smaller MAD counts as this."""
+
+
+def sums_of(method: CoordinatorMethod, model: GlobalModel, situation: Situation, folder: Path) -> Sums:
+    """What a round's updates are folded into: the method's sums, or what the federation has in their place.
+
+    What one device prepares (round 0) comes through as it is: there is nobody to compare it with.
+    """
+    sums, settings = method.sums(model, situation), situation.settings
+    if isinstance(sums, OneUpdate):
+        return sums
+    if settings.robust is not None:
+        return RobustSums(situation.manifest, settings.robust, settings.robust_share, folder)
+    if settings.noise_multiplier is not None:
+        return PrivateSums(situation.manifest, model.tensors, settings)
+    return sums
 
 
 @dataclass(frozen=True)
@@ -93,6 +112,11 @@ class Intake:
             else:
                 self._fold(self._read(key))
         self._measured.clear()
+
+    def moves(self, drawn: int) -> bool:
+        """Whether a round for which so many devices were drawn makes a new model: an update came, or may have come of
+        whom nobody shall know."""
+        return bool(self.sums.updates) or (isinstance(self.sums, PrivateSums) and drawn > 0)
 
     def notes(self) -> dict[str, Any]:
         """For the round's record: how many updates were clipped and left out, and assignment id -> why."""

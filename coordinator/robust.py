@@ -33,9 +33,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.aggregation import OneUpdate, Sum, Sums
+from coordinator.aggregation import Sum
 from coordinator.errors import BadContent
-from coordinator.methods import CoordinatorMethod, GlobalModel, Situation
+from coordinator.methods import CoordinatorMethod
 from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, pack, unpack, unpack_whole
@@ -51,17 +51,6 @@ FEWEST_KRUM = 5
 
 SMALLEST_SLICE = 2**20
 """Values that are read at a time, at least."""
-
-
-def sums_of(method: CoordinatorMethod, model: GlobalModel, situation: Situation, folder: Path) -> Sums:
-    """What a round's updates are folded into: the method's sums, or what the federation has in their place.
-
-    What one device prepares (round 0) comes through as it is: there is nobody to compare it with.
-    """
-    sums, settings = method.sums(model, situation), situation.settings
-    if settings.robust is None or isinstance(sums, OneUpdate):
-        return sums
-    return RobustSums(situation.manifest, settings.robust, settings.robust_share, folder)
 
 
 def check_robust(method: CoordinatorMethod, settings: FederationSettings) -> None:
@@ -132,7 +121,8 @@ class RobustSums:
         if self._rule == "median":
             return most
         # Less an accident of binary floats: 0.2 * 15 is 3.0000000000000004.
-        return np.minimum(np.ceil(self._share * counts - 1e-9).astype(np.intp), most)
+        wanted: NDArray[np.intp] = np.minimum(np.ceil(self._share * counts - 1e-9).astype(np.intp), most)
+        return wanted
 
     def _nearest(self, old: NDArray[np.float32]) -> NDArray[np.intp]:
         """The updates that multi-Krum keeps, sorted; none where there are too few."""
@@ -178,18 +168,19 @@ def middle_mean(values: Sum, counts: NDArray[np.intp], trimmed: NDArray[np.intp]
         inside = ~np.isnan(values)
     total = np.where(inside, values, 0.0).sum(axis=0)
     left = counts - 2 * trimmed
-    return np.divide(total, left, out=np.full(len(total), np.nan), where=left > 0)
+    mean: Sum = np.divide(total, left, out=np.full(len(total), np.nan), where=left > 0)
+    return mean
 
 
 def _write(file: int, row: NDArray[np.float32], offset: int) -> None:
-    view = memoryview(row).cast("B")
+    view = row.view(np.uint8).data
     while view:
         written = os.pwrite(file, view, offset)
         view, offset = view[written:], offset + written
 
 
 def _read(file: int, row: NDArray[np.float32], offset: int) -> None:
-    view = memoryview(row).cast("B")
+    view = row.view(np.uint8).data
     while view:
         count = os.preadv(file, [view], offset)
         if not count:

@@ -42,12 +42,12 @@ from pydantic import ValidationError
 from sqlalchemy import Table, and_, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
-from coordinator.cohort import choose
+from coordinator.cohort import Candidate, choose, choose_each
 from coordinator.errors import BadContent, DifferentUpdate, Finished, NotAllowed, NotFound, RoundClosed, WrongMediaType
-from coordinator.intake import Intake, Update
+from coordinator.intake import Intake, Update, sums_of
 from coordinator.methods import Situation, Work, load_method
 from coordinator.models import Models, job_of, settings_of
-from coordinator.robust import sums_of
+from coordinator.privacy import spent
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation, Round
 from edge_sdk.protocol import bundle
@@ -479,7 +479,7 @@ class Rounds:
             else:
                 work = method.work(self._situation(db, federation, federation.round + 1))
                 number, size = federation.round + work.rounds, len(active) if work.everyone else settings.cohort
-            cohort = choose(active, size, job=job_of(federation), round_number=number)
+            cohort = _draw(db, federation, list(active.values()), size, number)
             current = Round(federation_id=federation.id, number=number, status="open", stale=True)
             current.opened_at, current.deadline_at = now, now + settings.deadline_seconds
             db.add(current)
@@ -594,7 +594,7 @@ class Rounds:
         method, warning = load_method(federation.method), federation.warning
         folding.intake.finish()
         sums, notes = folding.intake.sums, folding.intake.notes()
-        if sums.updates:
+        if folding.intake.moves(folding.position):
             with self._store.reading() as db:
                 situation = self._situation(db, federation, number)
             model = method.close(self._models.model(federation, version), sums, situation)
@@ -614,7 +614,9 @@ class Rounds:
                 select(Round).where(Round.federation_id == federation.id, Round.number == number)
             ).one()
             current.status, current.closed_at, current.model_sha256, current.stale = "closed", now, digest, True
-            current.notes, current.parts = notes, dict(folding.parts)
+            cost = spent(db, federation.id, number, settings_of(federation))
+            current.notes = notes if cost is None else {**notes, "privacy": cost.model_dump()}
+            current.parts = dict(folding.parts)
             if method.prepares and version == 0:
                 self._withdraw(db, current)
                 federation.warning = (
@@ -730,6 +732,23 @@ def _missed(db: Session, device_id: str, number: int) -> tuple[Assignment | None
     if found is not None and (found.round > number or settled):
         return None
     return (found,)
+
+
+def _draw(db: Session, federation: Federation, active: Sequence[Device], size: int, number: int) -> list[str]:
+    """The names of a round's cohort, sorted; who is drawn, and how, is in ``cohort``, and in ``privacy``."""
+    settings, job = settings_of(federation), job_of(federation)
+    if settings.noise_multiplier is not None:
+        enrolled = len(_devices(db, federation, ("active", "stopped")))
+        names = [device.name for device in active]
+        return choose_each(names, min(1.0, size / enrolled), job=job, round_number=number)
+    last: dict[str, int] = {}
+    if settings.cohort_policy == "least_recently":
+        drawn = select(Assignment.device_id, func.max(Assignment.round)).where(
+            Assignment.federation_id == federation.id, Assignment.kind.in_(COHORT_KINDS)
+        )
+        last = {row[0]: row[1] for row in db.execute(drawn.group_by(Assignment.device_id))}
+    candidates = [Candidate(device.name, device.budget, last.get(device.id, -1)) for device in active]
+    return choose(candidates, size, job=job, round_number=number, policy=settings.cohort_policy)
 
 
 def _drop_late_work(db: Session, device_ids: Sequence[str]) -> None:

@@ -57,6 +57,11 @@ class _Federations(Collector):
         left_out = CounterMetricFamily(
             "sparrow_updates_left_out", "Updates acknowledged, but left out as outliers", labels=label
         )
+        privacy = GaugeMetricFamily(
+            "sparrow_privacy_epsilon",
+            "Differential privacy's epsilon of the global models",
+            labels=["federation", "delta"],
+        )
         traffic = CounterMetricFamily(
             "sparrow_bytes", "Bodies of payloads and updates, bytes", labels=["federation", "direction", "purpose"]
         )
@@ -68,6 +73,8 @@ class _Federations(Collector):
             rounds.add_metric([info.name], info.round)
             updates.add_metric([info.name], sum(record.updates for record in records))
             left_out.add_metric([info.name], sum(len(record.left_out) for record in records))
+            if info.privacy is not None:
+                privacy.add_metric([info.name, f"{info.privacy.delta:g}"], info.privacy.epsilon)
             for purpose, direction, field in (
                 ("train", "down", "bytes_down"),
                 ("train", "up", "bytes_up"),
@@ -80,7 +87,7 @@ class _Federations(Collector):
                 known = [getattr(record, field) for record in records if getattr(record, field) is not None]
                 if known:
                     accuracy.add_metric([info.name, model], known[-1])
-        return [devices, rounds, updates, left_out, traffic, accuracy]
+        return [devices, rounds, updates, left_out, privacy, traffic, accuracy]
 
 
 @router.get("/", include_in_schema=False, dependencies=[ObserverOnly])

@@ -172,6 +172,11 @@ class CoordinatorMethod(Protocol):
         None where all that ``close`` needs of the sums is ``mean``."""
         return None
 
+    def why_not_private(self, settings: FederationSettings) -> str | None:
+        """Why noise on the mean does not make the global model differentially private: what else of updates goes out.
+        None where nothing does."""
+        return self.why_mean_only(settings)
+
     def sums(self, model: GlobalModel, situation: Situation) -> Sums:
         """What a round's updates are folded into."""
         return MaskedSums(situation.manifest)

@@ -78,6 +78,10 @@ class Prepared(CoordinatorMethod):
         if empty is not None:
             raise BadContent(f"mask: {empty} has no weight, nothing would come through it; keep one at least")
 
+    def why_not_private(self, settings: FederationSettings) -> str | None:
+        """The mask is one device's."""
+        return "which weights exist follows from the data of the one device that prepares, without noise"
+
     def sums(self, model: GlobalModel, situation: Situation) -> Sums:
         """What is prepared as it comes; of an ordinary round, Σ n_c θ_c."""
         return OneUpdate() if model.mask is None else ElementSums(situation.manifest, model.mask)

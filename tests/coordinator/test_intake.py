@@ -27,16 +27,16 @@ def house(tmp_path, clock):
     opened.store.close()
 
 
-def send(house, device, moved):
+def send(house, device, moved, manifest=DIGITS):
     """Answer with what was sent, all values moved by so much."""
     assignment = device.ask()
     tensors = checkpoint.load(house.model())[0]
     report = UpdateReport(num_examples=10, steps=1, train_loss=0.5).model_dump_json()
     work = assignment.work
     draw = NeuronDraw(work.job, work.round, work.device, work.ratio)
-    mask = draw_neurons(DIGITS, draw)
-    values = pack(DIGITS, tensors, mask) + np.float32(moved)
-    assert device.send(assignment, bundle.encode(DIGITS, values, mask, draw=draw, report=report))
+    mask = draw_neurons(manifest, draw)
+    values = pack(manifest, tensors, mask) + np.float32(moved)
+    assert device.send(assignment, bundle.encode(manifest, values, mask, draw=draw, report=report))
 
 
 def play(house, devices, moves):

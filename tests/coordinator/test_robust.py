@@ -12,8 +12,9 @@ from coordinator import robust
 from coordinator.aggregation import ElementSums, MaskedSums
 from coordinator.errors import BadContent
 from coordinator.federations import completed
+from coordinator.intake import sums_of
 from coordinator.methods import Situation, load_method
-from coordinator.robust import RobustSums, check_robust, sums_of
+from coordinator.robust import RobustSums, check_robust
 from edge_sdk.protocol.blocks import BlockMask, BlockTable
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, block_of, count_values, draw_neurons, pack, unpack_whole

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from coordinator.cohort import choose
+from coordinator.cohort import Candidate, choose
 from coordinator.devices import Devices
 from coordinator.errors import (
     BadContent,
@@ -66,9 +66,9 @@ class House:
         self.rounds = Rounds(self.store, models, clock)
         self.records = Records(self.store, self.rounds.write_upload_costs)
 
-    def create(self, name="f", **settings):
+    def create(self, name="f", task="digits", **settings):
         self.federations.create(
-            CreateFederation(name=name, task="digits", settings=FederationSettings(**{**CALM, **settings}))
+            CreateFederation(name=name, task=task, settings=FederationSettings(**{**CALM, **settings}))
         )
 
     def enrol(self, *names, federation="f", **budgets):
@@ -240,7 +240,7 @@ def test_the_cohort_is_the_documented_draw(house, answer):
     devices = {device.name: device for device in house.enrol(*names)}
     for number in (1, 2, 3):
         house.rounds.advance()
-        drawn = choose(names, 2, job="f:7", round_number=number)
+        drawn = choose([Candidate(name) for name in names], 2, job="f:7", round_number=number)
         assert list(house.record(number).cohort) == drawn
         for name, device in devices.items():
             assert (answer(device) is not None) == (name in drawn)
