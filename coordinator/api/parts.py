@@ -15,6 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from coordinator.devices import Devices
 from coordinator.federations import Federations
 from coordinator.models import Models
+from coordinator.pace import Pace
 from coordinator.records import Records
 from coordinator.rounds import Rounds
 from coordinator.settings import Settings
@@ -62,6 +63,7 @@ class House:
         self.devices = Devices(self.store, clock)
         self.rounds = Rounds(self.store, self.models, clock)
         self.records = Records(self.store, self.rounds.write_upload_costs)
+        self.pace = Pace(self.store, clock, least=settings.retry_after_seconds, calls=settings.polls_per_second)
         self.closing = False
         self.bell = Bell()
         self._facts = asyncio.Event()
