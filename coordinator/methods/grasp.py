@@ -78,6 +78,10 @@ class Prepared(CoordinatorMethod):
         if empty is not None:
             raise BadContent(f"mask: {empty} has no weight, nothing would come through it; keep one at least")
 
+    def why_mean_only(self, settings: FederationSettings) -> str | None:
+        """Of its sums only the mean is needed."""
+        return None
+
     def why_not_private(self, settings: FederationSettings) -> str | None:
         """The mask is one device's."""
         return "which weights exist follows from the data of the one device that prepares, without noise"

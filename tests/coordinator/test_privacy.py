@@ -11,7 +11,7 @@ from coordinator import intake
 from coordinator.cohort import choose_each
 from coordinator.errors import BadContent
 from coordinator.federations import completed
-from coordinator.methods import load_method
+from coordinator.methods import CoordinatorMethod, load_method
 from coordinator.privacy import PrivateSums, check_privacy, epsilon, system_noise
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.builtin import load_builtin
@@ -104,6 +104,15 @@ def test_what_would_claim_more_than_it_keeps_is_refused_with_the_reason(small, s
 def test_methods_that_let_more_out_than_a_mean_are_refused(small, name):
     with pytest.raises(BadContent, match=r"method: noise_multiplier promises differential privacy, but .{20,}"):
         check_privacy(load_method(name), small, completed(FederationSettings(method=name, **PRIVATE)))
+
+
+def test_a_method_that_makes_its_models_in_its_own_way_is_refused_unless_it_vouches_for_it(small):
+    class Own(CoordinatorMethod):
+        def close(self, model, sums, situation):
+            return model
+
+    with pytest.raises(BadContent, match="a way of its own to close"):
+        check_privacy(Own(), small, completed(FederationSettings(**PRIVATE)))
 
 
 def test_running_statistics_are_refused(small):

@@ -13,7 +13,7 @@ from coordinator.aggregation import ElementSums, MaskedSums
 from coordinator.errors import BadContent
 from coordinator.federations import completed
 from coordinator.intake import sums_of
-from coordinator.methods import Situation, load_method
+from coordinator.methods import CoordinatorMethod, Situation, load_method
 from coordinator.robust import RobustSums, check_robust
 from edge_sdk.protocol.blocks import BlockMask, BlockTable
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
@@ -255,6 +255,15 @@ def test_methods_that_need_more_than_a_mean_say_why_they_refuse(name):
     settings = completed(FederationSettings(method=name, robust="krum", method_settings=own))
     with pytest.raises(BadContent, match=f"robust: {name} cannot do with krum: .{{15,}}; leave robust out"):
         check_robust(load_method(name), settings)
+
+
+def test_a_method_with_sums_of_its_own_is_refused_unless_it_says_that_a_mean_will_do(model):
+    class Own(CoordinatorMethod):
+        def sums(self, model, situation):
+            return MaskedSums(situation.manifest)
+
+    with pytest.raises(BadContent, match="its sums are its own"):
+        check_robust(Own(), FederationSettings(robust="median"))
 
 
 @pytest.mark.parametrize(("rule", "cohort"), [("median", 2), ("trimmed_mean", 2), ("krum", 4)])
