@@ -97,6 +97,9 @@ def check_privacy(method: CoordinatorMethod, manifest: Manifest, settings: Feder
         "quorum": "who is cut off depends on how fast others are, which depends on their data; wait for all (1)"
         if settings.quorum < 1
         else None,
+        "privacy_delta": "at one over the number of devices it would allow to show one of them whole; give far less"
+        if settings.privacy_delta * max(settings.cohort, settings.min_devices) >= 1
+        else None,
         "robust": "these rules choose by the updates themselves, which the noise on a sum does not hide; leave it out"
         if settings.robust
         else None,

@@ -87,6 +87,7 @@ REFUSED = {
     "update_clip": {"update_clip": None},
     "early_stopping": {"early_stopping": True},
     "quorum": {"quorum": 0.9},
+    "privacy_delta": {"privacy_delta": 0.1},
     "robust": {"robust": "median"},
     "outlier_mads": {"outlier_mads": 5},
     "cohort_policy": {"cohort_policy": "least_recently"},
