@@ -6,8 +6,10 @@ import sys
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from coordinator import intake
+from coordinator.api.status import _Federations
 from coordinator.cohort import choose_each
 from coordinator.errors import BadContent
 from coordinator.federations import completed
@@ -181,6 +183,10 @@ def test_a_round_costs_what_the_device_drawn_most_often_pays(house, quiet):
         assert (cost.most_draws, cost.delta) == (number, 1e-5)
         assert cost.epsilon == pytest.approx(epsilon(1.0, 1e-5, number))
         assert house.info().privacy == cost
+    registry = CollectorRegistry()
+    registry.register(_Federations(house))
+    told = registry.get_sample_value("sparrow_privacy_epsilon", {"federation": "f", "delta": "1e-05"})
+    assert told == pytest.approx(cost.epsilon)
     assert quiet == [MNIST.shared_values] * 2
 
 
