@@ -14,17 +14,29 @@ updates give the same model, bit for bit. A value that nobody sent keeps its old
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.protocol.blocks import BlockMask
-from edge_sdk.protocol.elements import ElementMask, Points
+from edge_sdk.protocol.elements import ElementMask, Index, Points
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors, TensorSpec
-from edge_sdk.protocol.masks import Block, Mask, count_values, neuron_view, same_mask, unpack
+from edge_sdk.protocol.masks import (
+    CHUNK_VALUES,
+    Block,
+    Mask,
+    count_values,
+    neuron_view,
+    same_mask,
+    unpack,
+    unpack_whole,
+)
 
 Sum = NDArray[np.float64]
+
+PAIRS = CHUNK_VALUES // 4
+"""Numerators with their weights added at a time: scratch arrays of them stay in a core's cache."""
 
 
 class Sums(Protocol):
@@ -38,14 +50,30 @@ class Sums(Protocol):
         """Add one update: float32 [count_values(manifest, mask)], weighted with its ``num_examples``."""
 
 
+def add_in_place(total: Sum, values: Array, scale: float) -> None:
+    """Add ``scale`` times ``values`` [n] to ``total`` [n], products and sums in float64, in slices that caches hold."""
+    scratch = np.empty(min(len(values), CHUNK_VALUES))
+    for start in range(0, len(values), CHUNK_VALUES):
+        place = total[start : start + CHUNK_VALUES]
+        scaled = scratch[: len(place)]
+        np.multiply(values[start : start + CHUNK_VALUES], scale, out=scaled, dtype=np.float64)
+        np.add(place, scaled, out=place)
+
+
 class MaskedSums:
-    """Numerators and weights of updates under neuron masks, or of whole models."""
+    """Numerators and weights of updates under neuron masks, or of whole models.
+
+    Numerators lie in the order in which values are packed, so that a whole model is added in one go. Tensors that lie
+    alike between neurons (a layer's bias and norms) share their weights.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        views = {spec.name: neuron_view(manifest, spec) for spec in manifest.shared}
-        self._numerators = {name: np.zeros(view, dtype=np.float64) for name, view in views.items()}
-        self._weights = {name: np.zeros(view[:2], dtype=np.float64) for name, view in views.items()}
+        self._sum = np.zeros(manifest.shared_values, dtype=np.float64)
+        self._numerators = cast("dict[str, Sum]", unpack_whole(manifest, self._sum))  # views of it
+        views = [neuron_view(manifest, spec)[:2] for spec in manifest.shared]
+        self._weights = {like: np.zeros(views[like], dtype=np.float64) for like in set(manifest.alike)}
+        self._of_all = 0.0  # the weight of whole models
         self.updates = 0
 
     def fold_in_place(
@@ -53,20 +81,29 @@ class MaskedSums:
     ) -> None:
         """Add one update, whose mask is not of elements."""
         weight = float(num_examples)
-        for spec, block, part in unpack(self._manifest, values, mask):
+        if len(values) == len(self._sum):
+            add_in_place(self._sum, values, weight)
+            self._of_all += weight
+        else:
+            self._fold_part(values, mask, weight)
+        self.updates += 1
+
+    def _fold_part(self, values: Array, mask: Mask | None, weight: float) -> None:
+        parts = unpack(self._manifest, values, mask)
+        for place, (like, (spec, block, part)) in enumerate(zip(self._manifest.alike, parts, strict=True)):
             assert isinstance(block, Block)
             block.add(self._numerators[spec.name], part, scale=weight)
-            block.pairs().add(self._weights[spec.name], weight)
-        self.updates += 1
+            if like == place:
+                block.pairs().add(self._weights[like], weight)
 
     def mean(self, previous: Tensors) -> Tensors:
         """The next global values: name -> float32; what nobody sent is taken from ``previous``."""
         result: Tensors = {}
-        for spec in self._manifest.shared:
-            numerator, weights = self._numerators[spec.name], self._weights[spec.name]
-            spread = weights.reshape(weights.shape + (1,) * (numerator.ndim - weights.ndim))
-            old = previous[spec.name].reshape(numerator.shape)
-            result[spec.name] = quotient(numerator, spread, old).reshape(spec.shape)
+        for like, spec in zip(self._manifest.alike, self._manifest.shared, strict=True):
+            view = neuron_view(self._manifest, spec)
+            numerator, weights = self._numerators[spec.name].reshape(view), self._weights[like] + self._of_all
+            spread = weights.reshape(weights.shape + (1,) * (len(view) - weights.ndim))
+            result[spec.name] = quotient(numerator, spread, previous[spec.name].reshape(view)).reshape(spec.shape)
         return result
 
 
@@ -74,7 +111,8 @@ class ElementSums:
     """Numerators and weights of updates under masks of elements, most of them under ``mask``, the round's.
 
     Those are summed packed, and unpacked once. Of others, what is maskable is added to arrays of the model's shapes,
-    made for the first of them.
+    made for the first of them: complex numbers of which the real part is the numerator and the imaginary part the
+    weight, because positions that lie apart cost their cache lines, and so both come with one.
     """
 
     def __init__(self, manifest: Manifest, mask: ElementMask) -> None:
@@ -82,7 +120,7 @@ class ElementSums:
         self._mask = mask
         self._packed = np.zeros(count_values(manifest, mask), dtype=np.float64)
         self._weight = 0.0
-        self._apart: dict[str, Sum] = {}  # numerators and weights, [2, size]
+        self._apart: dict[str, NDArray[np.complex128]] = {}  # [size]
         self.updates = 0
         self.num_examples = 0
 
@@ -92,7 +130,7 @@ class ElementSums:
         """Add one update."""
         assert isinstance(mask, ElementMask)
         if same_mask(mask, self._mask):
-            self._packed += np.multiply(values, float(num_examples), dtype=np.float64)
+            add_in_place(self._packed, values, float(num_examples))
             self._weight += num_examples
         else:
             self._fold_apart(values, mask, float(num_examples))
@@ -104,19 +142,19 @@ class ElementSums:
         for spec, block, part in unpack(self._manifest, values, mask):
             if isinstance(block, Points):
                 if spec.name not in self._apart:
-                    self._apart[spec.name] = np.zeros((2, spec.size))
-                numerator, weights = self._apart[spec.name]
-                block.add(numerator, part, scale=weight)
-                block.add(weights, weight)
+                    self._apart[spec.name] = np.zeros(spec.size, dtype=np.complex128)
+                _add_pairs(self._apart[spec.name], block.index, part, weight)
             else:
-                np.add(shared[spec.name], np.multiply(part, weight, dtype=np.float64), out=shared[spec.name])
+                add_in_place(cast("Sum", shared[spec.name].reshape(-1)), part.reshape(-1), weight)
 
     def totals(self) -> Iterator[tuple[TensorSpec, Sum, Sum]]:
         """Each shared tensor with its numerators and weights, float64 [size]: 0 and 0 where nobody sent a value."""
         for spec, block, part in unpack(self._manifest, self._packed, self._mask):
             if isinstance(block, Points):
                 apart = self._apart.get(spec.name)
-                numerator, weights = np.zeros((2, spec.size)) if apart is None else apart.copy()
+                numerator, weights = (
+                    np.zeros((2, spec.size)) if apart is None else (apart.real.copy(), apart.imag.copy())
+                )
                 block.add(numerator, part)
                 block.add(weights, self._weight)
                 yield spec, numerator, weights
@@ -129,6 +167,20 @@ class ElementSums:
         for spec, numerator, weights in self.totals():
             result[spec.name] = quotient(numerator, weights, previous[spec.name].reshape(-1)).reshape(spec.shape)
         return result
+
+
+def _add_pairs(total: NDArray[np.complex128], index: Index, values: Array, weight: float) -> None:
+    """Add ``weight * values + i weight`` to ``total`` where ``index`` says: sorted positions, all different."""
+    count = min(len(index), PAIRS)
+    addend, sums = np.empty((2, count), dtype=np.complex128)
+    addend.imag = weight
+    for start in range(0, len(index), PAIRS):
+        places = index[start : start + PAIRS]
+        one, two = addend[: len(places)], sums[: len(places)]
+        np.multiply(values[start : start + PAIRS], weight, out=one.real, dtype=np.float64)
+        # clip, which never happens: with "raise" numpy would buffer the output
+        np.take(total, places, out=two, mode="clip")
+        total[places] = np.add(two, one, out=two)
 
 
 def quotient(numerator: Sum, weights: Sum, old: Array) -> NDArray[np.float32]:

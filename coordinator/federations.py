@@ -16,6 +16,8 @@ from coordinator.errors import BadContent, NameTaken, NoGlobalModel, NotFound, W
 from coordinator.judging import judge
 from coordinator.methods import CoordinatorMethod, Situation, load_method
 from coordinator.models import Models, settings_of
+from coordinator.privacy import check_privacy, spent
+from coordinator.robust import check_robust
 from coordinator.rounds import explain, extend_deadlines, forget_adapted, what_is_missing, why_over
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Device, Federation
@@ -75,7 +77,9 @@ class Federations:
     ) -> FederationInfo:
         settings = completed(request.settings)
         method = _check_model(settings.method, manifest)
+        check_robust(method, settings)
         manifest = method.manifest(manifest, settings)
+        check_privacy(method, manifest, settings)
         if hashlib.sha256(skeleton).hexdigest() != manifest.skeleton_sha256:
             raise BadContent("skeleton_sha256 of the manifest is not that of the skeleton sent; publish both together")
         check_skeleton(skeleton, manifest)
@@ -178,6 +182,7 @@ class Federations:
             model_version=federation.model_version,
             rollback_version=federation.rollback_version,
             model_sha256=federation.model_sha256,
+            privacy=spent(db, federation.id, federation.round, settings),
             parameters=manifest.trainable_values,
             manifest_digest=manifest.digest,
             global_model_usable=why_unusable(federation, manifest) is None,

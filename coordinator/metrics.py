@@ -17,7 +17,8 @@ from sqlalchemy.orm import Session
 
 from coordinator.models import settings_of
 from coordinator.storage.store import Store
-from coordinator.storage.tables import Assignment, Device, Federation
+from coordinator.storage.tables import Assignment, Device, Federation, Round
+from edge_sdk.protocol.messages import PrivacySpent
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 ROUND_SECONDS = (0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 3 * 3600, 12 * 3600, 24 * 3600)
@@ -43,6 +44,12 @@ class Metrics:
         )
         self.refused = Counter(
             "sparrow_updates_refused", "Updates refused, by what was wrong", ["reason"], registry=self.registry
+        )
+        self.left_out = Counter(
+            "sparrow_updates_left_out",
+            "Updates acknowledged, but left out of the model as outliers",
+            ["federation"],
+            registry=self.registry,
         )
         self.traffic = Counter(
             "sparrow_transferred_bytes",
@@ -118,6 +125,11 @@ class _Records(Collector):
         devices = GaugeMetricFamily("sparrow_devices", "Devices by status", labels=["federation", "status"])
         waiting = GaugeMetricFamily("sparrow_open_assignments", "Assignments waited for", labels=["federation", "kind"])
         accuracy = GaugeMetricFamily("sparrow_accuracy_ratio", "Latest mean accuracy", labels=["federation", "model"])
+        privacy = GaugeMetricFamily(
+            "sparrow_privacy_epsilon",
+            "Differential privacy's epsilon of the global models",
+            labels=["federation", "delta"],
+        )
         with self._store.reading() as db:
             federations = {federation.id: federation for federation in db.scalars(select(Federation))}
             counts = {
@@ -142,7 +154,19 @@ class _Records(Collector):
                     devices.add_metric([federation.name, status], counts.get((federation.id, status), 0))
                 for model, value in _accuracies(db, federation).items():
                     accuracy.add_metric([federation.name, model], value)
-        return [rounds, devices, waiting, accuracy]
+                spent = _privacy(db, federation)
+                if spent is not None:
+                    privacy.add_metric([federation.name, f"{spent.delta:g}"], spent.epsilon)
+        return [rounds, devices, waiting, accuracy, privacy]
+
+
+def _privacy(db: Session, federation: Federation) -> PrivacySpent | None:
+    """What the record of the last round says of differential privacy, where the federation promises it."""
+    if settings_of(federation).noise_multiplier is None:
+        return None
+    last = select(Round.notes).where(Round.federation_id == federation.id, Round.number == federation.round)
+    notes = db.scalars(last).first() or {}
+    return PrivacySpent.model_validate(notes["privacy"]) if "privacy" in notes else None
 
 
 def _accuracies(db: Session, federation: Federation) -> dict[str, float]:

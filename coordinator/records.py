@@ -29,6 +29,7 @@ from edge_sdk.protocol.messages import (
     PerUpdate,
     Phase,
     PhaseSum,
+    PrivacySpent,
     Receipt,
     RoundRecord,
     UpdateReport,
@@ -130,6 +131,8 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
     personal = [receipt.personal for receipt in receipts if receipt.personal]
     shared = [receipt.global_model for receipt in receipts if receipt.global_model]
     examples = sum(report.num_examples for report in reports)
+    notes = dict(item.notes or {})
+    left_out, privacy = notes.pop("left_out", {}), notes.pop("privacy", None)
     evaluation_phases = [
         phase for receipt in receipts for phase in (receipt.telemetry.download, receipt.telemetry.train)
     ]
@@ -154,7 +157,9 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         bytes_up=sum(upload.bytes_up for upload in uploads),
         parts_down=_add_counts(report.received for report in reports),
         parts_up=item.parts or {},
-        notes={**_add_counts(report.counts for report in reports), **(item.notes or {})},
+        notes={**_add_counts(report.counts for report in reports), **notes},
+        privacy=PrivacySpent.model_validate(privacy) if privacy else None,
+        left_out={name: left_out[assignment.id] for assignment, name in done if assignment.id in left_out},
         evaluation_bytes_down=sum(phase.bytes_down for phase in evaluation_phases),
         evaluation_bytes_up=sum(upload.bytes_up for upload in evaluation_uploads),
         download=_add(report.telemetry.download for report in reports),

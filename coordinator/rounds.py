@@ -33,7 +33,7 @@ import math
 import threading
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -42,8 +42,7 @@ from pydantic import ValidationError
 from sqlalchemy import Table, and_, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
-from coordinator.aggregation import Sums
-from coordinator.cohort import choose
+from coordinator.cohort import Candidate, choose, choose_each
 from coordinator.errors import (
     BadContent,
     DifferentUpdate,
@@ -54,9 +53,11 @@ from coordinator.errors import (
     Unavailable,
     WrongMediaType,
 )
+from coordinator.intake import Intake, Update, sums_of
 from coordinator.logs import about
 from coordinator.methods import GlobalModel, Situation, Work, load_method
 from coordinator.models import Models, job_of, settings_of
+from coordinator.privacy import spent
 from coordinator.rollback import carry_out, newest_version
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation, Round
@@ -86,11 +87,11 @@ pass, and a lone device would otherwise hand back a federation's rounds one afte
 
 @dataclass
 class _Folding:
-    """Running sums of one open round: how many of its assignments, in order, are in them; bytes of their bundles by
+    """What has come of one open round: how many of its assignments, in order, were taken in; bytes of their bundles by
     part."""
 
     round: int
-    sums: Sums
+    intake: Intake
     position: int = 0
     parts: Counter[str] = field(default_factory=Counter)
 
@@ -104,14 +105,15 @@ class Asked:
 
 
 class Rounds:
-    """Runs the rounds of every federation. on_closed: told of each that closes, with its seconds."""
+    """Runs the rounds of every federation. on_closed: told of each that closes: its seconds, and how
+    many of its updates were left out."""
 
     def __init__(
         self,
         store: Store,
         models: Models,
         clock: Callable[[], float],
-        on_closed: Callable[[str, float], None] = lambda federation, seconds: None,
+        on_closed: Callable[[str, float, int], None] = lambda federation, seconds, left_out: None,
     ) -> None:
         self._store = store
         self._models = models
@@ -521,7 +523,7 @@ class Rounds:
             else:
                 work = method.work(self._situation(db, federation, federation.round + 1))
                 number, size = federation.round + work.rounds, len(active) if work.everyone else settings.cohort
-            cohort = choose(active, size, job=job_of(federation), round_number=number)
+            cohort = _draw(db, federation, list(active.values()), size, number)
             current = Round(federation_id=federation.id, number=number, status="open", stale=True)
             current.opened_at, current.deadline_at = now, now + settings.deadline_seconds
             db.add(current)
@@ -598,8 +600,14 @@ class Rounds:
             with self._store.reading() as db:
                 situation = self._situation(db, federation, number)
             model = self._models.model(federation, federation.model_version)
-            sums = load_method(federation.method).sums(model, situation)
-            folding = self._folding[federation.id] = _Folding(number, sums)
+            intake = Intake(
+                sums_of(load_method(federation.method), model, situation, self._store.folder),
+                situation.settings,
+                situation.manifest,
+                model.tensors,
+                lambda key: self._read(federation, key)[0],
+            )
+            folding = self._folding[federation.id] = _Folding(number, intake)
         while folding.position < len(cohort) and cohort[folding.position].status != "open":
             assignment = cohort[folding.position]
             if assignment.status == "done" and assignment.kind in BUNDLE_KINDS:
@@ -608,25 +616,34 @@ class Rounds:
         return folding
 
     def _fold_one(self, federation: Federation, folding: _Folding, assignment: _Member) -> None:
-        body = self._store.blobs.get(update_key(federation.id, assignment.id, assignment.update_sha256 or ""))
+        key = update_key(federation.id, assignment.id, assignment.update_sha256 or "")
+        update, parts = self._read(federation, key)
+        folding.intake.take(assignment.id, key, update)
+        folding.parts.update(parts)
+
+    def _read(self, federation: Federation, key: str) -> tuple[Update, Mapping[str, int]]:
+        """A stored update of the open round, and the bytes of its parts."""
+        body = self._store.blobs.get(key)
         manifest, model = self._models.manifest(federation), self._models.model(federation, federation.model_version)
         decoded = bundle.decode(body, manifest, model.mask)
         report = wire.UpdateReport.model_validate_json(decoded.report)
         values = decoded.values
         if decoded.precision == "int8":  # a difference from what was sent
             values = values + pack(manifest, model.tensors, decoded.mask)
-        folding.sums.fold_in_place(values, decoded.mask, report.num_examples, decoded.gradients)
-        folding.parts.update(decoded.parts)
+        return Update(values, decoded.mask, report.num_examples, decoded.gradients), decoded.parts
 
     def _close(self, federation: Federation, number: int, folding: _Folding) -> None:
         self.write_upload_costs()
         version, digest = federation.model_version, federation.model_sha256
         method, warning = load_method(federation.method), federation.warning
+        folding.intake.finish()
+        sums, notes = folding.intake.sums, folding.intake.notes()
         model: GlobalModel | None = None
-        if folding.sums.updates:
+        if folding.intake.moves(folding.position):
             with self._store.reading() as db:
                 situation, newest = self._situation(db, federation, number), newest_version(db, federation)
-            model = method.close(self._models.model(federation, version), folding.sums, situation)
+            model = method.close(self._models.model(federation, version), sums, situation)
+            notes |= model.notes
             version = newest + 1
             warning = method.warning(model, situation)
             if warning and warning != federation.warning:
@@ -646,7 +663,9 @@ class Rounds:
             federation.warning = warning
             current.base_version, current.model_version = base, version
             current.status, current.closed_at, current.model_sha256, current.stale = "closed", now, digest, True
-            current.notes, current.parts = dict(model.notes) if model else {}, dict(folding.parts)
+            cost = spent(db, federation.id, number, settings_of(federation))
+            current.notes = notes if cost is None else {**notes, "privacy": cost.model_dump()}
+            current.parts = dict(folding.parts)
             if method.prepares and version == 0:
                 self._withdraw(db, current)
                 federation.warning = (
@@ -674,10 +693,10 @@ class Rounds:
         del self._folding[federation.id]
         log.info(
             "%s: round %s closes, %s updates in its model",
-            *(federation.name, number, folding.sums.updates),
+            *(federation.name, number, sums.updates),
             extra={"round": number},
         )
-        self._on_closed(federation.name, now - current.opened_at)
+        self._on_closed(federation.name, now - current.opened_at, len(notes.get("left_out", {})))
         # Only now, with the new model in the records, may what it was made from go.
         self._models.forget(federation.id, in_use, masks)
         for key in self._store.blobs.keys(_update_folder(federation.id)):
@@ -768,6 +787,23 @@ def _missed(db: Session, device_id: str, number: int) -> tuple[Assignment | None
     if found is not None and (found.round > number or settled):
         return None
     return (found,)
+
+
+def _draw(db: Session, federation: Federation, active: Sequence[Device], size: int, number: int) -> list[str]:
+    """The names of a round's cohort, sorted; who is drawn, and how, is in ``cohort``, and in ``privacy``."""
+    settings, job = settings_of(federation), job_of(federation)
+    if settings.noise_multiplier is not None:
+        enrolled = len(_devices(db, federation, ("active", "stopped")))
+        names = [device.name for device in active]
+        return choose_each(names, min(1.0, size / enrolled), job=job, round_number=number)
+    last: dict[str, int] = {}
+    if settings.cohort_policy == "least_recently":
+        drawn = select(Assignment.device_id, func.max(Assignment.round)).where(
+            Assignment.federation_id == federation.id, Assignment.kind.in_(COHORT_KINDS)
+        )
+        last = {row[0]: row[1] for row in db.execute(drawn.group_by(Assignment.device_id))}
+    candidates = [Candidate(device.name, device.budget, last.get(device.id, -1)) for device in active]
+    return choose(candidates, size, job=job, round_number=number, policy=settings.cohort_policy)
 
 
 def _drop_late_work(db: Session, device_ids: Sequence[str]) -> None:

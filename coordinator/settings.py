@@ -54,6 +54,12 @@ class Settings(BaseSettings):
     )
     max_wait_seconds: float = Field(default=50.0, ge=0, le=600, description="Longest long poll, s")
     retry_after_seconds: int = Field(default=1, ge=0, le=3600, description="Pause asked of devices without work, s")
+    polls_per_second: float = Field(
+        default=200.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Most calls for work per second; devices without work of a larger fleet are told to pause longer",
+    )
     max_model_bytes: int = Field(default=2 * 1024**3, gt=0, description="Largest model that can be published, bytes")
     keep_models: int = Field(default=3, ge=1, description="Newest global models of a federation that are kept")
     keep_every: int = Field(

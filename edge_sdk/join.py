@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import random
 import re
 import signal
 import socket
@@ -224,8 +223,7 @@ def _run(session: Session, bar: _Bar, export: Callable[[], Export | None]) -> No
                 f"evaluations; Ctrl-C leaves"
             )
         if step.outcome is Outcome.idle:
-            # Jitter: a fleet told to wait one second must not come back as one.
-            time.sleep(step.pause_seconds * random.uniform(0.5, 1.0))
+            time.sleep(step.pause_seconds)  # to the second: the coordinator gives each device a moment of its own
 
 
 def _export(session: Session, name: str, path: Path | str | None) -> Export | None:

@@ -113,7 +113,8 @@ async def get_assignment(
             return Response(work.assignment.model_dump_json(), media_type="application/json", headers=renew)
         remaining = until - loop.time()
         if remaining <= 0 or house.closing:
-            return Response(status_code=204, headers={"Retry-After": str(house.settings.retry_after_seconds), **renew})
+            pause = await run_in_threadpool(house.pace.retry_after, device.device_id)
+            return Response(status_code=204, headers={"Retry-After": str(pause), **renew})
         try:
             await asyncio.wait_for(ring.wait(), remaining)
         except asyncio.TimeoutError:

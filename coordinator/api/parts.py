@@ -22,6 +22,7 @@ from coordinator.federations import Federations
 from coordinator.limits import RateLimit
 from coordinator.metrics import Metrics
 from coordinator.models import Models, Retention
+from coordinator.pace import Pace
 from coordinator.records import Records
 from coordinator.rounds import Rounds
 from coordinator.settings import Settings
@@ -84,6 +85,7 @@ class House:
         self.rounds = Rounds(self.store, self.models, clock, on_closed=self._count_round)
         self.records = Records(self.store, self.rounds.write_upload_costs)
         self.uploads = Uploads(settings.data_dir / "uploads", self.store, clock)
+        self.pace = Pace(self.store, clock, least=settings.retry_after_seconds, calls=settings.polls_per_second)
         self.closing = False
         self.bell = Bell()
         self._facts = asyncio.Event()
@@ -169,8 +171,9 @@ class House:
                 sharing.say_moved()
         return moved
 
-    def _count_round(self, federation: str, seconds: float) -> None:
+    def _count_round(self, federation: str, seconds: float, left_out: int) -> None:
         self.metrics.rounds.labels(federation).observe(seconds)
+        self.metrics.left_out.labels(federation).inc(left_out)
 
     async def _move(self) -> None:
         # Not only until it is cancelled: wait_for of Python 3.11 loses a cancellation that meets a fact.

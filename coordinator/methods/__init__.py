@@ -167,6 +167,24 @@ class CoordinatorMethod(Protocol):
         """Raise BadContent unless an update may have this mask, of type ``mask_type`` but not its assignment's."""
         raise BadContent("mask: it is not the round's, which this method does not let devices change; train under it")
 
+    def why_mean_only(self, settings: FederationSettings) -> str | None:
+        """Why the weighted mean of a round's updates cannot be exchanged for a rule that withstands liars (``robust``).
+
+        None where all that ``close`` needs of the sums is ``mean``; a method with ``sums`` of its own says so itself.
+        """
+        return None if type(self).sums is CoordinatorMethod.sums else "its sums are its own"
+
+    def why_not_private(self, settings: FederationSettings) -> str | None:
+        """Why noise on the mean does not make the global model differentially private: what else of updates goes out.
+
+        None where nothing does; a method that makes its models in its own way says so itself.
+        """
+        reason = self.why_mean_only(settings)
+        for name in ("start", "work", "signs", "changed", "close"):
+            if reason is None and getattr(type(self), name) is not getattr(CoordinatorMethod, name):
+                reason = f"it has a way of its own to {name}, which may tell more than the mean"
+        return reason
+
     def sums(self, model: GlobalModel, situation: Situation) -> Sums:
         """What a round's updates are folded into."""
         return MaskedSums(situation.manifest)

@@ -199,6 +199,13 @@ class DMPFL(CoordinatorMethod):
             super().check_mask(model, mask, situation)
         check_counts(mask, self._counts(situation))
 
+    def why_mean_only(self, settings: FederationSettings) -> str | None:
+        """Masks are decided outside of it."""
+        return (
+            "the mask follows from votes, and from weights that a few devices hold alone, of which no rule sees a "
+            "second value"
+        )
+
     def sums(self, model: GlobalModel, situation: Situation) -> ElementSums:
         """Weighted sums, and votes where masks differ."""
         assert model.mask is not None

@@ -114,6 +114,13 @@ class FedSGC(CoordinatorMethod):
         assert model.mask is not None
         check_counts(mask, model.mask.counts)
 
+    def why_mean_only(self, settings: FederationSettings) -> str | None:
+        """Masks are decided outside of it."""
+        return (
+            "the largest weights that any device holds are kept, so that one alone could place weights that no rule "
+            "sees a second value of"
+        )
+
     def sums(self, model: GlobalModel, situation: Situation) -> ElementSums:
         """Σ n_c θ_c m_c and Σ n_c m_c."""
         assert model.mask is not None

@@ -78,13 +78,21 @@ class Prepared(CoordinatorMethod):
         if empty is not None:
             raise BadContent(f"mask: {empty} has no weight, nothing would come through it; keep one at least")
 
+    def why_mean_only(self, settings: FederationSettings) -> str | None:
+        """Of its sums only the mean is needed."""
+        return None
+
+    def why_not_private(self, settings: FederationSettings) -> str | None:
+        """The mask is one device's."""
+        return "which weights exist follows from the data of the one device that prepares, without noise"
+
     def sums(self, model: GlobalModel, situation: Situation) -> Sums:
         """What is prepared as it comes; of an ordinary round, Σ n_c θ_c."""
         return OneUpdate() if model.mask is None else ElementSums(situation.manifest, model.mask)
 
     def close(self, model: GlobalModel, sums: OneUpdate | ElementSums, situation: Situation) -> GlobalModel:
         """θ_1 m_1 as it was prepared; then FedAvg of what exists."""
-        if isinstance(sums, ElementSums):
+        if not isinstance(sums, OneUpdate):
             return GlobalModel(sums.mean(model.tensors), model.mask)
         assert isinstance(sums.mask, ElementMask), "check_mask has let nothing else in"
         tensors: Tensors = {spec.name: np.zeros(spec.shape, dtype=np.float32) for spec in situation.manifest.shared}

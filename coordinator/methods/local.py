@@ -20,6 +20,10 @@ class Local(CoordinatorMethod):
         """The whole model."""
         return 1.0
 
+    def why_mean_only(self, settings: FederationSettings) -> str | None:
+        """There is none."""
+        return "nothing of a model goes up"
+
     def work(self, situation: Situation) -> Work:
         """Everybody drawn trains, and reports."""
         return Work(Kind.personalise)

@@ -149,6 +149,16 @@ class PFedGate(CoordinatorMethod):
         if not mask.on[situation.manifest.block_table.forced].all():
             raise BadContent("mask: the first block of every tensor is always on; send it, too")
 
+    def why_mean_only(self, settings: FederationSettings) -> str | None:
+        """The released code's denominator is no mean of those who sent a block."""
+        if self.rules(settings).denominator == "all":
+            return "its denominator all counts devices that did not send a block, and no rule sees those"
+        return None
+
+    def why_not_private(self, settings: FederationSettings) -> str | None:
+        """Changed blocks are told apart from others."""
+        return "which blocks changed follows from what devices' gates choose, and goes out without noise"
+
     def sums(self, model: GlobalModel, situation: Situation) -> BlockSums:
         """Σ n_i θ_ib and Σ n_i of each block."""
         return BlockSums(situation.manifest, everybody=self.rules(situation.settings).denominator == "all")

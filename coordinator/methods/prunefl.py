@@ -97,6 +97,10 @@ class PruneFL(Prepared):
         """As planned."""
         return bool(plan.get("gradients"))
 
+    def why_mean_only(self, settings: FederationSettings) -> str | None:
+        """Masks are decided outside of it."""
+        return "squared gradients decide which weights exist, and one device could make any weight the most important"
+
     def sums(self, model: GlobalModel, situation: Situation) -> Sums:
         """With the squared gradients, where they were asked for."""
         if model.mask is None or not self.wants_gradients(situation.plan):

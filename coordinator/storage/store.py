@@ -66,6 +66,7 @@ class Store:
     def __init__(self, data_dir: Path, database_url: str | None = None, blobs: str | None = None) -> None:
         """``database_url``: PostgreSQL, ``blobs``: s3://BUCKET/PREFIX; without, they are in ``data_dir``."""
         make_folder(data_dir)
+        self.folder = data_dir
         if database_url is None or blobs is None:
             check_local(data_dir)
         shared = database_url is not None

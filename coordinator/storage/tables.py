@@ -94,8 +94,8 @@ class Round(Base):
     """One round. ``summary`` caches its record; ``stale`` says that a fact has come since it was made.
 
     ``base_version`` is the global model it began from, ``model_version`` the one it ended with; ``undone`` says that an
-    operator went back to an older one. ``notes`` and ``parts`` are what its closing found: the method's counts, and
-    bytes of its updates by part.
+    operator went back to an older one. ``notes`` and ``parts`` are what its closing found: the method's counts, with
+    ``left_out``, assignment id -> why its update is not in the model, among them; and bytes of its updates by part.
     """
 
     __tablename__ = "rounds"

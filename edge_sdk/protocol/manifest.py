@@ -198,6 +198,12 @@ class Manifest(_Record):
         return tuple(tensor for tensor in self.tensors if tensor.policy == "shared")
 
     @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For every shared tensor, the place of the first one whose shape and axes are the same."""
+        first: dict[object, int] = {}
+        return tuple(first.setdefault((spec.shape, spec.axes), place) for place, spec in enumerate(self.shared))
+
+    @cached_property
     def kept(self) -> tuple[TensorSpec, ...]:
         """The tensors a device's personal model consists of: all but the dropped ones."""
         return tuple(tensor for tensor in self.tensors if tensor.policy != "dropped")

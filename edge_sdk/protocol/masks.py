@@ -233,15 +233,23 @@ class Block:
 
         Products and sums are float64, whatever the block's type. No index repeats, so nothing is lost.
         """
-        runs = tensor.reshape(-1, self._run())
-        packed = block.reshape(-1, self._run()) if isinstance(block, np.ndarray) else None
+        run = self._run()
+        runs = tensor.reshape(-1, run)
+        packed = block.reshape(-1, run) if isinstance(block, np.ndarray) else None
+        scratch: NDArray[np.float64] | None = None  # one pair for all chunks, of which the first is the longest
         for index, part in self._chunks():
-            one = block if packed is None else packed[part]
-            addend = np.multiply(one, scale, dtype=np.float64)
+            count = len(runs[index]) if isinstance(index, slice) else len(index)
+            if scratch is None:
+                scratch = np.empty((2, count, run))
+            addend = np.multiply(
+                block if packed is None else packed[part], scale, dtype=np.float64, out=scratch[0, :count]
+            )
             if isinstance(index, slice):
                 runs[index] += addend
             else:
-                runs[index] = np.take(runs, index, axis=0) + addend
+                # clip, which never happens: with "raise" numpy would buffer the output
+                sums = np.take(runs, index, axis=0, out=scratch[1, :count], mode="clip")
+                runs[index] = np.add(sums, addend, out=sums)
 
 
 def neuron_view(manifest: Manifest, spec: TensorSpec) -> tuple[int, ...]:
@@ -291,8 +299,15 @@ def neuron_block(manifest: Manifest, spec: TensorSpec, mask: NeuronMask | None) 
 
 def blocks(manifest: Manifest, mask: Mask | None) -> Iterator[tuple[TensorSpec, Part]]:
     """Every shared tensor with its active block, in the order in which values are packed."""
-    for spec in manifest.shared:
-        yield spec, block_of(manifest, spec, mask)
+    if isinstance(mask, ElementMask | BlockMask):
+        for spec in manifest.shared:
+            yield spec, block_of(manifest, spec, mask)
+        return
+    found: dict[int, Block] = {}  # a layer's vectors (bias, norm) lie alike: what is found for one holds for all
+    for spec, like in zip(manifest.shared, manifest.alike, strict=True):
+        if like not in found:
+            found[like] = neuron_block(manifest, spec, mask)
+        yield spec, found[like]
 
 
 def count_values(manifest: Manifest, mask: Mask | None) -> int:

@@ -39,6 +39,10 @@ class FederationSettings(_Request):
     method: str = Field(default="fedspu", description="The federated method; see docs/methods.md")
     rounds: int = Field(default=30, ge=1, le=1_000_000, description="Most rounds, T")
     cohort: int = Field(default=10, ge=1, le=1_000_000, description="Devices drawn per round, m")
+    cohort_policy: Literal["uniform", "least_recently", "budget"] = Field(
+        default="uniform",
+        description="Who is drawn: all alike, those first who took part longest ago, or more often by budget",
+    )
     min_devices: int = Field(
         default=2, ge=1, le=1_000_000, description="Enrolled devices at which the first round opens"
     )
@@ -69,6 +73,37 @@ class FederationSettings(_Request):
         gt=0,
         allow_inf_nan=False,
         description="Largest 2-norm of an update less what was sent to the device; a larger one is refused (422)",
+    )
+    update_clip: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Largest 2-norm of an update less what was sent, as it counts: a larger one is scaled down to it",
+    )
+    outlier_mads: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Deviations (1.4826 MAD) from the round's median size beyond which an update is left out; e.g. 5",
+    )
+    robust: Literal["trimmed_mean", "median", "krum"] | None = Field(
+        default=None,
+        description="In place of the weighted mean, a rule that few liars cannot bend: trimmed_mean, median, krum",
+    )
+    robust_share: float = Field(
+        default=0.2,
+        gt=0,
+        lt=0.5,
+        description="Share of a round's devices that may lie (trimmed at each end; Krum's f/n)",
+    )
+    noise_multiplier: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Central differential privacy: deviation of the noise on a round's sum, times update_clip",
+    )
+    privacy_delta: float = Field(
+        default=1e-5, gt=0, lt=1, description="Delta at which the models' epsilon is told; below 1 / devices"
     )
     early_stopping: bool = Field(default=True, description="Devices whose stop-rule loss rises leave training for good")
     patience: int = Field(default=1, ge=1, le=10_000, description="Consecutive increases that stop a device; 1 = paper")
@@ -159,6 +194,14 @@ class FederationStatus(str, Enum):
     stopped = "stopped"
 
 
+class PrivacySpent(_Answer):
+    """What global models have cost a device's privacy so far: (epsilon, delta), for the one drawn most often."""
+
+    epsilon: float = Field(description="Upper bound, of the models alone; see docs/privacy.md for what is outside it")
+    delta: float
+    most_draws: int = Field(description="Rounds for which the device drawn most often was drawn")
+
+
 class FederationInfo(_Answer):
     """What anybody allowed to look learns of a federation."""
 
@@ -179,6 +222,7 @@ class FederationInfo(_Answer):
         default=None, description="The global model to go back to when the open round has closed"
     )
     model_sha256: str
+    privacy: PrivacySpent | None = Field(default=None, description="Where the federation has a noise_multiplier")
     parameters: int
     manifest_digest: str
     global_model_usable: bool
@@ -505,6 +549,8 @@ class RoundRecord(_Answer):
     and updates that counted consist of, bytes by part of a bundle. ``accuracy`` and ``loss`` are means over devices,
     unweighted, of the evaluation that followed the round; ``None`` where there was none. ``notes`` are the method's own
     counts: those of its devices added up, and what became of the model. Round 0 is the one that prepares the model.
+    ``privacy`` is what the models up to this round's have cost. ``left_out`` says which devices' updates, acknowledged
+    all the same, its model is without, and why.
     ``joules_per_point_*``: training's joules, transfers included, since the last evaluation before this one, for each
     percentage point that ``accuracy_personal`` (else ``accuracy_global``) has risen by; None where it has not risen.
     """
@@ -529,6 +575,8 @@ class RoundRecord(_Answer):
     parts_down: dict[str, int] = {}
     parts_up: dict[str, int] = {}
     notes: dict[str, int] = {}
+    left_out: dict[str, str] = {}
+    privacy: PrivacySpent | None = None
     evaluation_bytes_down: int
     evaluation_bytes_up: int
     download: PhaseSum

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from coordinator.cohort import choose
+from coordinator.cohort import Candidate, choose
 from coordinator.devices import Devices
 from coordinator.errors import (
     BadContent,
@@ -66,9 +66,9 @@ class House:
         self.rounds = Rounds(self.store, models, clock)
         self.records = Records(self.store, self.rounds.write_upload_costs)
 
-    def create(self, name="f", **settings):
+    def create(self, name="f", task="digits", **settings):
         self.federations.create(
-            CreateFederation(name=name, task="digits", settings=FederationSettings(**{**CALM, **settings}))
+            CreateFederation(name=name, task=task, settings=FederationSettings(**{**CALM, **settings}))
         )
 
     def enrol(self, *names, federation="f", **budgets):
@@ -240,10 +240,33 @@ def test_the_cohort_is_the_documented_draw(house, answer):
     devices = {device.name: device for device in house.enrol(*names)}
     for number in (1, 2, 3):
         house.rounds.advance()
-        drawn = choose(names, 2, job="f:7", round_number=number)
+        drawn = choose([Candidate(name) for name in names], 2, job="f:7", round_number=number)
         assert list(house.record(number).cohort) == drawn
         for name, device in devices.items():
             assert (answer(device) is not None) == (name in drawn)
+
+
+def test_those_who_took_part_longest_ago_are_drawn_first_where_that_is_the_policy(house, answer):
+    house.create(cohort=2, rounds=4, min_devices=4, cohort_policy="least_recently")
+    devices = house.enrol(*"abcd")
+    for _ in range(4):
+        house.rounds.advance()
+        for device in devices:
+            answer(device)
+    cohorts = [record.cohort for record in house.records.rounds("f")]
+    assert sorted(name for cohort in cohorts[:2] for name in cohort) == list("abcd")
+    assert sorted(name for cohort in cohorts[2:4] for name in cohort) == list("abcd")
+
+
+def test_budgets_decide_who_is_drawn_where_that_is_the_policy(house, answer):
+    house.create(cohort=1, rounds=4, min_devices=2, cohort_policy="budget")
+    devices = house.enrol("weak", "strong", weak=0.1)
+    known = [Candidate("weak", 0.1), Candidate("strong", 1.0)]
+    for number in range(1, 5):
+        house.rounds.advance()
+        assert list(house.record(number).cohort) == choose(known, 1, job="f:0", round_number=number, policy="budget")
+        for device in devices:
+            answer(device)
 
 
 def test_the_first_payload_is_the_whole_model_and_later_ones_only_the_mask(house, answer, play):
@@ -898,7 +921,7 @@ def test_advancing_after_every_update_or_only_once_gives_the_same_bits(house, an
 def test_a_restart_after_every_step_changes_no_bit_and_counts_each_update_once(open_house, answer, undisturbed):
     house = open_house()
     devices = start(house)
-    for _ in range(60):
+    for _ in range(30):
         house.rounds.advance()
         if house.info().status == "finished":
             break

@@ -1,10 +1,13 @@
 """What the command line says; whole federations are in tests/system."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from edge_sdk import join, publish
 from edge_sdk.budget import Choice
 from edge_sdk.protocol.messages import BudgetLimit
+from edge_sdk.session import Outcome, Step
 from edge_sdk.state import Totals, default_root
 
 
@@ -105,3 +108,13 @@ def test_settings_that_contradict_each_other_are_said_without_an_option(capsys):
     command = ["--server", "http://127.0.0.1:9", "--name", "x", "--optimizer", "adam", "--momentum", "0.9"]
     assert publish.main(command) == 2
     assert "edge_sdk.publish: Value error, momentum belongs to the optimizer sgd" in capsys.readouterr().err
+
+
+def test_a_device_without_work_comes_again_at_the_moment_it_was_told(monkeypatch):
+    """To the second: the coordinator spreads its fleet, and jitter of the devices' own would undo that."""
+    slept = []
+    monkeypatch.setattr(join.time, "sleep", slept.append)
+    steps = [Step(Outcome.idle, pause_seconds=seconds) for seconds in (7.0, 31.0)] + [Step(Outcome.over)]
+    session = SimpleNamespace(step=lambda wait: steps.pop(0), progress=SimpleNamespace(stopped_round=None))
+    join._run(session, SimpleNamespace(after=lambda session: None), lambda: None)
+    assert slept == [7.0, 31.0]

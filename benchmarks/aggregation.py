@@ -1,0 +1,155 @@
+"""``python -m benchmarks.aggregation``: what folding one update into a round's sums costs, by the kind of its mask.
+
+    dense            the whole model, float64 sums
+    float32          the whole model with float32 sums, fused in slices: what precision costs, not the product
+    neurons          only what lies between a device's active neurons, a new draw for every update
+    shared           elements under the mask that all of a round's updates have
+    elements         elements under masks of the devices' own
+
+Seconds of this thread's processor time, so that whatever else the machine does counts little, and the least of many
+repetitions: on a machine with company everything above the least is the company. Each update is another array, too
+many for the caches to hold, as updates come from a disk, and is looked through once before, as decoding does that.
+
+Where even the least is the company's, what is left to compare is the ratio to ``float32``, of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from benchmarks.server import machine
+from coordinator.aggregation import ElementSums, MaskedSums, Sums
+from edge_sdk.protocol.manifest import Array, Manifest
+from edge_sdk.protocol.masks import (
+    CHUNK_VALUES,
+    Mask,
+    NeuronDraw,
+    NeuronMask,
+    active_count,
+    blocks,
+    count_values,
+    draw_neurons,
+)
+from edge_sdk.protocol.sparsity import layer_counts, random_mask
+from edge_sdk.tracing import describe
+
+DENSITY = 0.2
+UPDATES = 8
+"""Different updates that are folded in turn: 73 MB of them dense, more than caches hold."""
+
+
+def network() -> nn.Module:
+    """A CNN of 2.28 million parameters: two convolutions with batch norm, a flatten, two linear layers."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(64, 128, 3, padding=1), nn.BatchNorm2d(128), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(128 * 8 * 8, 269), nn.ReLU(), nn.Linear(269, 10)),
+    )
+
+
+def ratio_for(manifest: Manifest, density: float) -> float:
+    """The active ratio at which a draw of neurons has about this share of the model's values.
+
+    A value needs both neurons that it joins, so the ratio lies near the density's square root.
+    """
+    ratios = [step / 1000 for step in range(1, 1000)]
+    return min(ratios, key=lambda ratio: abs(share(manifest, first(manifest, ratio)) - density))
+
+
+def first(manifest: Manifest, ratio: float) -> NeuronMask:
+    """As many neurons as are drawn at ``ratio``."""
+    return NeuronMask({name: np.arange(active_count(size, ratio)) for name, size in manifest.group_sizes.items()})
+
+
+def share(manifest: Manifest, mask: Mask | None) -> float:
+    """Which share of the model's values a mask names."""
+    return count_values(manifest, mask) / manifest.shared_values
+
+
+class Fused32:
+    """Plain float32 sums in slices that stay in the cache: the floor, and too coarse for a large round."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.updates = 0
+        self._sum = np.zeros(manifest.shared_values, np.float32)
+        self._scratch = np.empty(CHUNK_VALUES, np.float32)
+
+    def fold_in_place(
+        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
+    ) -> None:
+        for start in range(0, len(values), CHUNK_VALUES):
+            part = values[start : start + CHUNK_VALUES]
+            scaled = np.multiply(part, np.float32(num_examples), out=self._scratch[: len(part)])
+            self._sum[start : start + CHUNK_VALUES] += scaled
+        self.updates += 1
+
+
+def fold_all(sums: Sums, updates: Sequence[tuple[Array, Mask | None]], repetitions: int) -> Iterator[float]:
+    """Milliseconds of processor time for each fold, updates in turn."""
+    for number, (values, mask) in enumerate(itertools.islice(itertools.cycle(updates), repetitions)):
+        values.min()
+        begin = time.thread_time_ns()
+        sums.fold_in_place(values, mask, 100 + number)
+        yield (time.thread_time_ns() - begin) / 1e6
+
+
+def cases(manifest: Manifest) -> dict[str, tuple[Callable[[], Sums], list[Mask | None]]]:
+    """What is folded into what: name -> (new sums, masks of the updates)."""
+    ratio = ratio_for(manifest, DENSITY)
+    counts = layer_counts(manifest, DENSITY)
+    held = random_mask(manifest, counts, 0)
+    own = [random_mask(manifest, counts, seed) for seed in range(1, UPDATES + 1)]
+    drawn = [draw_neurons(manifest, NeuronDraw("benchmark", 1, f"device-{n}", ratio)) for n in range(UPDATES)]
+    for mask in (held, *own):
+        _ = mask.digest, mask.index  # what decoding an update has found out already
+    return {
+        "dense": (lambda: MaskedSums(manifest), [None] * UPDATES),
+        "float32": (lambda: Fused32(manifest), [None] * UPDATES),
+        "neurons": (lambda: MaskedSums(manifest), list(drawn)),
+        "shared": (lambda: ElementSums(manifest, held), [held] * UPDATES),
+        "elements": (lambda: ElementSums(manifest, held), list(own)),
+    }
+
+
+def measure(repetitions: int) -> dict[str, tuple[float, float]]:
+    """name -> (share of the model's values, least milliseconds per update)."""
+    torch.manual_seed(0)
+    manifest = describe(network(), torch.zeros(2, 3, 32, 32), task="aggregation")
+    chance = np.random.Generator(np.random.PCG64(0))
+    found = {}
+    for name, (new, masks) in tqdm(cases(manifest).items(), leave=False):
+        updates = [(chance.standard_normal(count_values(manifest, m), dtype=np.float32), m) for m in masks]
+        for mask in masks:
+            list(blocks(manifest, mask))
+        found[name] = share(manifest, masks[0]), min(fold_all(new(), updates, repetitions))
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.aggregation", description=__doc__.split("\n")[0])
+    parser.add_argument("--repetitions", type=int, default=80, help="folds of each kind; the least counts")
+    options = parser.parse_args(arguments)
+    found = measure(options.repetitions)
+    print(f"2.28 M parameters, one thread, {machine()}; least of {options.repetitions}, processor time\n")
+    print("| masks | share of the values | ms per update | of float32 |")
+    print("|---|---|---|---|")
+    for name, (density, milliseconds) in found.items():
+        print(f"| {name} | {density:.3f} | {milliseconds:.2f} | {milliseconds / found['float32'][1]:.2f} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

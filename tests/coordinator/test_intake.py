@@ -1,0 +1,151 @@
+"""Clipping and outliers, over whole rounds in a coordinator's domain."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from coordinator.api.status import _Federations
+from coordinator.intake import Intake, Update, centre, clip
+from edge_sdk.protocol import bundle, checkpoint
+from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.manifest import initial_values
+from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
+from edge_sdk.protocol.messages import FederationSettings, UpdateReport
+
+from .test_rounds import House
+
+DIGITS = load_builtin("digits").manifest
+CALM = {"evaluation_interval": 0, "early_stopping": False, "min_devices": 5, "cohort": 5, "rounds": 2}
+
+
+@pytest.fixture
+def house(tmp_path, clock):
+    opened = House(tmp_path / "data", clock)
+    yield opened
+    opened.store.close()
+
+
+def send(house, device, moved, manifest=DIGITS):
+    """Answer with what was sent, all values moved by so much."""
+    assignment = device.ask()
+    tensors = checkpoint.load(house.model())[0]
+    report = UpdateReport(num_examples=10, steps=1, train_loss=0.5).model_dump_json()
+    work = assignment.work
+    draw = NeuronDraw(work.job, work.round, work.device, work.ratio)
+    mask = draw_neurons(manifest, draw)
+    values = pack(manifest, tensors, mask) + np.float32(moved)
+    assert device.send(assignment, bundle.encode(manifest, values, mask, draw=draw, report=report))
+
+
+def play(house, devices, moves):
+    """One round in which each device moves its values by so much."""
+    house.rounds.advance()
+    before = pack(DIGITS, checkpoint.load(house.model())[0], None)
+    for device, moved in zip(devices, moves, strict=True):
+        send(house, device, moved)
+    house.rounds.advance()
+    return pack(DIGITS, checkpoint.load(house.model())[0], None).astype(np.float64) - before
+
+
+NAMES = ("a", "b", "c", "d", "e")
+
+
+def test_a_longer_update_counts_as_one_of_the_clips_length(house):
+    count = DIGITS.shared_values
+    house.create(**CALM, update_clip=0.1 * count**0.5)
+    devices = house.enrol(*NAMES)
+    moved = play(house, devices, [0.05, 0.05, 0.05, 0.05, 30.0])
+    np.testing.assert_allclose(moved, (4 * 0.05 + 0.1) / 5, rtol=1e-3, atol=1e-6)
+    record = house.record(1)
+    assert (record.updates, record.notes["updates_clipped"], record.left_out) == (5, 1, {})
+
+
+def test_an_outlier_is_acknowledged_counted_and_left_out_with_the_reason(house):
+    house.create(**CALM, outlier_mads=5)
+    devices = house.enrol(*NAMES)
+    moved = play(house, devices, [0.05, 0.06, 0.055, 30.0, 0.045])
+    np.testing.assert_allclose(moved, (0.05 + 0.06 + 0.055 + 0.045) / 4, rtol=1e-3, atol=1e-6)
+    record = house.record(1)
+    assert (record.updates, record.notes["updates_left_out"]) == (5, 1)
+    assert list(record.left_out) == ["d"]
+    assert "moved by 30" in record.left_out["d"]
+    assert house.record(1) == record, "and so it is remembered"
+    registry = CollectorRegistry()
+    registry.register(_Federations(house))
+    assert registry.get_sample_value("sparrow_updates_left_out_total", {"federation": "f"}) == 1
+    play(house, devices, [0.05] * 5)
+    assert house.record(2).left_out == {}
+    assert json.loads(house.record(2).model_dump_json())["notes"]["updates_left_out"] == 0
+
+
+def test_without_the_settings_nothing_is_said(house):
+    house.create(**CALM)
+    play(house, house.enrol(*NAMES), [0.05] * 4 + [30.0])
+    assert house.record(1).notes == {}
+
+
+def test_robust_rules_in_a_whole_round(house):
+    house.create(**CALM, robust="median")
+    moved = play(house, house.enrol(*NAMES), [0.05, 0.06, 0.055, 30.0, 0.045])
+    np.testing.assert_allclose(moved, 0.055, rtol=1e-3, atol=1e-6)
+    assert house.record(1).updates == 5
+
+
+class Kept:
+    """Sums that keep what they are given."""
+
+    def __init__(self):
+        self.updates, self.values = 0, []
+
+    def fold_in_place(self, values, mask, num_examples, gradients=None):
+        self.updates += 1
+        self.values.append(values)
+
+
+def take_all(small, moves, mads):
+    sent = initial_values(small, 0)
+    base = pack(small, sent, None)
+    updates = {str(place): Update(base + np.float32(moved), None, 1) for place, moved in enumerate(moves)}
+    intake = Intake(Kept(), FederationSettings(outlier_mads=mads), small, sent, updates.__getitem__)
+    for key, update in updates.items():
+        intake.take(f"id-{key}", key, update)
+    assert intake.sums.updates == 0, "not before all have come"
+    intake.finish()
+    return intake
+
+
+def test_three_updates_are_too_few_to_tell(small):
+    assert take_all(small, [0.1, 0.1, 9.0], 3).sums.updates == 3
+    assert take_all(small, [0.1, 0.1, 0.1, 9.0], 3).notes()["left_out"].keys() == {"id-3"}
+
+
+def test_devices_that_agree_are_no_reason_to_leave_the_next_one_out(small):
+    assert take_all(small, [0.1, 0.1, 0.1, 0.1, 0.11], 3).sums.updates == 5
+
+
+def test_one_that_hardly_moves_is_as_far_from_the_others(small):
+    assert take_all(small, [1.0, 1.1, 0.9, 1.0, 0.0], 3).notes()["left_out"].keys() == {"id-4"}
+
+
+def test_the_centre_is_the_median_and_the_scaled_mad():
+    median, spread = centre([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert (median, spread) == (3.0, pytest.approx(1.4826))
+
+
+def test_clipping_keeps_direction_and_what_is_short_enough(small):
+    sent = initial_values(small, 0)
+    base = pack(small, sent, None)
+    moved = np.random.default_rng(0).normal(size=len(base)).astype(np.float32)
+    update = Update(base + moved, None, 1)
+    same, clipped = clip(small, sent, update, 1e6)
+    assert same is update
+    assert not clipped
+    short, clipped = clip(small, sent, update, 0.5)
+    assert clipped
+    change = short.values.astype(np.float64) - base
+    assert np.linalg.norm(change) == pytest.approx(0.5, rel=1e-4)
+    assert change @ moved == pytest.approx(0.5 * np.linalg.norm(moved), rel=1e-4)
