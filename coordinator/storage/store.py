@@ -67,23 +67,26 @@ class Store:
             self.blobs.clean()
             self._engine = open_database(database_url or data_dir / RECORDS_FILE)
             self._shared = database_url is not None
+            self._hold: Connection | None = None
             try:
                 self._hold = _take(self._engine) if self._shared else None
                 self._check_blobs()
             except BaseException:
-                self._engine.dispose()
+                self._let_go()
                 raise
         except BaseException:
             self._lock_file.close()
             raise
         self._sessions = sessionmaker(self._engine, expire_on_commit=False)
         self._turn = threading.Lock()
+        self._closed = False
         self._facts: deque[_Fact[Any]] = deque()
         self._gathering = threading.Lock()
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
         """A session to look with; what it changes is not kept. Raises Unavailable."""
+        self._check_open()
         with self.troubles.of_records(writes=False), self._sessions() as session:
             yield session
 
@@ -91,6 +94,7 @@ class Store:
     def writing(self) -> Iterator[Session]:
         """A transaction: committed, durably, when the block ends, undone when it raises. Raises Unavailable."""
         with self._turn, self.troubles.of_records(writes=True):
+            self._check_open()
             self._keep_hold()
             with self._sessions.begin() as session:
                 yield session
@@ -162,11 +166,21 @@ class Store:
             )
 
     def close(self) -> None:
-        """Let go of the database and the folder."""
+        """Let go of the database and the folder, when who writes has done so; later calls are refused."""
+        with self._turn:
+            self._closed = True
+            self._let_go()
+            self._lock_file.close()
+
+    def _check_open(self) -> None:
+        """Raise Unavailable once others may have the records."""
+        if self._closed:
+            raise Unavailable("the coordinator is stopping; come again when it has started anew")
+
+    def _let_go(self) -> None:
         if self._hold is not None:
             self._hold.close()
         self._engine.dispose()
-        self._lock_file.close()
 
     def _keep_hold(self) -> None:
         """Where the connection that keeps others out was lost, take it again before anything is written."""
