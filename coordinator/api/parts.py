@@ -89,6 +89,7 @@ class House:
         self.closing = False
         self.bell = Bell()
         self._facts = asyncio.Event()
+        self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._mover: asyncio.Task[None] | None = None
 
@@ -109,9 +110,10 @@ class House:
         """Stop moving, and let go of the store."""
         self.leave()
         if self._mover is not None:
-            self._mover.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._mover
+            # Not cancelled: what it does in a thread would go on, with records that others may have by then.
+            self._ended.set()
+            self._facts.set()
+            await self._mover
         try:
             await run_in_threadpool(self.rounds.write_upload_costs)
         except Unavailable as error:
@@ -176,21 +178,24 @@ class House:
         self.metrics.left_out.labels(federation).inc(left_out)
 
     async def _move(self) -> None:
-        # Not only until it is cancelled: wait_for of Python 3.11 loses a cancellation that meets a fact.
-        while not self.closing:
+        while not self._ended.is_set():
             try:
                 await run_in_threadpool(self.store.check)
                 await run_in_threadpool(self.uploads.sweep)
                 if await run_in_threadpool(self._advance):
                     self.bell.ring()
             except Unavailable:  # a full disk, a lost database: the store has said so; tried again at the next tick
-                await asyncio.sleep(self.settings.tick_seconds)
+                await self._wait(self._ended)
             except Exception:
                 log.exception("rounds could not be moved on; trying again")
-                await asyncio.sleep(self.settings.tick_seconds)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._facts.wait(), self.settings.tick_seconds)
+                await self._wait(self._ended)
+            await self._wait(self._facts)
             self._facts.clear()
+
+    async def _wait(self, event: asyncio.Event) -> None:
+        """For the event, or until the next tick."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(event.wait(), self.settings.tick_seconds)
 
 
 def _limit(per_second: float, clock: Callable[[], float]) -> RateLimit | None:

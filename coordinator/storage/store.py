@@ -75,13 +75,14 @@ class Store:
         try:
             self.blobs = open_blobs(data_dir, blobs, self.troubles)
             self._engine = open_database(database_url or data_dir / RECORDS_FILE)
+            self.sharing: Sharing | None = None
             try:
                 self.sharing = self._share() if shared else None
                 self._check_blobs()
                 if self.is_first:
                     self.blobs.clean()
             except BaseException:
-                self._engine.dispose()
+                self._let_go()
                 raise
         except BaseException:
             self._lock_file.close()
@@ -90,12 +91,14 @@ class Store:
         self._writers = sessionmaker(self._engine.execution_options(**WRITING), expire_on_commit=False)
         self.on_commit: Callable[[float], None] = lambda seconds: None
         self._turn = threading.Lock()
+        self._closed = False
         self._facts: deque[_Fact[Any]] = deque()
         self._gathering = threading.Lock()
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
         """A session to look with; what it changes is not kept. Raises Unavailable."""
+        self._check_open()
         with self.troubles.of_records(writes=False), self._sessions() as session:
             yield session
 
@@ -103,6 +106,7 @@ class Store:
     def writing(self) -> Iterator[Session]:
         """A transaction: committed, durably, when the block ends, undone when it raises. Raises Unavailable."""
         with self._turn, self.troubles.of_records(writes=True):
+            self._check_open()
             with self._writers.begin() as session:
                 if self.sharing is not None:
                     self.sharing.take_turn(session)
@@ -189,11 +193,21 @@ class Store:
             )
 
     def close(self) -> None:
-        """Let go of the database and the folder."""
+        """Let go of the database and the folder, when who writes has done so; later calls are refused."""
+        with self._turn:
+            self._closed = True
+            self._let_go()
+            self._lock_file.close()
+
+    def _check_open(self) -> None:
+        """Raise Unavailable once others may have the records."""
+        if self._closed:
+            raise Unavailable("the coordinator is stopping; come again when it has started anew")
+
+    def _let_go(self) -> None:
         if self.sharing is not None:
             self.sharing.close()
         self._engine.dispose()
-        self._lock_file.close()
 
     def _share(self) -> Sharing:
         from coordinator.storage.sharing import Sharing
