@@ -257,7 +257,7 @@ def test_less_of_a_model_takes_fewer_bytes(method):
 
 
 def test_a_narrow_network_takes_less_memory():
-    # FedSPU's does not: it runs the whole model forward, and on one as small as this its masks take what gradients save.
+    # FedSPU's does not: the whole model runs forward, and on one so small masks take what gradients save.
     _, task, manifest = subject("heterofl")
     needs = Tried(task, manifest, federation("heterofl", early_stopping=False), timed=False, memory=True)
     assert needs.at(0.2).memory < needs.at(1.0).memory
