@@ -10,12 +10,13 @@ from driver to driver).
 from collections.abc import Mapping
 from typing import ClassVar
 
+from devices.rails import PowerSource
 from devices.readings import Files, Quality, ReadError, Reading, Reason
 
 POWER_SUPPLY = "sys/class/power_supply"
 
 
-class Batteries:
+class Batteries(PowerSource):
     """The device's own batteries together, in watts.
 
     A gauge refreshes every few seconds and answers slowly, so it is asked at most every five; in a phase shorter than
@@ -122,14 +123,6 @@ class Batteries:
         if charge.value is None or volts.value is None:
             return Reading.failed("Wh", "battery", charge.source, now, charge.reason or volts.reason or Reason.ABSENT)
         return Reading(charge.value * volts.value, "Wh", "battery", Quality.DERIVED, charge.source, now)
-
-    def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float:
-        """Joules between two reads, by the trapezoid rule."""
-        return (before[0] + after[0]) / 2 * seconds
-
-    def longest_gap_seconds(self, period_seconds: float) -> float:
-        """Five periods: over a longer gap the power in between is anybody's guess."""
-        return 5 * max(period_seconds, self.shortest_period_seconds)
 
     def _not_discharging(self, states: set[str]) -> Reason | None:
         if "charging" in states or any(_online(self._files, supply) for supply in self._supplies):

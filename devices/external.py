@@ -20,11 +20,11 @@ from typing import ClassVar
 
 from devices.energy import Energy, energy_of
 from devices.integral import Integral
-from devices.rails import trapezoid
+from devices.rails import PowerSource
 from devices.readings import Quality, Reading, Reason
 
 
-class ExternalMeter:
+class ExternalMeter(PowerSource):
     """What a meter has recorded: a source whose past can be read.
 
     times: seconds since 1970, increasing. watts: one for each. Raises ValueError for less than two, and for others
@@ -93,10 +93,6 @@ class ExternalMeter:
         t0, t1, p0, p1 = *self._times[after - 1 : after + 1], *self._watts[after - 1 : after + 1]
         value = p0 + (p1 - p0) * (now - t0) / (t1 - t0)
         return (Reading(value, "W", self.scope, self.quality, self.name, now),)
-
-    def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float:
-        """Joules between two reads."""
-        return trapezoid(before, after, seconds)
 
     def longest_gap_seconds(self, _period_seconds: float) -> float:
         """Five of the meter's own periods."""

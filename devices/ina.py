@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from devices.rails import Total, believable, total_of, trapezoid, worst
+from devices.rails import PowerSource, Total, believable, total_of, worst
 from devices.readings import Files, Quality, ReadError, Reading, Reason
 
 HWMON = "sys/class/hwmon"
@@ -60,7 +60,7 @@ class Rail:
         return reading
 
 
-class Ina:
+class Ina(PowerSource):
     """All rails of a board, and of those the ones that make up the whole, as one source of power."""
 
     shortest_period_seconds = 1.0
@@ -92,14 +92,6 @@ class Ina:
     def each(self, now: float) -> dict[str, Reading]:
         """Label -> watts of every connected rail, those inside others, too: never to be added up."""
         return {rail.label: rail.read(self._files, now) for rail in self.rails}
-
-    def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float:
-        """Joules between two reads."""
-        return trapezoid(before, after, seconds)
-
-    def longest_gap_seconds(self, period_seconds: float) -> float:
-        """Five periods."""
-        return 5 * max(period_seconds, self.shortest_period_seconds)
 
 
 def find_ina(files: Files) -> Ina | None:

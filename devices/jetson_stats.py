@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from devices.board import BoardInfo
-from devices.rails import Total, believable, total_of, trapezoid
+from devices.rails import PowerSource, Total, believable, total_of
 from devices.readings import Quality, ReadError, Reading, Reason
 from devices.system import System
 
@@ -19,7 +19,7 @@ _ASK_AGAIN_SECONDS = 60.0
 HOW_TO_GET = "sudo pip3 install jetson-stats, start its service, sudo usermod -aG jtop USER"
 
 
-class JetsonStats:
+class JetsonStats(PowerSource):
     """The rails that make up the whole, as jetson-stats tells them."""
 
     quality = Quality.MEASURED
@@ -51,14 +51,6 @@ class JetsonStats:
         return believable(
             tuple(Reading(watts[rail], "W", self.scope, self.quality, self.name, now) for rail in total.rails)
         )
-
-    def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float:
-        """Joules between two reads."""
-        return trapezoid(before, after, seconds)
-
-    def longest_gap_seconds(self, period_seconds: float) -> float:
-        """Five periods."""
-        return 5 * max(period_seconds, self.shortest_period_seconds)
 
     def _take(self, total: Total) -> None:
         self.scope, self.name = total.scope, f"jetson-stats {' + '.join(total.rails)}"

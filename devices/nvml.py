@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from devices.rails import trapezoid
+from devices.rails import PowerSource, trapezoid
 from devices.readings import Quality, Reading, Reason
 from devices.system import System
 
@@ -21,7 +21,7 @@ _LIMIT_WATTS = 2000.0
 _SHORTEST_JUDGED_SECONDS = 0.1  # counters move in steps of some 20 to 100 ms
 
 
-class Nvml:
+class Nvml(PowerSource):
     """All cards together, as one source of energy."""
 
     name = "NVML"
@@ -60,10 +60,6 @@ class Nvml:
                 return None
             total += joules
         return total
-
-    def longest_gap_seconds(self, period_seconds: float) -> float:
-        """Five periods, since some cards may tell nothing but their power."""
-        return 5 * max(period_seconds, self.shortest_period_seconds)
 
     def _open(self) -> None:
         if self._cards is None or self._process != os.getpid():

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from devices.rails import trapezoid
+from devices.rails import PowerSource
 from devices.readings import Quality, ReadError, Reading, Reason
 from devices.system import Commands, System
 
@@ -24,7 +24,7 @@ _TIMEOUT_SECONDS = 1.0  # whoever begins a phase may have to wait for it
 _LINE = re.compile(r"\s*(\w+)_([AV])\s+(current|volt)\(\d+\)=(-?\d+(?:\.\d+)?)[AV]\s*")
 
 
-class Pmic:
+class Pmic(PowerSource):
     """The rails' sum as a source of power."""
 
     name = "PMIC rails"
@@ -68,14 +68,6 @@ class Pmic:
         return Reading(
             INPUT_SLOPE * rails.value + INPUT_WATTS, "W", "board", Quality.ESTIMATED, "fit to PMIC rails", now
         )
-
-    def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float:
-        """Joules between two reads."""
-        return trapezoid(before, after, seconds)
-
-    def longest_gap_seconds(self, period_seconds: float) -> float:
-        """Five periods."""
-        return 5 * max(period_seconds, self.shortest_period_seconds)
 
 
 def find_pmic(system: System) -> Pmic | None:

@@ -40,6 +40,20 @@ def trapezoid(before: tuple[float, ...], after: tuple[float, ...], seconds: floa
     return (sum(before) + sum(after)) / 2 * seconds
 
 
+class PowerSource:
+    """A source that tells watts: energy is the trapezoids between its reads, and a long gap is anybody's guess."""
+
+    shortest_period_seconds: float
+
+    def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
+        """Joules between two reads."""
+        return trapezoid(before, after, seconds)
+
+    def longest_gap_seconds(self, period_seconds: float) -> float:
+        """Five periods."""
+        return 5 * max(period_seconds, self.shortest_period_seconds)
+
+
 def believable(readings: tuple[Reading, ...]) -> tuple[Reading, ...]:
     """The same readings, or failed ones where their sum is nothing: a device that runs draws something.
 

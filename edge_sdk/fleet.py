@@ -30,6 +30,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from edge_sdk.trainable import exit_unless_trainable
+
+if __name__ == "__main__":
+    exit_unless_trainable("edge_sdk.fleet")  # before what follows imports torch
+
 import httpx
 import torch
 from tqdm import tqdm

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from devices.conditions import ConditionsReader
 from devices.readings import Reason
 from devices.system import System
+from edge_sdk.arguments import MIB
 from edge_sdk.errors import BadArgument
 
 if sys.version_info >= (3, 11):
@@ -30,8 +31,6 @@ else:
 
 WARM_BOARD = "raspberry-pi-3-plus"
 """Its firmware slows it down from 60 °C on."""
-
-MIB = 2**20
 
 
 class Policy(BaseModel):
@@ -230,10 +229,3 @@ def _window(text: str) -> tuple[int, int]:
     if max(hours, to_hours) > 24 or max(minutes, to_minutes) > 59:
         raise ValueError(f"{text!r} is no part of a day; give it as 22:00-07:00")
     return 60 * hours + minutes, 60 * to_hours + to_minutes
-
-
-def describe(policy: Policy) -> Sequence[str]:
-    """The limits that a policy sets, a line each, for a person."""
-    return [
-        f"{key} = {value}" for key, value in policy.model_dump().items() if value != Policy.model_fields[key].default
-    ]

@@ -18,6 +18,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from edge_sdk.trainable import exit_unless_trainable
+
+if __name__ == "__main__":
+    exit_unless_trainable("edge_sdk.profile")  # before what follows imports torch
+
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError

@@ -12,6 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from edge_sdk.trainable import exit_unless_trainable
+
+if __name__ == "__main__":
+    exit_unless_trainable("edge_sdk.publish")  # before what follows imports torch
+
 import httpx
 import numpy as np
 from pydantic import ValidationError

@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from devices.conditions import Conditions
 from devices.readings import Reading, Reason
-from edge_sdk.policy import MIB, Policy
+from edge_sdk.arguments import MIB
+from edge_sdk.policy import Policy
 from edge_sdk.protocol.messages import PauseReason
 
 LOOK_SECONDS = 5.0

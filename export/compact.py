@@ -53,30 +53,12 @@ def compact(model: ModelProto) -> ModelProto:
             continue
         if not _cut_in_place(result, flow):
             break
-    _activate_before_pooling_in_place(result.graph)
+    plumbing.activate_before_pooling_in_place(result.graph)
     try:
         onnx.checker.check_model(result)
     except (onnx.checker.ValidationError, RuntimeError) as error:
         raise ExportError(f"compacting made an invalid model: {error}; export it dense and report this") from None
     return result
-
-
-def _activate_before_pooling_in_place(graph: GraphProto) -> None:
-    reads = plumbing.read_counts(graph)
-    made_by = {name: node.op_type for node in graph.node if plumbing.is_standard(node) for name in node.output}
-    read_by = {name: node for node in graph.node if plumbing.is_standard(node) for name in node.input}
-    for pool in graph.node:
-        if pool.op_type != "MaxPool" or not plumbing.is_standard(pool) or len(pool.output) > 1:
-            continue
-        data, pooled = pool.input[0], pool.output[0]
-        relu = read_by.get(pooled)
-        if relu is None or relu.op_type != "Relu" or reads[data] > 1 or reads[pooled] > 1:
-            continue
-        if made_by.get(data) in ("Conv", "BatchNormalization"):
-            relu.attribute.extend(pool.attribute)
-            del pool.attribute[:]
-            pool.op_type, relu.op_type = relu.op_type, pool.op_type
-            pool.name, relu.name = relu.name, pool.name
 
 
 # --- values that are constant as a whole

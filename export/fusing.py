@@ -14,7 +14,7 @@ import onnx.numpy_helper
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from edge_sdk.protocol.manifest import Array
-from export.graph import read_counts
+from export.graph import activate_before_pooling_in_place, drop_unused_in_place, fresh_name, read_counts
 
 
 def fuse(model: ModelProto) -> ModelProto:
@@ -29,23 +29,13 @@ def fuse(model: ModelProto) -> ModelProto:
     del result.graph.value_info[:]  # may say what is no longer so
     _turn_weights_in_place(result.graph)
     _fold_norms_in_place(result.graph)
-    _swap_pools_in_place(result.graph)
+    activate_before_pooling_in_place(result.graph)
     return result
-
-
-def free_name(wish: str, taken: set[str]) -> str:
-    """``wish``, made longer until it is not ``taken``; it is from now on."""
-    while wish in taken:
-        wish += "_"
-    taken.add(wish)
-    return wish
 
 
 def _fold_norms_in_place(graph: GraphProto) -> None:
     """conv, then (y - mean) / sqrt(var + eps) * gain + shift: one convolution with other weights and bias."""
     constants = _constants(graph)
-    taken = {name for node in graph.node for name in (*node.input, *node.output)}
-    taken |= {tensor.name for tensor in graph.initializer}
     for conv, norm in list(_pairs(graph, "Conv", "BatchNormalization")):
         names = [*conv.input[1:], *norm.input[1:]]
         if len(norm.output) > 1 or any(name not in constants for name in names):
@@ -55,8 +45,8 @@ def _fold_norms_in_place(graph: GraphProto) -> None:
         epsilon = next((each.f for each in norm.attribute if each.name == "epsilon"), 1e-5)
         scale = gain / np.sqrt(variance.astype(np.float64) + epsilon)
         new = {
-            free_name(f"{norm.output[0]}.weight", taken): weight * scale.reshape(-1, *[1] * (weight.ndim - 1)),
-            free_name(f"{norm.output[0]}.bias", taken): ((bias[0] if bias else 0) - mean) * scale + shift,
+            fresh_name(graph, f"{norm.output[0]}.weight"): weight * scale.reshape(-1, *[1] * (weight.ndim - 1)),
+            fresh_name(graph, f"{norm.output[0]}.bias"): ((bias[0] if bias else 0) - mean) * scale + shift,
         }
         graph.initializer.extend(_float(name, array) for name, array in new.items())
         data, out = conv.input[0], norm.output[0]
@@ -64,7 +54,7 @@ def _fold_norms_in_place(graph: GraphProto) -> None:
         conv.input.extend([data, *new])
         conv.output.append(out)
         graph.node.remove(norm)
-    _drop_unread_in_place(graph)
+    drop_unused_in_place(graph)
 
 
 def _turn_weights_in_place(graph: GraphProto) -> None:
@@ -75,16 +65,7 @@ def _turn_weights_in_place(graph: GraphProto) -> None:
             array = np.transpose(onnx.numpy_helper.to_array(constants[node.input[0]]), axes)
             graph.initializer.append(_float(node.output[0], array))
             graph.node.remove(node)
-    _drop_unread_in_place(graph)
-
-
-def _swap_pools_in_place(graph: GraphProto) -> None:
-    """max-pooling, then ReLU: the other way round, which gives the same and lets the ReLU join what is before it."""
-    for pool, relu in list(_pairs(graph, "MaxPool", "Relu")):
-        if len(pool.output) == 1:
-            pool.op_type, relu.op_type = "Relu", "MaxPool"
-            relu.attribute.extend(pool.attribute)
-            del pool.attribute[:]
+    drop_unused_in_place(graph)
 
 
 def _constants(graph: GraphProto) -> dict[str, TensorProto]:
@@ -92,14 +73,6 @@ def _constants(graph: GraphProto) -> dict[str, TensorProto]:
     given = {value.name for value in graph.input}
     tensors = (tensor for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT)
     return {tensor.name: tensor for tensor in tensors if tensor.name not in given}
-
-
-def _drop_unread_in_place(graph: GraphProto) -> None:
-    read = read_counts(graph)
-    given = {value.name for value in graph.input}
-    kept = [tensor for tensor in graph.initializer if read[tensor.name] or tensor.name in given]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
 
 
 def _pairs(graph: GraphProto, first: str, second: str) -> Iterator[tuple[NodeProto, NodeProto]]:

@@ -108,9 +108,28 @@ def fresh_name(graph: GraphProto, wish: str) -> str:
     return name
 
 
+def activate_before_pooling_in_place(graph: GraphProto) -> None:
+    """A convolution, max-pooling, then ReLU: ReLU first, which gives the same and lets it join the convolution."""
+    counts = read_counts(graph)
+    made_by = {name: node.op_type for node in graph.node if is_standard(node) for name in node.output}
+    read_by = {name: node for node in graph.node if is_standard(node) for name in node.input}
+    for pool in graph.node:
+        if pool.op_type != "MaxPool" or not is_standard(pool) or len(pool.output) > 1:
+            continue
+        data, pooled = pool.input[0], pool.output[0]
+        relu = read_by.get(pooled)
+        if relu is None or relu.op_type != "Relu" or counts[data] > 1 or counts[pooled] > 1:
+            continue
+        if made_by.get(data) in ("Conv", "BatchNormalization"):
+            relu.attribute.extend(pool.attribute)
+            del pool.attribute[:]
+            pool.op_type, relu.op_type = relu.op_type, pool.op_type
+            pool.name, relu.name = relu.name, pool.name
+
+
 def drop_unused_in_place(graph: GraphProto) -> None:
-    """Remove nodes and initialisers from which no path leads to an output."""
-    used = {value.name for value in graph.output}
+    """Remove nodes and initialisers from which no path leads to an output; defaults of inputs stay."""
+    used = {value.name for value in (*graph.output, *graph.input)}
     kept = []
     for node in reversed(graph.node):
         if used.intersection(node.output):

@@ -25,7 +25,8 @@ from onnx import ModelProto, TensorProto, ValueInfoProto
 
 from edge_sdk.protocol.manifest import Array
 from export.errors import ExportError
-from export.fusing import free_name, fuse
+from export.fusing import fuse
+from export.graph import fresh_name
 
 MIN_VALUES = 256
 """Smaller tensors stay float32: biases and norms, whose precision counts most and whose size least."""
@@ -61,8 +62,6 @@ def to_half(model: ModelProto) -> ModelProto:
     result.CopyFrom(model)
     graph = result.graph
     inputs = {value.name for value in graph.input}
-    taken = {name for node in graph.node for name in (*node.input, *node.output)} | inputs
-    taken |= {tensor.name for tensor in graph.initializer}
     casts = []
     for tensor in graph.initializer:
         if tensor.name in inputs or tensor.data_type != TensorProto.FLOAT:
@@ -70,7 +69,7 @@ def to_half(model: ModelProto) -> ModelProto:
         values = onnx.numpy_helper.to_array(tensor)
         if values.size < MIN_VALUES or not np.abs(values).max() <= np.finfo(np.float16).max:
             continue
-        name = free_name(f"{tensor.name}.half", taken)
+        name = fresh_name(graph, f"{tensor.name}.half")
         casts.append(onnx.helper.make_node("Cast", [name], [tensor.name], to=TensorProto.FLOAT))
         tensor.CopyFrom(onnx.numpy_helper.from_array(values.astype(np.float16), name))
     nodes = list(graph.node)

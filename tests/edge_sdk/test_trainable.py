@@ -15,8 +15,8 @@ SDK = Path(edge_sdk.__file__).parent
 WITHOUT_TORCH = """
 import runpy, sys
 sys.modules["torch"] = None  # what import makes of a package that is not there
-sys.argv[1:] = ["--server", "http://127.0.0.1:9", "--patience", "0", "--state-dir", sys.argv[1]]
-runpy.run_module("edge_sdk.join", run_name="__main__", alter_sys=True)
+command = sys.argv.pop(1)
+runpy.run_module(f"edge_sdk.{command}", run_name="__main__", alter_sys=True)
 """
 
 
@@ -60,15 +60,21 @@ def test_a_torch_that_does_not_load_is_told_apart_from_one_that_is_not_there(tmp
         trainable.check(module="half_torch")
 
 
-def test_join_says_so_with_its_own_status_before_it_makes_anything(tmp_path):
+@pytest.mark.parametrize("command", ["join", "fleet", "profile", "publish"])
+def test_commands_say_so_with_a_status_of_its_own_before_they_make_anything(tmp_path, command):
     state = tmp_path / "state"
+    options = ["--server", "http://127.0.0.1:9", "--patience", "0", "--state-dir", str(state)]
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, str(state)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", WITHOUT_TORCH, command, *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == trainable.EXIT_STATUS == 3
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert line.startswith("edge_sdk.join: this device cannot train, because PyTorch is not installed")
+    assert line.startswith(f"edge_sdk.{command}: this device cannot train, because PyTorch is not installed")
     assert not state.exists()
 
 
