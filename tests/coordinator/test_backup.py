@@ -134,7 +134,7 @@ def test_of_postgresql(tmp_path, clock, answer, play, monkeypatch, postgresql):
     ("method", "more"),
     [
         pytest.param("fedspu", {}, marks=pytest.mark.slow),
-        ("pfedgate", {"method_settings": {"smallest_budget": 0.5}}),
+        pytest.param("pfedgate", {"method_settings": {"smallest_budget": 0.5}}, marks=pytest.mark.slow),
         ("fedsgc", {"method_settings": {"adjust_interval": 2, "device_interval": 1}}),
     ],
 )

@@ -416,7 +416,7 @@ def check_personal(session):
         assert not session.personal[name][~exists].any()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_federation_passes_through_all_stages(house, precision):
     sessions = begin(house, precision=precision, local_epochs=2, evaluation_interval=4)
     worked = house.play(*sessions)
@@ -672,7 +672,7 @@ def test_a_device_that_the_stage_global_meets_first_keeps_the_global_model(house
 # --- reopening --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rounds", [9, 12, *(pytest.param(each, marks=pytest.mark.slow) for each in (10, 11, 16))])
+@pytest.mark.parametrize("rounds", [9, *(pytest.param(each, marks=pytest.mark.slow) for each in (10, 11, 12, 16))])
 def test_a_reopened_federation_ends_where_it_should(house, rounds):
     """The stages are cut anew: what was its end may lie in the middle of a stage personal."""
     sessions = begin(house, "ab", own={"iterations": 1})
@@ -797,6 +797,7 @@ def _refilled(mask):
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage", ["masks", *(pytest.param(each, marks=pytest.mark.slow) for each in ("global", "personal"))]
 )

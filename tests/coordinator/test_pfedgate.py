@@ -348,6 +348,7 @@ def test_every_device_rebuilds_the_model_bit_for_bit(house, rebuilt, precision, 
     assert all(tensor.dtype == np.float32 for tensor in house.model().tensors.values())
 
 
+@pytest.mark.slow
 def test_in_fp16_what_is_rebuilt_is_what_was_rounded(house, rebuilt):
     sessions = start(house, rounds=5, precision="fp16")
     house.play(*sessions)
@@ -569,6 +570,7 @@ def _ends(house):
     return np.cumsum([spec.size for spec in house.federations.manifest("f").shared])[:-1]
 
 
+@pytest.mark.slow
 def test_who_came_late_goes_on_in_a_federation_that_is_reopened(house, rebuilt):
     first = start(house, rounds=2, own={"touched_limit": 0.35})
     house.play(*first)

@@ -6,14 +6,13 @@ import sys
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
 from coordinator import intake
-from coordinator.api.status import _Federations
 from coordinator.cohort import choose_each
 from coordinator.errors import BadContent
 from coordinator.federations import completed
 from coordinator.methods import CoordinatorMethod, load_method
+from coordinator.metrics import Metrics
 from coordinator.privacy import PrivateSums, check_privacy, epsilon, system_noise
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.builtin import load_builtin
@@ -183,9 +182,9 @@ def test_a_round_costs_what_the_device_drawn_most_often_pays(house, quiet):
         assert (cost.most_draws, cost.delta) == (number, 1e-5)
         assert cost.epsilon == pytest.approx(epsilon(1.0, 1e-5, number))
         assert house.info().privacy == cost
-    registry = CollectorRegistry()
-    registry.register(_Federations(house))
-    told = registry.get_sample_value("sparrow_privacy_epsilon", {"federation": "f", "delta": "1e-05"})
+    metrics = Metrics()
+    metrics.observe_records(house.store)
+    told = metrics.registry.get_sample_value("sparrow_privacy_epsilon", {"federation": "f", "delta": "1e-05"})
     assert told == pytest.approx(cost.epsilon)
     assert quiet == [MNIST.shared_values] * 2
 

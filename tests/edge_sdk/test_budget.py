@@ -368,7 +368,9 @@ def test_a_pfedgate_federation_of_unequal_devices_keeps_step_by_the_budgets_they
     assert spread(seconds) <= 0.7 * spread(equal)
 
 
-@pytest.mark.parametrize(("method", "tiers"), [("fedspu", TIERS), ("pfedgate", TIERS[2:])])
+@pytest.mark.parametrize(
+    ("method", "tiers"), [("fedspu", TIERS), pytest.param("pfedgate", TIERS[2:], marks=pytest.mark.slow)]
+)
 def test_a_budget_that_changes_between_rounds_is_what_the_next_one_trains(settings, tmp_path, method, tiers):
     """A device finds out in round 1 that it is far slower than it thought; round 2 asks less of it."""
     needs = Known(seconds=1.0, tiers=tiers)

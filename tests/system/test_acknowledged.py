@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
 import httpx
+import pytest
 
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.builtin import load_builtin
@@ -22,6 +23,7 @@ def enrol(http, name):
     return {"Authorization": f"Bearer {answer.json()['token']}"}
 
 
+@pytest.mark.slow
 def test_what_was_acknowledged_survives_whenever_the_coordinator_dies(coordinator, train):
     settings = {"cohort": CROWD, "min_devices": CROWD, "rounds": 1, "deadline_seconds": 600, "evaluation_interval": 0}
     coordinator.create("crowd", **settings)

@@ -155,6 +155,7 @@ def test_the_same_again_in_fresh_folders_gives_the_same_models(run, machine):
     assert devices.onnx(SMALL).read_bytes() == run.devices.onnx(SMALL).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_device_that_comes_after_the_end_adapts_and_exports(run):
     before = run.coordinator.info(NAME)["model_sha256"]
     late = run.devices(run.coordinator.url, NAME, "late", "--budget", "0.4", "--quiet")
@@ -185,6 +186,7 @@ def test_ctrl_c_hands_the_assignment_back_and_nobody_waits(coordinator, device):
     assert (first["expired"], second["expired"]) == (0, 0)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_waiting_for_work_keeps_a_device_out_of_later_rounds(coordinator, device, proxy):
     """Behind a proxy, the coordinator does not even see that the long poll has nobody at its end any more."""
     coordinator.create(NAME, rounds=3, cohort=1, local_steps=200, evaluation_interval=0, early_stopping=False)

@@ -146,6 +146,7 @@ def test_in_two_processes(undisturbed, coordinator, command):
     assert outcome_at(coordinator) == undisturbed
 
 
+@pytest.mark.slow
 def test_each_device_a_process_of_its_own(undisturbed, coordinator, device):
     coordinator.create(NAME, **SETTINGS)
     joined = [
@@ -206,6 +207,7 @@ def test_ctrl_c_ends_all_processes_and_the_same_command_goes_on_to_the_same_mode
     assert outcome_at(coordinator) == undisturbed
 
 
+@pytest.mark.slow
 def test_one_process_interrupted_in_the_middle_of_a_step_goes_on_to_the_same_models(undisturbed, coordinator, tmp_path):
     coordinator.create(NAME, **SETTINGS)
     steps = []
@@ -251,6 +253,7 @@ def test_new_devices_adapt_the_finished_model(coordinator, tmp_path):
     assert not cohorts & set(adapted), "they take part in no round"
 
 
+@pytest.mark.slow
 def test_a_device_that_missed_its_deadline_comes_back(coordinator, tmp_path, monkeypatch):
     """Its update came too late, so it is thought away; when nothing else moves, the fleet says that it is there."""
     monkeypatch.setattr(fleet, "LOOK_SECONDS", 0.5)
@@ -335,7 +338,7 @@ def test_a_second_fleet_on_the_same_state_is_refused(coordinator, tmp_path):
     assert result.status is FederationStatus.finished, "the first was not disturbed"
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_a_device_without_its_data_ends_the_fleet_with_a_word(coordinator, command, processes):
     coordinator.create(NAME, **SETTINGS)
     process = command(coordinator.url, "--processes", processes, "--data", "partition=classes,classes_per_device=99")
@@ -376,6 +379,7 @@ def test_a_fleet_has_one_coordinator(arguments, said):
         run_fleet(arguments.pop("server"), PLAN, quiet=True, **arguments)
 
 
+@pytest.mark.slow
 def test_a_device_that_is_to_judge_and_to_train_does_one_after_the_other(coordinator, command):
     """Both are given out at once, and two processes are free: its state folder bears one session."""
     coordinator.create(NAME, **SETTINGS | {"min_devices": 1, "cohort": 1, "evaluation_interval": 1})

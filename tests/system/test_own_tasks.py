@@ -63,7 +63,7 @@ def take_part(coordinator: Coordinator, folder, tasks: dict[str, Task], **how) -
     return ended
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_regression_with_personal_statistics_adam_and_short_values(coordinator, tmp_path, precision):
     publish(
         coordinator.url,
@@ -138,6 +138,7 @@ def test_an_update_that_is_refused_is_handed_back_and_the_personal_model_stays(c
     assert coordinator.info("own")["model_version"] == 0
 
 
+@pytest.mark.slow
 def test_a_late_update_is_not_needed_but_the_personal_model_stays(coordinator, tmp_path):
     class Slow(nn.MSELoss):
         def forward(self, outputs, targets):

@@ -78,7 +78,7 @@ def fill(folder):
 
 
 def test_a_full_disk_is_said_and_survived(open_app, small_disk, train, caplog):
-    client = open_app(data_dir=small_disk / "data")
+    client = open_app(data_dir=small_disk / "data", min_free_bytes=0)
     devices = start_round(client)
     others = fill(small_disk)
     for headers, assignment in devices * 4:
