@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 
 import pytest
 
@@ -15,31 +15,15 @@ from coordinator.devices import Devices
 from coordinator.errors import NameTaken, NotAuthenticated, NotFound, TokenExpired
 from coordinator.federations import Federations
 from coordinator.limits import BURST_SECONDS, RateLimit, address_key
-from coordinator.main import create_app
 from coordinator.models import Models
 from coordinator.settings import Settings
 from coordinator.storage.store import Store
-from edge_sdk import inprocess
 from edge_sdk.protocol.messages import ChangeDevice, CreateFederation, Enrol, FederationSettings
 
 from .test_contract import serving
 
 SETTINGS = FederationSettings(rounds=2, evaluation_interval=0, deadline_seconds=600, early_stopping=False)
 DEVICES = "/v1/federations/default/devices"
-
-
-@pytest.fixture
-def open_app(tmp_path):
-    """Starts the application with these settings; answers a client of it."""
-    with ExitStack() as stack:
-
-        def start(**changes):
-            usual = {"data_dir": tmp_path / "data", "default_settings": SETTINGS, "tick_seconds": 0.05}
-            client = stack.enter_context(inprocess.running(create_app(Settings(**{**usual, **changes}))))
-            stack.callback(client.get, "/readyz")  # the last fact is taken up before it is stopped
-            return client
-
-        yield start
 
 
 @pytest.fixture

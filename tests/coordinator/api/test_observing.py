@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 
@@ -18,20 +17,6 @@ from edge_sdk.protocol.messages import Assignment, FederationSettings, Phase, Up
 MANIFEST = load_builtin("digits").manifest
 OPEN = "/v1/federations/default/assignments"
 SETTINGS = FederationSettings(rounds=2, evaluation_interval=1, deadline_seconds=600, early_stopping=False)
-
-
-@pytest.fixture
-def open_app(tmp_path):
-    """Starts the application with these settings; answers a client of it."""
-    with ExitStack() as stack:
-
-        def start(**changes):
-            usual = {"data_dir": tmp_path / "data", "default_settings": SETTINGS, "tick_seconds": 0.05}
-            client = stack.enter_context(inprocess.running(create_app(Settings(**{**usual, **changes}))))
-            stack.callback(client.get, "/readyz")  # the last fact is taken up before it is stopped
-            return client
-
-        yield start
 
 
 @pytest.fixture

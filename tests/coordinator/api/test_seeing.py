@@ -7,7 +7,7 @@ import logging
 import re
 import shutil
 from collections import namedtuple
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 from prometheus_client import generate_latest
@@ -16,13 +16,10 @@ from sqlalchemy import event, text
 
 from coordinator.federations import Federations, find
 from coordinator.logs import JsonFormatter, TextFormatter, about
-from coordinator.main import create_app
 from coordinator.metrics import Metrics
 from coordinator.models import Models
-from coordinator.settings import Settings
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Round
-from edge_sdk import inprocess
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.messages import Assignment as Work
@@ -31,20 +28,6 @@ from edge_sdk.protocol.messages import CreateFederation, FederationSettings
 MANIFEST = load_builtin("digits").manifest
 SETTINGS = FederationSettings(rounds=5, evaluation_interval=1, deadline_seconds=600, early_stopping=False)
 TOKENS = {"admin_token": "key-secret", "observer_token": "eye-secret", "enrolment_token": "door-secret"}
-
-
-@pytest.fixture
-def open_app(tmp_path):
-    """Starts the application with these settings; answers a client of it."""
-    with ExitStack() as stack:
-
-        def start(**changes):
-            usual = {"data_dir": tmp_path / "data", "default_settings": SETTINGS, "tick_seconds": 0.05}
-            client = stack.enter_context(inprocess.running(create_app(Settings(**{**usual, **changes}))))
-            stack.callback(client.get, "/readyz")  # the last fact is taken up before it is stopped
-            return client
-
-        yield start
 
 
 def bearer(token):
