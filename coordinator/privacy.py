@@ -30,6 +30,7 @@ import numpy as np
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from coordinator.aggregation import difference
 from coordinator.errors import BadContent
 from coordinator.methods import CoordinatorMethod
 from coordinator.storage.tables import Assignment
@@ -68,7 +69,7 @@ class PrivateSums:
         self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
     ) -> None:
         """Add one update's difference from what was sent, clipped in float64: rounding to float32 could exceed C."""
-        moved = values.astype(np.float64) - pack(self._manifest, self._sent, mask)
+        moved = difference(self._manifest, self._sent, values, mask)
         norm = float(np.linalg.norm(moved))
         scale = 1.0 if norm <= self._longest else self._longest / norm
         for spec, block, part in unpack(self._manifest, moved, mask):

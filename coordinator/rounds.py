@@ -42,6 +42,7 @@ from pydantic import ValidationError
 from sqlalchemy import Table, and_, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
+from coordinator.aggregation import difference
 from coordinator.cohort import Candidate, choose, choose_each
 from coordinator.errors import (
     BadContent,
@@ -420,9 +421,10 @@ class Rounds:
             raise BadContent(f"an update of this round is sent {wanted} gradients, and without signs; update this SDK")
         limit = settings_of(federation).update_norm_limit
         if limit is not None:
-            change = decoded.values.astype(np.float64)
-            if decoded.precision != "int8":
-                change -= pack(self._models.manifest(federation), model.tensors, decoded.mask)
+            if decoded.precision == "int8":
+                change = decoded.values.astype(np.float64)  # a difference already
+            else:
+                change = difference(situation.manifest, model.tensors, decoded.values, decoded.mask)
             norm = float(np.linalg.norm(change))
             if norm > limit:
                 raise BadContent(

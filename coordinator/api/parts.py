@@ -102,8 +102,7 @@ class House:
         if self.store.is_first:
             await run_in_threadpool(self.rounds.resume_after_restart)
         await run_in_threadpool(self.store.settled)
-        if self.store.sharing is not None:
-            self.store.sharing.listen(self._hear)
+        self.store.listen(self._hear)
         self._mover = asyncio.create_task(self._move())
 
     async def close(self) -> None:
@@ -157,11 +156,7 @@ class House:
 
     def _advance(self) -> bool:
         """Move rounds on, where this process is the one to do it; True when something moved."""
-        sharing = self.store.sharing
-        if sharing is None:
-            return self.rounds.advance()
-        with self.store.troubles.of_records(writes=False):
-            moves, newly = sharing.moves()
+        moves, newly = self.store.moves()
         if not moves:
             self.rounds.write_upload_costs()  # with several processes, who closes a round may not know them
             return False
@@ -169,8 +164,7 @@ class House:
             self.rounds.forget_sums()
         moved = self.rounds.advance()
         if moved:
-            with self.store.troubles.of_records(writes=False):
-                sharing.say_moved()
+            self.store.say_moved()
         return moved
 
     def _count_round(self, federation: str, seconds: float, left_out: int) -> None:
