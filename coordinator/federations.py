@@ -12,13 +12,14 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator import rollback
-from coordinator.errors import BadContent, NameTaken, NoGlobalModel, NotFound, WrongState
+from coordinator.assignments import extend_deadlines, forget_adapted
+from coordinator.candidates import what_is_missing, why_over
+from coordinator.errors import BadContent, NameTaken, NoGlobalModel, NotFound, WrongState, explain
 from coordinator.judging import judge
 from coordinator.methods import CoordinatorMethod, Situation, load_method
 from coordinator.models import Models, settings_of
 from coordinator.privacy import check_privacy, spent
 from coordinator.robust import check_robust
-from coordinator.rounds import explain, extend_deadlines, forget_adapted, what_is_missing, why_over
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Device, Federation
 from edge_sdk.protocol import checkpoint

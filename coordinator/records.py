@@ -14,10 +14,10 @@ from datetime import datetime, timezone
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from coordinator.assignments import COHORT_KINDS
 from coordinator.errors import NotFound
 from coordinator.federations import find
 from coordinator.methods import load_method
-from coordinator.rounds import COHORT_KINDS
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Round
 from edge_sdk.protocol.messages import (

@@ -7,8 +7,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from coordinator.acceptance import Acceptance
 from coordinator.cohort import Candidate, choose
+from coordinator.costs import UploadCosts
 from coordinator.devices import Devices
+from coordinator.dispatch import REST_SECONDS, Dispatch
 from coordinator.errors import (
     BadContent,
     DifferentUpdate,
@@ -23,7 +26,7 @@ from coordinator.errors import (
 from coordinator.federations import Federations
 from coordinator.models import Models
 from coordinator.records import Records, with_joules_per_point
-from coordinator.rounds import REST_SECONDS, Rounds
+from coordinator.rounds import Rounds
 from coordinator.storage.store import Store
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.builtin import load_builtin
@@ -63,8 +66,11 @@ class House:
         models = Models(self.store)
         self.federations = Federations(self.store, models, clock)
         self.devices = Devices(self.store, clock)
-        self.rounds = Rounds(self.store, models, clock)
-        self.records = Records(self.store, self.rounds.write_upload_costs)
+        self.dispatch = Dispatch(self.store, models, clock)
+        self.acceptance = Acceptance(self.store, models)
+        self.costs = UploadCosts(self.store)
+        self.rounds = Rounds(self.store, models, clock, self.costs)
+        self.records = Records(self.store, self.costs.write)
 
     def create(self, name="f", task="digits", **settings):
         self.federations.create(
@@ -103,16 +109,16 @@ class FakeDevice:
         self.id, self.token = enrolled.device_id, enrolled.token
 
     def ask(self):
-        return self.house.rounds.next_assignment(self.id).assignment
+        return self.house.dispatch.next_assignment(self.id).assignment
 
     def payload(self, assignment):
-        return self.house.rounds.payload(assignment.assignment_id, self.id)
+        return self.house.dispatch.payload(assignment.assignment_id, self.id)
 
     def send(self, assignment, body):
-        return self.house.rounds.accept_update(assignment.assignment_id, self.id, body)
+        return self.house.acceptance.accept_update(assignment.assignment_id, self.id, body)
 
     def hand_back(self, assignment, reason="too hot"):
-        self.house.rounds.hand_back(assignment.assignment_id, self.id, reason)
+        self.house.dispatch.hand_back(assignment.assignment_id, self.id, reason)
 
 
 @pytest.fixture
@@ -805,7 +811,7 @@ def test_what_breaks_the_contract_changes_nothing(house, train):
     with pytest.raises(NotAllowed):
         two.hand_back(assignment)
     with pytest.raises(NotFound, match="no such assignment; ask for the next one"):
-        house.rounds.accept_update("0" * 32, one.id, b"")
+        house.acceptance.accept_update("0" * 32, one.id, b"")
     assert (house.record(1), house.model()) == before
     assert one.send(assignment, train(DIGITS, assignment)), "the right one is still welcome"
 
@@ -818,13 +824,13 @@ def test_the_first_word_about_an_upload_counts_and_a_strangers_none(house, answe
     arrived = house.record(1).bytes_up
     assert arrived > 4 * DIGITS.shared_values
     cost = UploadCost(assignment_id=sent.assignment_id, upload=Phase(seconds=2, bytes_up=999))
-    house.rounds.note_upload_cost(two.id, cost)
+    house.costs.note(two.id, cost)
     assert house.record(1).bytes_up == arrived
     answer(two)
     house.rounds.advance()
     assert house.record(1).bytes_up == 2 * arrived
-    house.rounds.note_upload_cost(one.id, cost)
-    house.rounds.note_upload_cost(one.id, cost.model_copy(update={"upload": Phase(bytes_up=1)}))
+    house.costs.note(one.id, cost)
+    house.costs.note(one.id, cost.model_copy(update={"upload": Phase(bytes_up=1)}))
     record = house.record(1)
     assert record.bytes_up == arrived + 999
     assert (record.upload.seconds, record.upload.seconds_without_joules) == (2, 2)
