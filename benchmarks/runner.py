@@ -106,8 +106,9 @@ def tune(
 ) -> dict[str, dict[str, Value]]:
     """Try every point of the grid for every method; keep, per label, the one with the best validation accuracy.
 
-    only: labels of the methods to tune (empty: all). The mean over devices and seeds of the accuracy on validation data at the end of a trial decides; ties go to the
-    point that stands first in the grid. Writes ``tuning.jsonl`` (every trial) and ``tuned.json`` (what was chosen).
+    only: labels of the methods to tune (empty: all). The mean over devices and seeds of the accuracy on validation data
+    at the end of a trial decides; ties go to the point that stands first in the grid. Writes ``tuning.jsonl`` (every
+    trial) and ``tuned.json`` (what was chosen).
     """
     file = where.folder / "tuning.jsonl"
     if not resume:

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 
 from coordinator.aggregation import difference
 from coordinator.assignments import BUNDLE_KINDS, owned, touch, update_key
+from coordinator.buffer import number_arrival
 from coordinator.errors import BadContent, DifferentUpdate, RoundClosed, WrongMediaType, explain
 from coordinator.methods import Situation, load_method
 from coordinator.models import Models, settings_of
@@ -110,6 +111,8 @@ class Acceptance:
                 return not self._settled(owned(db, assignment_id, device_id)[0], digest)
             if changed:
                 db.execute(update(Device).where(Device.id == device_id).values(**changed))
+            if assignment.kind == wire.Kind.train and settings_of(federation).buffer is not None:
+                number_arrival(db, federation.id, assignment_id)
             if assignment.kind not in BUNDLE_KINDS:  # a round that is open has no cached record
                 touch(db, federation.id, assignment.round)
             return True

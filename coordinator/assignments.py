@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sqlalchemy import and_, bindparam, select, update
 from sqlalchemy.orm import Session
@@ -72,6 +73,15 @@ def open_round(db: Session, federation: Federation) -> Round | None:
     return db.scalar(_OPEN_ROUND, {"federation_id": federation.id})
 
 
+class Drawable(NamedTuple):
+    """What drawing a device, and giving it work, needs to know of it: there may be many."""
+
+    id: str
+    name: str
+    budget: float
+    holds_model: bool
+
+
 @dataclass(frozen=True)
 class Member:
     """What moving a round needs to know of one of its assignments."""
@@ -88,7 +98,17 @@ def cohort_of(db: Session, federation: Federation, number: int) -> list[Member]:
     return [Member(*row) for row in rows]
 
 
-def assign(federation: Federation, device: Device, kind: Kind, number: int, position: int, now: float) -> Assignment:
+def devices_asked(db: Session, federation: Federation, number: int) -> Sequence[str]:
+    """The ids of the devices that round ``number`` was given to."""
+    asked = select(Assignment.device_id).where(
+        Assignment.federation_id == federation.id, Assignment.round == number, Assignment.kind.in_(COHORT_KINDS)
+    )
+    return db.scalars(asked).all()
+
+
+def assign(
+    federation: Federation, device: Device | Drawable, kind: Kind, number: int, position: int, now: float
+) -> Assignment:
     """A new assignment, not yet in the records; its deadline begins now."""
     method = load_method(federation.method)
     return Assignment(
@@ -154,6 +174,11 @@ def touch(db: Session, federation_id: int, number: int) -> None:
 def update_folder(federation_id: int) -> str:
     """Where a federation's stored updates lie."""
     return f"{federation_id}/updates"
+
+
+def assignment_of(key: str) -> str:
+    """The assignment whose stored update lies under this key."""
+    return key.rpartition("/")[2].partition(".")[0]
 
 
 def update_key(federation_id: int, assignment_id: str, digest: str) -> str:

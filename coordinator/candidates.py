@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from coordinator.assignments import COHORT_KINDS, open_round
+from coordinator.assignments import COHORT_KINDS, Drawable, open_round
 from coordinator.cohort import Candidate, choose, choose_each
 from coordinator.methods import Situation, load_method
 from coordinator.models import job_of, settings_of
@@ -41,16 +41,20 @@ def situation_of(db: Session, manifest: Manifest, federation: Federation, number
     )
 
 
-def drawable(db: Session, federation: Federation, now: float) -> list[Device]:
+def drawable(db: Session, federation: Federation, now: float) -> list[Drawable]:
     """The devices that a cohort can be drawn from: not stopped, there, not resting, and with a budget that reaches."""
     smallest = smallest_budget(federation)
     return [device for device in able(db, federation, now) if reaches(device.budget, smallest)]
 
 
-def able(db: Session, federation: Federation, now: float) -> list[Device]:
+def able(db: Session, federation: Federation, now: float) -> list[Drawable]:
     """The devices that could train now, whatever their budget."""
-    active = devices_of(db, federation, ("active",))
-    return [device for device in active if device.present and device.rest_until <= now]
+    rows = db.execute(
+        select(Device.id, Device.name, Device.budget, Device.holds_model).where(
+            Device.federation_id == federation.id, Device.status == "active", Device.present, Device.rest_until <= now
+        )
+    )
+    return [Drawable(*row) for row in rows]
 
 
 def smallest_budget(federation: Federation) -> float:
@@ -63,7 +67,7 @@ def reaches(budget: float, smallest: float) -> bool:
     return budget >= smallest - 1e-9  # less an accident of binary floats: 1 - 0.7 exceeds 0.3
 
 
-def draw(db: Session, federation: Federation, active: Sequence[Device], size: int, number: int) -> list[str]:
+def draw(db: Session, federation: Federation, active: Sequence[Drawable], size: int, number: int) -> list[str]:
     """The names of a round's cohort, sorted; who is drawn, and how, is in ``cohort``, and in ``privacy``."""
     settings, job = settings_of(federation), job_of(federation)
     if settings.noise_multiplier is not None:

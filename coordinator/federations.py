@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from coordinator import rollback
 from coordinator.assignments import extend_deadlines, forget_adapted
+from coordinator.buffer import check_buffer
 from coordinator.candidates import what_is_missing, why_over
 from coordinator.errors import BadContent, NameTaken, NoGlobalModel, NotFound, WrongState, explain
 from coordinator.judging import judge
@@ -81,6 +82,7 @@ class Federations:
         check_robust(method, settings)
         manifest = method.manifest(manifest, settings)
         check_privacy(method, manifest, settings)
+        check_buffer(method, settings)
         if hashlib.sha256(skeleton).hexdigest() != manifest.skeleton_sha256:
             raise BadContent("skeleton_sha256 of the manifest is not that of the skeleton sent; publish both together")
         check_skeleton(skeleton, manifest)
@@ -126,6 +128,10 @@ class Federations:
             federation = find(db, name)
             changed = request.model_dump(include={"rounds", "cohort", "deadline_seconds"}, exclude_none=True)
             federation.settings = {**federation.settings, **changed}
+            try:
+                settings_of(federation)
+            except ValidationError as error:
+                raise BadContent(explain(error)) from None
             if (request.action == "rollback") != (request.model_version is not None):
                 raise BadContent("model_version: give it with the action rollback, and with no other")
             if request.model_version is not None:

@@ -98,6 +98,15 @@ def check_privacy(method: CoordinatorMethod, manifest: Manifest, settings: Feder
         "quorum": "who is cut off depends on how fast others are, which depends on their data; wait for all (1)"
         if settings.quorum < 1
         else None,
+        "over_selection": "as with a quorum, who is cut off depends on others; leave it out"
+        if settings.over_selection
+        else None,
+        "min_updates": "whether a round is skipped would tell how many answered; leave it out"
+        if settings.min_updates > 1 or settings.extensions
+        else None,
+        "buffer": "when a device is done decides in which round it counts, and depends on its data; leave it out"
+        if settings.buffer is not None
+        else None,
         "privacy_delta": "at one over the number of devices it would allow to show one of them whole; give far less"
         if settings.privacy_delta * max(settings.cohort, settings.min_devices) >= 1
         else None,

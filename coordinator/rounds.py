@@ -30,29 +30,29 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from coordinator.assignments import (
-    BUNDLE_KINDS,
+    Drawable,
     Member,
     assign,
+    assignment_of,
     cohort_of,
+    devices_asked,
     drop_late_work,
     extend_deadlines,
     open_round,
     touch,
     update_folder,
-    update_key,
 )
+from coordinator.buffer import arrivals, count_in, working
 from coordinator.candidates import devices_of, draw, drawable, situation_of, why_over
 from coordinator.costs import UploadCosts
 from coordinator.errors import Unavailable
-from coordinator.intake import Intake, Update, sums_of
+from coordinator.folding import Folding
 from coordinator.logs import about
 from coordinator.methods import GlobalModel, Situation, Work, load_method
 from coordinator.models import Models, settings_of
@@ -60,25 +60,15 @@ from coordinator.privacy import spent
 from coordinator.rollback import carry_out, newest_version
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation, Round
-from edge_sdk.protocol import bundle
 from edge_sdk.protocol import messages as wire
-from edge_sdk.protocol.masks import pack
 
 log = logging.getLogger(__name__)
 
+ACCIDENT = 1e-9
+"""Of binary floats: 0.28 * 25 is 7.000000000000001, and seven are enough."""
+
 LOOK_SECONDS = 0.5
-"""How often evaluations are looked through for late ones, while updates keep coming."""
-
-
-@dataclass
-class _Folding:
-    """What has come of one open round: how many of its assignments, in order, were taken in; bytes of their bundles by
-    part."""
-
-    round: int
-    intake: Intake
-    position: int = 0
-    parts: Counter[str] = field(default_factory=Counter)
+"""How often work without a round of its own is looked through for late devices, while updates keep coming."""
 
 
 class Rounds:
@@ -99,7 +89,7 @@ class Rounds:
         self._costs = costs
         self._on_closed = on_closed
         self._advancing = threading.Lock()
-        self._folding: dict[int, _Folding] = {}
+        self._folding: dict[int, Folding] = {}
         self._stuck: dict[int, float] = {}
         self._evaluations_seen: dict[int, float] = {}
 
@@ -155,9 +145,11 @@ class Rounds:
         if federation.status == "waiting" and self._start(federation_id):
             return True  # before its round, which may be open: paused in round 1, then resumed
         if current is not None:
+            if settings_of(federation).buffer is not None:
+                return self._step_buffered(federation, current)
             return self._step_round(federation, current, cohort)
         if federation.status == "running":
-            return self._expire_evaluations(federation_id) or self._open_round(federation_id)
+            return self._expire_late(federation_id) or self._open_round(federation_id)
         return False
 
     def _start(self, federation_id: int) -> bool:
@@ -180,29 +172,54 @@ class Rounds:
             settings = settings_of(federation)
             if federation.status != "running" or open_round(db, federation):
                 return False
-            over = why_over(db, federation)
-            if over:
+            over, going_on = why_over(db, federation), self._goes_on(db, federation)
+            if over and not (over == "all_stopped" and going_on):
                 return self._finish(db, federation, over)
-            active = {device.name: device for device in drawable(db, federation, now)}
-            if not active:
+            there = len(drawable(db, federation, now))
+            if not there and not going_on:
                 return False
             method = load_method(federation.method)
             if method.prepares and federation.model_version == 0:
                 number, size, work = 0, 1, Work(wire.Kind.prepare)
             else:
                 work = method.work(self._situation(db, federation, federation.round + 1))
-                number, size = federation.round + work.rounds, len(active) if work.everyone else settings.cohort
-            cohort = draw(db, federation, list(active.values()), size, number)
+                number, size = federation.round + work.rounds, there if work.everyone else settings.cohort
+            more = 0.0 if work.everyone or work.kind is wire.Kind.prepare else settings.over_selection
             current = Round(federation_id=federation.id, number=number, status="open", stale=True)
             current.opened_at, current.deadline_at = now, now + settings.deadline_seconds
+            current.target = 0
             db.add(current)
-            drop_late_work(db, [active[name].id for name in cohort])
-            for position, name in enumerate(cohort):
-                assignment = assign(federation, active[name], work.kind, number, position, now)
-                assignment.plan = dict(work.plan) or None
-                db.add(assignment)
-            log.info("%s: round %s opens for %s devices", federation.name, number, len(cohort), extra={"round": number})
+            busy = 0 if settings.buffer is None else len(working(db, federation))
+            count = self._hand_out(db, federation, current, work, math.ceil(size * (1 + more) - ACCIDENT) - busy)
+            wanted = settings.quorum * (min(size, count) if more else count)
+            current.target = settings.buffer or math.ceil(wanted - ACCIDENT)
+            log.info("%s: round %s opens for %s devices", federation.name, number, count, extra={"round": number})
             return True
+
+    @staticmethod
+    def _goes_on(db: Session, federation: Federation) -> bool:
+        """Whether devices train, or updates wait, that count in the next round whoever is drawn for it."""
+        if settings_of(federation).buffer is None:
+            return False
+        return bool(working(db, federation) or arrivals(db, federation, most=1))
+
+    def _hand_out(self, db: Session, federation: Federation, current: Round, work: Work, size: int) -> int:
+        """Have up to ``size`` devices more do a round's work; returns how many there were."""
+        now, (asked, free) = self._clock(), self._free(db, federation, current.number)
+        names = draw(db, federation, list(free.values()), size, current.number) if size > 0 else []
+        drop_late_work(db, [free[name].id for name in names])
+        for position, name in enumerate(names, start=asked):
+            assignment = assign(federation, free[name], work.kind, current.number, position, now)
+            assignment.plan = dict(work.plan) or None
+            db.add(assignment)
+        return len(names)
+
+    def _free(self, db: Session, federation: Federation, number: int) -> tuple[int, dict[str, Drawable]]:
+        """How many devices round ``number`` was given to, and the others that it could be given to now, by name."""
+        asked = set(devices_asked(db, federation, number))
+        busy = asked.union(working(db, federation))
+        there = drawable(db, federation, self._clock())
+        return len(asked), {device.name: device for device in there if device.id not in busy}
 
     def _finish(self, db: Session, federation: Federation, reason: str) -> bool:
         evaluations = select(Assignment.id).where(
@@ -218,20 +235,84 @@ class Rounds:
         return True
 
     def _step_round(self, federation: Federation, current: Round, cohort: Sequence[Member]) -> bool:
-        settings = settings_of(federation)
-        done = sum(assignment.status == "done" for assignment in cohort)
-        waiting = [assignment for assignment in cohort if assignment.status == "open"]
-        late = self._clock() >= current.deadline_at
-        # Less an accident of binary floats: 0.28 * 25 is 7.000000000000001.
-        enough = done >= math.ceil(settings.quorum * len(cohort) - 1e-9)
-        if waiting and (late or enough or federation.status == "stopped"):
-            self._expire([assignment.id for assignment in waiting], away=late)
+        done = [member.id for member in cohort if member.status == "done"]
+        waiting = [member.id for member in cohort if member.status == "open"]
+        late, stopped = self._clock() >= current.deadline_at, federation.status == "stopped"
+        settings, trains = settings_of(federation), bool(cohort) and cohort[0].kind == wire.Kind.train.value
+        lacking = settings.min_updates if trains and len(done) < settings.min_updates else 0
+        if lacking and not stopped and (late or not waiting) and current.extensions < settings.extensions:
+            return self._extend(federation.id, current.number, late=late) or self._expire_late(federation.id)
+        if waiting and (late or len(done) >= current.target or stopped):
+            self._expire(waiting, away=late)
             return True
-        folding = self._fold(federation, current.number, cohort)
+        folding = self._fold(federation, current.number)
+        folding.take_in_order(cohort)
         if waiting:
-            return self._expire_evaluations(federation.id)
-        self._close(federation, current.number, folding)
+            return self._expire_late(federation.id)
+        why = f"skipped: {len(done)} updates came, and min_updates is {lacking}"
+        self._close(federation, current.number, folding, dict.fromkeys(done, why) if lacking else None)
         return True
+
+    def _extend(self, federation_id: int, number: int, *, late: bool) -> bool:
+        """Give a round another deadline, and its work to as many further devices as updates are missing.
+
+        False where nobody is there to ask before the deadline: somebody may come.
+        """
+        with self._store.writing() as db:
+            federation = db.get_one(Federation, federation_id)
+            current = open_round(db, federation)
+            if current is None or current.number != number:
+                return False
+            missing = current.target - sum(member.status == "done" for member in cohort_of(db, federation, number))
+            work = Work(plan=self._situation(db, federation, number).plan)
+            more = self._hand_out(db, federation, current, work, missing)
+            if not more and not late:
+                return False
+            current.extensions += 1
+            extend_deadlines(db, federation, self._clock())
+        log.warning(
+            "%s: round %s lacks updates; it is extended, and given to %s devices more",
+            *(federation.name, number, more),
+            extra={"round": number},
+        )
+        return True
+
+    def _step_buffered(self, federation: Federation, current: Round) -> bool:
+        """Take in what has arrived, keep a cohort at work, and close when the buffer is full (``buffer``)."""
+        settings, number = settings_of(federation), current.number
+        late, stopped = self._clock() >= current.deadline_at, federation.status == "stopped"
+        # Nothing goes on from these: they take all that came, and nobody is waited for.
+        final = stopped or number >= settings.rounds or federation.rollback_version is not None
+        folding = self._fold(federation, number)
+        with self._store.reading() as db:
+            busy = working(db, federation)  # before the arrivals: where nobody trains, none can come after them
+            room = None if final else max(0, current.target - folding.taken)
+            arrived = arrivals(db, federation, folding.last, room)
+        folding.take_arrivals(arrived)
+        if folding.taken < current.target and not late and not stopped:
+            if len(busy) < settings.cohort and self._top_up(federation.id, number):
+                return True
+            if busy:
+                return self._expire_late(federation.id)
+        if final and busy:
+            self._expire(list(busy.values()), away=False)
+            return True
+        self._close(federation, number, folding)
+        return True
+
+    def _top_up(self, federation_id: int, number: int) -> bool:
+        """Give a buffered round's work to so many more devices that a cohort trains; False where nobody is there."""
+        with self._store.reading() as db:
+            federation = db.get_one(Federation, federation_id)
+            if not self._free(db, federation, number)[1]:
+                return False
+        with self._store.writing() as db:
+            federation = db.get_one(Federation, federation_id)
+            current = open_round(db, federation)
+            if federation.status != "running" or current is None or current.number != number:
+                return False
+            room = settings_of(federation).cohort - len(working(db, federation))
+            return bool(self._hand_out(db, federation, current, Work(), room))
 
     def _expire(self, assignment_ids: Sequence[str], *, away: bool) -> None:
         """Close assignments to updates. ``away``: their devices missed a deadline, and are not drawn until they ask."""
@@ -244,16 +325,19 @@ class Rounds:
                     if away:
                         db.get_one(Device, assignment.device_id).present = False
 
-    def _expire_evaluations(self, federation_id: int) -> bool:
+    def _expire_late(self, federation_id: int) -> bool:
+        """Close the evaluations whose deadline has passed, and what is trained for no round of its own."""
         now = self._clock()
         if now - self._evaluations_seen.get(federation_id, -math.inf) < LOOK_SECONDS:
             return False
         self._evaluations_seen[federation_id] = now
         with self._store.reading() as db:
+            buffered = settings_of(db.get_one(Federation, federation_id)).buffer is not None
+            kinds = ("evaluate", "train") if buffered else ("evaluate",)
             late = db.scalars(
                 select(Assignment.id).where(
                     Assignment.federation_id == federation_id,
-                    Assignment.kind == "evaluate",
+                    Assignment.kind.in_(kinds),
                     Assignment.status == "open",
                     Assignment.deadline_at <= now,
                 )
@@ -262,53 +346,30 @@ class Rounds:
             self._expire(late, away=True)
         return bool(late)
 
-    def _fold(self, federation: Federation, number: int, cohort: Sequence[Member]) -> _Folding:
-        """Add to the sums what is next in order and there; stop at the first that is still awaited."""
+    def _fold(self, federation: Federation, number: int) -> Folding:
+        """The sums of the open round, begun where there are none."""
         folding = self._folding.get(federation.id)
         if folding is None or folding.round != number:
             with self._store.reading() as db:
                 situation = self._situation(db, federation, number)
-            model = self._models.model(federation, federation.model_version)
-            intake = Intake(
-                sums_of(load_method(federation.method), model, situation, self._store.folder),
-                situation.settings,
-                situation.manifest,
-                model.tensors,
-                lambda key: self._read(federation, key)[0],
-            )
-            folding = self._folding[federation.id] = _Folding(number, intake)
-        while folding.position < len(cohort) and cohort[folding.position].status != "open":
-            assignment = cohort[folding.position]
-            if assignment.status == "done" and assignment.kind in BUNDLE_KINDS:
-                self._fold_one(federation, folding, assignment)
-            folding.position += 1
+            folding = self._folding[federation.id] = Folding(self._store, self._models, federation, situation)
         return folding
 
-    def _fold_one(self, federation: Federation, folding: _Folding, assignment: Member) -> None:
-        key = update_key(federation.id, assignment.id, assignment.update_sha256 or "")
-        update, parts = self._read(federation, key)
-        folding.intake.take(assignment.id, key, update)
-        folding.parts.update(parts)
-
-    def _read(self, federation: Federation, key: str) -> tuple[Update, Mapping[str, int]]:
-        """A stored update of the open round, and the bytes of its parts."""
-        body = self._store.blobs.get(key)
-        manifest, model = self._models.manifest(federation), self._models.model(federation, federation.model_version)
-        decoded = bundle.decode(body, manifest, model.mask)
-        report = wire.UpdateReport.model_validate_json(decoded.report)
-        values = decoded.values
-        if decoded.precision == "int8":  # a difference from what was sent
-            values = values + pack(manifest, model.tensors, decoded.mask)
-        return Update(values, decoded.mask, report.num_examples, decoded.gradients), decoded.parts
-
-    def _close(self, federation: Federation, number: int, folding: _Folding) -> None:
+    def _close(
+        self, federation: Federation, number: int, folding: Folding, skipped: Mapping[str, str] | None = None
+    ) -> None:
+        """Make the next model. skipped: assignment id -> why its update is not in it, where none is made."""
         self._costs.write()
         version, digest = federation.model_version, federation.model_sha256
         method, warning = load_method(federation.method), federation.warning
         folding.intake.finish()
         sums, notes = folding.intake.sums, folding.intake.notes()
+        if settings_of(federation).buffer is not None:
+            notes |= {"stale_updates": sum(map(bool, folding.behind)), "most_stale": max(folding.behind, default=0)}
         model: GlobalModel | None = None
-        if folding.intake.moves(folding.position):
+        if skipped is not None:
+            notes["left_out"] = dict(skipped)
+        elif folding.intake.moves(folding.position):
             with self._store.reading() as db:
                 situation, newest = self._situation(db, federation, number), newest_version(db, federation)
             model = method.close(self._models.model(federation, version), sums, situation)
@@ -335,6 +396,7 @@ class Rounds:
             cost = spent(db, federation.id, number, settings_of(federation))
             current.notes = notes if cost is None else {**notes, "privacy": cost.model_dump()}
             current.parts = dict(folding.parts)
+            count_in(db, federation, number, folding.last)
             if method.prepares and version == 0:
                 self._withdraw(db, current)
                 federation.warning = (
@@ -345,13 +407,14 @@ class Rounds:
             interval = settings_of(federation).evaluation_interval
             if federation.status == "running" and interval and number // interval > before // interval:
                 self._ask_for_evaluation(db, federation, now)
-            in_use = {federation.model_version} | set(
-                db.scalars(
-                    select(Assignment.model_version).where(
-                        Assignment.federation_id == federation.id, Assignment.status == "open"
-                    )
+            awaited = db.execute(
+                select(Assignment.id, Assignment.model_version).where(
+                    Assignment.federation_id == federation.id, Assignment.status == "open"
                 )
-            )
+            ).all()
+            waiting = arrivals(db, federation)
+            in_use = {federation.model_version, *(row[1] for row in awaited), *(each.model_version for each in waiting)}
+            updates = {*(row[0] for row in awaited), *(each.assignment_id for each in waiting)}
             known = select(Device.mask).where(
                 Device.federation_id == federation.id, Device.mask.is_not(None), Device.status != "revoked"
             )
@@ -362,14 +425,15 @@ class Rounds:
         del self._folding[federation.id]
         log.info(
             "%s: round %s closes, %s updates in its model",
-            *(federation.name, number, sums.updates),
+            *(federation.name, number, 0 if model is None else sums.updates),
             extra={"round": number},
         )
         self._on_closed(federation.name, now - current.opened_at, len(notes.get("left_out", {})))
         # Only now, with the new model in the records, may what it was made from go.
         self._models.forget(federation.id, in_use, masks)
         for key in self._store.blobs.keys(update_folder(federation.id)):
-            self._store.blobs.delete(key)
+            if assignment_of(key) not in updates:
+                self._store.blobs.delete(key)
 
     @staticmethod
     def _withdraw(db: Session, current: Round) -> None:

@@ -15,10 +15,8 @@ from coordinator.rounds import Rounds
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.messages import ChangeFederation
 
+from .fakes import House
 from .house import House as RealHouse
-from .test_rounds import House, answer, play
-
-__all__ = ["answer", "play"]  # fixtures
 
 
 def keeping(house, clock, last, every=0):
