@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from coordinator.backup import blobs_named
 from coordinator.errors import BadContent, RoundClosed
 from coordinator.methods import load_method
 from edge_sdk.protocol import bundle, checkpoint
@@ -249,9 +250,11 @@ def test_what_still_waits_keeps_its_files_and_the_model_it_was_trained_on(house,
     house.rounds.advance()
     for device in devices:
         device.send(assignment := device.ask(), train(DIGITS, assignment))
-    for number in (1, 2, 3):
-        house.rounds.advance()
-        assert house.info().round == 3 or house.record(number).updates == 1
+    with house.store.reading() as db:
+        named = blobs_named(db)
+    assert sum(key.startswith("1/updates/") for key in named) == 3, "a backup has what no model holds yet"
+    assert set(named) <= set(house.store.blobs.keys("1/updates")) | set(house.store.blobs.keys("1/models"))
+    house.rounds.advance()
     assert [record.updates for record in house.records.rounds("f")[:3]] == [1, 1, 1]
     assert [record.notes["most_stale"] for record in house.records.rounds("f")[:3]] == [0, 1, 2]
 

@@ -92,6 +92,9 @@ REFUSED = {
     "robust": {"robust": "median"},
     "outlier_mads": {"outlier_mads": 5},
     "cohort_policy": {"cohort_policy": "least_recently"},
+    "over_selection": {"over_selection": 0.3},
+    "min_updates": {"min_updates": 2},
+    "buffer": {"buffer": 1},
 }
 
 
