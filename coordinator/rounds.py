@@ -3,7 +3,10 @@
     federation   waiting --(min_devices enrolled)--> running --(all stopped, or last round)--> finished
                  running <--> paused; waiting, running, paused --(operator)--> stopped; reopened: running again
     round        open --(all settled, quorum, or deadline)--> closed; then the next one opens
+                 open --(too few updates)--> open, extended: more time, more devices; in the end closed, skipped
     assignment   open --> done (update accepted) | returned (handed back) | expired (deadline, or the quorum was met)
+
+Buffered rounds, which do not wait for their cohort, are in ``buffer``.
 
 Where a method has one device prepare the model, that is round 0; it is tried again, with whoever is there, until an
 update comes of it.
@@ -91,7 +94,7 @@ class Rounds:
         self._advancing = threading.Lock()
         self._folding: dict[int, Folding] = {}
         self._stuck: dict[int, float] = {}
-        self._evaluations_seen: dict[int, float] = {}
+        self._late_seen: dict[int, float] = {}
 
     def resume_after_restart(self) -> None:
         """Give open rounds their whole deadline again: the time without a coordinator was not the devices' fault."""
@@ -282,8 +285,7 @@ class Rounds:
         """Take in what has arrived, keep a cohort at work, and close when the buffer is full (``buffer``)."""
         settings, number = settings_of(federation), current.number
         late, stopped = self._clock() >= current.deadline_at, federation.status == "stopped"
-        # Nothing goes on from these: they take all that came, and nobody is waited for.
-        final = stopped or number >= settings.rounds or federation.rollback_version is not None
+        final = self._is_final(federation, number)
         folding = self._fold(federation, number)
         with self._store.reading() as db:
             busy = working(db, federation)  # before the arrivals: where nobody trains, none can come after them
@@ -300,6 +302,12 @@ class Rounds:
             return True
         self._close(federation, number, folding)
         return True
+
+    @staticmethod
+    def _is_final(federation: Federation, number: int) -> bool:
+        """Whether nothing goes on from a buffered round: it takes all that came, and nobody is waited for."""
+        stopped, last = federation.status == "stopped", settings_of(federation).rounds
+        return stopped or number >= last or federation.rollback_version is not None
 
     def _top_up(self, federation_id: int, number: int) -> bool:
         """Give a buffered round's work to so many more devices that a cohort trains; False where nobody is there."""
@@ -329,9 +337,9 @@ class Rounds:
     def _expire_late(self, federation_id: int) -> bool:
         """Close the evaluations whose deadline has passed, and what is trained for no round of its own."""
         now = self._clock()
-        if now - self._evaluations_seen.get(federation_id, -math.inf) < LOOK_SECONDS:
+        if now - self._late_seen.get(federation_id, -math.inf) < LOOK_SECONDS:
             return False
-        self._evaluations_seen[federation_id] = now
+        self._late_seen[federation_id] = now
         with self._store.reading() as db:
             buffered = settings_of(db.get_one(Federation, federation_id)).buffer is not None
             kinds = ("evaluate", "train") if buffered else ("evaluate",)
@@ -386,6 +394,8 @@ class Rounds:
             if current is None or current.number != number:  # another process has closed it meanwhile
                 del self._folding[federation.id]
                 return
+            if self._is_final(federation, number) and working(db, federation):
+                return  # an operator has just said so: who trains is told first
             if model is not None:
                 # In this process's turn to write, so that no two write the same file; the records name it afterwards.
                 digest = self._models.save(federation.id, version, model)
