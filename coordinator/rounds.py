@@ -56,7 +56,7 @@ from coordinator.errors import (
 from coordinator.intake import Intake, Update, sums_of
 from coordinator.logs import about
 from coordinator.methods import GlobalModel, Situation, Work, load_method
-from coordinator.models import Models, job_of, settings_of
+from coordinator.models import Models, Packed, job_of, settings_of
 from coordinator.privacy import spent
 from coordinator.rollback import carry_out, newest_version
 from coordinator.storage.store import Store
@@ -216,8 +216,8 @@ class Rounds:
     def _describe(self, federation: Federation, device: Device, assignment: Assignment, now: float) -> wire.Assignment:
         payload = None
         if self._has_payload(federation, assignment):
-            body = self._models.payload(federation, device, assignment)
-            payload = wire.Payload(bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
+            packed = self._models.payload(federation, device, assignment)
+            payload = wire.Payload(bytes=len(packed.body), sha256=packed.sha256)
         work = None
         if assignment.ratio is not None:
             work = wire.Work(job=job_of(federation), round=assignment.round, device=device.name, ratio=assignment.ratio)
@@ -236,7 +236,7 @@ class Rounds:
     def _has_payload(self, federation: Federation, assignment: Assignment) -> bool:
         return load_method(federation.method).sends_values(wire.Kind(assignment.kind), not assignment.full)
 
-    def payload(self, assignment_id: str, device_id: str) -> bytes:
+    def payload(self, assignment_id: str, device_id: str) -> Packed:
         """The bundle of an open assignment of this device. Raises NotFound, NotAllowed, RoundClosed."""
         with self._store.reading() as db:
             assignment, device, federation = _owned(db, assignment_id, device_id)
@@ -324,13 +324,14 @@ class Rounds:
             gradients=load_method(federation.method).wants_gradients(assignment.plan or {}),
         )
 
-    def accept_update(self, assignment_id: str, device_id: str, body: bytes) -> bool:
-        """Check, store and acknowledge an update; True when it is new, False for the same one again.
+    def accept_update(self, assignment_id: str, device_id: str, body: bytes, digest: str | None = None) -> bool:
+        """Check, store and acknowledge an update; True when it is new, False for the same one again. digest: its
+        SHA-256, where that is known.
 
         Raises BadContent, DifferentUpdate, RoundClosed, NotAllowed, NotFound. When it returns, the update survives a
         power cut and counts in its round exactly once.
         """
-        digest = hashlib.sha256(body).hexdigest()
+        digest = digest or hashlib.sha256(body).hexdigest()
         with self._store.reading() as db:
             assignment, device, federation = _owned(db, assignment_id, device_id)
         if self._settled(assignment, digest):

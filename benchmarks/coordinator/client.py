@@ -49,6 +49,7 @@ class Device:
 
     def work(self, assignment: Assignment) -> None:
         """Download, change, upload."""
+        self._transport.token = self._token
         assert assignment.payload is not None, "training starts from what the coordinator sends"
         body = self._transport.payload(assignment.assignment_id, assignment.payload)
         received = bundle.decode(body, self._manifest, self._mask)

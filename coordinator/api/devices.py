@@ -132,7 +132,8 @@ def _note_upload_cost(house: TheHouse, device_id: str, text: str) -> None:
 @router.get("/assignments/{assignment_id}/payload")
 def get_payload(assignment_id: str, device: KnownDevice, house: TheHouse, request: Request) -> Response:
     """The assignment's bundle; a range resumes a broken download."""
-    answer = ranged(request, house.rounds.payload(assignment_id, device.device_id), bundle.MEDIA_TYPE)
+    packed = house.rounds.payload(assignment_id, device.device_id)
+    answer = ranged(request, packed.body, bundle.MEDIA_TYPE, packed.sha256)
     house.metrics.traffic.labels(device.federation, "down").inc(len(answer.body))
     return answer
 
@@ -178,10 +179,10 @@ async def put_update(
     with counted_refusals(house.metrics.refused):
         limit = await run_in_threadpool(house.rounds.check_envelope, assignment_id, device.device_id, media_type)
         if "content-range" in request.headers:
-            body = await house.uploads.receive(request, assignment_id, limit)
+            body, digest = await house.uploads.receive(request, assignment_id, limit)
         else:
-            body = await read_body(request, limit)
-        new = await run_in_threadpool(house.rounds.accept_update, assignment_id, device.device_id, body)
+            body, digest = await read_body(request, limit), None
+        new = await run_in_threadpool(house.rounds.accept_update, assignment_id, device.device_id, body, digest)
     await run_in_threadpool(house.uploads.forget, assignment_id)
     if new:
         house.metrics.accepted.labels(device.federation).inc()

@@ -106,7 +106,7 @@ class FakeDevice:
         return self.house.rounds.next_assignment(self.id).assignment
 
     def payload(self, assignment):
-        return self.house.rounds.payload(assignment.assignment_id, self.id)
+        return self.house.rounds.payload(assignment.assignment_id, self.id).body
 
     def send(self, assignment, body):
         return self.house.rounds.accept_update(assignment.assignment_id, self.id, body)
