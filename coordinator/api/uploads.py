@@ -12,13 +12,15 @@ coordinator does not know them: there the update begins anew.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 import secrets
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +35,8 @@ from coordinator.storage.tables import Assignment
 
 DIGEST_HEADER = "Sparrow-Update-SHA256"
 KEEP_SECONDS = 3600.0
+AT_ONCE = 4
+"""Large updates that are in memory, to be checked and stored: as many as keep cores and disk busy."""
 GATHERED_BYTES = 1024 * 1024
 """What comes is written in parts of about so many bytes: a network hands it over in pieces of a few kB, and a thread
 and an open file for each cost more than all else that is done with an update."""
@@ -58,6 +62,7 @@ class Uploads:
     def __init__(self, folder: Path, store: Store, clock: Callable[[], float]) -> None:
         self._folder, self._store, self._clock = folder / secrets.token_hex(8), store, clock
         self._parts: dict[str, _Part] = {}
+        self._few = asyncio.Semaphore(AT_ONCE)
         if store.is_first:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -69,8 +74,11 @@ class Uploads:
         self._write(part)
         return part.received
 
-    async def receive(self, request: Request, assignment_id: str, limit: int) -> tuple[bytes, str]:
+    @asynccontextmanager
+    async def receive(self, request: Request, assignment_id: str, limit: int) -> AsyncIterator[tuple[bytes, str]]:
         """The whole update and its digest, once this call has brought what was missing.
+
+        Few at a time are in memory, from ``with`` to its end; who waits has sent everything already.
 
         Raises WrongRange where it does not begin where the last one broke, or the digest is another; LengthRequired,
         TooLarge, BadContent.
@@ -104,11 +112,12 @@ class Uploads:
             self._write(part)  # whatever has ended the call: what has come takes no memory, and need not come again
         if part.turn != turn:
             raise WrongRange("another call goes on with this update; ask how much of it is here")
-        body, found = await run_in_threadpool(_read, part)
-        if len(body) != total or found != digest:
-            self.forget(assignment_id)
-            raise WrongRange("the update's digest is another than was said; send it again from its first byte")
-        return body, digest
+        async with self._few:
+            body, found = await run_in_threadpool(_read, part)
+            if len(body) != total or found != digest:
+                self.forget(assignment_id)
+                raise WrongRange("the update's digest is another than was said; send it again from its first byte")
+            yield body, digest
 
     def _take(self, assignment_id: str, digest: str, first: int) -> tuple[_Part, int]:
         received = self.received(assignment_id, digest)
