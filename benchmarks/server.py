@@ -18,24 +18,41 @@ import httpx
 @contextlib.contextmanager
 def coordinator(folder: Path) -> Iterator[str]:
     """Start ``uvicorn coordinator.main:app`` with its data and log in ``folder``; yields its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"COORDINATOR_DATA_DIR": str(folder / "coordinator"), "COORDINATOR_DEFAULT_TASK": ""}
-    command = [sys.executable, "-m", "uvicorn", "coordinator.main:app", "--port", str(port), "--log-level", "warning"]
     with (folder / "coordinator.log").open("a") as log:
         # A session of its own: Ctrl-C is for the benchmark, which stops the coordinator when the devices are done.
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command(port), stdout=log, stderr=log, env=os.environ | environment(folder), start_new_session=True
+        )
         try:
             server = f"http://127.0.0.1:{port}"
-            _wait_until_healthy(server, process, folder / "coordinator.log")
+            wait_until_healthy(server, process, folder / "coordinator.log")
             yield server
         finally:
             stop(process)
 
 
-def _wait_until_healthy(server: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def command(port: int) -> list[str]:
+    """What starts a coordinator on this port."""
+    return [sys.executable, "-m", "uvicorn", "coordinator.main:app", "--port", str(port), "--log-level", "warning"]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """The settings of a coordinator with its data in ``folder`` and no federation."""
+    return {"COORDINATOR_DATA_DIR": str(folder / "coordinator"), "COORDINATOR_DEFAULT_TASK": ""}
+
+
+def free_port() -> int:
+    """A port of this machine that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_until_healthy(server: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Return when the coordinator at this address answers. Raises SystemExit with its log where it does not."""
     for _ in range(600):
         if process.poll() is not None:
             raise SystemExit(f"the coordinator did not start:\n{log.read_text()}")

@@ -75,13 +75,14 @@ class Acceptance:
             gradients=load_method(federation.method).wants_gradients(assignment.plan or {}),
         )
 
-    def accept_update(self, assignment_id: str, device_id: str, body: bytes) -> bool:
-        """Check, store and acknowledge an update; True when it is new, False for the same one again.
+    def accept_update(self, assignment_id: str, device_id: str, body: bytes, digest: str | None = None) -> bool:
+        """Check, store and acknowledge an update; True when it is new, False for the same one again. digest: its
+        SHA-256, where that is known.
 
         Raises BadContent, DifferentUpdate, RoundClosed, NotAllowed, NotFound. When it returns, the update survives a
         power cut and counts in its round exactly once.
         """
-        digest = hashlib.sha256(body).hexdigest()
+        digest = digest or hashlib.sha256(body).hexdigest()
         with self._store.reading() as db:
             assignment, device, federation = owned(db, assignment_id, device_id)
         if self._settled(assignment, digest):

@@ -106,6 +106,9 @@ class MaskedSums:
         """The next global values: name -> float32; what nobody sent is taken from ``previous``."""
         result: Tensors = {}
         for like, spec in zip(self._manifest.alike, self._manifest.shared, strict=True):
+            if self._of_all and not self._weights[like].any():  # of whole models alone: one weight for all
+                result[spec.name] = (self._numerators[spec.name] / self._of_all).astype(np.float32)
+                continue
             view = neuron_view(self._manifest, spec)
             numerator, weights = self._numerators[spec.name].reshape(view), self._weights[like] + self._of_all
             spread = weights.reshape(weights.shape + (1,) * (len(view) - weights.ndim))

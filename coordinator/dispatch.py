@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from coordinator.assignments import assign, missed_work, oldest_open, owned, tou
 from coordinator.candidates import reaches, situation_of, smallest_budget
 from coordinator.errors import Finished, NotFound, RoundClosed
 from coordinator.methods import Situation, load_method
-from coordinator.models import Models, job_of, settings_of
+from coordinator.models import Models, Packed, job_of, settings_of
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation
 from edge_sdk.protocol import messages as wire
@@ -74,7 +73,7 @@ class Dispatch:
             assignment = self._adapt(device_id)
         return Asked(None if assignment is None else self._describe(federation, device, assignment, now), away)
 
-    def payload(self, assignment_id: str, device_id: str) -> bytes:
+    def payload(self, assignment_id: str, device_id: str) -> Packed:
         """The bundle of an open assignment of this device. Raises NotFound, NotAllowed, RoundClosed."""
         with self._store.reading() as db:
             assignment, device, federation = owned(db, assignment_id, device_id)
@@ -165,8 +164,8 @@ class Dispatch:
     def _describe(self, federation: Federation, device: Device, assignment: Assignment, now: float) -> wire.Assignment:
         payload = None
         if self._has_payload(federation, assignment):
-            body = self._models.payload(federation, device, assignment)
-            payload = wire.Payload(bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
+            packed = self._models.payload(federation, device, assignment)
+            payload = wire.Payload(bytes=len(packed.body), sha256=packed.sha256)
         work = None
         if assignment.ratio is not None:
             work = wire.Work(job=job_of(federation), round=assignment.round, device=device.name, ratio=assignment.ratio)

@@ -10,7 +10,7 @@ from types import FrameType
 
 from fastapi import FastAPI
 
-from coordinator import logs
+from coordinator import allocator, logs
 from coordinator.api import devices, federations, problems, status
 from coordinator.api.access import OpenHouseWarning
 from coordinator.api.bodies import SmallBodies
@@ -26,6 +26,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
+        allocator.give_back()
         logs.install(settings.log_level, settings.log_format)
         house = House(settings)
         app.state.house = house

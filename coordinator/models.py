@@ -51,6 +51,14 @@ class Retention:
 PAYLOAD_CACHE_BYTES = 64 * 1024 * 1024
 
 
+@dataclass(frozen=True)
+class Packed:
+    """A payload, and its SHA-256."""
+
+    body: bytes
+    sha256: str
+
+
 def settings_of(federation: Federation) -> FederationSettings:
     """The federation's settings, checked when they were stored."""
     return FederationSettings.model_validate(federation.settings)
@@ -69,7 +77,7 @@ class Models:
         self._retention = retention or Retention()
         self._manifests: dict[int, Manifest] = {}
         self._latest: dict[int, tuple[int, GlobalModel]] = {}
-        self._payloads: OrderedDict[Hashable, bytes] = OrderedDict()
+        self._payloads: OrderedDict[tuple[int, int, Hashable], Packed] = OrderedDict()
         self._lock = threading.Lock()
 
     def manifest(self, federation: Federation) -> Manifest:
@@ -198,24 +206,29 @@ class Models:
         draw = NeuronDraw(job_of(federation), assignment.round, device.name, assignment.ratio)
         return draw_neurons(manifest, draw), draw
 
-    def payload(self, federation: Federation, device: Device, assignment: Assignment) -> bytes:
+    def payload(self, federation: Federation, device: Device, assignment: Assignment) -> Packed:
         """The bundle of global values that an assignment sends down."""
         # What is not cut for one device's neurons is the same for all that hold the same mask.
         whose = None if assignment.full or assignment.ratio is None else assignment.id
         version, plan = assignment.model_version, json.dumps(assignment.plan)
         sends_changes = load_method(federation.method).sends_changes
         held = self._round_of(federation, device.model) if sends_changes else None
-        key: Hashable = (federation.id, version, whose, device.mask, held, plan)
+        key = (federation.id, version, (whose, device.mask, held, plan))
         with self._lock:
             if key in self._payloads:
                 self._payloads.move_to_end(key)
                 return self._payloads[key]
         body = self._pack(federation, device, assignment, held)
+        packed = Packed(body, hashlib.sha256(body).hexdigest())
         with self._lock:
-            self._payloads[key] = body
-            while len(self._payloads) > 1 and sum(map(len, self._payloads.values())) > PAYLOAD_CACHE_BYTES:
+            for old in [old for old in self._payloads if old[0] == federation.id and old[1] < version]:
+                del self._payloads[old]  # hardly anybody is still asked about an older model
+            self._payloads[key] = packed
+            sizes = [len(each.body) for each in self._payloads.values()]
+            while len(sizes) > 1 and sum(sizes) > PAYLOAD_CACHE_BYTES:
                 self._payloads.popitem(last=False)
-        return body
+                del sizes[0]
+        return packed
 
     def _pack(self, federation: Federation, device: Device, assignment: Assignment, held: int | None) -> bytes:
         manifest, settings, plan = self.manifest(federation), settings_of(federation), assignment.plan or {}

@@ -54,19 +54,20 @@ class Peak:
 
 
 class TreeMemory:
-    """Samples the tree of process ``pid`` in a thread of its own, from ``with`` to its end; ``peak`` has the result.
+    """Samples the tree of processes ``pids`` in a thread of its own, from ``with`` to its end; ``peak`` has the result.
 
     ``marker`` finds the processes that have ``SPARROW_PROCESS_TREE=marker`` in their environment as well.
     """
 
-    def __init__(self, pid: int, *, marker: str | None = None, interval: float = INTERVAL) -> None:
+    def __init__(self, *pids: int, marker: str | None = None, interval: float = INTERVAL) -> None:
         self.peak = Peak()
         self._marker = None if marker is None else f"{MARKER}={marker}".encode()
         self._interval = interval
         self._members: dict[int, int] = {}  # pid -> start in clock ticks: pids are used again
         self._strangers: dict[int, int] = {}
-        with contextlib.suppress(OSError):
-            self._members[pid] = _parent_and_start(pid)[1]
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                self._members[pid] = _parent_and_start(pid)[1]
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="tree-memory")
 

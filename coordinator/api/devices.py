@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
@@ -13,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from coordinator.access import Holder
 from coordinator.api.access import EnrollerOnly, KnownDevice, ObserverOnly, TheVisit, check_admin
 from coordinator.api.bodies import ranged, read_body
-from coordinator.api.parts import TheHouse
+from coordinator.api.parts import House, TheHouse
 from coordinator.devices import Caller
 from coordinator.errors import NotAllowed
 from coordinator.metrics import counted_refusals
@@ -132,7 +134,8 @@ def _note_upload_cost(house: TheHouse, device_id: str, text: str) -> None:
 @router.get("/assignments/{assignment_id}/payload")
 def get_payload(assignment_id: str, device: KnownDevice, house: TheHouse, request: Request) -> Response:
     """The assignment's bundle; a range resumes a broken download."""
-    answer = ranged(request, house.dispatch.payload(assignment_id, device.device_id), bundle.MEDIA_TYPE)
+    packed = house.dispatch.payload(assignment_id, device.device_id)
+    answer = ranged(request, packed.body, bundle.MEDIA_TYPE, packed.sha256)
     house.metrics.traffic.labels(device.federation, "down").inc(len(answer.body))
     return answer
 
@@ -177,15 +180,25 @@ async def put_update(
     media_type = request.headers.get("content-type", "").split(";")[0].strip()
     with counted_refusals(house.metrics.refused):
         limit = await run_in_threadpool(house.acceptance.check_envelope, assignment_id, device.device_id, media_type)
-        if "content-range" in request.headers:
-            body = await house.uploads.receive(request, assignment_id, limit)
-        else:
-            body = await read_body(request, limit)
-        new = await run_in_threadpool(house.acceptance.accept_update, assignment_id, device.device_id, body)
+        async with _whole(house, request, assignment_id, limit) as (body, digest):
+            size, accept = len(body), house.acceptance.accept_update
+            new = await run_in_threadpool(accept, assignment_id, device.device_id, body, digest)
     await run_in_threadpool(house.uploads.forget, assignment_id)
     if new:
         house.metrics.accepted.labels(device.federation).inc()
-        house.metrics.traffic.labels(device.federation, "up").inc(len(body))
+        house.metrics.traffic.labels(device.federation, "up").inc(size)
         house.something_happened()
     response.status_code = 201 if new else 200
     return UpdateAccepted(new=new)
+
+
+@asynccontextmanager
+async def _whole(
+    house: House, request: Request, assignment_id: str, limit: int
+) -> AsyncIterator[tuple[bytes, str | None]]:
+    """The body of an update, and its digest where that has been made already."""
+    if "content-range" in request.headers:
+        async with house.uploads.receive(request, assignment_id, limit) as received:
+            yield received
+    else:
+        yield await read_body(request, limit), None

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 
+import anyio
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -48,16 +49,17 @@ class SlowBodies:
             if math.isnan(since):
                 since = loop.time()
             until = since + self._patience + received / self._rate
-            try:
-                message = await asyncio.wait_for(receive(), max(0.0, until - loop.time()))
-            except asyncio.TimeoutError:
+            message: Message | None = None
+            with anyio.move_on_after(max(0.0, until - loop.time())):  # asyncio's wait_for makes a task for each piece
+                message = await receive()
+            if message is None:
                 self._say(scope, received)
                 raise TooSlow(
                     408,
                     f"only {received} bytes of the body came in {loop.time() - since:.0f} s, so it was given up; send "
                     f"it again, at {self._rate} bytes/s at least",
                     {"Connection": "close", "Retry-After": "5"},
-                ) from None
+                )
             received += len(message.get("body", b""))
             whole = not message.get("more_body", False)
             return message

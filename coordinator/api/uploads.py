@@ -12,12 +12,15 @@ coordinator does not know them: there the update begins anew.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 import secrets
 import shutil
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,17 +35,24 @@ from coordinator.storage.tables import Assignment
 
 DIGEST_HEADER = "Sparrow-Update-SHA256"
 KEEP_SECONDS = 3600.0
+AT_ONCE = 4
+"""Large updates that are in memory, to be checked and stored: as many as keep cores and disk busy."""
+GATHERED_BYTES = 1024 * 1024
+"""What comes is written in parts of about so many bytes: a network hands it over in pieces of a few kB, and a thread
+and an open file for each cost more than all else that is done with an update."""
 
 
 @dataclass
 class _Part:
-    """What of one update has arrived: ``received`` bytes; ``turn`` counts the calls that went on with it."""
+    """What of one update has arrived: ``received`` bytes, and what is ``gathered`` to be written next; ``turn`` counts
+    the calls that went on with it."""
 
     digest: str
     path: Path
     touched: float
     received: int = 0
     turn: int = 0
+    gathered: deque[bytes] = field(default_factory=deque)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -52,16 +62,23 @@ class Uploads:
     def __init__(self, folder: Path, store: Store, clock: Callable[[], float]) -> None:
         self._folder, self._store, self._clock = folder / secrets.token_hex(8), store, clock
         self._parts: dict[str, _Part] = {}
+        self._few = asyncio.Semaphore(AT_ONCE)
         if store.is_first:
             shutil.rmtree(folder, ignore_errors=True)
 
     def received(self, assignment_id: str, digest: str) -> int:
         """The bytes of this update that are here."""
         part = self._parts.get(assignment_id)
-        return part.received if part is not None and part.digest == digest else 0
+        if part is None or part.digest != digest:
+            return 0
+        self._write(part)
+        return part.received
 
-    async def receive(self, request: Request, assignment_id: str, limit: int) -> bytes:
-        """The whole update, once this call has brought what was missing.
+    @asynccontextmanager
+    async def receive(self, request: Request, assignment_id: str, limit: int) -> AsyncIterator[tuple[bytes, str]]:
+        """The whole update and its digest, once this call has brought what was missing.
+
+        Few at a time are in memory, from ``with`` to its end; who waits has sent everything already.
 
         Raises WrongRange where it does not begin where the last one broke, or the digest is another; LengthRequired,
         TooLarge, BadContent.
@@ -79,38 +96,55 @@ class Uploads:
         if last != total - 1:
             raise WrongRange("the range must go to the update's end")
         part, turn = self._take(assignment_id, digest, first)
+        unwritten = 0
         try:
             async for piece in request.stream():
-                await run_in_threadpool(self._append, part, turn, piece)
+                if part.turn != turn:
+                    continue  # another call goes on with it
+                part.gathered.append(piece)
+                unwritten += len(piece)
+                if unwritten >= GATHERED_BYTES:
+                    unwritten = 0
+                    await run_in_threadpool(self._write, part)
         except ClientDisconnect:
             raise BadContent("the connection broke before the whole body had come; send the rest") from None
-        body = await run_in_threadpool(part.path.read_bytes)
-        if len(body) != total or hashlib.sha256(body).hexdigest() != digest:
-            self.forget(assignment_id)
-            raise WrongRange("the update's digest is another than was said; send it again from its first byte")
-        return body
+        finally:
+            self._write(part)  # whatever has ended the call: what has come takes no memory, and need not come again
+        if part.turn != turn:
+            raise WrongRange("another call goes on with this update; ask how much of it is here")
+        async with self._few:
+            body, found = await run_in_threadpool(_read, part)
+            if len(body) != total or found != digest:
+                self.forget(assignment_id)
+                raise WrongRange("the update's digest is another than was said; send it again from its first byte")
+            yield body, digest
 
     def _take(self, assignment_id: str, digest: str, first: int) -> tuple[_Part, int]:
+        received = self.received(assignment_id, digest)
         part = self._parts.get(assignment_id)
-        if first == 0 and (part is None or part.digest != digest or part.received):
+        if first == 0 and (part is None or part.digest != digest or received):
+            received = 0
             self.forget(assignment_id)
             part = self._parts[assignment_id] = _Part(digest, self._folder / f"{assignment_id}.part", self._clock())
             with self._store.troubles.of_blobs():
                 self._folder.mkdir(parents=True, exist_ok=True)
                 part.path.write_bytes(b"")
-        received = 0 if part is None or part.digest != digest else part.received
         if part is None or received != first:
             raise WrongRange(f"{received} bytes of this update are here; go on with the next")
         with part.lock:
             part.turn += 1
             return part, part.turn
 
-    def _append(self, part: _Part, turn: int, piece: bytes) -> None:
-        if not piece:
-            return
-        with part.lock, self._store.troubles.of_blobs(len(piece)):
-            if part.turn != turn:
-                return  # another call goes on with it
+    def _write(self, part: _Part) -> None:
+        """Bring what has been gathered to the file."""
+        with part.lock:
+            # Nobody but this takes from it, and what comes meanwhile goes to its end.
+            piece = b"".join([part.gathered.popleft() for _ in range(len(part.gathered))])
+            if piece:
+                self._append(part, piece)
+
+    def _append(self, part: _Part, piece: bytes) -> None:
+        with self._store.troubles.of_blobs(len(piece)):
             with part.path.open("r+b") as file:
                 file.seek(part.received)  # less what a full disk has cut off
                 file.write(piece)
@@ -124,6 +158,7 @@ class Uploads:
         if part is not None:
             with part.lock:
                 part.turn += 1
+                part.gathered.clear()
                 part.path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
@@ -136,3 +171,8 @@ class Uploads:
         for assignment_id, part in list(self._parts.items()):
             if assignment_id not in still or self._clock() - part.touched > KEEP_SECONDS:
                 self.forget(assignment_id)
+
+
+def _read(part: _Part) -> tuple[bytes, str]:
+    body = part.path.read_bytes()
+    return body, hashlib.sha256(body).hexdigest()

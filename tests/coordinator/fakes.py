@@ -81,7 +81,7 @@ class FakeDevice:
         return self.house.dispatch.next_assignment(self.id).assignment
 
     def payload(self, assignment):
-        return self.house.dispatch.payload(assignment.assignment_id, self.id)
+        return self.house.dispatch.payload(assignment.assignment_id, self.id).body
 
     def send(self, assignment, body):
         return self.house.acceptance.accept_update(assignment.assignment_id, self.id, body)

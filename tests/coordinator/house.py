@@ -82,7 +82,7 @@ class Wire:
             return self.house.dispatch.next_assignment(self.device, mask, model).assignment, 1.0
 
     def payload(self, assignment_id, payload):
-        body = self.house.dispatch.payload(assignment_id, self.device)
+        body = self.house.dispatch.payload(assignment_id, self.device).body
         assert hashlib.sha256(body).hexdigest() == payload.sha256
         self.traffic.down += len(body)
         self.received.append(body)

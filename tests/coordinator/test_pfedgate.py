@@ -491,7 +491,7 @@ def test_an_open_assignment_is_cut_for_what_the_device_says_it_holds_now(house):
     whole = house.dispatch.next_assignment(device_id, None, None).assignment
     assert part.assignment_id == whole.assignment_id
     assert part.payload.bytes < whole.payload.bytes
-    assert len(house.dispatch.payload(whole.assignment_id, device_id)) == whole.payload.bytes
+    assert len(house.dispatch.payload(whole.assignment_id, device_id).body) == whole.payload.bytes
     again = house.dispatch.next_assignment(device_id, None, digest).assignment
     assert again.payload == part.payload
     with house.store.reading() as db:

@@ -1,0 +1,12 @@
+"""The coordinator against Flower's servers, with clients that do not train: ``python -m benchmarks.coordinator``.
+
+    contest     what is compared: models, cohorts, and what a measurement is
+    sparrow     this project's coordinator; ``client`` is its device
+    flower      Flower's deployment engine: SuperLink, SuperNodes, ``flwr run`` of ``flower_app``
+    grpc        Flower's old gRPC API: ``grpc_server`` and ``grpc_client``
+    processes   processor seconds, memory and bytes of each side's processes, seen from outside
+    memory      peak memory of the coordinator with ten and with a thousand updates in a round
+    page        ratios, and docs/results/coordinator.md
+
+``client``, ``grpc_*`` and ``flower_app`` run in processes of their own and import no torch.
+"""

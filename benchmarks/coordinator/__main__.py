@@ -1,0 +1,105 @@
+"""``python -m benchmarks.coordinator [--quick]``: all of it; ``--page`` makes the page from rows that are there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.coordinator import flower, grpc, memory, sparrow
+from benchmarks.coordinator.contest import Contest, Row
+from benchmarks.coordinator.models import LARGE, SMALL, model_of
+from benchmarks.coordinator.page import page
+
+RESULTS = Path("docs/results")
+ROUNDS = {
+    "sparrow": {SMALL: (3, 50), LARGE: (2, 8)},
+    "sparrow 0.2": {LARGE: (2, 8)},
+    "flower": {SMALL: (1, 1), LARGE: (1, 1)},
+    "grpc": {SMALL: (3, 50), LARGE: (2, 8)},
+}
+"""By engine and model: rounds that are not measured, and those that are. Flower's deployment takes long for one."""
+TURNS = ((4, 10, 20), (10,), (10,))
+"""Clients of each turn: the cohort in the middle is repeated."""
+QUICK = ((4,),)
+UPDATES = (10, 1000)
+QUICK_UPDATES = (10, 50)
+
+
+def measure(turns: Sequence[Sequence[int]], folder: Path, bar: tqdm[Any]) -> list[Row]:
+    """Every engine in turn, with each number of clients."""
+    rows: list[Row] = []
+    for turn, cohorts in enumerate(turns):
+        for clients in cohorts:
+            for engine, models in ROUNDS.items():
+                bar.set_description(f"{engine}, {clients} clients")
+                contests = [Contest(model_of(model), clients, *rounds) for model, rounds in models.items()]
+                groups = [contests] if engine == "flower" else [[contest] for contest in contests]
+                for group in groups:
+                    with tempfile.TemporaryDirectory(dir=folder) as work:
+                        made = _run(engine, group, Path(work))
+                    rows += [{"kind": "rounds", "turn": turn, **row} for row in made]
+                    bar.update(len(group))
+    return rows
+
+
+def _run(engine: str, contests: Sequence[Contest], folder: Path) -> list[Row]:
+    if engine == "flower":
+        return flower.run(contests, folder)
+    return [
+        grpc.run(contest, folder) if engine == "grpc" else sparrow.run(engine, contest, folder) for contest in contests
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, keep the rows, write the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.coordinator", description="The coordinator and Flower.")
+    parser.add_argument(
+        "--quick", action="store_true", help="4 clients, one turn, 50 updates for memory; keeps nothing"
+    )
+    parser.add_argument("--page", action="store_true", help="only write the page, from the rows that are there")
+    parser.add_argument(
+        "--note", default="", help="what a reader must know of this run, such as that others ran beside"
+    )
+    parser.add_argument("--folder", type=Path, default=Path("runs/coordinator"), help="on a disk that is one: fsync")
+    options = parser.parse_args(arguments)
+    file = RESULTS / "coordinator.jsonl"
+    if options.page:
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+    else:
+        begin = time.monotonic()
+        rows = _all(QUICK if options.quick else TURNS, QUICK_UPDATES if options.quick else UPDATES, options.folder)
+        rows.append({"kind": "run", "seconds": time.monotonic() - begin, "quick": options.quick, "note": options.note})
+        if not options.quick:
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = page(rows)
+    if not options.quick:
+        (RESULTS / "coordinator.md").write_text(text)
+    print(text)
+    return 0
+
+
+def _all(turns: Sequence[Sequence[int]], updates: Sequence[int], folder: Path) -> list[Row]:
+    flower.check_installed()
+    folder.mkdir(parents=True, exist_ok=True)
+    contests = sum(len(models) for models in ROUNDS.values()) * sum(len(cohorts) for cohorts in turns)
+    with tqdm(total=contests, unit="measurement") as bar:
+        rows = measure(turns, folder, bar)
+    with tqdm(total=sum(updates), unit="update", desc="memory") as bar:
+        for count in updates:
+            work = Path(tempfile.mkdtemp(dir=folder))
+            rows.append(memory.run(count, work, bar.update))
+            shutil.rmtree(work)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""A device that speaks the whole contract and does not train: every value that it holds a little larger each round.
+
+``python -m benchmarks.coordinator.client SERVER FEDERATION NUMBER [--marks FILE]``. It enrols, asks, downloads,
+decodes, changes, encodes and sends with the SDK's own transport and protocol, numpy alone. With ``--marks`` it writes a
+line whenever work of another round comes, which is when the one before has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from edge_sdk.errors import FederationOver
+from edge_sdk.protocol import bundle
+from edge_sdk.protocol.elements import ElementMask
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.messages import Assignment, Enrol, Kind, UpdateReport
+from edge_sdk.protocol.neurons import mask_digest
+from edge_sdk.transport import Transport, connect
+
+WAIT_SECONDS = 30.0
+EXAMPLES = 100
+
+
+class Device:
+    """One device of a federation, enrolled when it is made."""
+
+    def __init__(self, transport: Transport, federation: str, manifest: Manifest, number: int) -> None:
+        self._transport, self._federation, self._manifest = transport, federation, manifest
+        self._step = np.float32(1e-3 * (1 + number))
+        self._mask: ElementMask | None = None
+        self._digest: str | None = None
+        request = Enrol(name=f"device-{number}", enrolment_key=secrets.token_hex(32), num_examples=EXAMPLES)
+        transport.token = None
+        self._token = transport.enrol(federation, request).token
+
+    def ask(self, wait_seconds: float) -> Assignment | None:
+        """Work, when there is some. Raises FederationOver."""
+        self._transport.token = self._token
+        assignment, pause = self._transport.assignment(self._federation, wait_seconds, None, self._digest)
+        if assignment is None:
+            time.sleep(pause)
+        return assignment
+
+    def work(self, assignment: Assignment) -> None:
+        """Download, change, upload."""
+        self._transport.token = self._token
+        assert assignment.payload is not None, "training starts from what the coordinator sends"
+        body = self._transport.payload(assignment.assignment_id, assignment.payload)
+        received = bundle.decode(body, self._manifest, self._mask)
+        if isinstance(received.mask, ElementMask) and received.mask is not self._mask:
+            self._mask, self._digest = received.mask, mask_digest(self._manifest, received.mask)
+        report = UpdateReport(num_examples=EXAMPLES, steps=1, train_loss=1.0)
+        update = bundle.encode(
+            self._manifest,
+            received.values + self._step,
+            received.mask,
+            draw=received.draw,
+            report=report.model_dump_json(exclude_defaults=True),
+            known=self._mask,
+        )
+        self._transport.update(assignment.assignment_id, update, bundle.MEDIA_TYPE)
+
+
+def take_part(transport: Transport, federation: str, number: int, marks: Path | None) -> None:
+    """Work until the federation has no more training for this device."""
+    device = Device(transport, federation, transport.manifest(federation), number)
+    while True:
+        try:
+            assignment = device.ask(WAIT_SECONDS)
+        except FederationOver:
+            return
+        if assignment is None:
+            continue
+        if marks is not None and assignment.round > 1:
+            with marks.open("a") as file:
+                file.write(f"{time.time()}\n")
+        if assignment.kind is not Kind.train:
+            return
+        device.work(assignment)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """One device, until there is no more to do."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.coordinator.client")
+    parser.add_argument("server")
+    parser.add_argument("federation")
+    parser.add_argument("number", type=int)
+    parser.add_argument("--marks", type=Path)
+    options = parser.parse_args(arguments)
+    with connect(options.server) as client:
+        take_part(Transport(client), options.federation, options.number, options.marks)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""What is compared: one engine, one model, a number of clients who all take part in every round, a number of rounds.
+
+Whoever sees a round end writes a line to a file of marks, the seconds first. What lies between the mark after the first
+rounds and the last mark is measured: first rounds start things up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.coordinator.processes import Side, Wire
+from benchmarks.peers.memory import PROC, TreeMemory
+from benchmarks.server import machine
+
+Row = dict[str, Any]
+LOOK_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model by its name here. shapes: of the arrays that travel; parameters: of those, what is trained."""
+
+    name: str
+    parameters: int
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """``first`` rounds that are not measured, then ``rounds`` that are."""
+
+    model: Model
+    clients: int
+    first: int
+    rounds: int
+
+    @property
+    def all_rounds(self) -> int:
+        """Rounds until the last mark."""
+        return self.first + self.rounds
+
+
+class Marks:
+    """The ends of rounds, from a file to which somebody adds a line for each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def wait(self, count: int, check: Callable[[], None], seconds: float) -> list[float]:
+        """The marks, when there are ``count``. ``check`` raises where there will not be; SystemExit past them."""
+        end = time.monotonic() + seconds
+        while True:
+            # Whole lines only: the last may be in the middle of being written.
+            lines = self.path.read_text().split("\n")[:-1] if self.path.exists() else []
+            if len(lines) >= count:
+                return [float(line.split()[0]) for line in lines]
+            check()
+            if time.monotonic() > end:
+                raise SystemExit(
+                    f"{len(lines)} of {count} rounds in {seconds:g} s; look into the logs beside {self.path}"
+                )
+            time.sleep(LOOK_SECONDS)
+
+
+@dataclass(frozen=True)
+class _Look:
+    server_seconds: float
+    client_seconds: float
+    wire: tuple[int, int]
+
+
+def measure(
+    contest: Contest, server: Side, clients: Side, wire: Wire, marks: Marks, memory: TreeMemory, *, timeout: float = 300
+) -> Row:
+    """One measurement, of a contest whose processes are started; its engine adds its name.
+
+    memory: the server's, watched since before the first round.
+    """
+
+    def check() -> None:
+        server.check()
+        clients.check()
+
+    def look() -> _Look:
+        return _Look(server.processor_seconds(), clients.processor_seconds(), wire.bytes())
+
+    marks.wait(contest.first, check, timeout)
+    before = look()
+    ends = marks.wait(contest.all_rounds, check, timeout)
+    after = look()
+    memory.sample()
+    seconds = ends[contest.all_rounds - 1] - ends[contest.first - 1]
+    updates = contest.rounds * contest.clients
+    down, up = (late - early for late, early in zip(after.wire, before.wire, strict=True))
+    return {
+        "model": contest.model.name,
+        "parameters": contest.model.parameters,
+        "clients": contest.clients,
+        "rounds": contest.rounds,
+        "seconds_per_round": seconds / contest.rounds,
+        "updates_per_second": updates / seconds,
+        "server_seconds_per_update": (after.server_seconds - before.server_seconds) / updates,
+        "client_seconds_per_round": (after.client_seconds - before.client_seconds) / contest.rounds,
+        "bytes_down_per_update": down / updates,
+        "bytes_up_per_update": up / updates,
+        "server_memory": {**memory.peak.bytes, "processes": memory.peak.processes},
+        "server_peak_rss": sum(peak_rss(pid) for pid in memory.processes()),
+        "machine": machine(),
+        "load": os.getloadavg()[0],
+    }
+
+
+def peak_rss(pid: int) -> int:
+    """The most resident memory that this process has had, bytes, by the kernel's own count; 0 where it is gone."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"VmHWM:\s+(\d+) kB", (PROC / str(pid) / "status").read_text())
+        return int(found[1]) * 1024 if found else 0
+    return 0

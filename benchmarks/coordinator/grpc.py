@@ -1,0 +1,37 @@
+"""Flower's old gRPC API, ``start_server`` and ``start_client``: deprecated, and the leanest that Flower has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.coordinator.contest import Contest, Marks, Row, measure
+from benchmarks.coordinator.flower import check_installed, environment
+from benchmarks.coordinator.processes import Side, Wire
+from benchmarks.peers.install import PYTHON, ROOT
+from benchmarks.server import free_port
+
+
+def run(contest: Contest, folder: Path) -> Row:
+    """One measurement."""
+    check_installed()
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    marks = Marks(folder / "marks")
+    module = [str(PYTHON), "-m"]
+    with Side(folder, environment(folder)) as server, Side(folder, environment(folder)) as clients:
+        server.start(
+            "server",
+            [
+                *(*module, "benchmarks.coordinator.grpc_server", address, str(contest.clients)),
+                # One more than is measured: the clients leave when the last has ended.
+                *(str(contest.all_rounds + 1), json.dumps(contest.model.shapes), str(marks.path)),
+            ],
+            cwd=ROOT,
+        )
+        with server.watch() as memory:
+            for number in range(contest.clients):
+                command = [*module, "benchmarks.coordinator.grpc_client", address, str(number)]
+                clients.start(f"client-{number}", command, cwd=ROOT)
+            row = measure(contest, server, clients, Wire(port), marks, memory)
+    return {"engine": "grpc", **row}

@@ -1,0 +1,74 @@
+"""Peak memory of the coordinator by the number of updates in a round: one process plays all devices, a few at a time.
+
+Each count has a coordinator of its own, whose peak is the kernel's count of its resident memory when the round has
+closed. All updates of a round lie in the data folder until then: a thousand dense ones of the large model take 9 GB.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks import server as ours
+from benchmarks.coordinator.client import Device
+from benchmarks.coordinator.contest import Row, peak_rss
+from benchmarks.coordinator.models import LARGE, model_of, task_of
+from benchmarks.coordinator.processes import Side
+from benchmarks.coordinator.sparrow import ALWAYS, SETTINGS
+from benchmarks.server import free_port, machine
+from edge_sdk.errors import FederationOver
+from edge_sdk.publish import publish
+from edge_sdk.transport import Transport, connect
+
+AT_ONCE = 4
+"""Devices that talk to the coordinator at the same time."""
+
+
+def run(updates: int, folder: Path, note: Callable[[], object]) -> Row:
+    """One round of so many dense updates of the large model. ``note`` is called after each."""
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    with Side(folder, ours.environment(folder)) as server:
+        process = server.start("coordinator", ours.command(port))
+        ours.wait_until_healthy(address, process, folder / "coordinator.log")
+        settings = {**ALWAYS, **SETTINGS["sparrow"], "rounds": 1, "deadline_seconds": 3600.0}
+        publish(address, "contest", task_of(LARGE), **settings, cohort=updates, min_devices=updates)
+        begin = time.monotonic()
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            shares = [range(first, updates, AT_ONCE) for first in range(AT_ONCE)]
+            groups = list(pool.map(lambda share: _enrol(address, share), shares))
+            list(pool.map(lambda group: _work(group, note), groups))
+        with connect(address) as client:
+            closed = Transport(client).federation("contest").round
+        peak = peak_rss(process.pid)
+    if closed != 1:
+        raise SystemExit(f"the round of {updates} updates did not close; look into {folder}/coordinator.log")
+    return {
+        "engine": "sparrow",
+        "kind": "memory",
+        "model": LARGE,
+        "parameters": model_of(LARGE).parameters,
+        "updates": updates,
+        "server_peak_rss": peak,
+        "seconds": time.monotonic() - begin,
+        "machine": machine(),
+    }
+
+
+def _enrol(address: str, numbers: range) -> list[Device]:
+    transport = Transport(connect(address))
+    manifest = transport.manifest("contest")
+    return [Device(transport, "contest", manifest, number) for number in numbers]
+
+
+def _work(devices: list[Device], note: Callable[[], object]) -> None:
+    for device in devices:
+        try:
+            while (assignment := device.ask(10.0)) is None:
+                pass
+        except FederationOver:
+            raise SystemExit("the federation ended before its round") from None
+        device.work(assignment)
+        note()

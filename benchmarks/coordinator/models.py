@@ -1,0 +1,36 @@
+"""The two models of the contest: MNIST's small network, and the one of ``benchmarks.aggregation``."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.aggregation import network
+from benchmarks.coordinator.contest import Model
+from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.tasks import Task
+from edge_sdk.tracing import describe
+
+SMALL, LARGE = "small", "large"
+
+
+@functools.cache
+def task_of(name: str) -> Task | str:
+    """What is published: the name of the built-in task, or a task around the network."""
+    if name == SMALL:
+        return "mnist"
+    batch = torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.long)
+    return Task("contest", network(), F.cross_entropy, [batch], [batch])
+
+
+@functools.cache
+def model_of(name: str) -> Model:
+    """The model of this name."""
+    task = task_of(name)
+    if isinstance(task, str):
+        manifest = load_builtin(task).manifest
+    else:
+        manifest = describe(task.model, torch.zeros(2, 3, 32, 32), task=task.name)
+    return Model(name, manifest.trainable_values, tuple(tuple(spec.shape) for spec in manifest.shared))

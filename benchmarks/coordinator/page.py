@@ -1,0 +1,201 @@
+"""Rows as the page docs/results/coordinator.md: medians over turns, ratios within a turn, beside what was asked."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.coordinator.contest import Row
+from benchmarks.markdown import markdown_table
+
+ENGINES = {
+    "sparrow": "sparrow, dense",
+    "sparrow 0.2": "sparrow, density 0.2",
+    "flower": "Flower, deployment engine",
+    "grpc": "Flower, old gRPC API",
+}
+MB = 1e6
+
+
+def _memory(row: Row) -> float:
+    return float(row["server_memory"]["pss"])
+
+
+def _figure(key: str) -> Callable[[Row], float]:
+    return lambda row: float(row[key])
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A line of what is asked: of ``figure``, ours over theirs, at most ``most``; ``model`` None is every model.
+
+    upside_down: it is asked and told how many times smaller ours is.
+    """
+
+    what: str
+    ours: str
+    theirs: str
+    model: str | None
+    figure: Callable[[Row], float]
+    most: float
+    upside_down: bool = False
+
+    def ratio(self, ours: Row, theirs: Row) -> float:
+        """Ours over theirs. Infinity where theirs is too small to be measured."""
+        divisor = self.figure(theirs)
+        return self.figure(ours) / divisor if divisor else float("inf")
+
+    def show(self, ratio: float) -> str:
+        """The ratio as it is told."""
+        return f"{1 / ratio:.1f} times" if self.upside_down else f"{ratio:.3g}"
+
+    @property
+    def wanted(self) -> str:
+        """What is asked of it."""
+        return f"at least {1 / self.most:.0f} times" if self.upside_down else f"at most {self.most:g}"
+
+
+ASKED = (
+    Asked("a round is shorter", "sparrow", "flower", "small", _figure("seconds_per_round"), 1 / 50, True),
+    Asked("a round is shorter", "sparrow", "flower", "large", _figure("seconds_per_round"), 1 / 15, True),
+    Asked("server CPU per update", "sparrow", "flower", None, _figure("server_seconds_per_update"), 0.15),
+    Asked("client CPU per round", "sparrow", "flower", None, _figure("client_seconds_per_round"), 0.05),
+    Asked("server memory", "sparrow", "flower", None, _memory, 0.2),
+    Asked("server CPU per update", "sparrow", "grpc", "large", _figure("server_seconds_per_update"), 1.0),
+    Asked("server CPU per update", "sparrow 0.2", "grpc", "large", _figure("server_seconds_per_update"), 0.25),
+    Asked("server memory", "sparrow", "grpc", "large", _memory, 0.1),
+)
+GROWTH = 0.10
+"""By how much peak memory with the most updates may exceed that with the fewest."""
+
+ABOUT = """# The coordinator against Flower's servers
+
+Made by `python -m benchmarks.coordinator` (Flower apart, by `python -m benchmarks.peers.install`) from
+`coordinator.jsonl` beside this page, a line for each measurement. {machine}; {seconds}.{note}
+
+Every client takes part in every round and trains nothing: it downloads, adds a small number to every value, and
+uploads. Each is a process of its own. The engines are measured in turn: {turns}. A measurement lies between two ends of
+rounds, after rounds that start things up; Flower's deployment is measured over {flower} round of each federation, since
+one takes seconds, the others over {others}.
+
+- *sparrow, dense*: this project's coordinator as an operator starts it - SQLite and files, every update on the disk
+  before it is acknowledged - with FedAvg. *density 0.2*: FedSGC's ordinary rounds, a fifth of the weights up and down.
+- *Flower, deployment engine*: flwr 1.32.0, a SuperLink, SuperNodes, `flwr run`, its own FedAvg. State in memory, the
+  default. SuperLink and SuperNodes start a process for every app's run: that is most of what it takes.
+- *Flower, old gRPC API*: `start_server` and `start_client` of the same release, deprecated. All in memory.
+
+Processor seconds are user and system time of a side's processes, children that ended included, from `/proc`. Server
+memory is the peak of the sum of PSS over the server's processes (SuperLink with its ServerApp's), sampled four times a
+second, start-up included; the old API and sparrow have one process. Bytes are what TCP carried at the server's port,
+headers of HTTP or gRPC included. No TLS, no telemetry, one machine: clients and server share its cores, so that a round
+lasts as long as all its processor time takes on them; CPU per update is the better figure to plan with.
+
+What is not alike: sparrow and only sparrow writes to disk and checks every update's digest and values; Flower's
+federation is one of several that a SuperLink can run, and it evaluates nothing here; on one SuperLink the small model's
+federation runs before the large one's.
+"""
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The rows as Markdown."""
+    rounds = [row for row in rows if row["kind"] == "rounds"]
+    run = next((row for row in rows if row["kind"] == "run"), None)
+    parts = [_about(rounds, run), "## Figures\n", "Medians over turns.\n", _figures(rounds)]
+    parts += ["## Ratios\n", "Ours over theirs within a turn: least, **median**, greatest.\n", _asked(rounds)]
+    memory = [row for row in rows if row["kind"] == "memory"]
+    if memory:
+        parts += ["## Memory by updates in a round\n", _growth(memory)]
+    return "\n".join(parts)
+
+
+def ratios(rows: Sequence[Row], asked: Asked) -> dict[tuple[str, int], list[float]]:
+    """Ours over theirs by model and number of clients, one for each turn that has both."""
+    found: dict[tuple[str, int], list[float]] = {}
+    by = {(row["engine"], row["model"], row["clients"], row["turn"]): row for row in rows}
+    for (engine, model, clients, turn), ours in by.items():
+        theirs = by.get((asked.theirs, model, clients, turn))
+        if engine == asked.ours and theirs is not None and asked.model in (None, model):
+            found.setdefault((model, clients), []).append(asked.ratio(ours, theirs))
+    return found
+
+
+def growth(rows: Sequence[Row]) -> float:
+    """By which share peak memory with the most updates exceeds that with the fewest."""
+    fewest, most = (find(rows, key=lambda row: row["updates"]) for find in (min, max))
+    return float(most["server_peak_rss"] / fewest["server_peak_rss"] - 1)
+
+
+def _about(rounds: Sequence[Row], run: Row | None) -> str:
+    turns = [
+        f"{len(turns)} {'turn' if len(turns) == 1 else 'turns'} with {clients} clients"
+        for clients in sorted({row["clients"] for row in rounds})
+        if (turns := {row["turn"] for row in rounds if row["clients"] == clients})
+    ]
+    others = sorted({row["rounds"] for row in rounds if row["engine"] != "flower"})
+    return ABOUT.format(
+        machine=rounds[0]["machine"],
+        seconds=f"{run['seconds'] / 60:.0f} minutes" if run else "time not noted",
+        note=f" **{run['note']}**" if run and run["note"] else "",
+        turns=", ".join(turns),
+        flower=" or ".join(str(count) for count in sorted({r["rounds"] for r in rounds if r["engine"] == "flower"})),
+        others=" or ".join(str(count) for count in others),
+    )
+
+
+def _figures(rows: Sequence[Row]) -> str:
+    head = ["model", "clients", "", "round, s", "updates/s", "server CPU, ms/update", "client CPU, s/round"]
+    head += ["server memory, MB", "down, kB/update", "up, kB/update"]
+    lines = []
+    for model, clients in sorted(
+        {(row["model"], row["clients"]) for row in rows}, key=lambda cell: (cell[0] != "small", cell)
+    ):
+        for engine, name in ENGINES.items():
+            mine = [r for r in rows if (r["engine"], r["model"], r["clients"]) == (engine, model, clients)]
+            if mine:
+                figures = [
+                    f"{_median(mine, _figure('seconds_per_round')):.3g}",
+                    f"{_median(mine, _figure('updates_per_second')):.3g}",
+                    f"{1000 * _median(mine, _figure('server_seconds_per_update')):.3g}",
+                    f"{_median(mine, _figure('client_seconds_per_round')):.3g}",
+                    f"{_median(mine, _memory) / MB:.0f}",
+                    f"{_median(mine, _figure('bytes_down_per_update')) / 1000:.0f}",
+                    f"{_median(mine, _figure('bytes_up_per_update')) / 1000:.0f}",
+                ]
+                lines.append([f"{mine[0]['parameters']:,}", str(clients), name, *figures])
+    return markdown_table(head, lines)
+
+
+def _asked(rows: Sequence[Row]) -> str:
+    lines = []
+    for asked in ASKED:
+        for (model, clients), found in sorted(
+            ratios(rows, asked).items(), key=lambda item: (item[0][0] != "small", item[0])
+        ):
+            middle = statistics.median(found)
+            ends = sorted(found, reverse=asked.upside_down)
+            least, greatest = asked.show(ends[0]), asked.show(ends[-1])
+            shown = f"{least}, **{asked.show(middle)}**, {greatest}" if len(found) > 1 else f"**{asked.show(middle)}**"
+            against = f"{ENGINES[asked.ours]} against {ENGINES[asked.theirs]}"
+            met = "yes" if middle <= asked.most else "no"
+            lines.append([against, asked.what, f"{model}, {clients} clients", shown, asked.wanted, met])
+    return markdown_table(["", "", "", "found", "asked", "met"], lines)
+
+
+def _growth(rows: Sequence[Row]) -> str:
+    model = f"{rows[0]['parameters']:,}"
+    ordered = sorted(rows, key=lambda row: row["updates"])
+    table = markdown_table(
+        ["updates in a round", "peak RSS of the coordinator, MB", "seconds"],
+        [[f"{row['updates']:,}", f"{row['server_peak_rss'] / MB:.0f}", f"{row['seconds']:.0f}"] for row in ordered],
+    )
+    grown = growth(rows)
+    return (
+        f"Dense updates of {model} parameters, by the kernel's count of the coordinator process (VmHWM).\n\n{table}\n"
+        f"With {ordered[-1]['updates']:,} updates it is {100 * grown:.1f} % more than with {ordered[0]['updates']:,}; "
+        f"less than {100 * GROWTH:.0f} % is asked: {'met' if grown < GROWTH else 'not met'}.\n"
+    )
+
+
+def _median(rows: Sequence[Row], figure: Callable[[Row], float]) -> float:
+    return float(statistics.median(figure(row) for row in rows))
