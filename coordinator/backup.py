@@ -27,8 +27,9 @@ from typing import Any
 from sqlalchemy import Connection, create_engine, make_url, select, text
 from sqlalchemy.orm import Session
 
+from coordinator.leftovers import update_key
 from coordinator.models import model_key
-from coordinator.rounds import BUNDLE_KINDS, update_key
+from coordinator.rounds import BUNDLE_KINDS
 from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs, FolderBlobs, flush_folder
 from coordinator.storage.database import connect

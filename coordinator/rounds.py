@@ -54,6 +54,7 @@ from coordinator.errors import (
     WrongMediaType,
 )
 from coordinator.intake import Intake, Update, sums_of
+from coordinator.leftovers import clear, drop_unneeded, update_key
 from coordinator.logs import about
 from coordinator.methods import GlobalModel, Situation, Work, load_method
 from coordinator.models import Models, job_of, settings_of
@@ -364,7 +365,16 @@ class Rounds:
                 touch(db, federation.id, assignment.round)
             return True
 
-        return self._store.record(write_down, keys)
+        try:
+            new = self._store.record(write_down, keys)
+        except (DifferentUpdate, RoundClosed):
+            for key in keys:
+                drop_unneeded(self._store, federation.id, key)
+            raise
+        if not new:
+            for key in keys:
+                drop_unneeded(self._store, federation.id, key)
+        return new
 
     @staticmethod
     def _settled(assignment: Assignment, digest: str) -> bool:
@@ -676,20 +686,6 @@ class Rounds:
             interval = settings_of(federation).evaluation_interval
             if federation.status == "running" and interval and number // interval > before // interval:
                 self._ask_for_evaluation(db, federation, now)
-            in_use = {federation.model_version} | set(
-                db.scalars(
-                    select(Assignment.model_version).where(
-                        Assignment.federation_id == federation.id, Assignment.status == "open"
-                    )
-                )
-            )
-            known = select(Device.mask).where(
-                Device.federation_id == federation.id, Device.mask.is_not(None), Device.status != "revoked"
-            )
-            masks = {digest for digest in db.scalars(known) if digest}
-        current_mask = self._models.model(federation, federation.model_version).mask
-        if current_mask is not None:
-            masks.add(current_mask.digest)
         del self._folding[federation.id]
         log.info(
             "%s: round %s closes, %s updates in its model",
@@ -698,9 +694,7 @@ class Rounds:
         )
         self._on_closed(federation.name, now - current.opened_at, len(notes.get("left_out", {})))
         # Only now, with the new model in the records, may what it was made from go.
-        self._models.forget(federation.id, in_use, masks)
-        for key in self._store.blobs.keys(_update_folder(federation.id)):
-            self._store.blobs.delete(key)
+        clear(self._store, self._models, federation.id)
 
     @staticmethod
     def _withdraw(db: Session, current: Round) -> None:
@@ -962,12 +956,3 @@ def why_over(db: Session, federation: Federation) -> str | None:
 def touch(db: Session, federation_id: int, number: int) -> None:
     """A fact about a round has come: its cached record is stale."""
     db.execute(update(Round).where(Round.federation_id == federation_id, Round.number == number).values(stale=True))
-
-
-def _update_folder(federation_id: int) -> str:
-    return f"{federation_id}/updates"
-
-
-def update_key(federation_id: int, assignment_id: str, digest: str) -> str:
-    """Named by its content too: of two bodies that race for one assignment, the one recorded is the one folded."""
-    return f"{_update_folder(federation_id)}/{assignment_id}.{digest}"

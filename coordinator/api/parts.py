@@ -19,6 +19,7 @@ from coordinator.api.uploads import Uploads
 from coordinator.devices import Devices
 from coordinator.errors import Unavailable
 from coordinator.federations import Federations
+from coordinator.leftovers import clear_all
 from coordinator.limits import RateLimit
 from coordinator.metrics import Metrics
 from coordinator.models import Models, Retention
@@ -101,6 +102,7 @@ class House:
             )
         if self.store.is_first:
             await run_in_threadpool(self.rounds.resume_after_restart)
+            await run_in_threadpool(clear_all, self.store, self.models)
         await run_in_threadpool(self.store.settled)
         if self.store.sharing is not None:
             self.store.sharing.listen(self._hear)
