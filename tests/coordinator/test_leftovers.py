@@ -9,7 +9,7 @@ from coordinator.leftovers import clear_all, update_key
 from coordinator.models import Models
 from coordinator.storage.blobs import FolderBlobs
 
-from .test_rounds import DIGITS, House, answer, play  # noqa: F401
+from .test_rounds import DIGITS, House, answer  # noqa: F401
 
 TRAINING = {"rounds": 1, "min_devices": 2, "evaluation_interval": 0}
 
