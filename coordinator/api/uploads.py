@@ -84,7 +84,7 @@ class Uploads:
                 await run_in_threadpool(self._append, part, turn, piece)
         except ClientDisconnect:
             raise BadContent("the connection broke before the whole body had come; send the rest") from None
-        body = await run_in_threadpool(part.path.read_bytes)
+        body = await run_in_threadpool(self._read, part, turn)
         if len(body) != total or hashlib.sha256(body).hexdigest() != digest:
             self.forget(assignment_id)
             raise WrongRange("the update's digest is another than was said; send it again from its first byte")
@@ -117,6 +117,12 @@ class Uploads:
                 file.truncate()
             part.received += len(piece)
             part.touched = self._clock()
+
+    def _read(self, part: _Part, turn: int) -> bytes:
+        with part.lock, self._store.troubles.of_blobs():
+            if part.turn != turn:
+                raise WrongRange("another call goes on with this update, or has brought it; ask how much is here")
+            return part.path.read_bytes()
 
     def forget(self, assignment_id: str) -> None:
         """Remove what has arrived of an assignment's update, if anything."""
