@@ -128,8 +128,9 @@ class Repeating(httpx.BaseTransport):
         return answer
 
 
-def test_a_call_for_a_new_token_that_comes_twice_locks_nobody_out(start, folder):
-    client = start(device_token_rotation_days=ALWAYS)
+@pytest.mark.parametrize("tokens", [TOKENS, dict.fromkeys(TOKENS)])
+def test_a_call_for_a_new_token_that_comes_twice_locks_nobody_out(start, folder, tokens):
+    client = start(device_token_rotation_days=ALWAYS, **tokens)
     with httpx.Client(transport=Repeating(client), base_url=inprocess.ADDRESS) as repeating:
         device = session(repeating, folder)
         before = folder.known_identity()
