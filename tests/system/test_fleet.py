@@ -27,6 +27,7 @@ from edge_sdk.tasks import load_task
 from edge_sdk.tasks.loading import DataError
 
 from .conftest import LOGS, Coordinator, Machine, environment, wait_until
+from .proxy import Exchange, Fault, Proxy, Trouble
 
 NAME = "fleet"
 DEVICES = 6
@@ -230,6 +231,31 @@ def test_a_fleet_after_the_end_has_nothing_to_do(coordinator, tmp_path):
     again = run_fleet(coordinator.url, PLAN, processes=1, state_dir=tmp_path / "fleet", quiet=True)
     assert (again.device_rounds, again.evaluations, again.adapted) == (0, 0, 0)
     assert again.status is FederationStatus.finished
+
+
+class LastWord(Trouble):
+    """Holds the answer to the so-manieth update until ``lost`` is set; it is lost then."""
+
+    def __init__(self, number: int) -> None:
+        self.fault = Fault("", "", "answer")
+        self._left = number
+
+    def befalls(self, exchange: Exchange) -> Fault | None:
+        self._left -= exchange.method == "PUT"
+        return self.fault if self._left == 0 and exchange.method == "PUT" else None
+
+
+def test_a_device_whose_last_answer_is_lost_sends_again_before_it_is_asked_what_is_left(coordinator, device):
+    """The federation is over, as the coordinator sees it, and the device is in a process that still works for it."""
+    coordinator.create(NAME, **SETTINGS | {"rounds": 1, "cohort": 2, "min_devices": 2, "local_steps": 1})
+    trouble = LastWord(4)  # two that train, two that judge
+    with contextlib.closing(Proxy(coordinator.port, trouble=trouble)) as proxy:
+        fleet = device.fleet(proxy.url, NAME, "--devices", "2", "--processes", "2")
+        assert trouble.fault.reached.wait(60)
+        proxy.wait_for(lambda exchange: b'"finished"' in exchange.answer and exchange.complete)
+        trouble.fault.ended.set()
+        assert fleet.wait(60) == 0, fleet.output
+    assert "2 devices, 2 device-rounds and 2 evaluations" in fleet.output
 
 
 # --- new devices, lost devices, boards -------------------------------------------------------------------------------
