@@ -72,7 +72,7 @@ class Size:
         }
 
 
-SMALL = Size(devices=20, cohort=12, rounds=2, kills=3, processes=4)
+SMALL = Size(devices=20, cohort=12, rounds=2, kills=3, processes=3)
 FULL = Size(devices=200, cohort=100, rounds=3, kills=10, processes=8)
 
 
