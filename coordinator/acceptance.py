@@ -14,6 +14,7 @@ from coordinator.aggregation import difference
 from coordinator.assignments import BUNDLE_KINDS, owned, touch, update_key
 from coordinator.buffer import number_arrival
 from coordinator.errors import BadContent, DifferentUpdate, RoundClosed, WrongMediaType, explain
+from coordinator.leftovers import drop_unneeded
 from coordinator.methods import Situation, load_method
 from coordinator.models import Models, settings_of
 from coordinator.storage.store import Store
@@ -118,7 +119,16 @@ class Acceptance:
                 touch(db, federation.id, assignment.round)
             return True
 
-        return self._store.record(write_down, keys)
+        try:
+            new = self._store.record(write_down, keys)
+        except (DifferentUpdate, RoundClosed):
+            for key in keys:
+                drop_unneeded(self._store, federation.id, key)
+            raise
+        if not new:
+            for key in keys:
+                drop_unneeded(self._store, federation.id, key)
+        return new
 
     @staticmethod
     def _settled(assignment: Assignment, digest: str) -> bool:

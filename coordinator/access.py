@@ -11,6 +11,7 @@ up by its SHA-256: what the time of a look-up tells is about a digest of it, whi
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import secrets
@@ -43,6 +44,13 @@ MOST_REMEMBERED = 100_000
 def new_secret(kind: str) -> str:
     """A fresh secret of a kind in ``PREFIXES``."""
     return PREFIXES[kind] + secrets.token_urlsafe(32)
+
+
+def secret_after(kind: str, before: bytes, key: str) -> str:
+    """The secret of a kind that follows the one of digest ``before`` for whoever has ``key``, a secret itself: the same
+    one, however often it is asked for."""
+    made = hmac.digest(key.encode(), kind.encode() + before, "sha256")
+    return PREFIXES[kind] + base64.urlsafe_b64encode(made).rstrip(b"=").decode()
 
 
 def digest_of(secret: str) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session, undefer
 
-from coordinator.access import MOST_REMEMBERED, REMEMBER_SECONDS, digest_of, new_secret, spend
+from coordinator.access import MOST_REMEMBERED, REMEMBER_SECONDS, digest_of, new_secret, secret_after, spend
 from coordinator.assignments import touch
 from coordinator.candidates import reaches, smallest_budget
 from coordinator.errors import NameTaken, NotAuthenticated, NotFound, TokenExpired
@@ -68,14 +68,15 @@ class Devices:
         self._remembering = threading.Lock()
 
     def enrol(self, federation_name: str, request: Enrol, token_id: str | None = None) -> Enrolled:
-        """Enrol a device, or give one that lost the answer a new token.
+        """Enrol a device, or give one that lost the answer, or whose token has expired, a new token.
+
+        The old one is good until the new one is used for the first time, and asking again gives the same new one: a
+        call that comes twice, or late, takes no token from a device.
 
         token_id: the enrolment token of the records that lets it in; one use of it is counted, in the transaction that
         makes the device. Raises NameTaken, NotFound, NotAuthenticated.
         """
-        token = new_secret("device")
         key = digest_of(request.enrolment_key)
-        replaced = None
         now = self._clock()
         with self._store.writing() as db:
             federation = find(db, federation_name)
@@ -93,11 +94,14 @@ class Devices:
             if device is None:
                 if token_id is not None:
                     spend(db, token_id, now)
+                token = new_secret("device")
                 device = Device(
                     id=uuid.uuid4().hex,
                     federation_id=federation.id,
                     name=request.name,
                     enrolment_key_sha256=key,
+                    token_sha256=digest_of(token),
+                    token_issued_at=now,
                     status="active",
                     present=True,
                     holds_model=False,
@@ -105,15 +109,13 @@ class Devices:
                 )
                 db.add(device)
             else:
-                replaced = device.token_sha256
-            device.token_sha256, device.token_issued_at, device.next_token_sha256 = digest_of(token), now, None
+                token = secret_after("device", device.token_sha256, request.enrolment_key)
+                device.next_token_sha256 = digest_of(token)
             device.profile = request.profile.model_dump(mode="json")
             device.budget, device.num_examples = request.budget, request.num_examples
             device.limited_by = request.limited_by.value if request.limited_by else None
             device.seen_at = now
-            enrolled = Enrolled(device_id=device.id, token=token, notice=_notice(federation, device))
-        self._forget(replaced)
-        return enrolled
+            return Enrolled(device_id=device.id, token=token, notice=_notice(federation, device))
 
     def known_caller(self, token: str) -> Caller | None:
         """Who holds this token, where that was looked up a moment ago; reads no records."""

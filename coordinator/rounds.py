@@ -42,20 +42,19 @@ from coordinator.assignments import (
     Drawable,
     Member,
     assign,
-    assignment_of,
     cohort_of,
     devices_asked,
     drop_late_work,
     extend_deadlines,
     open_round,
     touch,
-    update_folder,
 )
 from coordinator.buffer import arrivals, count_in, working
 from coordinator.candidates import devices_of, draw, drawable, situation_of, why_over
 from coordinator.costs import UploadCosts
 from coordinator.errors import Unavailable
 from coordinator.folding import Folding
+from coordinator.leftovers import clear
 from coordinator.logs import about
 from coordinator.methods import GlobalModel, Situation, Work, load_method
 from coordinator.models import Models, settings_of
@@ -418,21 +417,6 @@ class Rounds:
             interval = settings_of(federation).evaluation_interval
             if federation.status == "running" and interval and number // interval > before // interval:
                 self._ask_for_evaluation(db, federation, now)
-            awaited = db.execute(
-                select(Assignment.id, Assignment.model_version).where(
-                    Assignment.federation_id == federation.id, Assignment.status == "open"
-                )
-            ).all()
-            waiting = arrivals(db, federation)
-            in_use = {federation.model_version, *(row[1] for row in awaited), *(each.model_version for each in waiting)}
-            updates = {*(row[0] for row in awaited), *(each.assignment_id for each in waiting)}
-            known = select(Device.mask).where(
-                Device.federation_id == federation.id, Device.mask.is_not(None), Device.status != "revoked"
-            )
-            masks = {digest for digest in db.scalars(known) if digest}
-        current_mask = self._models.model(federation, federation.model_version).mask
-        if current_mask is not None:
-            masks.add(current_mask.digest)
         del self._folding[federation.id]
         log.info(
             "%s: round %s closes, %s updates in its model",
@@ -441,10 +425,7 @@ class Rounds:
         )
         self._on_closed(federation.name, now - current.opened_at, len(notes.get("left_out", {})))
         # Only now, with the new model in the records, may what it was made from go.
-        self._models.forget(federation.id, in_use, masks)
-        for key in self._store.blobs.keys(update_folder(federation.id)):
-            if assignment_of(key) not in updates:
-                self._store.blobs.delete(key)
+        clear(self._store, self._models, federation.id)
 
     @staticmethod
     def _withdraw(db: Session, current: Round) -> None:

@@ -259,7 +259,7 @@ class _Run:
     _due: Counter[int] = field(default_factory=Counter)
     _busy: set[int] = field(default_factory=set)
     _ending: bool = False
-    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _lock: threading.Condition = field(default_factory=threading.Condition)  # over all of these; rung when a step ends
     _failed: list[BaseException] = field(default_factory=list)
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -294,6 +294,7 @@ class _Run:
                 self.result.status = listed.status
                 self.bar.set_description(f"round {listed.round + 1}" if listed.assignments else listed.status.value)
                 if listed.status in OVER and not listed.assignments:
+                    self._wait_for_steps()
                     return
                 if work is None and not self._busy:
                     # Nothing has moved and nobody is at work: whoever missed a deadline is thought away. Say otherwise.
@@ -303,6 +304,13 @@ class _Run:
         except KeyboardInterrupt:
             self._cancel()
             raise
+
+    def _wait_for_steps(self) -> None:
+        """Until nobody is in a step: a device whose last answer was lost is still sending it when all is over."""
+        with self._lock:
+            while not self._lock.wait_for(lambda: not self._busy, LOOK_SECONDS):
+                self._raise_interrupt()
+        self._raise_failure()
 
     def _hand_out(self, work: OpenWork) -> None:
         # Whoever took longest the last time goes first, so that no process is left with a long one at a round's end.
@@ -340,16 +348,18 @@ class _Run:
         return self.executor.submit(_call, what, index)
 
     def _done(self, index: int, future: Future[Any]) -> None:
-        with self._lock:
-            self._busy.discard(index)
-        if future.cancelled():
-            return
-        error = future.exception()
+        error = None if future.cancelled() else future.exception()
         if error is not None:
             self._failed.append(error)
-        else:
-            self._count(future.result())
-            self._go_on(index)
+        try:
+            if error is None and not future.cancelled():
+                self._count(future.result())
+        finally:
+            with self._lock:
+                self._busy.discard(index)
+                if error is None:
+                    self._go_on(index)
+                self._lock.notify_all()
 
     def _count(self, stepped: Stepped | None) -> None:
         if stepped is not None:

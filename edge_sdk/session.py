@@ -52,7 +52,7 @@ from edge_sdk.protocol.messages import (
 from edge_sdk.protocol.neurons import mask_digest, mask_from_file, mask_to_file
 from edge_sdk.protocol.quantization import Quantised
 from edge_sdk.rounding import round_update
-from edge_sdk.state import Pending, StateFolder, Totals
+from edge_sdk.state import Identity, Pending, StateFolder, Totals
 from edge_sdk.tasks import Task
 from edge_sdk.telemetry import Telemetry as Meter
 from edge_sdk.training.local import TrainingDiverged, count_examples, evaluate, get_tensors, set_tensors
@@ -140,7 +140,11 @@ class Session:
         self._working_on: Assignment | None = None  # stays when a step is interrupted: leave() hands it back
         self._telemetry = telemetry(transport.traffic)
         self._enrolment_token = transport.token
-        transport.token = folder.token() or transport.token
+        before = folder.known_identity()
+        if before is not None and before.token is not None:
+            transport.token = before.token
+            if before.previous is not None:
+                self._settle_token(before)
         try:
             self.info = known.info if known else transport.federation(federation)
         except TokenExpired:
@@ -234,12 +238,28 @@ class Session:
             return call()
 
     def _renew_token(self) -> None:
-        """Take a new token. It is kept before it is used, so that there is a good one on disk at any time."""
+        """Take a new token. It is kept before it is used, so that there is a good one on disk at any time; and the old
+        one until it was used: where the call came twice, on a network that is slow or repeats, only the answer to the
+        later one is good, which may be the one that was lost."""
         if self._identity.device_id is not None:
-            token = self._transport.new_token(self._identity.device_id)
-            self._identity = self._identity.model_copy(update={"token": token})
+            before, token = self._identity.token, self._transport.new_token(self._identity.device_id)
+            self._identity = self._identity.model_copy(update={"token": token, "previous": before})
             self._folder.save_identity(self._identity)
-            self._transport.token = token
+            self._identity = self._settle_token(self._identity)
+
+    def _settle_token(self, identity: Identity) -> Identity:
+        """Use a new token for the first time, or go on with the old one where it is refused."""
+        assert identity.device_id is not None, "there is no token without"
+        token = self._transport.token = identity.token
+        try:
+            self._transport.change_device(identity.device_id, ChangeDevice())
+        except Refused as refusal:
+            if refusal.status != 401:
+                raise
+            token = self._transport.token = identity.previous
+        settled = identity.model_copy(update={"token": token, "previous": None})
+        self._folder.save_identity(settled)
+        return settled
 
     def _tell(self, change: ChangeDevice) -> None:
         if self._identity.device_id is not None:

@@ -53,7 +53,8 @@ class Reference:
 
 
 class Identity(BaseModel):
-    """Who this device is to its coordinator. ``device_id`` and ``token`` come with enrolment."""
+    """Who this device is to its coordinator. ``device_id`` and ``token`` come with enrolment; ``previous`` is the token
+    of before, as long as it is not known whether the coordinator takes the new one."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -63,6 +64,7 @@ class Identity(BaseModel):
     enrolment_key: str
     device_id: str | None = None
     token: str | None = None
+    previous: str | None = None
 
 
 class Pending(BaseModel):
@@ -190,10 +192,10 @@ class StateFolder:
         """Let another process have the folder."""
         self._lock.close()
 
-    def token(self) -> str | None:
-        """The device's token, where it was enrolled before."""
+    def known_identity(self) -> Identity | None:
+        """Who this device is, where it was here before."""
         path = self.path / "identity.json"
-        return _read_identity(path).token if path.exists() else None
+        return _read_identity(path) if path.exists() else None
 
     def identity(self, federation: str, federation_uid: str, name: str) -> Identity:
         """Who this device is; made, with a fresh enrolment key, when the folder is new."""

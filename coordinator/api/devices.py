@@ -54,9 +54,14 @@ def list_devices(name: str, house: TheHouse) -> list[DeviceInfo]:
 
 
 async def _itself(device_id: str, visit: TheVisit) -> bool:
-    """Whether the device itself is calling; if not, it must be an admin. Raises NotAuthenticated."""
+    """Whether the device itself is calling; if not, it must be an admin. Raises NotAuthenticated.
+
+    A token that is nobody's is refused, also where anybody may do it: its holder thinks that it is known.
+    """
     if isinstance(visit.caller, Caller) and visit.caller.device_id == device_id:
         return True
+    if visit.failure is not None:
+        raise visit.failure
     check_admin(visit)
     return False
 

@@ -22,6 +22,7 @@ from coordinator.devices import Devices
 from coordinator.dispatch import Dispatch
 from coordinator.errors import Unavailable
 from coordinator.federations import Federations
+from coordinator.leftovers import clear_all
 from coordinator.limits import RateLimit
 from coordinator.metrics import Metrics
 from coordinator.models import Models, Retention
@@ -107,6 +108,7 @@ class House:
             )
         if self.store.is_first:
             await run_in_threadpool(self.rounds.resume_after_restart)
+            await run_in_threadpool(clear_all, self.store, self.models)
         await run_in_threadpool(self.store.settled)
         self.store.listen(self._hear)
         self._mover = asyncio.create_task(self._move())

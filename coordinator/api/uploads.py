@@ -110,10 +110,8 @@ class Uploads:
             raise BadContent("the connection broke before the whole body had come; send the rest") from None
         finally:
             self._write(part)  # whatever has ended the call: what has come takes no memory, and need not come again
-        if part.turn != turn:
-            raise WrongRange("another call goes on with this update; ask how much of it is here")
         async with self._few:
-            body, found = await run_in_threadpool(_read, part)
+            body, found = await run_in_threadpool(self._read, part, turn)
             if len(body) != total or found != digest:
                 self.forget(assignment_id)
                 raise WrongRange("the update's digest is another than was said; send it again from its first byte")
@@ -152,6 +150,13 @@ class Uploads:
             part.received += len(piece)
             part.touched = self._clock()
 
+    def _read(self, part: _Part, turn: int) -> tuple[bytes, str]:
+        with part.lock, self._store.troubles.of_blobs():
+            if part.turn != turn:
+                raise WrongRange("another call goes on with this update, or has brought it; ask how much is here")
+            body = part.path.read_bytes()
+        return body, hashlib.sha256(body).hexdigest()
+
     def forget(self, assignment_id: str) -> None:
         """Remove what has arrived of an assignment's update, if anything."""
         part = self._parts.pop(assignment_id, None)
@@ -171,8 +176,3 @@ class Uploads:
         for assignment_id, part in list(self._parts.items()):
             if assignment_id not in still or self._clock() - part.touched > KEEP_SECONDS:
                 self.forget(assignment_id)
-
-
-def _read(part: _Part) -> tuple[bytes, str]:
-    body = part.path.read_bytes()
-    return body, hashlib.sha256(body).hexdigest()

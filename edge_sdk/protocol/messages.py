@@ -287,7 +287,8 @@ class Enrol(_Request):
     """``POST /v1/federations/{name}/devices``.
 
     ``enrolment_key`` is a secret that the device makes and stores before it asks: should the answer be lost, asking
-    again with the same key gives the same device a new token, while nobody else can take its name.
+    again with the same key gives the same device a new token, while nobody else can take its name. The token of before
+    is good until the new one is used for the first time, so that it does not matter if a call comes twice.
     """
 
     name: DeviceName

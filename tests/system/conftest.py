@@ -2,7 +2,7 @@
 
 A device is started in one of two ways: ``device.command`` runs ``python -m edge_sdk.join`` as a user does;
 ``device`` forks the same program from a process that has torch loaded already, in 0.1 s instead of 3, and that waits
-no longer than a second before it asks an unreachable coordinator again.
+no longer than a second before it asks an unreachable coordinator again; ``device.fleet`` likewise ``edge_sdk.fleet``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from .proxy import Proxy
@@ -105,7 +106,7 @@ class Coordinator:
         self._process.kill()
         self._process.wait()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """End it as an operator does."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
@@ -113,6 +114,10 @@ class Coordinator:
                 self._process.wait(timeout=10)
             except subprocess.TimeoutExpired:
                 self.kill()
+
+    def close(self) -> None:
+        """End it for good."""
+        self.stop()
         self._http.close()
         LOGS.pop(self._name, None)
 
@@ -147,7 +152,7 @@ class Coordinator:
 
 
 class Device:
-    """One process of ``edge_sdk.join``. ``log`` is what it wrote to stdout and stderr."""
+    """One process of ``edge_sdk.join``, or a fleet's first. ``log`` is what it wrote to stdout and stderr."""
 
     def __init__(self, name: str, pid: int, log: Path, poll: Callable[[], int | None]) -> None:
         self.name, self.log = name, log
@@ -168,9 +173,12 @@ class Device:
         return status
 
     def kill(self) -> None:
-        """kill -9; it must have been alive."""
+        """kill -9; it must have been alive. Processes of its own are waited for: they end with it."""
+        assert self.alive(), f"device {self.name} had ended before it was killed"
+        family = psutil.Process(self._pid).children(recursive=True)
         self.signal(signal.SIGKILL)
         assert self.wait(10) == -signal.SIGKILL, f"device {self.name} had ended before it was killed"
+        assert not psutil.wait_procs(family, timeout=20)[1]
 
     def signal(self, number: signal.Signals) -> None:
         if self.alive():
@@ -179,9 +187,10 @@ class Device:
 
 NURSERY = """
 import json, os, sys, traceback
-import edge_sdk.join, edge_sdk.tasks.digits, edge_sdk.transport, sklearn.datasets
+import edge_sdk.fleet, edge_sdk.join, edge_sdk.tasks.digits, edge_sdk.transport, sklearn.datasets
 
-edge_sdk.transport.LONGEST_WAIT = 1.0  # after many kills they would be away for long
+# After many kills they would be away for long.
+edge_sdk.transport.FIRST_WAIT, edge_sdk.transport.LONGEST_WAIT = 0.1, 1.0
 
 for line in sys.stdin:
     order = json.loads(line)
@@ -195,7 +204,9 @@ for line in sys.stdin:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(log, 1), os.dup2(log, 2)
         status = 70
         try:
-            status = edge_sdk.join.main(order["arguments"])
+            edge_sdk.transport.RESUMED = order["resumed"] or edge_sdk.transport.RESUMED
+            program = {"join": edge_sdk.join, "fleet": edge_sdk.fleet}[order["program"]]
+            status = program.main(order["arguments"])
         except BaseException:
             traceback.print_exc()
         finally:
@@ -220,8 +231,11 @@ class Nursery:
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
-    def start(self, name: str, arguments: list[str], log: Path) -> Device:
-        pid: int = self._ask({"arguments": arguments, "log": str(log)})
+    def start(
+        self, name: str, arguments: list[str], log: Path, *, program: str = "join", resumed: int | None = None
+    ) -> Device:
+        """``resumed``: updates of so many bytes go on where a connection broke, instead of only large ones."""
+        pid: int = self._ask({"program": program, "arguments": arguments, "log": str(log), "resumed": resumed})
         ended: list[int] = []
 
         def poll() -> int | None:
@@ -265,6 +279,13 @@ class Devices:
             )
         return self._known(Device(name, process.pid, self._log(name), process.poll))
 
+    def fleet(self, server: str, federation: str, *more: str, resumed: int | None = None) -> Device:
+        """Fork a fleet: many devices, hosted by a few processes."""
+        where = ("--server", server, "--federation", federation, "--state-dir", str(self.folder / "fleet"))
+        arguments = [*where, "--patience", "60", "--quiet", *more]
+        nursery, log = self._nursery(), self._log("fleet")
+        return self._known(nursery.start("fleet", arguments, log, program="fleet", resumed=resumed))
+
     def onnx(self, name: str) -> Path:
         """Where the device exports its personal model."""
         return self.folder / f"{name}.onnx"
@@ -307,10 +328,10 @@ def nursery() -> Iterator[Callable[[], Nursery]]:
 
 
 @contextmanager
-def one_machine(nursery: Callable[[], Nursery], folder: Path) -> Iterator[tuple[Coordinator, Devices]]:
+def one_machine(nursery: Callable[[], Nursery], folder: Path, **settings: str) -> Iterator[tuple[Coordinator, Devices]]:
     """A coordinator that answers, and a way to start devices, in an empty folder."""
     with ExitStack() as stack:
-        coordinator = Coordinator(folder / "coordinator")
+        coordinator = Coordinator(folder / "coordinator", **settings)
         stack.callback(coordinator.close)
         devices = Devices(nursery, folder / "devices")
         stack.callback(devices.close)

@@ -3,6 +3,8 @@
 It reads HTTP/1.1 for itself, and only what our two halves send each other: one request at a time per connection, bodies
 with a ``Content-Length``. Anything chunked is noted in ``chunked`` and refused. Every exchange goes to the coordinator
 on a connection of its own, so that a coordinator that was killed and started again is found.
+
+What is broken is said beforehand (``Proxy.fault``), or decided at each exchange by a ``Trouble``.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from io import BytesIO
 from typing import BinaryIO
 
 PIECE = 16 * 1024
@@ -24,17 +27,23 @@ SMALL = 64 * 1024
 class Exchange:
     """One request and its answer: bytes of bodies that were passed on, up and down.
 
-    ``sent`` is the request as it was, head and body, where the proxy keeps them.
+    ``sent`` is the request as it was, head and body, where the proxy keeps them. ``produced`` is the status that the
+    coordinator answered with, and ``answer`` its JSON, whether or not they were passed on; ``status`` only what was.
+    ``copy``: the proxy sent a request once more, for itself. ``over``: nothing more happens to it, ``complete`` or not.
     """
 
     method: str
     path: str
+    media_type: str = ""
+    copy: bool = False
+    produced: int = 0
     status: int = 0
     up: int = 0
     down: int = 0
     sent: bytes = b""
     answer: bytes = b""  # of JSON that is not large
     complete: bool = False
+    over: bool = False
 
 
 @dataclass
@@ -42,19 +51,25 @@ class Fault:
     """Breaks the next exchange that fits, once.
 
     In the ``request`` or the ``answer``, ``after`` so many bytes of its body (None: before anything of it, head
-    included, is passed on; an answer was read whole by then). ``reached`` is set there; the connection is closed when
-    ``ended`` is.
+    included, is passed on; an answer was read whole by then), or after that ``share`` of them. ``reached`` is set
+    there; the connection is closed when ``ended`` is. Or in a ``copy``: the exchange is left in peace, and when
+    ``ended`` is set its request is sent once more, whose answer nobody gets.
     """
 
     method: str
     ending: str
     where: str
-    after: int | None
+    after: int | None = None
+    share: float | None = None
     reached: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
 
     def fits(self, exchange: Exchange) -> bool:
         return exchange.method == self.method and exchange.path.split("?")[0].endswith(self.ending)
+
+    def place(self, length: int) -> int | None:
+        """After how many bytes of a body of this length it strikes; None: before all."""
+        return self.after if self.share is None else int(self.share * length)
 
     def strike(self) -> None:
         self.reached.set()
@@ -62,16 +77,30 @@ class Fault:
         raise ConnectionAbortedError("broken as the test wanted it")
 
 
+class Trouble:
+    """What befalls exchanges of itself: nothing, unless a subclass has it otherwise. Called by many threads."""
+
+    def befalls(self, exchange: Exchange) -> Fault | None:
+        """What breaks this exchange, or copies it; asked as it begins."""
+
+    def reached(self, exchange: Exchange, point: str) -> None:
+        """It has ``begun``, was ``sent`` on whole, or is ``answered`` and the answer not yet passed on.
+
+        It stays there until this returns.
+        """
+
+
 class Proxy:
     """Listens on a port of its own (``url``) and passes on to ``port`` on this machine. Close it.
 
-    port: or what gives one for each exchange, as a load balancer does. keeps: whether exchanges have what was sent, for
-    tests of what is on the wire.
+    port: or what gives one for each exchange, as a load balancer does; where it raises ConnectionError nobody is there.
+    keeps: whether exchanges have what was sent, for tests of what is on the wire. trouble: what befalls exchanges.
     """
 
-    def __init__(self, port: int | Callable[[], int], *, keeps: bool = False) -> None:
+    def __init__(self, port: int | Callable[[], int], *, keeps: bool = False, trouble: Trouble | None = None) -> None:
         self._port: Callable[[], int] = port if callable(port) else lambda: port
         self._keeps = keeps
+        self._trouble = trouble or Trouble()
         self._changed = threading.Condition()
         self._exchanges: list[Exchange] = []
         self._faults: list[Fault] = []
@@ -100,6 +129,13 @@ class Proxy:
                 if not self._changed.wait(until - time.monotonic()):
                     seen = [(each.method, each.path, each.status) for each in self._exchanges[since:]]
                     raise TimeoutError(f"no exchange as wanted in {timeout} s; there were {seen}")
+
+    def wait_until_over(self, timeout: float = 30.0) -> None:
+        """Until nothing more happens to any exchange, copies included. Raises TimeoutError."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: all(each.over for each in self._exchanges), timeout):
+                left = [(each.method, each.path, each.copy) for each in self._exchanges if not each.over]
+                raise TimeoutError(f"exchanges go on after {timeout} s: {left}")
 
     def fault(self, method: str, ending: str, where: str, after: int | None = None, *, hold: bool = True) -> Fault:
         """Break the next exchange of ``method`` whose path ends so; ``hold`` False: without waiting for ``ended``."""
@@ -152,23 +188,58 @@ class Proxy:
         head = _read_head(requests)
         if not head:
             return False
-        method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ")
-        exchange = Exchange(method, path)
+        exchange = _exchange_of(head)
         fault = self._begin(exchange)
-        with socket.create_connection(("127.0.0.1", self._port()), timeout=5) as server, self._known(server):
-            server.settimeout(None)
-            with server.makefile("rb") as answers:
+        with self._until_over(exchange):
+            self._trouble.reached(exchange, "begun")
+            if fault is not None and fault.where == "copy":
+                body = requests.read(self._length(exchange, head))
+                requests, again = BytesIO(body), replace(exchange, copy=True)
+                with self._changed:
+                    self._exchanges.append(again)
+                self._start(self._send_again, again, fault, head, body)
+            with self._connected() as server, server.makefile("rb") as answers:
                 self._pass_request(exchange, fault, head, requests, server)
+                self._trouble.reached(exchange, "sent")
                 self._pass_answer(exchange, fault, answers, client)
-        with self._changed:
             exchange.complete = True
-            self._changed.notify_all()
         return True
 
+    def _send_again(self, exchange: Exchange, fault: Fault, head: bytes, body: bytes) -> None:
+        """A request that was copied, when its time has come."""
+        fault.reached.set()
+        fault.ended.wait()
+        with suppress(OSError), self._until_over(exchange), self._connected() as server:
+            self._pass_request(exchange, None, head, BytesIO(body), server)
+            self._trouble.reached(exchange, "sent")
+            with server.makefile("rb") as answers:
+                self._pass_answer(exchange, None, answers, None)
+
+    @contextmanager
+    def _connected(self) -> Iterator[socket.socket]:
+        with socket.create_connection(("127.0.0.1", self._port()), timeout=5) as server, self._known(server):
+            server.settimeout(None)
+            yield server
+
+    @contextmanager
+    def _until_over(self, exchange: Exchange) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            with self._changed:
+                exchange.over = True
+                self._changed.notify_all()
+
     def _begin(self, exchange: Exchange) -> Fault | None:
+        fault = self._trouble.befalls(exchange)
         with self._changed:
             self._exchanges.append(exchange)
             self._changed.notify_all()
+            if fault is not None:
+                self._faults.append(fault)
+                if self._closing:
+                    fault.ended.set()
+                return fault
             for fault in self._faults:
                 if not fault.reached.is_set() and fault.fits(exchange):
                     return fault
@@ -178,33 +249,42 @@ class Proxy:
         self, exchange: Exchange, fault: Fault | None, head: bytes, requests: BinaryIO, server: socket.socket
     ) -> None:
         mine = fault if fault and fault.where == "request" else None
-        if mine and mine.after is None:
+        length = self._length(exchange, head)
+        if mine and mine.place(length) is None:
             mine.strike()
         server.sendall(head)
         kept = [head]
-        for piece in _pieces(requests, self._length(exchange, head), mine):
+        for piece in _pieces(requests, length, mine):
             server.sendall(piece)
             exchange.up += len(piece)
             kept.append(piece)
         if self._keeps:
             exchange.sent = b"".join(kept)
 
-    def _pass_answer(self, exchange: Exchange, fault: Fault | None, answers: BinaryIO, client: socket.socket) -> None:
+    def _pass_answer(
+        self, exchange: Exchange, fault: Fault | None, answers: BinaryIO, client: socket.socket | None
+    ) -> None:
         head = _read_head(answers)
         if not head:
             raise ConnectionAbortedError("the coordinator has gone")
         status = int(head.split(b" ", 2)[1])
         length = 0 if status in (204, 304) else self._length(exchange, head)
         mine = fault if fault and fault.where == "answer" else None
-        if mine and mine.after is None:
+        exchange.produced = status
+        if length <= SMALL and b"application/json" in head:
+            exchange.answer = answers.read(length)
+            answers = BytesIO(exchange.answer)
+        self._trouble.reached(exchange, "answered")
+        if client is None:
+            answers.read(length)
+            return
+        if mine and mine.place(length) is None:
             answers.read(length)
             mine.strike()
         client.sendall(head)
         for piece in _pieces(answers, length, mine):
             client.sendall(piece)
             exchange.down += len(piece)
-            if length <= SMALL and b"application/json" in head:
-                exchange.answer += piece
         exchange.status = status
 
     def _length(self, exchange: Exchange, head: bytes) -> int:
@@ -231,6 +311,11 @@ class _Known:
             self._proxy._sockets.discard(self._connection)
 
 
+def _exchange_of(head: bytes) -> Exchange:
+    method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ")
+    return Exchange(method, path, (_header(head, b"content-type") or b"").decode())
+
+
 def _read_head(stream: BinaryIO) -> bytes:
     """Start line and headers, empty line included; nothing when the other side has closed."""
     head = b""
@@ -249,15 +334,15 @@ def _header(head: bytes, name: bytes) -> bytes | None:
 
 def _pieces(stream: BinaryIO, length: int, fault: Fault | None):  # type: ignore[no-untyped-def]
     """The body, piece by piece; the fault strikes after exactly its number of bytes."""
-    done = 0
+    done, place = 0, None if fault is None else fault.place(length)
     while True:
-        if fault is not None and done == fault.after:
+        if fault is not None and done == place:
             fault.strike()
         if done == length:
             return
         size = min(PIECE, length - done)
-        if fault is not None and fault.after is not None and done < fault.after:
-            size = min(size, fault.after - done)
+        if place is not None and done < place:
+            size = min(size, place - done)
         piece = stream.read1(size)  # type: ignore[attr-defined]
         if not piece:
             raise ConnectionAbortedError("the sender has gone")

@@ -27,6 +27,7 @@ from edge_sdk.tasks import load_task
 from edge_sdk.tasks.loading import DataError
 
 from .conftest import LOGS, Coordinator, Machine, environment, wait_until
+from .proxy import Exchange, Fault, Proxy, Trouble
 
 NAME = "fleet"
 DEVICES = 6
@@ -241,6 +242,31 @@ def test_buffered_rounds_count_each_update_once_however_old_its_model(coordinato
     assert sum(record["updates"] for record in records) == result.device_rounds
     assert sum(record["notes"]["stale_updates"] for record in records) > 0
     assert coordinator.info(NAME)["status"] == "finished"
+
+
+class LastWord(Trouble):
+    """Holds the answer to the so-manieth update until ``lost`` is set; it is lost then."""
+
+    def __init__(self, number: int) -> None:
+        self.fault = Fault("", "", "answer")
+        self._left = number
+
+    def befalls(self, exchange: Exchange) -> Fault | None:
+        self._left -= exchange.method == "PUT"
+        return self.fault if self._left == 0 and exchange.method == "PUT" else None
+
+
+def test_a_device_whose_last_answer_is_lost_sends_again_before_it_is_asked_what_is_left(coordinator, device):
+    """The federation is over, as the coordinator sees it, and the device is in a process that still works for it."""
+    coordinator.create(NAME, **SETTINGS | {"rounds": 1, "cohort": 2, "min_devices": 2, "local_steps": 1})
+    trouble = LastWord(4)  # two that train, two that judge
+    with contextlib.closing(Proxy(coordinator.port, trouble=trouble)) as proxy:
+        fleet = device.fleet(proxy.url, NAME, "--devices", "2", "--processes", "2")
+        assert trouble.fault.reached.wait(60)
+        proxy.wait_for(lambda exchange: b'"finished"' in exchange.answer and exchange.complete)
+        trouble.fault.ended.set()
+        assert fleet.wait(60) == 0, fleet.output
+    assert "2 devices, 2 device-rounds and 2 evaluations" in fleet.output
 
 
 # --- new devices, lost devices, boards -------------------------------------------------------------------------------

@@ -226,10 +226,27 @@ def test_a_token_offered_to_a_device_that_is_revoked_or_enrols_again_is_none(dom
     offered = [devices.rotate(each.device_id).token for each in (one, two)]
     devices.change(one.device_id, ChangeDevice(revoked=True))
     again = enrol_in(devices, "two")
+    assert devices.authenticate(again.token).device_id == two.device_id
     for token in (*offered, two.token):
         with pytest.raises(NotAuthenticated):
             devices.authenticate(token)
-    assert devices.authenticate(again.token).device_id == two.device_id
+
+
+def test_an_enrolment_that_comes_twice_takes_no_token_from_the_device(domain, clock):
+    """A proxy sends it again, or the first call was slow and the device asked once more: it may hold any of the
+    answers."""
+    devices = Devices(domain, clock)
+    tokens = [enrol_in(devices).token for _ in range(4)]
+    assert len(set(tokens)) == 2
+    assert devices.authenticate(tokens[0]).device_id == devices.authenticate(tokens[-1]).device_id
+    with pytest.raises(NotAuthenticated):
+        devices.authenticate(tokens[0])
+    late = enrol_in(devices).token
+    assert devices.authenticate(tokens[-1]), "one that came late, of which the device never hears"
+    assert late not in tokens
+    with pytest.raises(NameTaken):
+        devices.enrol("default", Enrol(name="one", enrolment_key="another" * 8))
+    assert devices.authenticate(tokens[-1])
 
 
 def test_an_expired_token_is_good_for_nothing_but_enrolling_again(domain, clock):

@@ -389,8 +389,8 @@ def test_a_device_enrols_once_and_again(client):
     device_id, headers = enrol(client, "pi")
     again, renewed = enrol(client, "pi")
     assert again == device_id
-    assert_problem(client.get("/v1/federations/default/assignment", headers=headers), 401, "enrol again")
     assert client.get("/v1/federations/default/assignment", headers=renewed).status_code == 204
+    assert_problem(client.get("/v1/federations/default/assignment", headers=headers), 401, "enrol again")
     path = "/v1/federations/default/devices"
     assert_problem(client.post(path, json={"name": "pi", "enrolment_key": "t" * 32}), 409, "choose another --name")
     assert_problem(client.post(path, json={"name": "pi", "enrolment_key": "short"}), 422, "enrolment_key")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import httpx
 import pytest
@@ -117,6 +119,31 @@ def test_it_is_nobody_elses(client, update, pair):
     asked = {"sha256": hashlib.sha256(body).hexdigest()}
     assert_problem(client.get(path, params=asked, headers=stranger), 403, "another device")
     assert_problem(ranged(client, (stranger, *update[1:]), 0), 403, "another device")
+
+
+def test_the_same_call_twice_at_once_brings_it_once_and_the_other_is_told_to_ask(client, update, tmp_path):
+    """As a proxy does that sends again what it thinks is lost."""
+    headers, path, body = update
+    first = http.client.HTTPConnection(client.base_url.host, client.base_url.port, timeout=30)
+    said = {
+        **headers,
+        "Content-Type": bundle.MEDIA_TYPE,
+        "Sparrow-Update-SHA256": hashlib.sha256(body).hexdigest(),
+        "Content-Range": f"bytes 0-{len(body) - 1}/{len(body)}",
+        "Content-Length": str(len(body)),
+    }
+    with closing(first):
+        first.putrequest("PUT", path)
+        for name, value in said.items():
+            first.putheader(name, value)
+        first.endheaders(body[:1000])
+        become_received(client, update, 1000)
+        assert ranged(client, update, 0).status_code == 201
+        first.send(body[1000:])
+        answer = first.getresponse()
+        assert (answer.status, "ask how much is here" in answer.read().decode()) == (416, True)
+    assert parts(tmp_path) == []
+    assert ranged(client, update, 0).status_code == 200, "the same again"
 
 
 def test_what_is_left_goes_when_its_assignment_is_settled(client, proxy, update, tmp_path):

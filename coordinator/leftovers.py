@@ -1,0 +1,81 @@
+"""Blobs that no record names any more: what a round was made of when it has closed, and what kills left behind.
+
+An update is needed from its acknowledgement until its round has closed; a global model while it is the current one, an
+open assignment is about it, or it is kept by rule (``models.Retention``); a mask while a device holds it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from sqlalchemy import and_, select
+from sqlalchemy.orm import Session
+
+from coordinator.assignments import assignment_of, update_folder, update_key
+from coordinator.buffer import arrivals
+from coordinator.models import Models
+from coordinator.storage.store import Store
+from coordinator.storage.tables import Assignment, Device, Federation, Round
+
+log = logging.getLogger(__name__)
+
+
+def clear(store: Store, models: Models, federation_id: int) -> None:
+    """Remove a federation's leftovers. What lies there of an open assignment is none: it may be on its way to the
+    records."""
+    with store.reading() as db:
+        federation = db.get_one(Federation, federation_id)
+        open_ones = db.execute(
+            select(Assignment.id, Assignment.model_version).where(
+                Assignment.federation_id == federation_id, Assignment.status == "open"
+            )
+        ).all()
+        late = (each.model_version for each in arrivals(db, federation))
+        in_use = {federation.model_version, *(row[1] for row in open_ones), *late}
+        known = select(Device.mask).where(
+            Device.federation_id == federation_id, Device.mask.is_not(None), Device.status != "revoked"
+        )
+        masks = {digest for digest in db.scalars(known) if digest}
+        updates, on_the_way = _needed(db, federation_id), {row[0] for row in open_ones}
+    if store.blobs.keys(f"{federation_id}/masks"):
+        current_mask = models.model(federation, federation.model_version).mask
+        if current_mask is not None:
+            masks.add(current_mask.digest)
+    models.forget(federation_id, in_use, masks)
+    for key in store.blobs.keys(update_folder(federation_id)):
+        if key not in updates and assignment_of(key) not in on_the_way:
+            store.blobs.delete(key)
+
+
+def clear_all(store: Store, models: Models) -> None:
+    """Remove what kills left behind, of every federation. What keeps one from being cleared is logged: it does no harm
+    to the others, nor to its rounds."""
+    with store.reading() as db:
+        federations = db.scalars(select(Federation.id)).all()
+    for federation_id in federations:
+        try:
+            clear(store, models, federation_id)
+        except Exception:
+            log.exception("what is left over of federation %s could not be removed", federation_id)
+
+
+def drop_unneeded(store: Store, federation_id: int, key: str) -> None:
+    """Remove an update that came a second time, or too late, unless it is the one that its round needs."""
+    with store.reading() as db:
+        needed = key in _needed(db, federation_id)
+    if not needed:
+        store.blobs.delete(key)
+
+
+def _needed(db: Session, federation_id: int) -> set[str]:
+    """The keys of updates that are acknowledged, and in no closed round's model."""
+    of_round = and_(Round.federation_id == Assignment.federation_id, Round.number == Assignment.round)
+    rows = db.execute(
+        select(Assignment.id, Assignment.update_sha256)
+        .join(Round, of_round)
+        .where(Assignment.federation_id == federation_id, Assignment.status == "done", Round.status == "open")
+        .where(Assignment.arrival.is_(None))
+    )
+    late = arrivals(db, db.get_one(Federation, federation_id))
+    named = [*((row[0], row[1] or "") for row in rows), *((each.assignment_id, each.update_sha256) for each in late)]
+    return {update_key(federation_id, *name) for name in named}
