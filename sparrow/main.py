@@ -44,11 +44,8 @@ class Part:
                 raise MissingPart(
                     f"{self.module} is no part of this installation; install {DISTRIBUTION} whole"
                 ) from None
-            if self.extra is None:
-                raise
-            raise MissingPart(
-                f"{missing} is not installed, which this needs: pip install '{DISTRIBUTION}[{self.extra}]'"
-            ) from error
+            wanted = DISTRIBUTION if self.extra is None else f"{DISTRIBUTION}[{self.extra}]"
+            raise MissingPart(f"{missing} is not installed, which this needs: pip install '{wanted}'") from error
         found: Command = module.COMMAND
         return found
 

@@ -179,15 +179,17 @@ def test_so_is_a_setting_that_cannot_be(fails, monkeypatch, name):
 @pytest.mark.parametrize(
     ("name", "lacks", "extra"),
     [
-        ("serve", "uvicorn", "coordinator"),
-        ("token", "sqlalchemy", "coordinator"),
-        ("completion", "shtab", "completion"),
+        ("serve", "uvicorn", "[coordinator]"),
+        ("token", "sqlalchemy", "[coordinator]"),
+        ("completion", "shtab", "[completion]"),
+        ("status", "httpx", ""),
     ],
 )
 def test_a_part_that_is_not_installed_is_named_with_its_extra(fails, monkeypatch, name, lacks, extra):
-    monkeypatch.delitem(sys.modules, PARTS[name].module, raising=False)
+    for module in (PARTS[name].module, "edge_sdk.exits"):  # as if nothing had been imported yet
+        monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, lacks, None)  # what import makes of a package that is not there
-    assert f"{lacks} is not installed, which this needs: pip install 'sparrow-fl[{extra}]'" in fails(
+    assert f"{lacks} is not installed, which this needs: pip install 'sparrow-fl{extra}'" in fails(
         Exit.CANNOT, name, "--help"
     )
 
