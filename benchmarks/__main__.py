@@ -18,16 +18,10 @@ from benchmarks.report import write_report
 from benchmarks.runner import Where
 from command_line.command import Command, Exits, Parser
 from command_line.exits import Exit
-from edge_sdk.exits import EXITS as CALLS
-from edge_sdk.methods import UnknownMethod
-from edge_sdk.tasks import UnknownTask
-from edge_sdk.tasks.loading import DataError
+from edge_sdk.tasks.exits import EXITS as TASKS
 
 EXITS: Exits = {
-    **CALLS,
-    DataError: Exit.FAILED,
-    UnknownMethod: Exit.NOT_FOUND,
-    UnknownTask: Exit.NOT_FOUND,
+    **TASKS,
     ValueError: Exit.FAILED,
 }
 

@@ -46,16 +46,13 @@ from command_line.exits import Exit
 from devices.simulation import BOARDS, Board, load_boards
 from edge_sdk import inprocess
 from edge_sdk.errors import BadArgument, Refused, SdkError
-from edge_sdk.exits import EXITS as CALLS
 from edge_sdk.host import Host, Plan, Stepped
-from edge_sdk.methods import UnknownMethod
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.messages import FederationInfo, FederationSettings, FederationStatus, Kind, OpenWork
 from edge_sdk.publish import add_method_set, load_to_publish, publish, read_setting, wrong_settings
 from edge_sdk.session import Known
 from edge_sdk.state import FolderLock, Reference, default_root, write_atomically
-from edge_sdk.tasks import UnknownTask
-from edge_sdk.tasks.loading import DataError
+from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.training.compute import ACCELERATORS, Compute, choose_device
 from edge_sdk.transport import Transport, connect
 
@@ -65,10 +62,7 @@ LOOK_SECONDS = 10.0
 OVER = (FederationStatus.finished, FederationStatus.stopped)
 MEMORY = Path("/dev/shm")
 EXITS: Exits = {
-    **CALLS,
-    UnknownMethod: Exit.NOT_FOUND,
-    UnknownTask: Exit.NOT_FOUND,
-    DataError: Exit.FAILED,
+    **TASKS,
     ValueError: Exit.FAILED,
 }
 FORESEEN: tuple[type[BaseException], ...] = (*EXITS, OSError)

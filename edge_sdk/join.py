@@ -40,18 +40,16 @@ from devices.system import System
 from edge_sdk import arguments as read
 from edge_sdk.budget import Choice, read_learned
 from edge_sdk.errors import BadArgument, SdkError
-from edge_sdk.exits import EXITS as CALLS
 from edge_sdk.exporting import Export, NotTheSame, export_personal
-from edge_sdk.methods import BudgetTooSmall, UnknownMethod
 from edge_sdk.policy import Policy, policy_here, read_policy
-from edge_sdk.preparing import DoesNotFit, Preparation
+from edge_sdk.preparing import Preparation
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, FederationInfo
 from edge_sdk.publish import read_setting
 from edge_sdk.session import Outcome, Session
 from edge_sdk.state import StateFolder, Totals, default_root
-from edge_sdk.tasks import Task, UnknownTask, load_task
-from edge_sdk.tasks.loading import DataError
+from edge_sdk.tasks import Task, load_task
+from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.telemetry import Telemetry
 from edge_sdk.training.compute import ACCELERATORS, Compute, choose_device
 from edge_sdk.transport import Transport, connect
@@ -63,12 +61,7 @@ log = logging.getLogger(__name__)
 
 LONG_POLL_SECONDS = 30.0
 EXITS: Exits = {
-    **CALLS,
-    DoesNotFit: Exit.CANNOT,
-    BudgetTooSmall: Exit.CANNOT,
-    UnknownMethod: Exit.NOT_FOUND,
-    UnknownTask: Exit.NOT_FOUND,
-    DataError: Exit.FAILED,
+    **TASKS,
     ExportError: Exit.FAILED,
     NotTheSame: Exit.FAILED,
 }

@@ -34,14 +34,14 @@ from command_line.exits import Exit
 from devices import memory
 from edge_sdk import arguments as read
 from edge_sdk.arguments import MIB
-from edge_sdk.exits import EXITS as CALLS
-from edge_sdk.methods import UnknownMethod, load_method
+from edge_sdk.methods import load_method
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publish import add_method_set, read_setting, wrong_settings
-from edge_sdk.tasks import Task, UnknownTask, load_task
-from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, DataError, build_seeded
+from edge_sdk.tasks import Task, load_task
+from edge_sdk.tasks.exits import EXITS as TASKS
+from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, build_seeded
 from edge_sdk.tasks.models import MODELS
 from edge_sdk.tracing import UnsupportedLayer, describe
 from edge_sdk.training.compute import ACCELERATORS, USUAL, Compute, choose_device
@@ -51,10 +51,7 @@ from edge_sdk.training.pace import measure_pace
 from edge_sdk.training.rehearsal import Rehearsal
 
 EXITS: Exits = {
-    **CALLS,
-    UnknownMethod: Exit.NOT_FOUND,
-    UnknownTask: Exit.NOT_FOUND,
-    DataError: Exit.FAILED,
+    **TASKS,
     UnsupportedLayer: Exit.FAILED,
     Unpredictable: Exit.FAILED,
     TrainingDiverged: Exit.FAILED,

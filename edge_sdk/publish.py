@@ -24,13 +24,12 @@ from pydantic import ValidationError
 from command_line.command import Command, Exits, Parser, WrongUsage, add_json
 from command_line.exits import Exit
 from edge_sdk.errors import Refused
-from edge_sdk.exits import EXITS as CALLS
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.builtin import builtin_tasks
 from edge_sdk.protocol.messages import CreateFederation, FederationInfo, FederationSettings
 from edge_sdk.skeleton import make_skeleton
-from edge_sdk.tasks import Task, UnknownTask, load_task
-from edge_sdk.tasks.loading import DataError
+from edge_sdk.tasks import Task, load_task
+from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.tracing import UnsupportedLayer, describe
 from edge_sdk.training.local import get_tensors
 from edge_sdk.transport import Transport, connect
@@ -40,9 +39,7 @@ RunningStatistics = Literal["shared", "personal"]
 PATIENCE_SECONDS = 30.0
 
 EXITS: Exits = {
-    **CALLS,
-    UnknownTask: Exit.NOT_FOUND,
-    DataError: Exit.FAILED,
+    **TASKS,
     UnsupportedLayer: Exit.FAILED,
 }
 

@@ -250,10 +250,11 @@ def test_a_federation_that_there_is_not(fails, guarded, monkeypatch):
         ["restore", "none"],
         ["token", "list"],
         ["profile", "--task", "none"],
+        ["profile", "--task", "npz", "--data", "none.npz"],
         ["publish", "--server", "http://127.0.0.1:9", "--name", "lab", "--task", "none"],
         ["serve", "--ssl-certfile", "none.pem"],
     ],
-    ids=lambda words: words[0],
+    ids=" ".join,
 )
 def test_a_file_or_task_that_there_is_not(fails, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -344,6 +345,20 @@ def test_a_device_that_waits_can_be_interrupted(fails, calls, closed, name, says
         assert says in fails(Exit.INTERRUPTED, name, *words)
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_command_can_be_interrupted_while_its_part_is_loaded(fails, monkeypatch, name):
+    def interrupt(module):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", interrupt)
+    assert fails(Exit.INTERRUPTED, name) == f"sparrow {name}: interrupted"
+
+
+def test_and_while_it_works(capsys):
+    assert raising(KeyboardInterrupt()).main([]) == Exit.INTERRUPTED
+    assert capsys.readouterr().err == "some.module: interrupted\n"
 
 
 KEEP = dict(transport.Transport.__init__.__kwdefaults__ or {})
