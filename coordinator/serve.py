@@ -101,7 +101,7 @@ def _run(options: argparse.Namespace) -> None:
         )
         host, port = door.getsockname()[:2]
         scheme = "http" if options.ssl_certfile is None else "https"
-        print(f"coordinator at {scheme}://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr)
+        print(f"listening at {scheme}://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr)
         try:
             with suppress(SystemExit):  # it says so where it did not start
                 server.run([door])

@@ -29,7 +29,7 @@ TOKENS = """
 Where no token of a kind is set or was made, its calls are open: fine on one machine, and the coordinator says so
 loudly when it is reached from beyond it. Where all three are there, a caller without one learns nothing but `/healthz`
 and `/readyz`. Callers send `Authorization: Bearer <token>`; the SDK reads `SPARROW_ENROLMENT_TOKEN` (join, fleet),
-`SPARROW_ADMIN_TOKEN` (publish) and `SPARROW_OBSERVER_TOKEN` (fleet). Tokens that are limited in number and time are
+`SPARROW_ADMIN_TOKEN` (publish) and `SPARROW_OBSERVER_TOKEN` (fleet, status). Tokens limited in number and time are
 made by `python -m coordinator.tokens`; [operating.md](operating.md) has that, TLS, rate limits, logs and metrics.
 
 ## A federation's

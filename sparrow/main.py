@@ -91,8 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``sparrow``; returns its exit code. Raises SystemExit where argparse does."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] not in PARTS:
-        build().parse_args(words or ["--help"])
-        return Exit.USAGE  # not reached: help, version and what is no command end above
+        parser = build()
+        if words and not words[0].startswith("-"):
+            parser.error(f"there is no command {words[0]!r}")
+        parser.parse_args(words or ["--help"])
+        return Exit.USAGE  # not reached: help, version and options that there are not end above
     name, rest = words[0], words[1:]
     prog = f"sparrow {name}"
     loaded: list[Command] = []

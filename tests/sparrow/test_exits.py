@@ -166,6 +166,11 @@ def test_so_is_an_address_that_is_none(fails, calls, name, server):
     assert "is no address" in fails(Exit.USAGE, name, *calls(server, name))
 
 
+def test_so_is_a_database_of_another_kind(fails, monkeypatch):
+    monkeypatch.setenv("COORDINATOR_DATABASE_URL", "mysql://me:secret@localhost/sparrow")
+    assert "secret" not in fails(Exit.USAGE, "token", "list")
+
+
 @pytest.mark.parametrize("name", ["serve", "token"])
 def test_so_is_a_setting_that_cannot_be(fails, monkeypatch, name):
     monkeypatch.setenv("COORDINATOR_TICK_SECONDS", "often")
@@ -214,6 +219,14 @@ def test_a_coordinator_that_is_down_does_not_answer(fails, calls, closed, name):
     line = fails(Exit.UNREACHABLE, name, *calls(closed, name))
     assert closed in line
     assert "does not answer" in line
+
+
+def test_a_database_that_is_down_does_not_answer_either(fails, closed, monkeypatch):
+    pytest.importorskip("psycopg")
+    where = closed.removeprefix("http://")
+    monkeypatch.setenv("COORDINATOR_DATABASE_URL", f"postgresql://me:secret@{where}/sparrow")
+    line = fails(Exit.UNREACHABLE, "token", "list")
+    assert "the database failed (OperationalError); is it running?" in line
 
 
 @pytest.mark.parametrize("name", ["status", "publish", "evaluate"])
@@ -385,7 +398,7 @@ def serve(tmp_path):
 def test_a_coordinator_goes_on_where_ctrl_c_stopped_it_and_keeps_a_second_one_out(serve):
     first = serve()
     lines = iter(first.stderr.readline, "")
-    (address,) = re.findall(r"coordinator at (http://127\.0\.0\.1:\d+)", next(lines))
+    (address,) = re.findall(r"listening at (http://127\.0\.0\.1:\d+)", next(lines))
     assert httpx.get(f"{address}/v1/federations", timeout=60).json()[0]["name"] == "default"
     _, err = serve().communicate(timeout=60)
     assert err.splitlines()[-1].startswith("sparrow serve: another coordinator")
