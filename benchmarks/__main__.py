@@ -38,16 +38,14 @@ def _run(options: argparse.Namespace) -> None:
         _report(experiment, recorded, options.out or folder, command)
         return
     where = Where(data=options.data, folder=folder, processes=options.processes)
+    how = {"scale": options.scale, "resume": options.resume, "only": options.only or ()}
     try:
         if options.command == "tune":
-            for label, chosen in runner.tune(
-                experiment, name, where, scale=options.scale, resume=options.resume
-            ).items():
+            tuned = runner.tune(experiment, name, where, **how)
+            for label, chosen in tuned.items():
                 print(f"{label}: {chosen}")
             return
-        recorded = runner.run(
-            experiment, name, where, scale=options.scale, resume=options.resume, only=options.only or ()
-        )
+        recorded = runner.run(experiment, name, where, **how)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; the same command with --resume goes on") from None
     _report(experiment, recorded, folder, _again(options))
@@ -82,8 +80,7 @@ def _options(parser: Parser) -> None:
         each.add_argument("--resume", action="store_true", help="keep what is there and go on")
         each.add_argument("--processes", type=int, help="processes that host devices (default: one per core)")
         each.add_argument("--folder", type=Path, help="where to work (default: runs/EXPERIMENT)")
-        if command == "run":
-            each.add_argument("--only", action="append", metavar="LABEL", help="only this method; may be repeated")
+        each.add_argument("--only", action="append", metavar="LABEL", help="only this method; may be repeated")
     report = commands.add_parser("report", help="tables and plots of what has been run")
     report.add_argument("experiment", help=f"one of {known}, or a .toml file")
     report.add_argument("--folder", type=Path, help="where it was run (default: runs/EXPERIMENT)")

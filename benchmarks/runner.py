@@ -101,11 +101,14 @@ def _same_training(trial: Trial, done: Iterable[Recorded]) -> Recorded | None:
     return None
 
 
-def tune(experiment: Experiment, name: str, where: Where, *, scale: float, resume: bool) -> dict[str, dict[str, Value]]:
+def tune(
+    experiment: Experiment, name: str, where: Where, *, scale: float, resume: bool, only: Sequence[str] = ()
+) -> dict[str, dict[str, Value]]:
     """Try every point of the grid for every method; keep, per label, the one with the best validation accuracy.
 
-    The mean over devices and seeds of the accuracy on validation data at the end of a trial decides; ties go to the
-    point that stands first in the grid. Writes ``tuning.jsonl`` (every trial) and ``tuned.json`` (what was chosen).
+    only: labels of the methods to tune (empty: all). The mean over devices and seeds of the accuracy on validation data
+    at the end of a trial decides; ties go to the point that stands first in the grid. Writes ``tuning.jsonl`` (every
+    trial) and ``tuned.json`` (what was chosen).
     """
     file = where.folder / "tuning.jsonl"
     if not resume:
@@ -113,7 +116,8 @@ def tune(experiment: Experiment, name: str, where: Where, *, scale: float, resum
         file.unlink(missing_ok=True)
     done = {json.dumps([each.trial.name, each.trial.settings]): each for each in rows.read(file)}
     scores: dict[str, dict[str, list[float]]] = {}
-    with tqdm(list(tuning_trials(experiment, name, scale)), desc=f"tuning {name}", unit="trial") as bar:
+    trials = [each for each in tuning_trials(experiment, name, scale) if not only or each[0] in only]
+    with tqdm(trials, desc=f"tuning {name}", unit="trial") as bar:
         for label, point, trial in bar:
             bar.set_postfix_str(f"{label} {point}")
             key = json.dumps([trial.name, trial.settings])

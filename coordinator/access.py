@@ -63,8 +63,8 @@ class Holder:
     federation: str | None = None
     expires_at: float | None = None
 
-    def reaches(self, federation: str) -> bool:
-        """Whether the token is for this federation."""
+    def reaches(self, federation: str | None) -> bool:
+        """Whether the token is for this federation; None: for what belongs to none."""
         return self.federation is None or self.federation == federation
 
 

@@ -28,6 +28,7 @@ from edge_sdk.protocol.masks import (
     Mask,
     count_values,
     neuron_view,
+    pack,
     same_mask,
     unpack,
     unpack_whole,
@@ -48,6 +49,11 @@ class Sums(Protocol):
         self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
     ) -> None:
         """Add one update: float32 [count_values(manifest, mask)], weighted with its ``num_examples``."""
+
+
+def difference(manifest: Manifest, sent: Tensors, values: Array, mask: Mask | None) -> Sum:
+    """How far an update's values [count_values(manifest, mask)] moved from those that were sent, in float64."""
+    return values.astype(np.float64) - pack(manifest, sent, mask)
 
 
 def add_in_place(total: Sum, values: Array, scale: float) -> None:

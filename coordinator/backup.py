@@ -24,15 +24,15 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, create_engine, make_url, select, text
+from sqlalchemy import Connection, case, create_engine, make_url, select, text
 from sqlalchemy.orm import Session
 
 from command_line.command import Command, Exits, MissingPart, Parser, add_json
 from command_line.exits import Exit
+from coordinator.assignments import BUNDLE_KINDS, update_key
 from coordinator.exits import EXITS as COMMON
 from coordinator.exits import NoRecords, read_settings, told
 from coordinator.models import model_key
-from coordinator.rounds import BUNDLE_KINDS, update_key
 from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs, FolderBlobs, flush_folder
 from coordinator.storage.database import connect
@@ -94,11 +94,16 @@ def blobs_named(db: Session) -> dict[str, str | None]:
     waiting = (
         select(Assignment)
         .join(Round, (Round.federation_id == Assignment.federation_id) & (Round.number == Assignment.round))
-        .where(Round.status == "open", Assignment.status == "done", Assignment.kind.in_(BUNDLE_KINDS))
+        .where(
+            Assignment.status == "done",
+            Assignment.kind.in_(BUNDLE_KINDS),
+            case((Assignment.arrival.is_(None), Round.status == "open"), else_=Assignment.counted_round.is_(None)),
+        )
     )
     for each in db.scalars(waiting):
         digest = each.update_sha256 or ""
         named[update_key(each.federation_id, each.id, digest)] = digest
+        named.setdefault(model_key(each.federation_id, each.model_version), None)  # what it moved is told from this
     return named
 
 

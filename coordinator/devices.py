@@ -14,11 +14,12 @@ from sqlalchemy import or_, select, update
 from sqlalchemy.orm import Session, undefer
 
 from coordinator.access import MOST_REMEMBERED, REMEMBER_SECONDS, digest_of, new_secret, spend
+from coordinator.assignments import touch
+from coordinator.candidates import reaches, smallest_budget
 from coordinator.errors import NameTaken, NotAuthenticated, NotFound, TokenExpired
 from coordinator.federations import find
 from coordinator.methods import load_method
 from coordinator.records import iso
-from coordinator.rounds import reaches, smallest_budget, touch
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation
 from edge_sdk.protocol.messages import (

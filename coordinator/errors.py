@@ -19,6 +19,8 @@ CoordinatorError
 └── BadContent            what was sent breaks the contract; the text says where and what to do
 """
 
+from pydantic import ValidationError
+
 
 class CoordinatorError(Exception):
     """Base of everything a caller can be told; its text is for the caller."""
@@ -94,3 +96,11 @@ class DiskFull(Unavailable):
 
 class WrongRange(CoordinatorError):
     """A part of an update does not begin where the last one ended, or the whole is not what was announced."""
+
+
+def explain(error: ValidationError) -> str:
+    """A pydantic error in one line: where, what was wrong."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"])) or "body"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{where}: {first['msg']}{more}; see docs/settings.md and the OpenAPI page at /docs"

@@ -12,13 +12,15 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator import rollback
-from coordinator.errors import BadContent, NameTaken, NoGlobalModel, NotFound, WrongState
+from coordinator.assignments import extend_deadlines, forget_adapted
+from coordinator.buffer import check_buffer
+from coordinator.candidates import what_is_missing, why_over
+from coordinator.errors import BadContent, NameTaken, NoGlobalModel, NotFound, WrongState, explain
 from coordinator.judging import judge
 from coordinator.methods import CoordinatorMethod, Situation, load_method
 from coordinator.models import Models, settings_of
 from coordinator.privacy import check_privacy, spent
 from coordinator.robust import check_robust
-from coordinator.rounds import explain, extend_deadlines, forget_adapted, what_is_missing, why_over
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Device, Federation
 from edge_sdk.protocol import checkpoint
@@ -80,6 +82,7 @@ class Federations:
         check_robust(method, settings)
         manifest = method.manifest(manifest, settings)
         check_privacy(method, manifest, settings)
+        check_buffer(method, settings)
         if hashlib.sha256(skeleton).hexdigest() != manifest.skeleton_sha256:
             raise BadContent("skeleton_sha256 of the manifest is not that of the skeleton sent; publish both together")
         check_skeleton(skeleton, manifest)
@@ -125,6 +128,10 @@ class Federations:
             federation = find(db, name)
             changed = request.model_dump(include={"rounds", "cohort", "deadline_seconds"}, exclude_none=True)
             federation.settings = {**federation.settings, **changed}
+            try:
+                settings_of(federation)
+            except ValidationError as error:
+                raise BadContent(explain(error)) from None
             if (request.action == "rollback") != (request.model_version is not None):
                 raise BadContent("model_version: give it with the action rollback, and with no other")
             if request.model_version is not None:

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from coordinator.aggregation import OneUpdate, Sums
+from coordinator.aggregation import OneUpdate, Sums, difference
 from coordinator.methods import CoordinatorMethod, GlobalModel, Situation
 from coordinator.privacy import PrivateSums
 from coordinator.robust import RobustSums
@@ -95,7 +94,7 @@ class Intake:
         if self._mads is None:
             self._fold(update)
         else:
-            moved = difference(self._manifest, self._sent, update)
+            moved = difference(self._manifest, self._sent, update.values, update.mask)
             self._measured.append((assignment_id, key, float(np.sqrt(np.mean(moved * moved)))))
 
     def finish(self) -> None:
@@ -134,14 +133,9 @@ class Intake:
         self.sums.fold_in_place(update.values, update.mask, update.num_examples, update.gradients)
 
 
-def difference(manifest: Manifest, sent: Tensors, update: Update) -> NDArray[np.float64]:
-    """How far an update's values moved from those that were sent, packed."""
-    return update.values.astype(np.float64) - pack(manifest, sent, update.mask)
-
-
 def clip(manifest: Manifest, sent: Tensors, update: Update, longest: float) -> tuple[Update, bool]:
     """The update, its difference from what was sent no longer than ``longest`` (2-norm), and whether it was longer."""
-    moved = difference(manifest, sent, update)
+    moved = difference(manifest, sent, update.values, update.mask)
     norm = float(np.linalg.norm(moved))
     if norm <= longest:
         return update, False

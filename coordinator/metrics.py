@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 from coordinator.models import settings_of
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation, Round
-from edge_sdk.protocol.messages import PrivacySpent
+from edge_sdk.protocol.messages import FederationSettings, PrivacySpent
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 ROUND_SECONDS = (0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 3 * 3600, 12 * 3600, 24 * 3600)
@@ -111,7 +111,7 @@ class _TimedBlobs:
 
 
 class _Records(Collector):
-    """Where federations stand, in three queries and one for each federation, none of which grows with the rounds."""
+    """Where federations stand, in three queries and two for each federation, none of which grows with the rounds."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -152,29 +152,30 @@ class _Records(Collector):
                 rounds.add_metric([federation.name], federation.round)
                 for status in STATUSES:
                     devices.add_metric([federation.name, status], counts.get((federation.id, status), 0))
-                for model, value in _accuracies(db, federation).items():
+                settings = settings_of(federation)
+                for model, value in _accuracies(db, federation, settings).items():
                     accuracy.add_metric([federation.name, model], value)
-                spent = _privacy(db, federation)
+                spent = _privacy(db, federation, settings)
                 if spent is not None:
                     privacy.add_metric([federation.name, f"{spent.delta:g}"], spent.epsilon)
         return [rounds, devices, waiting, accuracy, privacy]
 
 
-def _privacy(db: Session, federation: Federation) -> PrivacySpent | None:
+def _privacy(db: Session, federation: Federation, settings: FederationSettings) -> PrivacySpent | None:
     """What the record of the last round says of differential privacy, where the federation promises it."""
-    if settings_of(federation).noise_multiplier is None:
+    if settings.noise_multiplier is None:
         return None
     last = select(Round.notes).where(Round.federation_id == federation.id, Round.number == federation.round)
     notes = db.scalars(last).first() or {}
     return PrivacySpent.model_validate(notes["privacy"]) if "privacy" in notes else None
 
 
-def _accuracies(db: Session, federation: Federation) -> dict[str, float]:
+def _accuracies(db: Session, federation: Federation, settings: FederationSettings) -> dict[str, float]:
     """Mean accuracy of each model over the devices that judged it last: ``personal``, ``global``.
 
     Only the rounds that were judged last are looked at, and the database does the sums.
     """
-    interval = settings_of(federation).evaluation_interval or federation.round or 1
+    interval = settings.evaluation_interval or federation.round or 1
     last = federation.round - federation.round % interval
     personal = Assignment.report["personal"]["accuracy"].as_float()
     shared = Assignment.report["global_model"]["accuracy"].as_float()

@@ -30,6 +30,7 @@ import numpy as np
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from coordinator.aggregation import difference
 from coordinator.errors import BadContent
 from coordinator.methods import CoordinatorMethod
 from coordinator.storage.tables import Assignment
@@ -68,7 +69,7 @@ class PrivateSums:
         self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
     ) -> None:
         """Add one update's difference from what was sent, clipped in float64: rounding to float32 could exceed C."""
-        moved = values.astype(np.float64) - pack(self._manifest, self._sent, mask)
+        moved = difference(self._manifest, self._sent, values, mask)
         norm = float(np.linalg.norm(moved))
         scale = 1.0 if norm <= self._longest else self._longest / norm
         for spec, block, part in unpack(self._manifest, moved, mask):
@@ -96,6 +97,15 @@ def check_privacy(method: CoordinatorMethod, manifest: Manifest, settings: Feder
         else None,
         "quorum": "who is cut off depends on how fast others are, which depends on their data; wait for all (1)"
         if settings.quorum < 1
+        else None,
+        "over_selection": "as with a quorum, who is cut off depends on others; leave it out"
+        if settings.over_selection
+        else None,
+        "min_updates": "whether a round is skipped would tell how many answered; leave it out"
+        if settings.min_updates > 1 or settings.extensions
+        else None,
+        "buffer": "when a device is done decides in which round it counts, and depends on its data; leave it out"
+        if settings.buffer is not None
         else None,
         "privacy_delta": "at one over the number of devices it would allow to show one of them whole; give far less"
         if settings.privacy_delta * max(settings.cohort, settings.min_devices) >= 1

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, and_, or_, select
 from sqlalchemy.orm import Session
 
+from coordinator.assignments import COHORT_KINDS
 from coordinator.errors import NotFound
 from coordinator.federations import find
 from coordinator.methods import load_method
-from coordinator.rounds import COHORT_KINDS
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Round
 from edge_sdk.protocol.messages import (
@@ -73,8 +73,11 @@ class Records:
                 .join(Device, Device.id == Assignment.device_id)
                 .where(
                     Assignment.federation_id == federation.id,
-                    Assignment.round == number,
                     Assignment.status == "done",
+                    or_(
+                        Assignment.counted_round == number,
+                        and_(Assignment.round == number, Assignment.arrival.is_(None)),
+                    ),
                 )
                 .order_by(Assignment.kind.desc(), Device.name)
             ).all()
@@ -114,16 +117,32 @@ def _look(db: Session, item: Round) -> RoundRecord:
     rows = db.execute(
         select(Assignment, Device.name)
         .join(Device, Device.id == Assignment.device_id)
-        .where(Assignment.federation_id == item.federation_id, Assignment.round == item.number)
+        .where(
+            Assignment.federation_id == item.federation_id, or_(Assignment.round == item.number, _in_its_model(item))
+        )
         .order_by(Assignment.position)
     )
     return summarise(item, [(row[0], row[1]) for row in rows])
 
 
+def _in_its_model(item: Round) -> ColumnElement[bool]:
+    """In buffered rounds: the updates in a round's model, or, while it is open, those that wait to be."""
+    open_one = Assignment.counted_round.is_(None) & Assignment.arrival.is_not(None)
+    return Assignment.counted_round == item.number if item.status == "closed" else open_one
+
+
+def _counts(assignment: Assignment, item: Round) -> bool:
+    """Whether an update that was acknowledged is one of this round's."""
+    if assignment.arrival is None:
+        return assignment.round == item.number
+    return assignment.counted_round == (item.number if item.status == "closed" else None)
+
+
 def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecord:
     """The record of one round from its assignments (with their devices' names)."""
     training = [(assignment, name) for assignment, name in rows if assignment.kind in COHORT_KINDS]
-    done = [(assignment, name) for assignment, name in training if assignment.status == "done"]
+    done = [(each, name) for each, name in training if each.status == "done" and _counts(each, item)]
+    training = [(assignment, name) for assignment, name in training if assignment.round == item.number]
     reports = [UpdateReport.model_validate(assignment.report) for assignment, _ in done]
     uploads = [_upload(assignment) for assignment, _ in done]
     judged = [assignment for assignment, _ in rows if assignment.kind == "evaluate" and assignment.status == "done"]

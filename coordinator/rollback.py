@@ -18,6 +18,7 @@ import logging
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
+from coordinator.assignments import open_round
 from coordinator.errors import NotFound, WrongState
 from coordinator.methods import Situation, load_method
 from coordinator.models import Models, settings_of
@@ -32,7 +33,7 @@ def ask(db: Session, federation: Federation, models: Models, version: int) -> No
     if version not in models.kept(federation):
         kept = ", ".join(str(each) for each in models.kept(federation))
         raise NotFound(f"model_version: {federation.name} has no model {version} any more; it has {kept}")
-    method, current = load_method(federation.method), _open(db, federation)
+    method, current = load_method(federation.method), open_round(db, federation)
     if method.prepares and version == 0:
         raise WrongState(
             f"model_version: {federation.method} prepares model 0 before it is trained; go back to a later"
@@ -107,7 +108,3 @@ def _round_of(db: Session, federation: Federation, version: int) -> int:
         Round.federation_id == federation.id, Round.model_version == version, Round.base_version != version
     )
     return db.scalar(number) or 0
-
-
-def _open(db: Session, federation: Federation) -> Round | None:
-    return db.scalar(select(Round).where(Round.federation_id == federation.id, Round.status == "open"))

@@ -27,81 +27,48 @@ there.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import threading
-import uuid
-from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
 
-import numpy as np
-from pydantic import ValidationError
-from sqlalchemy import Table, and_, bindparam, delete, func, select, update
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
-from coordinator.cohort import Candidate, choose, choose_each
-from coordinator.errors import (
-    BadContent,
-    DifferentUpdate,
-    Finished,
-    NotAllowed,
-    NotFound,
-    RoundClosed,
-    Unavailable,
-    WrongMediaType,
+from coordinator.assignments import (
+    Drawable,
+    Member,
+    assign,
+    assignment_of,
+    cohort_of,
+    devices_asked,
+    drop_late_work,
+    extend_deadlines,
+    open_round,
+    touch,
+    update_folder,
 )
-from coordinator.intake import Intake, Update, sums_of
+from coordinator.buffer import arrivals, count_in, working
+from coordinator.candidates import devices_of, draw, drawable, situation_of, why_over
+from coordinator.costs import UploadCosts
+from coordinator.errors import Unavailable
+from coordinator.folding import Folding
 from coordinator.logs import about
 from coordinator.methods import GlobalModel, Situation, Work, load_method
-from coordinator.models import Models, job_of, settings_of
+from coordinator.models import Models, settings_of
 from coordinator.privacy import spent
 from coordinator.rollback import carry_out, newest_version
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation, Round
-from edge_sdk.protocol import bundle
 from edge_sdk.protocol import messages as wire
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.masks import NeuronMask, count_values, pack, same_mask
-from edge_sdk.protocol.neurons import fits_ratio
 
 log = logging.getLogger(__name__)
 
-JSON_TYPE = "application/json"
-LARGEST_RECEIPT = 64 * 1024
-COHORT_KINDS = (wire.Kind.train.value, wire.Kind.personalise.value, wire.Kind.prepare.value)
-"""What a round's cohort can be asked to do; a federation's method decides which of them."""
-
-BUNDLE_KINDS = (wire.Kind.train.value, wire.Kind.prepare.value)
-"""What is answered with values of the model."""
+ACCIDENT = 1e-9
+"""Of binary floats: 0.28 * 25 is 7.000000000000001, and seven are enough."""
 
 LOOK_SECONDS = 0.5
-"""How often evaluations are looked through for late ones, while updates keep coming."""
-
-REST_SECONDS = 60.0
-"""How long a device that handed its work back is not drawn: what kept it (heat, load, a diverging loss) takes time to
-pass, and a lone device would otherwise hand back a federation's rounds one after the other."""
-
-
-@dataclass
-class _Folding:
-    """What has come of one open round: how many of its assignments, in order, were taken in; bytes of their bundles by
-    part."""
-
-    round: int
-    intake: Intake
-    position: int = 0
-    parts: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a device that asks for work is given, if anything, and whether it had been thought away."""
-
-    assignment: wire.Assignment | None
-    was_away: bool = False
+"""How often work without a round of its own is looked through for late devices, while updates keep coming."""
 
 
 class Rounds:
@@ -113,326 +80,18 @@ class Rounds:
         store: Store,
         models: Models,
         clock: Callable[[], float],
+        costs: UploadCosts,
         on_closed: Callable[[str, float, int], None] = lambda federation, seconds, left_out: None,
     ) -> None:
         self._store = store
         self._models = models
         self._clock = clock
+        self._costs = costs
         self._on_closed = on_closed
         self._advancing = threading.Lock()
-        self._folding: dict[int, _Folding] = {}
+        self._folding: dict[int, Folding] = {}
         self._stuck: dict[int, float] = {}
-        self._costs: deque[tuple[str, wire.UploadCost]] = deque(maxlen=100_000)
         self._evaluations_seen: dict[int, float] = {}
-
-    # --- what devices ask ----------------------------------------------------------------------------------------
-
-    def next_assignment(
-        self, device_id: str, mask: str | None = None, model: str | None = None, *, asked: bool = True
-    ) -> Asked:
-        """The device's oldest open assignment, or none. Raises Finished when there will be none.
-
-        A device that comes after the end, without a model, is given ``adapt`` first. mask: the digest of the mask that
-        it holds; model: that of the global model that it can rebuild. asked: False for another look within one long
-        poll: whoever has left since it asked, perhaps without a word to the poll, stays away.
-        """
-        now = self._clock()
-        with self._store.reading() as db:
-            device, federation, assignment = _open_assignment(db, device_id)
-        away = asked and not device.present
-        # A poll is no fact worth a write, unless the device was thought away, has not been seen for a while, or holds
-        # another mask or model than it did.
-        if away or (asked and (now - device.seen_at > 30 or (mask, model) != (device.mask, device.model))):
-            holds = {"mask": mask, "model": model, "paused": None}
-            with self._store.writing() as db:
-                db.execute(update(Device).where(Device.id == device_id).values(present=True, seen_at=now, **holds))
-                device = db.get_one(Device, device_id)
-        if federation.status == wire.FederationStatus.paused:
-            return Asked(None, away)
-        if assignment is None:
-            assignment = self._late_work(federation, device_id)
-        if assignment is None and federation.status in ("finished", "stopped"):
-            if device.holds_model:
-                raise Finished(
-                    f"{federation.name} is {federation.status} after {federation.round} rounds; nothing is left to do, "
-                    f"your personal model stays with you"
-                )
-            assignment = self._adapt(device_id)
-        return Asked(None if assignment is None else self._describe(federation, device, assignment, now), away)
-
-    def _late_work(self, federation: Federation, device_id: str) -> Assignment | None:
-        """The work of the last round for everyone, for a device that has not done it and was not drawn since."""
-        method = load_method(federation.method)
-        if not method.for_everyone:  # asked at every poll: what follows validates the settings
-            return None
-        situation = Situation(self._models.manifest(federation), settings_of(federation), federation.round)
-        number = method.last_for_everyone(situation)
-        if number is None:
-            return None
-        with self._store.reading() as db:
-            if not _missed(db, device_id, number):
-                return None
-        with self._store.writing() as db:
-            device = db.get_one(Device, device_id)
-            federation = db.get_one(Federation, federation.id)  # as it is now: models of before may be gone
-            missed = _missed(db, device_id, number)
-            if not missed or device.status != "active" or not reaches(device.budget, smallest_budget(federation)):
-                return None
-            found = missed[0]
-            if found is None:
-                found = _assign(federation, device, wire.Kind.personalise, number, 0, self._clock())
-                found.plan = dict(method.work(self._situation(db, federation, number)).plan) or None
-                db.add(found)
-            found.status = "open"
-            found.model_version = federation.model_version
-            found.deadline_at = self._clock() + settings_of(federation).deadline_seconds
-            touch(db, federation.id, number)
-            return found
-
-    def _adapt(self, device_id: str) -> Assignment:
-        with self._store.writing() as db:
-            device = db.get_one(Device, device_id)
-            federation = db.get_one(Federation, device.federation_id)
-            assignment = db.scalar(
-                select(Assignment).where(
-                    Assignment.device_id == device_id,
-                    Assignment.kind == "adapt",
-                    Assignment.round == federation.round,
-                )
-            )
-            if assignment is None:
-                assignment = _assign(federation, device, wire.Kind.adapt, federation.round, 0, self._clock())
-                db.add(assignment)
-            if assignment.status == "returned":
-                raise Finished(
-                    f"{federation.name} is {federation.status}, and this device could not adapt its model "
-                    f"({assignment.return_reason}); start the device again to try once more"
-                )
-            assignment.status = "open"
-            assignment.model_version = federation.model_version
-            assignment.deadline_at = self._clock() + settings_of(federation).deadline_seconds
-            return assignment
-
-    def _describe(self, federation: Federation, device: Device, assignment: Assignment, now: float) -> wire.Assignment:
-        payload = None
-        if self._has_payload(federation, assignment):
-            body = self._models.payload(federation, device, assignment)
-            payload = wire.Payload(bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
-        work = None
-        if assignment.ratio is not None:
-            work = wire.Work(job=job_of(federation), round=assignment.round, device=device.name, ratio=assignment.ratio)
-        return wire.Assignment(
-            assignment_id=assignment.id,
-            kind=wire.Kind(assignment.kind),
-            round=assignment.round,
-            deadline_seconds=max(0.0, assignment.deadline_at - now),
-            settings=settings_of(federation),
-            payload=payload,
-            work=work,
-            plan=assignment.plan or {},
-            model_sha256=self._models.digest(federation, assignment.model_version),
-        )
-
-    def _has_payload(self, federation: Federation, assignment: Assignment) -> bool:
-        return load_method(federation.method).sends_values(wire.Kind(assignment.kind), not assignment.full)
-
-    def payload(self, assignment_id: str, device_id: str) -> bytes:
-        """The bundle of an open assignment of this device. Raises NotFound, NotAllowed, RoundClosed."""
-        with self._store.reading() as db:
-            assignment, device, federation = _owned(db, assignment_id, device_id)
-        if assignment.status != "open":
-            raise RoundClosed(f"the assignment is {assignment.status}; ask for the next one")
-        if not self._has_payload(federation, assignment):
-            raise NotFound("this assignment has no payload; carry it out with the personal model")
-        return self._models.payload(federation, device, assignment)
-
-    def hand_back(self, assignment_id: str, device_id: str, reason: wire.PauseReason | str) -> None:
-        """The device cannot do it: it is out of this round. Handing back twice is the same as once.
-
-        One whose policy says so stays away until it asks for work again; others rest.
-        """
-        text = reason.value if isinstance(reason, wire.PauseReason) else reason
-        with self._store.writing() as db:
-            assignment, device, federation = _owned(db, assignment_id, device_id)
-            if assignment.status == "returned":
-                return
-            if assignment.status != "open":
-                raise RoundClosed(f"the assignment is {assignment.status} already; nothing to hand back")
-            assignment.status, assignment.return_reason = "returned", text
-            if isinstance(reason, wire.PauseReason):
-                device.present, device.paused = False, text
-            else:
-                device.rest_until = self._clock() + REST_SECONDS
-            touch(db, federation.id, assignment.round)
-            log.info(
-                "round %s: %s hands back %s: %s",
-                *(assignment.round, device.name, assignment.kind, text),
-                extra={"round": assignment.round},
-            )
-
-    def note_upload_cost(self, device_id: str, cost: wire.UploadCost) -> None:
-        """Keep what a device's last upload cost it; the first word counts, and a stranger's none.
-
-        Kept in memory until a round closes or somebody looks: it is telemetry, and not worth a transaction of its own.
-        """
-        self._costs.append((device_id, cost))
-
-    def write_upload_costs(self) -> None:
-        """Bring what was kept in memory to the records."""
-        costs: list[tuple[str, wire.UploadCost]] = []
-        while self._costs:
-            costs.append(self._costs.popleft())
-        if not costs:
-            return
-        with self._store.writing() as db:
-            for device_id, cost in costs:
-                assignment = db.get(Assignment, cost.assignment_id)
-                if assignment is None or assignment.device_id != device_id or assignment.status != "done":
-                    continue
-                if assignment.upload_cost is None:
-                    assignment.upload_cost = cost.upload.model_dump(mode="json")
-                    touch(db, assignment.federation_id, assignment.round)
-
-    # --- what devices send ---------------------------------------------------------------------------------------
-
-    def check_owner(self, assignment_id: str, device_id: str) -> None:
-        """Raise NotFound or NotAllowed unless it is an assignment of this device."""
-        with self._store.reading() as db:
-            _owned(db, assignment_id, device_id)
-
-    def check_envelope(self, assignment_id: str, device_id: str, media_type: str) -> int:
-        """Before a byte of an update is read: may this device send this? Returns the longest body accepted, in bytes.
-
-        Raises NotFound, NotAllowed, WrongMediaType.
-        """
-        with self._store.reading() as db:
-            assignment, device, federation = _owned(db, assignment_id, device_id)
-        wanted = bundle.MEDIA_TYPE if assignment.kind in BUNDLE_KINDS else JSON_TYPE
-        if media_type != wanted:
-            raise WrongMediaType(f"an update of kind {assignment.kind} is sent as {wanted}, not as {media_type!r}")
-        if assignment.kind not in BUNDLE_KINDS:
-            return LARGEST_RECEIPT
-        manifest, mask = self._models.manifest(federation), None
-        if assignment.status == "open":  # else the model may be gone, and all that is left to say is that it is settled
-            mask, _ = self._models.mask(federation, device, assignment)
-        return bundle.largest_bundle(
-            # Devices may have masks of elements of their own, with more elements than the global one.
-            count_values(manifest, None if isinstance(mask, ElementMask) else mask),
-            settings_of(federation).precision_of("up", wire.Kind(assignment.kind)),
-            manifest,
-            elements=mask is None or isinstance(mask, ElementMask),
-            gradients=load_method(federation.method).wants_gradients(assignment.plan or {}),
-        )
-
-    def accept_update(self, assignment_id: str, device_id: str, body: bytes) -> bool:
-        """Check, store and acknowledge an update; True when it is new, False for the same one again.
-
-        Raises BadContent, DifferentUpdate, RoundClosed, NotAllowed, NotFound. When it returns, the update survives a
-        power cut and counts in its round exactly once.
-        """
-        digest = hashlib.sha256(body).hexdigest()
-        with self._store.reading() as db:
-            assignment, device, federation = _owned(db, assignment_id, device_id)
-        if self._settled(assignment, digest):
-            return False
-        report, chosen = self._check_update(federation, device, assignment, body)
-        changed: dict[str, Any] = {}
-        keys: list[str] = []
-        if assignment.kind in BUNDLE_KINDS:
-            # Who trained holds the model's mask, though it has not said so yet: it may not be lost with this round.
-            mask = self._models.model(federation, assignment.model_version).mask
-            held = mask.digest if mask is not None else self._models.keep_mask(federation, chosen) if chosen else None
-            if held is not None and held != device.mask:
-                changed["mask"] = held
-            keys = [update_key(federation.id, assignment.id, digest)]
-            self._store.blobs.write(keys[0], body)
-        if not device.holds_model and _leaves_model(federation, assignment):
-            changed["holds_model"] = True
-        if isinstance(report, wire.UpdateReport) and report.status == "stopped":
-            changed |= {"status": "stopped", "stopped_round": assignment.round}
-        if isinstance(report, wire.UpdateReport) and report.num_examples != device.num_examples:
-            changed["num_examples"] = report.num_examples
-
-        def write_down(db: Session) -> bool:
-            # Only while it is still open: the round may have closed since, or the same update have come twice.
-            values = {"update_sha256": digest, "update_bytes": len(body), "report": report.model_dump(mode="json")}
-            if not db.connection().execute(_ACCEPT, {"open_id": assignment_id, "status": "done", **values}).rowcount:
-                return not self._settled(_owned(db, assignment_id, device_id)[0], digest)
-            if changed:
-                db.execute(update(Device).where(Device.id == device_id).values(**changed))
-            if assignment.kind not in BUNDLE_KINDS:  # a round that is open has no cached record
-                touch(db, federation.id, assignment.round)
-            return True
-
-        return self._store.record(write_down, keys)
-
-    @staticmethod
-    def _settled(assignment: Assignment, digest: str) -> bool:
-        """True for the same update again. Raises where the assignment takes no update any more."""
-        if assignment.status == "done":
-            if assignment.update_sha256 == digest:
-                return True
-            raise DifferentUpdate("another update was accepted for this assignment; ask for the next one")
-        if assignment.status != "open":
-            raise RoundClosed(
-                f"the assignment is {assignment.status}: round {assignment.round} does not take it any more; keep the "
-                f"personal model and ask for the next assignment"
-            )
-        return False
-
-    def _check_update(
-        self, federation: Federation, device: Device, assignment: Assignment, body: bytes
-    ) -> tuple[wire.UpdateReport | wire.Receipt, NeuronMask | None]:
-        """The report, and the neurons that the device has chosen, if that is what it does."""
-        try:
-            if assignment.kind == wire.Kind.personalise:
-                return wire.UpdateReport.model_validate_json(body), None
-            if assignment.kind not in BUNDLE_KINDS:
-                return wire.Receipt.model_validate_json(body), None
-            model = self._models.model(federation, assignment.model_version)
-            decoded = bundle.decode(body, self._models.manifest(federation), model.mask)
-            report = wire.UpdateReport.model_validate_json(decoded.report)
-        except ValidationError as error:
-            raise BadContent(explain(error)) from None
-        precision = settings_of(federation).precision_of("up", wire.Kind(assignment.kind))
-        if decoded.precision != precision:
-            raise BadContent(f"values: sent as {decoded.precision}, the federation's precision is {precision}")
-        method, plan = load_method(federation.method), assignment.plan or {}
-        mask, _ = self._models.mask(federation, device, assignment)
-        situation = Situation(self._models.manifest(federation), settings_of(federation), assignment.round, plan)
-        if assignment.kind == wire.Kind.prepare and decoded.mask is None:
-            raise BadContent("mask: an update that prepares the model says what exists of it; send it with its mask")
-        if method.devices_choose and mask is None and assignment.ratio is not None:
-            if not fits_ratio(situation.manifest, decoded.mask, assignment.ratio):
-                raise BadContent(
-                    f"mask: of the n neurons of each group a device chooses max(1, floor(p n)) at a budget of "
-                    f"p = {assignment.ratio:g}, and these are not so many; fetch the assignment again"
-                )
-        elif not same_mask(decoded.mask, mask):
-            if not isinstance(decoded.mask, method.mask_type):
-                kept = f"that {device.name} chose and keeps" if method.devices_choose else f"for {device.name}"
-                raise BadContent(
-                    f"mask: it is not the one of round {assignment.round} {kept}; fetch the assignment again"
-                )
-            method.check_mask(model, decoded.mask, situation)
-        if (decoded.gradients is not None) != method.wants_gradients(plan) or decoded.signs is not None:
-            wanted = "with" if method.wants_gradients(plan) else "without"
-            raise BadContent(f"an update of this round is sent {wanted} gradients, and without signs; update this SDK")
-        limit = settings_of(federation).update_norm_limit
-        if limit is not None:
-            change = decoded.values.astype(np.float64)
-            if decoded.precision != "int8":
-                change -= pack(self._models.manifest(federation), model.tensors, decoded.mask)
-            norm = float(np.linalg.norm(change))
-            if norm > limit:
-                raise BadContent(
-                    f"values: they moved by {norm:.3g} from what was sent (2-norm), the federation allows {limit:g}; "
-                    f"hand the assignment back, or train with a lower learning rate or a clip"
-                )
-        chosen = decoded.mask if method.devices_choose and isinstance(decoded.mask, NeuronMask) else None
-        return report, chosen
-
-    # --- progress ------------------------------------------------------------------------------------------------
 
     def resume_after_restart(self) -> None:
         """Give open rounds their whole deadline again: the time without a coordinator was not the devices' fault."""
@@ -481,14 +140,16 @@ class Rounds:
     def _step(self, federation_id: int) -> bool:
         with self._store.reading() as db:
             federation = db.get_one(Federation, federation_id)
-            current = _open_round(db, federation)
-            cohort = _cohort(db, federation, current.number) if current else []
+            current = open_round(db, federation)
+            cohort = cohort_of(db, federation, current.number) if current else []
         if federation.status == "waiting" and self._start(federation_id):
             return True  # before its round, which may be open: paused in round 1, then resumed
         if current is not None:
+            if settings_of(federation).buffer is not None:
+                return self._step_buffered(federation, current)
             return self._step_round(federation, current, cohort)
         if federation.status == "running":
-            return self._expire_evaluations(federation_id) or self._open_round(federation_id)
+            return self._expire_late(federation_id) or self._open_round(federation_id)
         return False
 
     def _start(self, federation_id: int) -> bool:
@@ -509,31 +170,56 @@ class Rounds:
         with self._store.writing() as db:
             federation = db.get_one(Federation, federation_id)
             settings = settings_of(federation)
-            if federation.status != "running" or _open_round(db, federation):
+            if federation.status != "running" or open_round(db, federation):
                 return False
-            over = why_over(db, federation)
-            if over:
+            over, going_on = why_over(db, federation), self._goes_on(db, federation)
+            if over and not (over == "all_stopped" and going_on):
                 return self._finish(db, federation, over)
-            active = {device.name: device for device in drawable(db, federation, now)}
-            if not active:
+            there = len(drawable(db, federation, now))
+            if not there and not going_on:
                 return False
             method = load_method(federation.method)
             if method.prepares and federation.model_version == 0:
                 number, size, work = 0, 1, Work(wire.Kind.prepare)
             else:
                 work = method.work(self._situation(db, federation, federation.round + 1))
-                number, size = federation.round + work.rounds, len(active) if work.everyone else settings.cohort
-            cohort = _draw(db, federation, list(active.values()), size, number)
+                number, size = federation.round + work.rounds, there if work.everyone else settings.cohort
+            more = 0.0 if work.everyone or work.kind is wire.Kind.prepare else settings.over_selection
             current = Round(federation_id=federation.id, number=number, status="open", stale=True)
             current.opened_at, current.deadline_at = now, now + settings.deadline_seconds
+            current.target = 0
             db.add(current)
-            _drop_late_work(db, [active[name].id for name in cohort])
-            for position, name in enumerate(cohort):
-                assignment = _assign(federation, active[name], work.kind, number, position, now)
-                assignment.plan = dict(work.plan) or None
-                db.add(assignment)
-            log.info("%s: round %s opens for %s devices", federation.name, number, len(cohort), extra={"round": number})
+            busy = 0 if settings.buffer is None else len(working(db, federation))
+            count = self._hand_out(db, federation, current, work, math.ceil(size * (1 + more) - ACCIDENT) - busy)
+            wanted = settings.quorum * (min(size, count) if more else count)
+            current.target = settings.buffer or math.ceil(wanted - ACCIDENT)
+            log.info("%s: round %s opens for %s devices", federation.name, number, count, extra={"round": number})
             return True
+
+    @staticmethod
+    def _goes_on(db: Session, federation: Federation) -> bool:
+        """Whether devices train, or updates wait, that count in the next round whoever is drawn for it."""
+        if settings_of(federation).buffer is None:
+            return False
+        return bool(working(db, federation) or arrivals(db, federation, most=1))
+
+    def _hand_out(self, db: Session, federation: Federation, current: Round, work: Work, size: int) -> int:
+        """Have up to ``size`` devices more do a round's work; returns how many there were."""
+        now, (asked, free) = self._clock(), self._free(db, federation, current.number)
+        names = draw(db, federation, list(free.values()), size, current.number) if size > 0 else []
+        drop_late_work(db, [free[name].id for name in names])
+        for position, name in enumerate(names, start=asked):
+            assignment = assign(federation, free[name], work.kind, current.number, position, now)
+            assignment.plan = dict(work.plan) or None
+            db.add(assignment)
+        return len(names)
+
+    def _free(self, db: Session, federation: Federation, number: int) -> tuple[int, dict[str, Drawable]]:
+        """How many devices round ``number`` was given to, and the others that it could be given to now, by name."""
+        asked = set(devices_asked(db, federation, number))
+        busy = asked.union(working(db, federation))
+        there = drawable(db, federation, self._clock())
+        return len(asked), {device.name: device for device in there if device.id not in busy}
 
     def _finish(self, db: Session, federation: Federation, reason: str) -> bool:
         evaluations = select(Assignment.id).where(
@@ -548,21 +234,86 @@ class Rounds:
         log.info("%s: finished after %s rounds (%s)", federation.name, federation.round, reason)
         return True
 
-    def _step_round(self, federation: Federation, current: Round, cohort: Sequence[_Member]) -> bool:
-        settings = settings_of(federation)
-        done = sum(assignment.status == "done" for assignment in cohort)
-        waiting = [assignment for assignment in cohort if assignment.status == "open"]
-        late = self._clock() >= current.deadline_at
-        # Less an accident of binary floats: 0.28 * 25 is 7.000000000000001.
-        enough = done >= math.ceil(settings.quorum * len(cohort) - 1e-9)
-        if waiting and (late or enough or federation.status == "stopped"):
-            self._expire([assignment.id for assignment in waiting], away=late)
+    def _step_round(self, federation: Federation, current: Round, cohort: Sequence[Member]) -> bool:
+        done = [member.id for member in cohort if member.status == "done"]
+        waiting = [member.id for member in cohort if member.status == "open"]
+        late, stopped = self._clock() >= current.deadline_at, federation.status == "stopped"
+        settings, trains = settings_of(federation), bool(cohort) and cohort[0].kind == wire.Kind.train.value
+        asks = trains and settings.noise_multiplier is None  # under noise nobody may know how many came
+        lacking = settings.min_updates if asks and len(done) < settings.min_updates else 0
+        if lacking and not stopped and (late or not waiting) and current.extensions < settings.extensions:
+            return self._extend(federation.id, current.number, late=late) or self._expire_late(federation.id)
+        if waiting and (late or len(done) >= current.target or stopped):
+            self._expire(waiting, away=late)
             return True
-        folding = self._fold(federation, current.number, cohort)
+        folding = self._fold(federation, current.number)
+        folding.take_in_order(cohort)
         if waiting:
-            return self._expire_evaluations(federation.id)
-        self._close(federation, current.number, folding)
+            return self._expire_late(federation.id)
+        why = f"skipped: {len(done)} updates came, and min_updates is {lacking}"
+        self._close(federation, current.number, folding, dict.fromkeys(done, why) if lacking else None)
         return True
+
+    def _extend(self, federation_id: int, number: int, *, late: bool) -> bool:
+        """Give a round another deadline, and its work to as many further devices as updates are missing.
+
+        False where nobody is there to ask before the deadline: somebody may come.
+        """
+        with self._store.writing() as db:
+            federation = db.get_one(Federation, federation_id)
+            current = open_round(db, federation)
+            if current is None or current.number != number:
+                return False
+            missing = current.target - sum(member.status == "done" for member in cohort_of(db, federation, number))
+            work = Work(plan=self._situation(db, federation, number).plan)
+            more = self._hand_out(db, federation, current, work, missing)
+            if not more and not late:
+                return False
+            current.extensions += 1
+            extend_deadlines(db, federation, self._clock())
+        log.warning(
+            "%s: round %s lacks updates; it is extended, and given to %s devices more",
+            *(federation.name, number, more),
+            extra={"round": number},
+        )
+        return True
+
+    def _step_buffered(self, federation: Federation, current: Round) -> bool:
+        """Take in what has arrived, keep a cohort at work, and close when the buffer is full (``buffer``)."""
+        settings, number = settings_of(federation), current.number
+        late, stopped = self._clock() >= current.deadline_at, federation.status == "stopped"
+        # Nothing goes on from these: they take all that came, and nobody is waited for.
+        final = stopped or number >= settings.rounds or federation.rollback_version is not None
+        folding = self._fold(federation, number)
+        with self._store.reading() as db:
+            busy = working(db, federation)  # before the arrivals: where nobody trains, none can come after them
+            room = None if final else max(0, current.target - folding.taken)
+            arrived = arrivals(db, federation, folding.last, room)
+        folding.take_arrivals(arrived)
+        if folding.taken < current.target and not late and not stopped:
+            if len(busy) < settings.cohort and self._top_up(federation.id, number):
+                return True
+            if busy:
+                return self._expire_late(federation.id)
+        if final and busy:
+            self._expire(list(busy.values()), away=False)
+            return True
+        self._close(federation, number, folding)
+        return True
+
+    def _top_up(self, federation_id: int, number: int) -> bool:
+        """Give a buffered round's work to so many more devices that a cohort trains; False where nobody is there."""
+        with self._store.reading() as db:
+            federation = db.get_one(Federation, federation_id)
+            if not self._free(db, federation, number)[1]:
+                return False
+        with self._store.writing() as db:
+            federation = db.get_one(Federation, federation_id)
+            current = open_round(db, federation)
+            if federation.status != "running" or current is None or current.number != number:
+                return False
+            room = settings_of(federation).cohort - len(working(db, federation))
+            return bool(self._hand_out(db, federation, current, Work(), room))
 
     def _expire(self, assignment_ids: Sequence[str], *, away: bool) -> None:
         """Close assignments to updates. ``away``: their devices missed a deadline, and are not drawn until they ask."""
@@ -575,16 +326,19 @@ class Rounds:
                     if away:
                         db.get_one(Device, assignment.device_id).present = False
 
-    def _expire_evaluations(self, federation_id: int) -> bool:
+    def _expire_late(self, federation_id: int) -> bool:
+        """Close the evaluations whose deadline has passed, and what is trained for no round of its own."""
         now = self._clock()
         if now - self._evaluations_seen.get(federation_id, -math.inf) < LOOK_SECONDS:
             return False
         self._evaluations_seen[federation_id] = now
         with self._store.reading() as db:
+            buffered = settings_of(db.get_one(Federation, federation_id)).buffer is not None
+            kinds = ("evaluate", "train") if buffered else ("evaluate",)
             late = db.scalars(
                 select(Assignment.id).where(
                     Assignment.federation_id == federation_id,
-                    Assignment.kind == "evaluate",
+                    Assignment.kind.in_(kinds),
                     Assignment.status == "open",
                     Assignment.deadline_at <= now,
                 )
@@ -593,53 +347,30 @@ class Rounds:
             self._expire(late, away=True)
         return bool(late)
 
-    def _fold(self, federation: Federation, number: int, cohort: Sequence[_Member]) -> _Folding:
-        """Add to the sums what is next in order and there; stop at the first that is still awaited."""
+    def _fold(self, federation: Federation, number: int) -> Folding:
+        """The sums of the open round, begun where there are none."""
         folding = self._folding.get(federation.id)
         if folding is None or folding.round != number:
             with self._store.reading() as db:
                 situation = self._situation(db, federation, number)
-            model = self._models.model(federation, federation.model_version)
-            intake = Intake(
-                sums_of(load_method(federation.method), model, situation, self._store.folder),
-                situation.settings,
-                situation.manifest,
-                model.tensors,
-                lambda key: self._read(federation, key)[0],
-            )
-            folding = self._folding[federation.id] = _Folding(number, intake)
-        while folding.position < len(cohort) and cohort[folding.position].status != "open":
-            assignment = cohort[folding.position]
-            if assignment.status == "done" and assignment.kind in BUNDLE_KINDS:
-                self._fold_one(federation, folding, assignment)
-            folding.position += 1
+            folding = self._folding[federation.id] = Folding(self._store, self._models, federation, situation)
         return folding
 
-    def _fold_one(self, federation: Federation, folding: _Folding, assignment: _Member) -> None:
-        key = update_key(federation.id, assignment.id, assignment.update_sha256 or "")
-        update, parts = self._read(federation, key)
-        folding.intake.take(assignment.id, key, update)
-        folding.parts.update(parts)
-
-    def _read(self, federation: Federation, key: str) -> tuple[Update, Mapping[str, int]]:
-        """A stored update of the open round, and the bytes of its parts."""
-        body = self._store.blobs.get(key)
-        manifest, model = self._models.manifest(federation), self._models.model(federation, federation.model_version)
-        decoded = bundle.decode(body, manifest, model.mask)
-        report = wire.UpdateReport.model_validate_json(decoded.report)
-        values = decoded.values
-        if decoded.precision == "int8":  # a difference from what was sent
-            values = values + pack(manifest, model.tensors, decoded.mask)
-        return Update(values, decoded.mask, report.num_examples, decoded.gradients), decoded.parts
-
-    def _close(self, federation: Federation, number: int, folding: _Folding) -> None:
-        self.write_upload_costs()
+    def _close(
+        self, federation: Federation, number: int, folding: Folding, skipped: Mapping[str, str] | None = None
+    ) -> None:
+        """Make the next model. skipped: assignment id -> why its update is not in it, where none is made."""
+        self._costs.write()
         version, digest = federation.model_version, federation.model_sha256
         method, warning = load_method(federation.method), federation.warning
         folding.intake.finish()
         sums, notes = folding.intake.sums, folding.intake.notes()
+        if settings_of(federation).buffer is not None:
+            notes |= {"stale_updates": sum(map(bool, folding.behind)), "most_stale": max(folding.behind, default=0)}
         model: GlobalModel | None = None
-        if folding.intake.moves(folding.position):
+        if skipped is not None:
+            notes["left_out"] = dict(skipped)
+        elif folding.intake.moves(folding.position):
             with self._store.reading() as db:
                 situation, newest = self._situation(db, federation, number), newest_version(db, federation)
             model = method.close(self._models.model(federation, version), sums, situation)
@@ -651,7 +382,7 @@ class Rounds:
         now = self._clock()
         with self._store.writing() as db:
             federation = db.get_one(Federation, federation.id)
-            current = _open_round(db, federation)
+            current = open_round(db, federation)
             if current is None or current.number != number:  # another process has closed it meanwhile
                 del self._folding[federation.id]
                 return
@@ -666,6 +397,7 @@ class Rounds:
             cost = spent(db, federation.id, number, settings_of(federation))
             current.notes = notes if cost is None else {**notes, "privacy": cost.model_dump()}
             current.parts = dict(folding.parts)
+            count_in(db, federation, number, folding.last)
             if method.prepares and version == 0:
                 self._withdraw(db, current)
                 federation.warning = (
@@ -676,13 +408,14 @@ class Rounds:
             interval = settings_of(federation).evaluation_interval
             if federation.status == "running" and interval and number // interval > before // interval:
                 self._ask_for_evaluation(db, federation, now)
-            in_use = {federation.model_version} | set(
-                db.scalars(
-                    select(Assignment.model_version).where(
-                        Assignment.federation_id == federation.id, Assignment.status == "open"
-                    )
+            awaited = db.execute(
+                select(Assignment.id, Assignment.model_version).where(
+                    Assignment.federation_id == federation.id, Assignment.status == "open"
                 )
-            )
+            ).all()
+            waiting = arrivals(db, federation)
+            in_use = {federation.model_version, *(row[1] for row in awaited), *(each.model_version for each in waiting)}
+            updates = {*(row[0] for row in awaited), *(each.assignment_id for each in waiting)}
             known = select(Device.mask).where(
                 Device.federation_id == federation.id, Device.mask.is_not(None), Device.status != "revoked"
             )
@@ -693,14 +426,15 @@ class Rounds:
         del self._folding[federation.id]
         log.info(
             "%s: round %s closes, %s updates in its model",
-            *(federation.name, number, sums.updates),
+            *(federation.name, number, 0 if model is None else sums.updates),
             extra={"round": number},
         )
         self._on_closed(federation.name, now - current.opened_at, len(notes.get("left_out", {})))
         # Only now, with the new model in the records, may what it was made from go.
         self._models.forget(federation.id, in_use, masks)
-        for key in self._store.blobs.keys(_update_folder(federation.id)):
-            self._store.blobs.delete(key)
+        for key in self._store.blobs.keys(update_folder(federation.id)):
+            if assignment_of(key) not in updates:
+                self._store.blobs.delete(key)
 
     @staticmethod
     def _withdraw(db: Session, current: Round) -> None:
@@ -710,264 +444,14 @@ class Rounds:
         db.delete(current)
 
     def _situation(self, db: Session, federation: Federation, number: int) -> Situation:
-        """What a method knows of round ``number`` when it opens, and when it closes."""
-        enrolled = [
-            device
-            for device in _devices(db, federation, ("active", "stopped"))
-            if device.status == "active" or device.stopped_round == number  # with this round's update, which counts
-        ]
-        asked = select(Assignment.plan).where(
-            Assignment.federation_id == federation.id, Assignment.round == number, Assignment.kind.in_(COHORT_KINDS)
-        )
-        return Situation(
-            self._models.manifest(federation),
-            settings_of(federation),
-            number,
-            db.scalars(asked.limit(1)).first() or {},
-            devices=len(enrolled),
-            num_examples=sum(device.num_examples or 0 for device in enrolled),
-        )
+        return situation_of(db, self._models.manifest(federation), federation, number)
 
     def _ask_for_evaluation(self, db: Session, federation: Federation, now: float) -> bool:
         """Ask every device that is there, stopped or not, to judge its personal model and the new global one.
 
         False when nobody is there.
         """
-        present = [device for device in _devices(db, federation, ("active", "stopped")) if device.present]
+        present = [device for device in devices_of(db, federation, ("active", "stopped")) if device.present]
         for position, device in enumerate(sorted(present, key=lambda device: device.name)):
-            db.add(_assign(federation, device, wire.Kind.evaluate, federation.round, position, now))
+            db.add(assign(federation, device, wire.Kind.evaluate, federation.round, position, now))
         return bool(present)
-
-
-def what_is_missing(db: Session, federation: Federation, now: float) -> str | None:
-    """What keeps a running federation from opening its next round, in words, or None."""
-    if federation.status != "running" or _open_round(db, federation) or drawable(db, federation, now):
-        return None
-    if why_over(db, federation):
-        return None
-    if _active(db, federation, now):
-        return (
-            f"a device with a budget of at least {smallest_budget(federation):g}, which {federation.method} needs; "
-            f"those that are there have less"
-        )
-    paused = Counter(device.paused for device in _devices(db, federation, ("active",)) if device.paused)
-    if paused:
-        words = ", ".join(f"{count} {word}" for word, count in sorted(paused.items()))
-        return f"a device whose policy lets it work (paused: {words})"
-    return "a device that still trains and is there; the others may wait or leave"
-
-
-def extend_deadlines(db: Session, federation: Federation, now: float) -> None:
-    """Start the clock of everything open anew."""
-    deadline = now + settings_of(federation).deadline_seconds
-    db.execute(
-        update(Round).where(Round.federation_id == federation.id, Round.status == "open").values(deadline_at=deadline)
-    )
-    db.execute(
-        update(Assignment)
-        .where(Assignment.federation_id == federation.id, Assignment.status == "open")
-        .values(deadline_at=deadline)
-    )
-
-
-def explain(error: ValidationError) -> str:
-    """A pydantic error in one line: where, what was wrong."""
-    first = error.errors(include_url=False)[0]
-    where = ".".join(map(str, first["loc"])) or "body"
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"{where}: {first['msg']}{more}; see docs/settings.md and the OpenAPI page at /docs"
-
-
-def _missed(db: Session, device_id: str, number: int) -> tuple[Assignment | None] | None:
-    """None for a device that has done the work of round ``number``, handed it back, or was drawn since; else its
-    assignment, if it ever had one."""
-    since = select(Assignment).where(Assignment.device_id == device_id, Assignment.round >= number)
-    found = db.scalars(since.where(Assignment.kind.in_(COHORT_KINDS)).order_by(Assignment.round.desc())).first()
-    settled = found is not None and (found.status in ("done", "returned") or found.kind != wire.Kind.personalise.value)
-    if found is not None and (found.round > number or settled):
-        return None
-    return (found,)
-
-
-def _draw(db: Session, federation: Federation, active: Sequence[Device], size: int, number: int) -> list[str]:
-    """The names of a round's cohort, sorted; who is drawn, and how, is in ``cohort``, and in ``privacy``."""
-    settings, job = settings_of(federation), job_of(federation)
-    if settings.noise_multiplier is not None:
-        enrolled = len(_devices(db, federation, ("active", "stopped")))
-        names = [device.name for device in active]
-        return choose_each(names, min(1.0, size / enrolled), job=job, round_number=number)
-    last: dict[str, int] = {}
-    if settings.cohort_policy == "least_recently":
-        drawn = select(Assignment.device_id, func.max(Assignment.round)).where(
-            Assignment.federation_id == federation.id, Assignment.kind.in_(COHORT_KINDS)
-        )
-        last = {row[0]: row[1] for row in db.execute(drawn.group_by(Assignment.device_id))}
-    candidates = [Candidate(device.name, device.budget, last.get(device.id, -1)) for device in active]
-    return choose(candidates, size, job=job, round_number=number, policy=settings.cohort_policy)
-
-
-def _drop_late_work(db: Session, device_ids: Sequence[str]) -> None:
-    """Devices that are drawn again need not do any more what they missed."""
-    late = update(Assignment).where(Assignment.device_id.in_(device_ids), Assignment.status == "open")
-    db.execute(late.where(Assignment.kind == wire.Kind.personalise.value).values(status="expired"))
-
-
-def _assign(
-    federation: Federation, device: Device, kind: wire.Kind, number: int, position: int, now: float
-) -> Assignment:
-    method = load_method(federation.method)
-    return Assignment(
-        id=uuid.uuid4().hex,
-        federation_id=federation.id,
-        device_id=device.id,
-        kind=kind.value,
-        round=number,
-        position=position,
-        status="open",
-        model_version=federation.model_version,
-        full=kind not in COHORT_KINDS or not (device.holds_model or method.narrow),
-        ratio=None if kind == wire.Kind.evaluate else method.active_ratio(device.budget),
-        created_at=now,
-        deadline_at=now + settings_of(federation).deadline_seconds,
-    )
-
-
-# Statements of every call of a device, made once: SQLAlchemy takes longer to put one together than SQLite to answer it.
-_OWNED = (
-    select(Assignment, Device, Federation)
-    .join(Device, Device.id == Assignment.device_id)
-    .join(Federation, Federation.id == Assignment.federation_id)
-    .where(Assignment.id == bindparam("assignment_id"))
-)
-_OLDEST_OPEN = (
-    select(Device, Federation, Assignment)
-    .join(Federation, Federation.id == Device.federation_id)
-    .outerjoin(Assignment, and_(Assignment.device_id == Device.id, Assignment.status == "open"))
-    .where(Device.id == bindparam("asking_id"))
-    .order_by(Assignment.round, Assignment.created_at)
-    .limit(1)
-)
-_OPEN_ROUND = select(Round).where(Round.federation_id == bindparam("federation_id"), Round.status == "open")
-_COHORT = (
-    select(Assignment.id, Assignment.kind, Assignment.status, Assignment.update_sha256)
-    .where(
-        Assignment.federation_id == bindparam("federation_id"),
-        Assignment.round == bindparam("number"),
-        Assignment.kind.in_(COHORT_KINDS),
-    )
-    .order_by(Assignment.position)
-)
-_ACCEPT = (
-    update(cast(Table, Assignment.__table__))
-    .where(Assignment.id == bindparam("open_id"), Assignment.status == "open")
-    .values(
-        status=bindparam("status"),
-        update_sha256=bindparam("update_sha256"),
-        update_bytes=bindparam("update_bytes"),
-        report=bindparam("report"),
-    )
-)
-
-
-def _owned(db: Session, assignment_id: str, device_id: str) -> tuple[Assignment, Device, Federation]:
-    row = db.execute(_OWNED, {"assignment_id": assignment_id}).first()
-    if row is None:
-        raise NotFound("there is no such assignment; ask for the next one")
-    assignment, device, federation = row
-    if device.id != device_id:
-        raise NotAllowed("this assignment belongs to another device; ask for your own")
-    return assignment, device, federation
-
-
-def _open_assignment(db: Session, device_id: str) -> tuple[Device, Federation, Assignment | None]:
-    """A device, its federation and its oldest open assignment: an evaluation before the round after it."""
-    device, federation, assignment = db.execute(_OLDEST_OPEN, {"asking_id": device_id}).one()
-    return device, federation, assignment
-
-
-def _open_round(db: Session, federation: Federation) -> Round | None:
-    return db.scalar(_OPEN_ROUND, {"federation_id": federation.id})
-
-
-@dataclass(frozen=True)
-class _Member:
-    """What moving a round needs to know of one of its assignments."""
-
-    id: str
-    kind: str
-    status: str
-    update_sha256: str | None
-
-
-def _cohort(db: Session, federation: Federation, number: int) -> list[_Member]:
-    rows = db.execute(_COHORT, {"federation_id": federation.id, "number": number})
-    return [_Member(*row) for row in rows]
-
-
-def _devices(db: Session, federation: Federation, statuses: Sequence[str]) -> list[Device]:
-    return list(db.scalars(select(Device).where(Device.federation_id == federation.id, Device.status.in_(statuses))))
-
-
-def drawable(db: Session, federation: Federation, now: float) -> list[Device]:
-    """The devices that a cohort can be drawn from: not stopped, there, not resting, and with a budget that reaches."""
-    smallest = smallest_budget(federation)
-    return [device for device in _active(db, federation, now) if reaches(device.budget, smallest)]
-
-
-def _active(db: Session, federation: Federation, now: float) -> list[Device]:
-    """The devices that could train now, whatever their budget."""
-    active = _devices(db, federation, ("active",))
-    return [device for device in active if device.present and device.rest_until <= now]
-
-
-def smallest_budget(federation: Federation) -> float:
-    """The budget below which a device is not drawn."""
-    return load_method(federation.method).smallest_budget(settings_of(federation))
-
-
-def reaches(budget: float, smallest: float) -> bool:
-    """Whether a device of this budget is drawn."""
-    return budget >= smallest - 1e-9  # less an accident of binary floats: 1 - 0.7 exceeds 0.3
-
-
-def _leaves_model(federation: Federation, assignment: Assignment) -> bool:
-    """Whether a device that answered this assignment holds a personal model from then on."""
-    if assignment.kind in BUNDLE_KINDS:
-        return load_method(federation.method).personal_models
-    return assignment.kind != wire.Kind.evaluate
-
-
-def forget_adapted(db: Session, federation: Federation) -> None:
-    """Before a federation goes on: what devices without personal models adapted will not be its last global model."""
-    if load_method(federation.method).personal_models:
-        return
-    db.execute(update(Device).where(Device.federation_id == federation.id).values(holds_model=False))
-    adapting = update(Assignment).where(Assignment.federation_id == federation.id, Assignment.kind == "adapt")
-    db.execute(adapting.where(Assignment.status.in_(("open", "returned"))).values(status="expired"))
-
-
-def why_over(db: Session, federation: Federation) -> str | None:
-    """The reason why no round follows, or None."""
-    if federation.round >= settings_of(federation).rounds:
-        return "max_rounds"
-    enrolled = db.execute(
-        select(Device.status, Device.budget).where(Device.federation_id == federation.id, Device.status != "revoked")
-    ).all()
-    # One that was never drawn, because its budget does not reach, keeps nobody waiting who has stopped.
-    smallest = smallest_budget(federation)
-    statuses = [status for status, budget in enrolled if status == "stopped" or reaches(budget, smallest)]
-    return "all_stopped" if statuses and all(status == "stopped" for status in statuses) else None
-
-
-def touch(db: Session, federation_id: int, number: int) -> None:
-    """A fact about a round has come: its cached record is stale."""
-    db.execute(update(Round).where(Round.federation_id == federation_id, Round.number == number).values(stale=True))
-
-
-def _update_folder(federation_id: int) -> str:
-    return f"{federation_id}/updates"
-
-
-def update_key(federation_id: int, assignment_id: str, digest: str) -> str:
-    """Named by its content too: of two bodies that race for one assignment, the one recorded is the one folded."""
-    return f"{_update_folder(federation_id)}/{assignment_id}.{digest}"

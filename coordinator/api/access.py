@@ -80,10 +80,9 @@ def _need(visit: Visit, request: Request | None, kind: Kind, *others: Kind) -> N
     if kind not in visit.guarded:
         return
     holder = visit.caller
-    if isinstance(holder, Holder) and holder.kind in (kind, *others):
-        federation = request.path_params.get("name") if request is not None else None
-        if holder.federation is None or holder.federation == federation:
-            return
+    name = None if request is None else request.path_params.get("name")
+    if isinstance(holder, Holder) and holder.kind in (kind, *others) and holder.reaches(name):
+        return
     raise NotAuthenticated(f"an {kind} token is needed here: Authorization: Bearer <token>")
 
 

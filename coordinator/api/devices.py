@@ -105,7 +105,7 @@ async def get_assignment(
     asked = True
     while True:
         ring = house.bell.next_ring()
-        work = await run_in_threadpool(house.rounds.next_assignment, device.device_id, mask, model, asked=asked)
+        work = await run_in_threadpool(house.dispatch.next_assignment, device.device_id, mask, model, asked=asked)
         asked = False
         if work.was_away:
             house.something_happened()  # a round may open
@@ -123,7 +123,7 @@ async def get_assignment(
 
 def _note_upload_cost(house: TheHouse, device_id: str, text: str) -> None:
     try:
-        house.rounds.note_upload_cost(device_id, UploadCost.model_validate_json(text))
+        house.costs.note(device_id, UploadCost.model_validate_json(text))
     except ValidationError:
         # Telemetry must never keep a device from its work.
         log.warning("device %s sent a Sparrow-Upload-Cost that cannot be read", device_id)
@@ -132,7 +132,7 @@ def _note_upload_cost(house: TheHouse, device_id: str, text: str) -> None:
 @router.get("/assignments/{assignment_id}/payload")
 def get_payload(assignment_id: str, device: KnownDevice, house: TheHouse, request: Request) -> Response:
     """The assignment's bundle; a range resumes a broken download."""
-    answer = ranged(request, house.rounds.payload(assignment_id, device.device_id), bundle.MEDIA_TYPE)
+    answer = ranged(request, house.dispatch.payload(assignment_id, device.device_id), bundle.MEDIA_TYPE)
     house.metrics.traffic.labels(device.federation, "down").inc(len(answer.body))
     return answer
 
@@ -140,7 +140,7 @@ def get_payload(assignment_id: str, device: KnownDevice, house: TheHouse, reques
 @router.delete("/assignments/{assignment_id}", status_code=204)
 def hand_back(assignment_id: str, device: KnownDevice, house: TheHouse, request: HandBack) -> None:
     """Hand an assignment back, with a reason."""
-    house.rounds.hand_back(assignment_id, device.device_id, request.reason)
+    house.dispatch.hand_back(assignment_id, device.device_id, request.reason)
     house.something_happened()
 
 
@@ -152,7 +152,7 @@ def get_received(
     sha256: Annotated[str, Query(pattern="^[0-9a-f]{64}$", description="Digest of the update")],
 ) -> UpdateReceived:
     """How much of an update that broke off is here: the rest is sent with ``Content-Range``."""
-    house.rounds.check_owner(assignment_id, device.device_id)
+    house.acceptance.check_owner(assignment_id, device.device_id)
     return UpdateReceived(received=house.uploads.received(assignment_id, sha256))
 
 
@@ -176,12 +176,12 @@ async def put_update(
     """Send an update: a bundle for ``train``, JSON for every other kind; with ``Content-Range``, the rest of one."""
     media_type = request.headers.get("content-type", "").split(";")[0].strip()
     with counted_refusals(house.metrics.refused):
-        limit = await run_in_threadpool(house.rounds.check_envelope, assignment_id, device.device_id, media_type)
+        limit = await run_in_threadpool(house.acceptance.check_envelope, assignment_id, device.device_id, media_type)
         if "content-range" in request.headers:
             body = await house.uploads.receive(request, assignment_id, limit)
         else:
             body = await read_body(request, limit)
-        new = await run_in_threadpool(house.rounds.accept_update, assignment_id, device.device_id, body)
+        new = await run_in_threadpool(house.acceptance.accept_update, assignment_id, device.device_id, body)
     await run_in_threadpool(house.uploads.forget, assignment_id)
     if new:
         house.metrics.accepted.labels(device.federation).inc()

@@ -14,9 +14,12 @@ from fastapi import Depends, Request
 from sqlalchemy import select
 from starlette.concurrency import run_in_threadpool
 
+from coordinator.acceptance import Acceptance
 from coordinator.access import Tokens
 from coordinator.api.uploads import Uploads
+from coordinator.costs import UploadCosts
 from coordinator.devices import Devices
+from coordinator.dispatch import Dispatch
 from coordinator.errors import Unavailable
 from coordinator.federations import Federations
 from coordinator.limits import RateLimit
@@ -82,8 +85,11 @@ class House:
         )
         self.by_device = _limit(settings.device_calls_per_second, clock)
         self.by_address = _limit(settings.address_calls_per_second, clock)
-        self.rounds = Rounds(self.store, self.models, clock, on_closed=self._count_round)
-        self.records = Records(self.store, self.rounds.write_upload_costs)
+        self.dispatch = Dispatch(self.store, self.models, clock)
+        self.acceptance = Acceptance(self.store, self.models)
+        self.costs = UploadCosts(self.store)
+        self.rounds = Rounds(self.store, self.models, clock, self.costs, on_closed=self._count_round)
+        self.records = Records(self.store, self.costs.write)
         self.uploads = Uploads(settings.data_dir / "uploads", self.store, clock)
         self.pace = Pace(self.store, clock, least=settings.retry_after_seconds, calls=settings.polls_per_second)
         self.closing = False
@@ -102,8 +108,7 @@ class House:
         if self.store.is_first:
             await run_in_threadpool(self.rounds.resume_after_restart)
         await run_in_threadpool(self.store.settled)
-        if self.store.sharing is not None:
-            self.store.sharing.listen(self._hear)
+        self.store.listen(self._hear)
         self._mover = asyncio.create_task(self._move())
 
     async def close(self) -> None:
@@ -115,7 +120,7 @@ class House:
             self._facts.set()
             await self._mover
         try:
-            await run_in_threadpool(self.rounds.write_upload_costs)
+            await run_in_threadpool(self.costs.write)
         except Unavailable as error:
             log.warning("what the last uploads cost is not recorded: %s", error)
         finally:
@@ -157,20 +162,15 @@ class House:
 
     def _advance(self) -> bool:
         """Move rounds on, where this process is the one to do it; True when something moved."""
-        sharing = self.store.sharing
-        if sharing is None:
-            return self.rounds.advance()
-        with self.store.troubles.of_records(writes=False):
-            moves, newly = sharing.moves()
+        moves, newly = self.store.moves()
         if not moves:
-            self.rounds.write_upload_costs()  # with several processes, who closes a round may not know them
+            self.costs.write()  # with several processes, who closes a round may not know them
             return False
         if newly:
             self.rounds.forget_sums()
         moved = self.rounds.advance()
         if moved:
-            with self.store.troubles.of_records(writes=False):
-                sharing.say_moved()
+            self.store.say_moved()
         return moved
 
     def _count_round(self, federation: str, seconds: float, left_out: int) -> None:

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from coordinator import errors
 from coordinator.api.slow import TooSlow
-from coordinator.rounds import explain
+from coordinator.errors import explain
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import Problem
 from export.errors import SkeletonError

@@ -185,6 +185,19 @@ class CoordinatorMethod(Protocol):
                 reason = f"it has a way of its own to {name}, which may tell more than the mean"
         return reason
 
+    def why_not_buffered(self, settings: FederationSettings) -> str | None:
+        """Why an update of an older global model cannot count in today's round (``buffer``); None where it can.
+
+        It can where a round asks for nothing but training, and makes of the sums only their mean.
+        """
+        reason = self.why_mean_only(settings)
+        if reason is None and self.prepares:
+            reason = "one device prepares the model before the others"
+        for name in ("work", "signs", "changed", "close"):
+            if reason is None and getattr(type(self), name) is not getattr(CoordinatorMethod, name):
+                reason = f"it has a way of its own to {name}, which is of one model"
+        return reason
+
     def sums(self, model: GlobalModel, situation: Situation) -> Sums:
         """What a round's updates are folded into."""
         return MaskedSums(situation.manifest)

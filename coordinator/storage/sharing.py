@@ -109,7 +109,10 @@ class Sharing:
             lost.close()
 
     def listen(self, heard: Callable[[str], None]) -> None:
-        """Call ``heard`` with FACT or MOVED for what other processes say, in a thread of its own."""
+        """Call ``heard`` with FACT or MOVED for what other processes say, in a thread of its own.
+
+        It hears MOVED first, and again after every gap: what was said before it listened is missed, so look anew.
+        """
         self._listener = threading.Thread(target=self._listen, args=(heard,), name="listener", daemon=True)
         self._listener.start()
 
@@ -141,13 +144,13 @@ class Sharing:
             try:
                 for what in self._said(address):
                     heard(what)
-            except psycopg.Error:  # the database is away, which who writes will say; what was missed is looked at anew
+            except psycopg.Error:  # the database is away, which who writes will say
                 self._closing.wait(_LISTEN_SECONDS)
-                heard(MOVED)
 
     def _said(self, address: str) -> Iterator[str]:
         with contextlib.closing(psycopg.connect(address, autocommit=True)) as connection:
             connection.execute(f"LISTEN {CHANNEL}")
+            yield MOVED
             while not self._closing.is_set():
                 for notice in connection.notifies(timeout=_LISTEN_SECONDS):
                     what, _, name = notice.payload.partition(" ")

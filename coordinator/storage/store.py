@@ -176,6 +176,24 @@ class Store:
         if self.sharing is not None:
             self.sharing.settled()
 
+    def moves(self) -> tuple[bool, bool]:
+        """Whether this process may move rounds now, and whether it could not just before. Raises Unavailable."""
+        if self.sharing is None:
+            return True, False
+        with self.troubles.of_records(writes=False):
+            return self.sharing.moves()
+
+    def say_moved(self) -> None:
+        """Tell other processes, if there are any, that something moved. Raises Unavailable."""
+        if self.sharing is not None:
+            with self.troubles.of_records(writes=False):
+                self.sharing.say_moved()
+
+    def listen(self, heard: Callable[[str], None]) -> None:
+        """Call ``heard`` with what other processes say, if there are any, in a thread of its own."""
+        if self.sharing is not None:
+            self.sharing.listen(heard)
+
     def _check_blobs(self) -> None:
         """Raise WrongBlobs where records and blobs are not of one coordinator: its rounds would delete the other's."""
         with self._engine.connect() as connection:

@@ -20,7 +20,8 @@ class Federation(Base):
 
     ``uid`` tells it from another of the same name on a coordinator that was set up anew. ``round`` counts closed
     rounds; ``model_version`` the global models, 0 being w^0; ``rollback_version`` is one to go back to when the open
-    round has closed. ``warning`` is what its method found wrong, last.
+    round has closed. ``warning`` is what its method found wrong, last. ``arrivals`` numbers the updates of buffered
+    rounds.
     """
 
     __tablename__ = "federations"
@@ -38,6 +39,7 @@ class Federation(Base):
     round: Mapped[int] = mapped_column(default=0)
     model_version: Mapped[int] = mapped_column(default=0)
     rollback_version: Mapped[int | None]
+    arrivals: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     model_sha256: Mapped[str] = mapped_column(String(64))
     created_at: Mapped[float]
     finished_at: Mapped[float | None]
@@ -93,6 +95,8 @@ class Device(Base):
 class Round(Base):
     """One round. ``summary`` caches its record; ``stale`` says that a fact has come since it was made.
 
+    ``target`` is the number of updates that closes it before its deadline; ``extensions`` how often that was moved.
+
     ``base_version`` is the global model it began from, ``model_version`` the one it ended with; ``undone`` says that an
     operator went back to an older one. ``notes`` and ``parts`` are what its closing found: the method's counts, with
     ``left_out``, assignment id -> why its update is not in the model, among them; and bytes of its updates by part.
@@ -107,6 +111,8 @@ class Round(Base):
     status: Mapped[str] = mapped_column(String(16))  # open, closed
     opened_at: Mapped[float]
     deadline_at: Mapped[float]
+    target: Mapped[int]
+    extensions: Mapped[int] = mapped_column(default=0, server_default="0")
     closed_at: Mapped[float | None]
     model_sha256: Mapped[str | None] = mapped_column(String(64))
     base_version: Mapped[int | None]
@@ -123,6 +129,7 @@ class Assignment(Base):
 
     ``position`` orders the devices of a cohort: updates are folded in this order. ``full`` says that the payload is the
     whole model; ``ratio`` the active ratio it trains at; ``plan`` what the method asks of it beyond the settings.
+    In buffered rounds ``arrival`` orders a federation's updates, and ``counted_round`` is the round that one counts in.
     """
 
     __tablename__ = "assignments"
@@ -136,6 +143,14 @@ class Assignment(Base):
             "kind",
             sqlite_where=text("status = 'open'"),
             postgresql_where=text("status = 'open'"),
+        ),
+        Index(
+            "assignments_arrived",
+            "federation_id",
+            "counted_round",
+            "arrival",
+            sqlite_where=text("arrival IS NOT NULL"),
+            postgresql_where=text("arrival IS NOT NULL"),
         ),
     )
 
@@ -157,6 +172,8 @@ class Assignment(Base):
     report: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     upload_cost: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     return_reason: Mapped[str | None] = mapped_column(Text)
+    arrival: Mapped[int | None] = mapped_column(BigInteger)
+    counted_round: Mapped[int | None]
 
 
 class Token(Base):

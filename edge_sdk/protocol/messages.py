@@ -49,7 +49,34 @@ class FederationSettings(_Request):
     quorum: Share = Field(
         default=1.0, description="Share of the cohort whose updates close a round before its deadline; 1 waits for all"
     )
+    over_selection: float = Field(
+        default=0.0,
+        ge=0,
+        le=10,
+        description="Devices drawn beyond cohort, as a share of it, so that a round need not wait for the slowest",
+    )
     deadline_seconds: float = Field(default=300.0, gt=0, le=7 * 86400, description="Longest duration of a round, s")
+    min_updates: int = Field(
+        default=1, ge=1, le=1_000_000, description="Updates below which a round is extended, and in the end skipped"
+    )
+    extensions: int = Field(
+        default=0,
+        ge=0,
+        le=1000,
+        description="How often a round that lacks updates gets another deadline_seconds, and more devices",
+    )
+    buffer: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="Asynchronous rounds (FedBuff): a round closes at so many updates; late ones count in the next",
+    )
+    staleness_exponent: float = Field(
+        default=0.5,
+        ge=0,
+        le=10,
+        description="With buffer: a: what an update t models old has moved counts (1 + t)^-a",
+    )
     optimizer: Literal["sgd", "adam", "adamw"] = Field(default="sgd", description="Local optimiser")
     learning_rate: float = Field(default=0.05, gt=0, le=100, description="Local learning rate of the first round")
     learning_rate_decay: Share = Field(default=1.0, description="Factor on the learning rate per round")
@@ -136,6 +163,19 @@ class FederationSettings(_Request):
     def _check(self) -> FederationSettings:
         if self.momentum and self.optimizer != "sgd":
             raise ValueError(f"momentum belongs to the optimizer sgd; {self.optimizer} has its own, remove it")
+        if self.min_updates > self.cohort:
+            raise ValueError(f"min_updates: {self.min_updates} cannot come of a cohort of {self.cohort}; ask for fewer")
+        if self.buffer is not None:
+            if self.buffer > self.cohort:
+                raise ValueError(
+                    f"buffer: a round would wait for {self.buffer} updates while {self.cohort} devices train at a time "
+                    f"(cohort); give a smaller buffer or a larger cohort"
+                )
+            if self.quorum < 1 or self.over_selection or self.min_updates > 1 or self.extensions:
+                raise ValueError(
+                    "buffer: quorum, over_selection, min_updates and extensions are of rounds that wait for a cohort; "
+                    "with a buffer a round closes when it is full, so leave them out"
+                )
         return self
 
     def precision_of(self, direction: Literal["down", "up"], kind: Kind) -> Precision:

@@ -49,3 +49,37 @@ def new_house(tmp_path, clock):
 @pytest.fixture
 def house(new_house):
     return new_house()
+
+
+@pytest.fixture
+def open_house(tmp_path, clock):
+    """Opens houses over one folder; every call is a restart."""
+    from .fakes import House
+
+    opened = []
+
+    def open_one(store=Store):
+        close()
+        opened.append(House(tmp_path / "data", clock, store))
+        return opened[-1]
+
+    def close():
+        if opened:
+            opened.pop().store.close()
+
+    yield open_one
+    close()
+
+
+@pytest.fixture
+def answer(train):
+    from .fakes import answering
+
+    return answering(train)
+
+
+@pytest.fixture
+def play(answer):
+    from .fakes import playing
+
+    return playing(answer)

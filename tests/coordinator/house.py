@@ -7,7 +7,10 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 from coordinator import errors as coordinator_errors
+from coordinator.acceptance import Acceptance
+from coordinator.costs import UploadCosts
 from coordinator.devices import Devices
+from coordinator.dispatch import Dispatch
 from coordinator.errors import BadContent
 from coordinator.federations import Federations, find
 from coordinator.models import Models
@@ -74,12 +77,12 @@ class Wire:
 
     def assignment(self, federation, wait_seconds, cost, mask=None, model=None):
         if cost:
-            self.house.rounds.note_upload_cost(self.device, cost)
+            self.house.costs.note(self.device, cost)
         with answered():
-            return self.house.rounds.next_assignment(self.device, mask, model).assignment, 1.0
+            return self.house.dispatch.next_assignment(self.device, mask, model).assignment, 1.0
 
     def payload(self, assignment_id, payload):
-        body = self.house.rounds.payload(assignment_id, self.device)
+        body = self.house.dispatch.payload(assignment_id, self.device)
         assert hashlib.sha256(body).hexdigest() == payload.sha256
         self.traffic.down += len(body)
         self.received.append(body)
@@ -90,15 +93,15 @@ class Wire:
             raise ConnectionError("pulled the plug")
         self.media_types.append(media_type)
         with answered():
-            longest = self.house.rounds.check_envelope(assignment_id, self.device, media_type)
+            longest = self.house.acceptance.check_envelope(assignment_id, self.device, media_type)
             assert len(body) <= longest
-            self.house.rounds.accept_update(assignment_id, self.device, body)
+            self.house.acceptance.accept_update(assignment_id, self.device, body)
         self.traffic.up += len(body)
         self.sent.append(body)
 
     def hand_back(self, assignment_id, reason):
         with answered():
-            self.house.rounds.hand_back(assignment_id, self.device, reason)
+            self.house.dispatch.hand_back(assignment_id, self.device, reason)
 
 
 class House:
@@ -111,8 +114,11 @@ class House:
         self.models = models = Models(self.store)
         self.federations = Federations(self.store, models, clock)
         self.devices = Devices(self.store, clock)
-        self.rounds = Rounds(self.store, models, clock)
-        self.records = Records(self.store, self.rounds.write_upload_costs)
+        self.dispatch = Dispatch(self.store, models, clock)
+        self.acceptance = Acceptance(self.store, models)
+        self.costs = UploadCosts(self.store)
+        self.rounds = Rounds(self.store, models, clock, self.costs)
+        self.records = Records(self.store, self.costs.write)
 
     def close(self):
         for folder in self.folders:

@@ -15,10 +15,8 @@ from coordinator.restore import bring_back
 from coordinator.settings import Settings
 from coordinator.storage.store import Store
 
+from .fakes import House
 from .house import House as RealHouse
-from .test_rounds import House, answer, play
-
-__all__ = ["answer", "play"]  # fixtures
 
 
 def settings_for(folder, **more):

@@ -575,7 +575,7 @@ def test_who_missed_the_stage_personal_catches_up_while_the_others_go_on(house):
     house.rounds.advance()
     away(house, third)
     # The first rounds may have drawn it: what it does not answer, nobody waits for.
-    assigned = house.rounds.next_assignment(third._identity.device_id).assignment
+    assigned = house.dispatch.next_assignment(third._identity.device_id).assignment
     if assigned is not None:
         third.step()
     away(house, third)
@@ -618,10 +618,10 @@ def test_late_work_is_dropped_when_the_device_is_drawn(house, clock):
     clock.pass_seconds(house.info().settings.deadline_seconds + 1)
     play_until(house, 4, first)
     second_id = second._identity.device_id
-    late = house.rounds.next_assignment(second_id).assignment
+    late = house.dispatch.next_assignment(second_id).assignment
     assert (late.kind, late.round) == (Kind.personalise, 4)
     play_until(house, 5, first)
-    now = house.rounds.next_assignment(second_id).assignment
+    now = house.dispatch.next_assignment(second_id).assignment
     assert (now.kind, now.round) == (Kind.train, 6)
     (worked,) = house.play(first, second)[1:]
     assert [(each.kind.value, each.round) for each in worked[:3]] == [
@@ -753,11 +753,11 @@ def changed(mask, *, drop=1, grow=1, name="fc1.weight"):
 
 def send(house, session, mask):
     identity = session._identity.device_id
-    assignment = house.rounds.next_assignment(identity).assignment
+    assignment = house.dispatch.next_assignment(identity).assignment
     model = house.model()
     report = UpdateReport(num_examples=9, status="active", steps=1, train_loss=0.5).model_dump_json()
     body = bundle.encode(DIGITS, pack(DIGITS, model.tensors, mask), mask, report=report, known=model.mask)
-    return house.rounds.accept_update(assignment.assignment_id, identity, body)
+    return house.acceptance.accept_update(assignment.assignment_id, identity, body)
 
 
 def test_masks_of_ones_own_are_for_the_stage_masks_and_have_their_numbers(house):
@@ -810,7 +810,7 @@ def test_a_device_that_died_before_it_sent_goes_on_in_the_same_stage(house, new_
             for place in range(2):
                 session = (first, second)[place]
                 opened = (
-                    house.rounds.next_assignment(session._identity.device_id, asked=False).assignment
+                    house.dispatch.next_assignment(session._identity.device_id, asked=False).assignment
                     if house.info().status == "running"
                     else None
                 )

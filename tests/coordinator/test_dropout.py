@@ -251,7 +251,7 @@ def forged(session, mask):
 
 
 def assignment_of(house, session):
-    return house.rounds.next_assignment(session._identity.device_id, asked=False).assignment.assignment_id
+    return house.dispatch.next_assignment(session._identity.device_id, asked=False).assignment.assignment_id
 
 
 @pytest.mark.parametrize("method", CHOOSING)
@@ -263,11 +263,11 @@ def test_a_first_update_must_have_as_many_neurons_as_its_budget_says(house, meth
     many = NeuronMask({name: np.arange(size // 2) for name, size in DIGITS.group_sizes.items()})
     for mask in (many, None):
         with pytest.raises(BadContent, match=r"max\(1, floor\(p n\)\) at a budget of p = 0\.3, and these are not so"):
-            house.rounds.accept_update(where, device, forged(session, mask))
+            house.acceptance.accept_update(where, device, forged(session, mask))
     last = NeuronMask(
         {name: np.arange(size - math.floor(0.3 * size), size) for name, size in DIGITS.group_sizes.items()}
     )
-    assert house.rounds.accept_update(where, device, forged(session, last)), "which ones is the device's to say"
+    assert house.acceptance.accept_update(where, device, forged(session, last)), "which ones is the device's to say"
 
 
 def test_a_later_update_of_other_neurons_is_refused(house):
@@ -283,7 +283,7 @@ def test_a_later_update_of_other_neurons_is_refused(house):
     assert not same_mask(chosen, other)
     where, device = assignment_of(house, session), session._identity.device_id
     with pytest.raises(BadContent, match="not the one of round 2 that a chose and keeps; fetch the assignment again"):
-        house.rounds.accept_update(where, device, forged(session, other))
+        house.acceptance.accept_update(where, device, forged(session, other))
     house.play(*sessions)
     assert [record.updates for record in house.records.rounds("f")] == [3] * 3
 

@@ -591,7 +591,7 @@ def update(model, mask, *, seed=0, examples=10, status="active", **more):
 
 
 def assigned(house, session):
-    return house.rounds.next_assignment(session._identity.device_id).assignment
+    return house.dispatch.next_assignment(session._identity.device_id).assignment
 
 
 def changed(mask, *, drop=1, grow=1, name="fc1.weight"):
@@ -611,7 +611,8 @@ def test_a_mask_may_change_in_re_adjusting_rounds_alone_and_keeps_its_numbers(ho
 
     def send(session, mask):
         assignment = assigned(house, session)
-        return house.rounds.accept_update(assignment.assignment_id, session._identity.device_id, update(model, mask))
+        device = session._identity.device_id
+        return house.acceptance.accept_update(assignment.assignment_id, device, update(model, mask))
 
     with pytest.raises(BadContent, match=r"mask: it is not the round's, which this method does not let devices change"):
         send(first, changed(model.mask))
@@ -643,7 +644,7 @@ def test_gradients_and_signs_are_not_asked_for_and_refused(house):
     ):
         body = update(model, model.mask, **more)
         with pytest.raises(BadContent, match="sent without gradients, and without signs"):
-            house.rounds.accept_update(assignment.assignment_id, session._identity.device_id, body)
+            house.acceptance.accept_update(assignment.assignment_id, session._identity.device_id, body)
 
 
 def test_who_stops_with_a_round_counts_in_it_once(house, new_house):
@@ -657,7 +658,7 @@ def test_who_stops_with_a_round_counts_in_it_once(house, new_house):
         assert len(cohort) == 2
         for session, how in zip(cohort, (status, "active"), strict=True):
             body = update(model, model.mask, status=how)
-            house.rounds.accept_update(assigned(house, session).assignment_id, session._identity.device_id, body)
+            house.acceptance.accept_update(assigned(house, session).assignment_id, session._identity.device_id, body)
         house.rounds.advance()
         return house.info()
 
@@ -738,5 +739,6 @@ def test_only_updates_of_training_are_rounded(house):
     assert settings.precision_of("up", Kind.train) == "int8"
     assert {settings.precision_of("down", kind) for kind in Kind} == {"fp32"}
     body = update(house.model(), house.model().mask)
+    assignment = assigned(house, sessions[0])
     with pytest.raises(BadContent, match="sent as fp32, the federation's precision is int8"):
-        house.rounds.accept_update(assigned(house, sessions[0]).assignment_id, sessions[0]._identity.device_id, body)
+        house.acceptance.accept_update(assignment.assignment_id, sessions[0]._identity.device_id, body)

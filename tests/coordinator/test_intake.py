@@ -14,7 +14,7 @@ from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings, UpdateReport
 
-from .test_rounds import House
+from .fakes import House
 
 DIGITS = load_builtin("digits").manifest
 CALM = {"evaluation_interval": 0, "early_stopping": False, "min_devices": 5, "cohort": 5, "rounds": 2}

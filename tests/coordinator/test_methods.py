@@ -221,12 +221,12 @@ def test_adapting_that_was_open_when_the_federation_went_on_is_forgotten(house):
     house.rounds.advance()
     session.step()
     house.federations.change("f", ChangeFederation(action="stop"))
-    assert house.rounds.next_assignment(house.device("b").device_id).assignment.kind in (Kind.train, Kind.adapt)
+    assert house.dispatch.next_assignment(house.device("b").device_id).assignment.kind in (Kind.train, Kind.adapt)
     house.rounds.advance()
-    assert house.rounds.next_assignment(house.device("b").device_id).assignment.kind is Kind.adapt
+    assert house.dispatch.next_assignment(house.device("b").device_id).assignment.kind is Kind.adapt
     house.reopen(2)
     house.rounds.advance()
-    assert house.rounds.next_assignment(house.device("b").device_id).assignment.kind is Kind.train
+    assert house.dispatch.next_assignment(house.device("b").device_id).assignment.kind is Kind.train
 
 
 def test_a_reopening_that_is_refused_forgets_nothing(house):
@@ -350,13 +350,13 @@ def test_what_personalising_answers_is_a_report_as_json(house):
     house.open("b")
     house.rounds.advance()
     device = house.device("a").device_id
-    assignment = house.rounds.next_assignment(device).assignment
+    assignment = house.dispatch.next_assignment(device).assignment
     with pytest.raises(WrongMediaType, match="of kind personalise is sent as application/json"):
-        house.rounds.check_envelope(assignment.assignment_id, device, "application/octet-stream")
+        house.acceptance.check_envelope(assignment.assignment_id, device, "application/octet-stream")
     with pytest.raises(BadContent, match="num_examples"):
-        house.rounds.accept_update(assignment.assignment_id, device, b"{}")
+        house.acceptance.accept_update(assignment.assignment_id, device, b"{}")
     report = UpdateReport(num_examples=3, steps=1, train_loss=0.5)
-    assert house.rounds.accept_update(assignment.assignment_id, device, report.model_dump_json().encode())
+    assert house.acceptance.accept_update(assignment.assignment_id, device, report.model_dump_json().encode())
     assert session.step().outcome is Outcome.idle
 
 

@@ -10,7 +10,7 @@ import pytest
 from coordinator.pace import Pace
 from edge_sdk.protocol.messages import ChangeFederation
 
-from .test_rounds import House
+from .fakes import House
 
 DEVICES, CALLS = 60, 2.0
 CYCLE = DEVICES / CALLS

@@ -223,7 +223,7 @@ def kinds(assignments):
 
 def assigned(house, session):
     digest = session.progress.model
-    return house.rounds.next_assignment(session._identity.device_id, None, digest).assignment
+    return house.dispatch.next_assignment(session._identity.device_id, None, digest).assignment
 
 
 def decoded(house, bodies):
@@ -488,11 +488,11 @@ def test_an_open_assignment_is_cut_for_what_the_device_says_it_holds_now(house):
     house.rounds.advance()
     part = assigned(house, session)
     device_id, digest = session._identity.device_id, session.progress.model
-    whole = house.rounds.next_assignment(device_id, None, None).assignment
+    whole = house.dispatch.next_assignment(device_id, None, None).assignment
     assert part.assignment_id == whole.assignment_id
     assert part.payload.bytes < whole.payload.bytes
-    assert len(house.rounds.payload(whole.assignment_id, device_id)) == whole.payload.bytes
-    again = house.rounds.next_assignment(device_id, None, digest).assignment
+    assert len(house.dispatch.payload(whole.assignment_id, device_id)) == whole.payload.bytes
+    again = house.dispatch.next_assignment(device_id, None, digest).assignment
     assert again.payload == part.payload
     with house.store.reading() as db:
         assert db.scalars(select(Device.model)).one() == digest
@@ -504,7 +504,7 @@ def test_other_methods_name_no_model(house):
     house.rounds.advance()
     assignment = assigned(house, session)
     assert assignment.model_sha256 is None
-    said = house.rounds.next_assignment(session._identity.device_id, None, house.info().model_sha256).assignment
+    said = house.dispatch.next_assignment(session._identity.device_id, None, house.info().model_sha256).assignment
     assert said.payload == assignment.payload
 
 
@@ -517,7 +517,7 @@ def test_masks_that_are_no_blocks_of_this_model_are_refused(house):
     def send(mask):
         body = bundle.encode(manifest, pack(manifest, tensors, mask), mask, report=report)
         assignment = assigned(house, session)
-        return house.rounds.accept_update(assignment.assignment_id, session._identity.device_id, body)
+        return house.acceptance.accept_update(assignment.assignment_id, session._identity.device_id, body)
 
     with pytest.raises(BadContent, match="mask: it is not the one of round 1"):
         send(everything(manifest))
@@ -535,7 +535,7 @@ def test_a_mask_of_blocks_is_refused_where_the_method_has_none(house):
     body = bundle.encode(DIGITS, pack(DIGITS, house.model().tensors, nothing), nothing, report=report)
     assignment = assigned(house, session)
     with pytest.raises(BadContent, match="mask: it is not the one of round 1"):
-        house.rounds.accept_update(assignment.assignment_id, session._identity.device_id, body)
+        house.acceptance.accept_update(assignment.assignment_id, session._identity.device_id, body)
 
 
 def test_updates_of_everything_are_welcome(house):
@@ -546,7 +546,7 @@ def test_updates_of_everything_are_welcome(house):
     moved = {name: tensor + np.float32(1) for name, tensor in tensors.items()}
     report = UpdateReport(num_examples=10, steps=1, train_loss=0.5).model_dump_json()
     body = bundle.encode(manifest, pack(manifest, moved, None), None, report=report)
-    assert house.rounds.accept_update(assigned(house, session).assignment_id, session._identity.device_id, body)
+    assert house.acceptance.accept_update(assigned(house, session).assignment_id, session._identity.device_id, body)
     house.rounds.advance()
     assert all(house.model().tensors[name].tobytes() == tensor.tobytes() for name, tensor in moved.items())
 

@@ -138,7 +138,7 @@ def test_whole_numbers_and_gradients_go_together(house):
 def prepare_open(house, *names):
     """Who is asked to prepare, and the assignment."""
     house.rounds.advance()
-    asked = {name: house.rounds.next_assignment(house.device(name).device_id).assignment for name in names}
+    asked = {name: house.dispatch.next_assignment(house.device(name).device_id).assignment for name in names}
     ((name, assignment),) = [(name, each) for name, each in asked.items() if each is not None]
     assert (assignment.kind, assignment.round) == (Kind.prepare, 0)
     return name, assignment
@@ -149,7 +149,7 @@ def test_another_device_prepares_where_the_first_hands_it_back(house, method):
     house.create(method, rounds=1, method_settings=own(method))
     sessions = {name: house.open(name) for name in "ab"}
     name, assignment = prepare_open(house, "a", "b")
-    house.rounds.hand_back(assignment.assignment_id, house.device(name).device_id, "too hot")
+    house.dispatch.hand_back(assignment.assignment_id, house.device(name).device_id, "too hot")
     other, again = prepare_open(house, "a", "b")
     assert other != name
     assert again.assignment_id != assignment.assignment_id
@@ -183,7 +183,7 @@ def send(house, name, assignment, mask, *, known=None, gradients=None):
         known=known,
         gradients=gradients,
     )
-    return house.rounds.accept_update(assignment.assignment_id, house.device(name).device_id, body)
+    return house.acceptance.accept_update(assignment.assignment_id, house.device(name).device_id, body)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def in_round(house, number, method, **settings):
     sessions = {name: house.open(name) for name in "ab"}
     while True:
         house.rounds.advance()
-        asked = {name: house.rounds.next_assignment(house.device(name).device_id).assignment for name in sessions}
+        asked = {name: house.dispatch.next_assignment(house.device(name).device_id).assignment for name in sessions}
         if all(each is not None and each.round == number and each.kind is Kind.train for each in asked.values()):
             return asked
         for name, assignment in asked.items():
@@ -265,7 +265,7 @@ def test_gradients_come_when_they_are_asked_for_and_only_then(house):
     assert send(house, "a", asked["a"], mask, known=mask, gradients=gradients)
     assert send(house, "b", asked["b"], mask, known=mask, gradients=gradients)
     house.rounds.advance()
-    later = house.rounds.next_assignment(house.device("a").device_id).assignment
+    later = house.dispatch.next_assignment(house.device("a").device_id).assignment
     assert (later.round, later.plan) == (3, {})
     mask = house.model().mask
     with pytest.raises(BadContent, match="is sent without gradients"):

@@ -20,8 +20,8 @@ from edge_sdk.protocol.manifest import Manifest, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings
 
+from .fakes import House
 from .test_intake import send
-from .test_rounds import House
 
 MNIST = load_builtin("mnist").manifest
 PRIVATE = {"update_clip": 1.0, "noise_multiplier": 1.0, "early_stopping": False}
@@ -92,6 +92,9 @@ REFUSED = {
     "robust": {"robust": "median"},
     "outlier_mads": {"outlier_mads": 5},
     "cohort_policy": {"cohort_policy": "least_recently"},
+    "over_selection": {"over_selection": 0.3},
+    "min_updates": {"min_updates": 2},
+    "buffer": {"buffer": 1},
 }
 
 

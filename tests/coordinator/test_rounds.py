@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from coordinator.cohort import Candidate, choose
-from coordinator.devices import Devices
+from coordinator.dispatch import REST_SECONDS
 from coordinator.errors import (
     BadContent,
     DifferentUpdate,
@@ -20,168 +20,32 @@ from coordinator.errors import (
     RoundClosed,
     WrongState,
 )
-from coordinator.federations import Federations
-from coordinator.models import Models
-from coordinator.records import Records, with_joules_per_point
-from coordinator.rounds import REST_SECONDS, Rounds
+from coordinator.records import with_joules_per_point
 from coordinator.storage.store import Store
 from edge_sdk.protocol import bundle, checkpoint
-from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import Block, NeuronDraw, NeuronMask, count_values, draw_neurons, pack
 from edge_sdk.protocol.messages import (
     BudgetLimit,
     ChangeDevice,
-    ChangeFederation,
     Conditions,
-    CreateFederation,
-    Enrol,
-    Evaluation,
-    FederationSettings,
     FederationStatus,
     HandBack,
     PauseReason,
     Phase,
     PhaseSum,
-    Receipt,
     Telemetry,
     UpdateReport,
     UploadCost,
 )
 
-DIGITS = load_builtin("digits").manifest
-CALM = {"deadline_seconds": 100, "evaluation_interval": 0}
-
-
-class House:
-    """A coordinator's domain objects over a folder."""
-
-    def __init__(self, folder, clock, store=Store):
-        self.clock = clock
-        self.store = store(folder)
-        models = Models(self.store)
-        self.federations = Federations(self.store, models, clock)
-        self.devices = Devices(self.store, clock)
-        self.rounds = Rounds(self.store, models, clock)
-        self.records = Records(self.store, self.rounds.write_upload_costs)
-
-    def create(self, name="f", task="digits", **settings):
-        self.federations.create(
-            CreateFederation(name=name, task=task, settings=FederationSettings(**{**CALM, **settings}))
-        )
-
-    def enrol(self, *names, federation="f", **budgets):
-        devices = [FakeDevice(self, name, federation, budgets.get(name, 1.0)) for name in names]
-        for device in devices:
-            device.enrol()
-        return devices
-
-    def info(self, name="f"):
-        return self.federations.get(name)
-
-    def change(self, **what):
-        return self.federations.change("f", ChangeFederation(**what))
-
-    def model(self):
-        return self.federations.model("f")
-
-    def record(self, number):
-        return self.records.rounds("f")[number - 1]
-
-
-class FakeDevice:
-    """Asks, and answers with values drawn from its name and the round."""
-
-    def __init__(self, house, name, federation, budget):
-        self.house, self.name, self.federation, self.budget = house, name, federation, budget
-        self.key = name.ljust(32, "k")
-
-    def enrol(self):
-        request = Enrol(name=self.name, enrolment_key=self.key, budget=self.budget)
-        enrolled = self.house.devices.enrol(self.federation, request)
-        self.id, self.token = enrolled.device_id, enrolled.token
-
-    def ask(self):
-        return self.house.rounds.next_assignment(self.id).assignment
-
-    def payload(self, assignment):
-        return self.house.rounds.payload(assignment.assignment_id, self.id)
-
-    def send(self, assignment, body):
-        return self.house.rounds.accept_update(assignment.assignment_id, self.id, body)
-
-    def hand_back(self, assignment, reason="too hot"):
-        self.house.rounds.hand_back(assignment.assignment_id, self.id, reason)
-
-
-@pytest.fixture
-def open_house(tmp_path, clock):
-    """Opens houses over one folder; every call is a restart."""
-    opened = []
-
-    def open_one(store=Store):
-        close()
-        opened.append(House(tmp_path / "data", clock, store))
-        return opened[-1]
-
-    def close():
-        if opened:
-            opened.pop().store.close()
-
-    yield open_one
-    close()
+from .fakes import CALM, DIGITS, FakeDevice, House, answering, playing
 
 
 @pytest.fixture
 def house(open_house):
     return open_house()
-
-
-def answering(train):
-    """Do what the device is asked to, if it is asked: the assignment that was answered, or None."""
-
-    def answer(device, *, stopped=False, examples=10, accuracy=0.5):
-        assignment = device.ask()
-        if assignment is None:
-            return None
-        if assignment.kind == "train":
-            status = "stopped" if stopped else "active"
-            body = train(DIGITS, assignment, status=status, examples=examples)
-        else:
-            found = Evaluation(num_examples=10, loss=1 - accuracy, accuracy=accuracy)
-            body = Receipt(personal=found, global_model=found).model_dump_json().encode()
-        assert device.send(assignment, body)
-        return assignment
-
-    return answer
-
-
-def playing(answer):
-    """Advance, and let the devices answer in the order given, until nobody is asked any more."""
-
-    def play(house, devices):
-        moved = True
-        while moved:
-            house.rounds.advance()
-            moved = False
-            for device in devices:
-                try:
-                    moved = answer(device) is not None or moved
-                except Finished:
-                    continue
-
-    return play
-
-
-@pytest.fixture
-def answer(train):
-    return answering(train)
-
-
-@pytest.fixture
-def play(answer):
-    return playing(answer)
 
 
 # --- from waiting to finished ------------------------------------------------------------------------------------
@@ -805,7 +669,7 @@ def test_what_breaks_the_contract_changes_nothing(house, train):
     with pytest.raises(NotAllowed):
         two.hand_back(assignment)
     with pytest.raises(NotFound, match="no such assignment; ask for the next one"):
-        house.rounds.accept_update("0" * 32, one.id, b"")
+        house.acceptance.accept_update("0" * 32, one.id, b"")
     assert (house.record(1), house.model()) == before
     assert one.send(assignment, train(DIGITS, assignment)), "the right one is still welcome"
 
@@ -818,13 +682,13 @@ def test_the_first_word_about_an_upload_counts_and_a_strangers_none(house, answe
     arrived = house.record(1).bytes_up
     assert arrived > 4 * DIGITS.shared_values
     cost = UploadCost(assignment_id=sent.assignment_id, upload=Phase(seconds=2, bytes_up=999))
-    house.rounds.note_upload_cost(two.id, cost)
+    house.costs.note(two.id, cost)
     assert house.record(1).bytes_up == arrived
     answer(two)
     house.rounds.advance()
     assert house.record(1).bytes_up == 2 * arrived
-    house.rounds.note_upload_cost(one.id, cost)
-    house.rounds.note_upload_cost(one.id, cost.model_copy(update={"upload": Phase(bytes_up=1)}))
+    house.costs.note(one.id, cost)
+    house.costs.note(one.id, cost.model_copy(update={"upload": Phase(bytes_up=1)}))
     record = house.record(1)
     assert record.bytes_up == arrived + 999
     assert (record.upload.seconds, record.upload.seconds_without_joules) == (2, 2)

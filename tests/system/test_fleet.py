@@ -232,6 +232,17 @@ def test_a_fleet_after_the_end_has_nothing_to_do(coordinator, tmp_path):
     assert again.status is FederationStatus.finished
 
 
+def test_buffered_rounds_count_each_update_once_however_old_its_model(coordinator, tmp_path):
+    settings = {"rounds": 4, "buffer": 2, "cohort": 4, "local_steps": 2, "early_stopping": False}
+    coordinator.create(NAME, **{**SETTINGS, **settings})
+    result = run_fleet(coordinator.url, PLAN, processes=1, state_dir=tmp_path / "fleet", quiet=True)
+    records = coordinator.rounds(NAME)
+    assert [record["updates"] for record in records[:-1]] == [2, 2, 2]
+    assert sum(record["updates"] for record in records) == result.device_rounds
+    assert sum(record["notes"]["stale_updates"] for record in records) > 0
+    assert coordinator.info(NAME)["status"] == "finished"
+
+
 # --- new devices, lost devices, boards -------------------------------------------------------------------------------
 
 

@@ -86,6 +86,7 @@ ADDED = {
     *("limited_by", "paused", "mask", "model", "num_examples", "notes", "parts", "plan", "warning"),
     *("token_issued_at", "next_token_sha256"),
     *("rollback_version", "base_version", "model_version", "undone"),
+    *("arrivals", "target", "extensions", "arrival", "counted_round"),
 }
 
 

@@ -14,10 +14,9 @@ from coordinator.storage.blobs import FolderBlobs
 from coordinator.storage.objects import BadObjectStore, ObjectBlobs
 from coordinator.storage.store import Store, WrongBlobs
 
+from ..fakes import House
 from ..s3 import BUCKET, KEYS, serving
-from ..test_rounds import House, answer, play
 
-__all__ = ["answer", "play"]  # fixtures
 ADDRESS = f"s3://{BUCKET}/fleet/one"
 
 

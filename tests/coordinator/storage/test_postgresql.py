@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-import time
 from concurrent import futures
 from contextlib import closing
 
@@ -115,15 +114,13 @@ def test_a_process_hears_what_others_write_and_move_and_not_itself(tmp_path, url
             assert first.sharing.moves()[0]
             for name, store in (("first", first), ("second", second)):
                 store.sharing.listen(heard[name].put)
-            deadline = time.monotonic() + 10
-            while heard["first"].empty():  # until it listens
-                assert time.monotonic() < deadline
-                with second.writing():
-                    pass
-            assert heard["first"].get() == FACT
+            for each in heard.values():
+                assert each.get(timeout=30) == MOVED  # it listens now, and looks at what it may have missed
+            with second.writing():
+                pass
+            assert heard["first"].get(timeout=30) == FACT
             first.sharing.say_moved()
-            while (word := heard["second"].get(timeout=10)) != MOVED:
-                assert word == FACT
+            assert heard["second"].get(timeout=30) == MOVED
             with first.writing():  # who moves tells the others when it has moved, not at every step
                 pass
             assert heard["second"].empty()

@@ -18,7 +18,7 @@ from coordinator.storage import mounts
 from coordinator.storage.mounts import NetworkFolder, network_type
 from coordinator.storage.store import Store
 
-from ..test_rounds import DIGITS, House
+from ..fakes import DIGITS, House
 
 CROWD = 24
 

@@ -1,0 +1,38 @@
+"""What uploads cost the devices, which they can tell only afterwards: telemetry, written down when it costs nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from coordinator.assignments import touch
+from coordinator.storage.store import Store
+from coordinator.storage.tables import Assignment
+from edge_sdk.protocol.messages import UploadCost
+
+
+class UploadCosts:
+    """Kept in memory until a round closes or somebody looks: not worth a transaction of its own."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._costs: deque[tuple[str, UploadCost]] = deque(maxlen=100_000)
+
+    def note(self, device_id: str, cost: UploadCost) -> None:
+        """Keep what a device's last upload cost it; the first word counts, and a stranger's none."""
+        self._costs.append((device_id, cost))
+
+    def write(self) -> None:
+        """Bring what was kept in memory to the records."""
+        costs: list[tuple[str, UploadCost]] = []
+        while self._costs:
+            costs.append(self._costs.popleft())
+        if not costs:
+            return
+        with self._store.writing() as db:
+            for device_id, cost in costs:
+                assignment = db.get(Assignment, cost.assignment_id)
+                if assignment is None or assignment.device_id != device_id or assignment.status != "done":
+                    continue
+                if assignment.upload_cost is None:
+                    assignment.upload_cost = cost.upload.model_dump(mode="json")
+                    touch(db, assignment.federation_id, assignment.round)

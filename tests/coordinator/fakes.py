@@ -1,0 +1,126 @@
+"""A coordinator's domain without HTTP, torch or waiting: devices here answer from a seed."""
+
+from __future__ import annotations
+
+from coordinator.acceptance import Acceptance
+from coordinator.costs import UploadCosts
+from coordinator.devices import Devices
+from coordinator.dispatch import Dispatch
+from coordinator.errors import Finished
+from coordinator.federations import Federations
+from coordinator.models import Models
+from coordinator.records import Records
+from coordinator.rounds import Rounds
+from coordinator.storage.store import Store
+from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.messages import (
+    ChangeFederation,
+    CreateFederation,
+    Enrol,
+    Evaluation,
+    FederationSettings,
+    Receipt,
+)
+
+DIGITS = load_builtin("digits").manifest
+CALM = {"deadline_seconds": 100, "evaluation_interval": 0}
+
+
+class House:
+    """A coordinator's domain objects over a folder."""
+
+    def __init__(self, folder, clock, store=Store):
+        self.clock = clock
+        self.store = store(folder)
+        models = Models(self.store)
+        self.federations = Federations(self.store, models, clock)
+        self.devices = Devices(self.store, clock)
+        self.dispatch = Dispatch(self.store, models, clock)
+        self.acceptance = Acceptance(self.store, models)
+        self.costs = UploadCosts(self.store)
+        self.rounds = Rounds(self.store, models, clock, self.costs)
+        self.records = Records(self.store, self.costs.write)
+
+    def create(self, name="f", task="digits", **settings):
+        self.federations.create(
+            CreateFederation(name=name, task=task, settings=FederationSettings(**{**CALM, **settings}))
+        )
+
+    def enrol(self, *names, federation="f", **budgets):
+        devices = [FakeDevice(self, name, federation, budgets.get(name, 1.0)) for name in names]
+        for device in devices:
+            device.enrol()
+        return devices
+
+    def info(self, name="f"):
+        return self.federations.get(name)
+
+    def change(self, **what):
+        return self.federations.change("f", ChangeFederation(**what))
+
+    def model(self):
+        return self.federations.model("f")
+
+    def record(self, number):
+        return self.records.rounds("f")[number - 1]
+
+
+class FakeDevice:
+    """Asks, and answers with values drawn from its name and the round."""
+
+    def __init__(self, house, name, federation, budget):
+        self.house, self.name, self.federation, self.budget = house, name, federation, budget
+        self.key = name.ljust(32, "k")
+
+    def enrol(self):
+        request = Enrol(name=self.name, enrolment_key=self.key, budget=self.budget)
+        enrolled = self.house.devices.enrol(self.federation, request)
+        self.id, self.token = enrolled.device_id, enrolled.token
+
+    def ask(self):
+        return self.house.dispatch.next_assignment(self.id).assignment
+
+    def payload(self, assignment):
+        return self.house.dispatch.payload(assignment.assignment_id, self.id)
+
+    def send(self, assignment, body):
+        return self.house.acceptance.accept_update(assignment.assignment_id, self.id, body)
+
+    def hand_back(self, assignment, reason="too hot"):
+        self.house.dispatch.hand_back(assignment.assignment_id, self.id, reason)
+
+
+def answering(train):
+    """Do what the device is asked to, if it is asked: the assignment that was answered, or None."""
+
+    def answer(device, *, stopped=False, examples=10, accuracy=0.5):
+        assignment = device.ask()
+        if assignment is None:
+            return None
+        if assignment.kind == "train":
+            status = "stopped" if stopped else "active"
+            body = train(DIGITS, assignment, status=status, examples=examples)
+        else:
+            found = Evaluation(num_examples=10, loss=1 - accuracy, accuracy=accuracy)
+            body = Receipt(personal=found, global_model=found).model_dump_json().encode()
+        assert device.send(assignment, body)
+        return assignment
+
+    return answer
+
+
+def playing(answer):
+    """Advance, and let the devices answer in the order given, until nobody is asked any more."""
+
+    def play(house, devices):
+        moved = True
+        while moved:
+            house.rounds.advance()
+            moved = False
+            for device in devices:
+                try:
+                    moved = answer(device) is not None or moved
+                except Finished:
+                    continue
+
+    return play
