@@ -12,22 +12,21 @@ import shlex
 import sys
 from pathlib import Path
 
-import httpx
-
 from benchmarks import rows, runner
 from benchmarks.experiment import FOLDER, Experiment, load_experiment
 from benchmarks.report import write_report
 from benchmarks.runner import Where
-from edge_sdk.errors import SdkError
-from edge_sdk.methods import UnknownMethod
-from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.tasks import UnknownTask
-from edge_sdk.tasks.loading import DataError
+from command_line.command import Command, Exits, Parser
+from command_line.exits import Exit
+from edge_sdk.tasks.exits import EXITS as TASKS
+
+EXITS: Exits = {
+    **TASKS,
+    ValueError: Exit.FAILED,
+}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
-    options = _parser().parse_args(arguments)
+def _run(options: argparse.Namespace) -> None:
     experiment, name = load_experiment(options.experiment), Path(options.experiment).stem
     folder: Path = options.folder or Path("runs") / name
     if options.command == "report":
@@ -37,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         recorded = list(rows.latest(recorded).values())
         command = f"python -m benchmarks run {name} --data DIR` and `python -m benchmarks report {name}"
         _report(experiment, recorded, options.out or folder, command)
-        return 0
+        return
     where = Where(data=options.data, folder=folder, processes=options.processes)
     how = {"scale": options.scale, "resume": options.resume, "only": options.only or ()}
     try:
@@ -45,16 +44,24 @@ def main(arguments: list[str] | None = None) -> int:
             tuned = runner.tune(experiment, name, where, **how)
             for label, chosen in tuned.items():
                 print(f"{label}: {chosen}")
-            return 0
+            return
         recorded = runner.run(experiment, name, where, **how)
     except KeyboardInterrupt:
-        print(f"interrupted; `python -m benchmarks {options.command} {name} ... --resume` goes on", file=sys.stderr)
-        return 130
-    except (SdkError, ProtocolError, DataError, UnknownMethod, UnknownTask, httpx.HTTPError, ValueError) as error:
-        print(f"benchmarks: {error}", file=sys.stderr)
-        return 1
-    _report(experiment, recorded, folder, "python -m benchmarks " + shlex.join(arguments or sys.argv[1:]))
-    return 0
+        raise KeyboardInterrupt("interrupted; the same command with --resume goes on") from None
+    _report(experiment, recorded, folder, _again(options))
+
+
+def _again(options: argparse.Namespace) -> str:
+    """The command that runs the same trials once more."""
+    words = [options.command, options.experiment, "--data", options.data]
+    if options.scale != 1:
+        words += ["--scale", f"{options.scale:g}"]
+    for label in options.only or ():
+        words += ["--only", label]
+    for option in ("processes", "folder"):
+        if getattr(options, option) is not None:
+            words += [f"--{option}", str(getattr(options, option))]
+    return f"python -m benchmarks {shlex.join(words)}"
 
 
 def _report(experiment: Experiment, recorded: list[rows.Recorded], folder: Path, command: str) -> None:
@@ -62,8 +69,7 @@ def _report(experiment: Experiment, recorded: list[rows.Recorded], folder: Path,
         print(path)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Comparisons of methods.")
+def _options(parser: Parser) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.toml")))
     for command, help_text in (("run", "run every trial"), ("tune", "choose settings on validation data")):
@@ -80,7 +86,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--folder", type=Path, help="where it was run (default: runs/EXPERIMENT)")
     report.add_argument("--results", type=Path, help="rows elsewhere, such as docs/results/NAME.jsonl")
     report.add_argument("--out", type=Path, help="where the report goes (default: beside the results)")
-    return parser
+
+
+COMMAND = Command("benchmarks", "Comparisons of methods.", _options, _run, EXITS)
+main = COMMAND.main
 
 
 if __name__ == "__main__":

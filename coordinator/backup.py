@@ -27,7 +27,11 @@ from typing import Any
 from sqlalchemy import Connection, case, create_engine, make_url, select, text
 from sqlalchemy.orm import Session
 
+from command_line.command import Command, Exits, MissingPart, Parser, add_json
+from command_line.exits import Exit
 from coordinator.assignments import BUNDLE_KINDS, update_key
+from coordinator.exits import EXITS as COMMON
+from coordinator.exits import NoRecords, read_settings, told
 from coordinator.models import model_key
 from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs, FolderBlobs, flush_folder
@@ -47,13 +51,11 @@ class BackupFailed(RuntimeError):
 def back_up(settings: Settings, target: Path, copied: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Copy the coordinator of these settings to the folder ``target``; returns what ``backup.json`` says.
 
-    copied: called when the records of one try are there. Raises BackupFailed.
+    copied: called when the records of one try are there. Raises BackupFailed, NoRecords.
     """
     records = settings.data_dir / RECORDS_FILE
     if settings.database_url is None and not records.exists():
-        raise BackupFailed(
-            f"there are no records in {settings.data_dir}; set COORDINATOR_DATA_DIR to the coordinator's"
-        )
+        raise NoRecords(f"there are no records in {settings.data_dir}; set COORDINATOR_DATA_DIR to the coordinator's")
     if target.exists() and any(target.iterdir()):
         raise BackupFailed(f"{target} is not empty; give a new folder")
     target.mkdir(parents=True, exist_ok=True)
@@ -156,12 +158,15 @@ def _records_of(settings: Settings, target: Path) -> Iterator[Connection]:
 
 
 def run_postgresql(address: str, program: str, *arguments: str) -> None:
-    """Run one of PostgreSQL's programs on a database; the password is not on its command line. Raises BackupFailed."""
+    """Run one of PostgreSQL's programs on a database; the password is not on its command line.
+
+    Raises BackupFailed, MissingPart.
+    """
     url = make_url(address).set(drivername="postgresql")
     password = {"PGPASSWORD": str(url.password)} if url.password else {}
     where = f"--dbname={url._replace(password=None).render_as_string()}"
     if shutil.which(program) is None:
-        raise BackupFailed(f"{program} is not installed here; install PostgreSQL's client of the server's version")
+        raise MissingPart(f"{program} is not installed here; install PostgreSQL's client of the server's version")
     done = subprocess.run([program, where, *arguments], env={**os.environ, **password}, capture_output=True, text=True)
     if done.returncode:
         raise BackupFailed(f"{program} failed: {done.stderr.strip()[-1000:]}")
@@ -175,19 +180,29 @@ def _write(path: Path, data: bytes) -> None:
     flush_folder(path.parent)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser("python -m coordinator.backup", description=(__doc__ or "").split("\n\n")[1])
+def _options(parser: Parser) -> None:
     parser.add_argument("target", type=Path, help="a new folder")
-    options = parser.parse_args(arguments)
-    try:
-        summary = back_up(Settings(), options.target)
-    except (BackupFailed, RuntimeError, ValueError, OSError) as error:
-        print(f"no backup was made: {error}", file=sys.stderr)
-        return 1
+    add_json(parser)
+
+
+def _run(options: argparse.Namespace) -> None:
+    settings = read_settings()
+    with told(options.target):
+        summary = back_up(settings, options.target)
     rounds = ", ".join(f"{name} after round {number}" for name, number in summary["federations"].items())
-    print(f"{options.target}: {rounds or 'no federations'}")
-    return 0
+    print(json.dumps(summary) if options.json else f"{options.target}: {rounds or 'no federations'}")
+
+
+EXITS: Exits = {**COMMON, BackupFailed: Exit.FAILED}
+COMMAND = Command(
+    "coordinator.backup",
+    "Copy a coordinator, running or not, so that records and models fit together.",
+    _options,
+    _run,
+    EXITS,
+    epilog="Finds it by its own settings: COORDINATOR_DATA_DIR, COORDINATOR_DATABASE_URL, COORDINATOR_BLOBS.",
+)
+main = COMMAND.main
 
 
 if __name__ == "__main__":

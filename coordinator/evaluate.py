@@ -3,7 +3,7 @@
     python -m coordinator.evaluate --server http://HOST:8000 --federation digits --data test.npz
 
 The file is what numpy.savez wrote: samples as the model takes them, scaled as in training, and their classes. Exit
-status: 0 done; 1 the file or the coordinator's answer is no good, with the reason on stderr; 2 wrong usage.
+codes: docs/cli.md.
 """
 
 from __future__ import annotations
@@ -17,10 +17,36 @@ from zipfile import BadZipFile
 import httpx
 import numpy as np
 
+from command_line.command import Command, Exits, Parser, WrongUsage, add_json
+from command_line.exits import Exit, of_status
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.messages import Evaluation, Problem
 
 SECONDS = 600.0
+
+
+class BadFile(ValueError):
+    """The test file cannot be used; the text says why."""
+
+
+class NoAnswer(ValueError):
+    """No coordinator answers at this address."""
+
+
+class Refused(ValueError):
+    """The coordinator answered no, with this HTTP status; the text says what to do."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(f"{detail} (HTTP {status})")
+        self.status = status
+
+
+EXITS: Exits = {
+    BadFile: Exit.FAILED,
+    tls.BadCertificate: Exit.USAGE,
+    NoAnswer: Exit.UNREACHABLE,
+    Refused: lambda refused: of_status(refused.status),
+}
 
 
 def evaluate(
@@ -34,59 +60,68 @@ def evaluate(
 ) -> Evaluation:
     """What the coordinator finds. trust: certificates for https.
 
-    Raises ValueError, which says what is wrong with the file or the call.
+    Raises FileNotFoundError, BadFile, WrongUsage for an address that is none, NoAnswer, Refused, tls.BadCertificate.
     """
+    if not data.is_file():
+        raise FileNotFoundError(f"there is no file {data}")
     try:
         with data.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             tensors = {"inputs": arrays[inputs], "targets": arrays[targets]}
-    except FileNotFoundError:
-        raise ValueError(f"there is no file {data}") from None
     except KeyError as missing:
-        raise ValueError(f"{data}: {missing}; name its arrays with --inputs and --targets") from None
+        raise BadFile(f"{data}: {missing}; name its arrays with --inputs and --targets") from None
     except (OSError, ValueError, EOFError, TypeError, BadZipFile) as error:
-        raise ValueError(f"{data} is not a file that numpy.savez wrote: {error}") from None
+        raise BadFile(f"{data} is not a file that numpy.savez wrote: {error}") from None
     headers = {"Content-Type": checkpoint.MEDIA_TYPE, **({"Authorization": f"Bearer {token}"} if token else {})}
     url = f"{server.rstrip('/')}/v1/federations/{federation}/model/evaluation"
     try:
         verify = trust.context() if trust else True
         answer = httpx.post(url, content=checkpoint.save(tensors), headers=headers, timeout=SECONDS, verify=verify)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ValueError(f"{server} does not answer: {tls.explain(error) or tls.hint(error, server)}") from None
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise WrongUsage(f"{server} is no address ({error}); give it as http://HOST:PORT or https://HOST") from None
+    except httpx.HTTPError as error:
+        raise NoAnswer(f"{server} does not answer: {tls.explain(error) or tls.hint(error, server)}") from None
     if answer.is_error:
         try:
-            raise ValueError(Problem.model_validate_json(answer.content).detail)
-        except ValueError as error:
-            raise ValueError(f"{answer.status_code} {error}") from None
+            detail = Problem.model_validate_json(answer.content).detail
+        except ValueError:
+            raise NoAnswer(f"{server} answers {answer.status_code}, and is no coordinator") from None
+        raise Refused(answer.status_code, detail)
     return Evaluation.model_validate_json(answer.content)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m coordinator.evaluate", description="Judge a global model.")
+def _options(parser: Parser) -> None:
     parser.add_argument("--server", required=True, help="the coordinator's address, http://HOST:PORT")
     parser.add_argument("--federation", default="default", help="the federation's name (default: %(default)s)")
     parser.add_argument("--data", type=Path, required=True, help="test file, as numpy.savez writes it")
     parser.add_argument("--inputs", default="inputs", help="its array of samples (default: %(default)s)")
     parser.add_argument("--targets", default="targets", help="its array of classes (default: %(default)s)")
+    add_json(parser)
     tls.add_options(parser)
-    parser.epilog = "SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one."
-    options = parser.parse_args(arguments)
-    token = os.environ.get("SPARROW_ADMIN_TOKEN")
-    try:
-        found = evaluate(
-            options.server,
-            options.federation,
-            options.data,
-            options.inputs,
-            options.targets,
-            token,
-            tls.from_options(options),
-        )
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"{found.num_examples} samples: accuracy {found.accuracy:.4f}, loss {found.loss:.4f}")
-    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    found = evaluate(
+        options.server,
+        options.federation,
+        options.data,
+        options.inputs,
+        options.targets,
+        os.environ.get("SPARROW_ADMIN_TOKEN"),
+        tls.from_options(options),
+    )
+    text = f"{found.num_examples} samples: accuracy {found.accuracy:.4f}, loss {found.loss:.4f}"
+    print(found.model_dump_json() if options.json else text)
+
+
+COMMAND = Command(
+    "coordinator.evaluate",
+    "Have a running coordinator judge its global model on a test file.",
+    _options,
+    _run,
+    EXITS,
+    epilog="SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one.",
+)
+main = COMMAND.main
 
 
 if __name__ == "__main__":

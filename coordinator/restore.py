@@ -15,21 +15,23 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from sqlalchemy import create_engine, inspect
 from sqlalchemy.orm import Session
 
+from command_line.command import Command, Parser
 from coordinator.backup import (
     BLOBS_FOLDER,
     DUMP_FILE,
+    EXITS,
     FORMAT,
     SUMMARY_FILE,
     BackupFailed,
     blobs_named,
     run_postgresql,
 )
+from coordinator.exits import NoRecords, read_settings, told
 from coordinator.settings import Settings
 from coordinator.storage.blobs import Blobs, FolderBlobs, flush_folder, make_folder
 from coordinator.storage.database import connect
@@ -37,11 +39,14 @@ from coordinator.storage.store import RECORDS_FILE, lock_folder, open_blobs
 
 
 def bring_back(settings: Settings, source: Path) -> None:
-    """Restore the backup in ``source`` to where these settings keep records and blobs. Raises BackupFailed."""
+    """Restore the backup in ``source`` to where these settings keep records and blobs.
+
+    Raises NoRecords where there is none, BackupFailed.
+    """
     try:
         summary = json.loads((source / SUMMARY_FILE).read_text())
     except FileNotFoundError:
-        raise BackupFailed(f"{source} has no {SUMMARY_FILE}: it is no backup, or was not finished") from None
+        raise NoRecords(f"{source} has no {SUMMARY_FILE}: it is no backup, or was not finished") from None
     if summary["format"] != FORMAT:
         raise BackupFailed(f"{source} is of format {summary['format']}, this version reads {FORMAT}; update it")
     to_server = settings.database_url is not None
@@ -102,18 +107,26 @@ def _check_empty(settings: Settings) -> None:
         raise BackupFailed("there are blobs already; give an empty folder, or another prefix in COORDINATOR_BLOBS")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser("python -m coordinator.restore", description=(__doc__ or "").split("\n\n")[1])
+def _options(parser: Parser) -> None:
     parser.add_argument("source", type=Path, help="the folder of a backup")
-    options = parser.parse_args(arguments)
-    try:
-        bring_back(Settings(), options.source)
-    except (BackupFailed, RuntimeError, ValueError, OSError) as error:
-        print(f"nothing to start from: {error}", file=sys.stderr)
-        return 1
+
+
+def _run(options: argparse.Namespace) -> None:
+    settings = read_settings()
+    with told(settings.data_dir):
+        bring_back(settings, options.source)
     print("restored; start the coordinator with the same settings")
-    return 0
+
+
+COMMAND = Command(
+    "coordinator.restore",
+    "Bring a backup back, into an empty place.",
+    _options,
+    _run,
+    EXITS,
+    epilog="Goes where COORDINATOR_DATA_DIR, COORDINATOR_DATABASE_URL and COORDINATOR_BLOBS say.",
+)
+main = COMMAND.main
 
 
 if __name__ == "__main__":

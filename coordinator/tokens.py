@@ -6,7 +6,7 @@
 
 It works on the records themselves, found by the same COORDINATOR_* settings as the coordinator's, which may be running;
 what it changes holds there within seconds. A secret is printed once, alone on stdout, and kept as its SHA-256 only.
-Exit status: 0 done; 1 it could not be, with the reason on stderr; 2 wrong usage.
+Exit codes: docs/cli.md.
 """
 
 from __future__ import annotations
@@ -21,25 +21,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pydantic import ValidationError
 from sqlalchemy import select
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from command_line.command import Command, Parser, WrongUsage, add_json
+from command_line.table import table
 from coordinator.access import KINDS, REMEMBER_SECONDS, digest_of, new_secret
 from coordinator.devices import revoke as revoke_device
-from coordinator.errors import CoordinatorError, NotFound
+from coordinator.errors import NotFound
+from coordinator.exits import EXITS, NoRecords, read_settings, told
 from coordinator.federations import find
 from coordinator.records import iso
 from coordinator.settings import Settings
-from coordinator.storage.database import WRITING, BadDatabase, open_database
+from coordinator.storage.database import WRITING, open_database
 from coordinator.storage.tables import Device, Federation, Token
 
 UNITS = {"m": 60, "h": 3600, "d": 24 * 3600}
-
-
-class NoRecords(ValueError):
-    """There is no database where the settings say."""
 
 
 @contextmanager
@@ -114,24 +111,13 @@ def describe(token: Token, federation: str | None, now: float) -> dict[str, Any]
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    options = _options(arguments)
-    try:
-        with records(Settings()) as db:
-            text = {"create": _create, "list": _list, "revoke": _revoke}[options.command](db, options)
-        print(text)  # not before the commit: a secret that was shown is good
-    except ValidationError as error:
-        fault = error.errors(include_url=False, include_input=False)[0]
-        print(f"coordinator.tokens: {'.'.join(map(str, fault['loc']))}: {fault['msg']}", file=sys.stderr)
-        return 1
-    except (CoordinatorError, NoRecords, BadDatabase) as error:
-        print(f"coordinator.tokens: {error}", file=sys.stderr)
-        return 1
-    except SQLAlchemyError as error:  # its text may hold the database's address
-        print(f"coordinator.tokens: the database failed ({type(error).__name__}); is it running?", file=sys.stderr)
-        return 1
-    return 0
+def _run(options: argparse.Namespace) -> None:
+    if options.command == "create":
+        _check(options)
+    settings = read_settings()
+    with told(settings.data_dir), records(settings) as db:
+        text = {"create": _create, "list": _list, "revoke": _revoke}[options.command](db, options)
+    print(text)  # not before the commit: a secret that was shown is good
 
 
 def _create(db: Session, options: argparse.Namespace) -> str:
@@ -174,8 +160,7 @@ def _list(db: Session, options: argparse.Namespace) -> str:
         )
         for each in found
     ]
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows))
+    return table(head, rows)
 
 
 def _revoke(db: Session, options: argparse.Namespace) -> str:
@@ -186,12 +171,7 @@ def _revoke(db: Session, options: argparse.Namespace) -> str:
 SOON = f"{REMEMBER_SECONDS:g} seconds where a coordinator runs"
 
 
-def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m coordinator.tokens",
-        description="Make, list and revoke tokens, beside a running coordinator or without one.",
-        epilog="Finds the records by COORDINATOR_DATA_DIR or COORDINATOR_DATABASE_URL.",
-    )
+def _options(parser: Parser) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     making = commands.add_parser("create", help="make a token and print its secret")
     making.add_argument("kind", choices=KINDS)
@@ -203,13 +183,15 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     revoking = commands.add_parser("revoke", help="take a token away, or a device's")
     revoking.add_argument("id", help="of a token, as list shows it, or of a device")
     for command in (making, listing, revoking):
-        command.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(arguments)
-    if options.command == "create" and options.uses is not None and options.kind != "enrolment":
-        parser.error("--uses counts devices that are enrolled: leave it out")
-    if options.command == "create" and options.federation is not None and options.kind == "admin":
-        parser.error("--federation: an admin token is for the whole coordinator: leave it out")
-    return options
+        add_json(command)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise WrongUsage for what no such token can have."""
+    if options.uses is not None and options.kind != "enrolment":
+        raise WrongUsage("--uses counts devices that are enrolled: leave it out")
+    if options.federation is not None and options.kind == "admin":
+        raise WrongUsage("--federation: an admin token is for the whole coordinator: leave it out")
 
 
 def _note(text: str) -> str:
@@ -229,6 +211,17 @@ def _seconds(text: str) -> float:
     if found and int(found[1]):
         return float(int(found[1]) * UNITS[found[2]])
     raise argparse.ArgumentTypeError(f"{text!r}: give minutes, hours or days, such as 30m, 12h or 7d")
+
+
+COMMAND = Command(
+    "coordinator.tokens",
+    "Make, list and revoke tokens, beside a running coordinator or without one.",
+    _options,
+    _run,
+    EXITS,
+    epilog="Finds the records by COORDINATOR_DATA_DIR or COORDINATOR_DATABASE_URL.",
+)
+main = COMMAND.main
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ python -m devices --meter METER.csv --phases PHASES.csv     joules per phase fro
 
 import argparse
 import json
-import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from command_line.command import Command, Exits, Parser, WrongUsage, add_json
+from command_line.exits import Exit
 from devices.board import BoardInfo
 from devices.external import ExternalMeter, load_phases
 from devices.readings import Reading
@@ -24,29 +24,19 @@ from devices.system import System
 
 _COUNTING_SECONDS = 1.0
 
+EXITS: Exits = {ValueError: Exit.FAILED}
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status: 2 for input that cannot be used."""
-    options = _parser().parse_args(arguments)
-    try:
-        if options.meter is not None:
-            _print_phases(options.meter, options.phases, options.offset, as_json=options.json)
-            return 0
-        system = System.here() if options.root is None else System.at(options.root)
-    except (ValueError, OSError) as error:
-        print(f"python -m devices: {error}", file=sys.stderr)
-        return 2
+
+def _run(options: argparse.Namespace) -> None:
+    if options.meter is not None:
+        _print_phases(options.meter, options.phases, options.offset, as_json=options.json)
+        return
+    system = System.here() if options.root is None else System.at(options.root)
     survey = Survey(system)
     if options.root is None and survey.counts:
         survey.read()
         time.sleep(_COUNTING_SECONDS)
-    try:
-        _show(survey, options.watch, as_json=options.json)
-    except KeyboardInterrupt:
-        pass
-    except BrokenPipeError:  # whoever read along has seen enough; what is left to print goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    _show(survey, options.watch, as_json=options.json)
 
 
 def _show(survey: Survey, every: float | None, *, as_json: bool) -> None:
@@ -60,11 +50,8 @@ def _show(survey: Survey, every: float | None, *, as_json: bool) -> None:
             print()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m devices", description="What this device is, what it draws and what it is like now."
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, with --watch one line for each look")
+def _options(parser: Parser) -> None:
+    add_json(parser, ", with --watch a line for each look")
     parser.add_argument(
         "--watch", type=_seconds, nargs="?", const=2.0, metavar="SECONDS", help="look again and again (every 2 seconds)"
     )
@@ -74,7 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--offset", type=float, default=0.0, metavar="SECONDS", help="added to the meter's times (its clock may differ)"
     )
-    return parser
 
 
 def _seconds(text: str) -> float:
@@ -164,7 +150,7 @@ def _record(reading: Reading) -> dict[str, Any]:
 
 def _print_phases(meter: Path, phases: Path | None, offset: float, *, as_json: bool) -> None:
     if phases is None:
-        raise ValueError("--meter needs --phases: a file with a line NAME,START,END for each phase")
+        raise WrongUsage("--meter needs --phases: a file with a line NAME,START,END for each phase")
     recorded = ExternalMeter.load(meter, offset)
     rows = [(name, recorded.energy(start, end)) for name, start, end in load_phases(phases)]
     if as_json:
@@ -174,6 +160,10 @@ def _print_phases(meter: Path, phases: Path | None, offset: float, *, as_json: b
         joules = f"{energy.joules:.2f} J" if energy.joules is not None else "-"
         why = f"; {energy.reason}" if energy.reason else ""
         print(f"{name:<20}  {joules:>12}  {energy.quality}, {energy.coverage:.0%} of {energy.seconds:.1f} s{why}")
+
+
+COMMAND = Command("devices", "What this device is, what it draws and what it is like now.", _options, _run, EXITS)
+main = COMMAND.main
 
 
 if __name__ == "__main__":

@@ -76,13 +76,15 @@ class System:
         """A copy of some device: a folder with `root/`, or that root itself.
 
         Beside `root/` there may be `commands/` (what a command prints, its words joined by _ as the file's name),
-        `environment.txt` (NAME=value lines) and `denied.txt` (paths that this user may not read). Raises ValueError
-        where there is no such folder.
+        `environment.txt` (NAME=value lines) and `denied.txt` (paths that this user may not read). Raises
+        FileNotFoundError where there is no such folder.
         """
         folder = Path(path)
         root = folder / "root" if (folder / "root").is_dir() else folder
         if not root.is_dir():
-            raise ValueError(f"{folder} is no folder; give one with a copy of a device's files, such as FOLDER/sys")
+            raise FileNotFoundError(
+                f"{folder} is no folder; give one with a copy of a device's files, such as FOLDER/sys"
+            )
         denied = [line.strip("/") for line in _lines(folder / "denied.txt")]
         pairs = [line.partition("=") for line in _lines(folder / "environment.txt")]
         return cls(

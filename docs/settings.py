@@ -29,7 +29,7 @@ TOKENS = """
 Where no token of a kind is set or was made, its calls are open: fine on one machine, and the coordinator says so
 loudly when it is reached from beyond it. Where all three are there, a caller without one learns nothing but `/healthz`
 and `/readyz`. Callers send `Authorization: Bearer <token>`; the SDK reads `SPARROW_ENROLMENT_TOKEN` (join, fleet),
-`SPARROW_ADMIN_TOKEN` (publish) and `SPARROW_OBSERVER_TOKEN` (fleet). Tokens that are limited in number and time are
+`SPARROW_ADMIN_TOKEN` (publish) and `SPARROW_OBSERVER_TOKEN` (fleet, status). Tokens limited in number and time are
 made by `python -m coordinator.tokens`; [operating.md](operating.md) has that, TLS, rate limits, logs and metrics.
 
 ## A federation's
@@ -47,8 +47,24 @@ Early stopping: after each round that it takes part in, a device computes `L = s
 its personal model, where the method has one, and goes on answering evaluations. When all devices have stopped the
 federation is finished.
 
-A round closes when `quorum` of its cohort have sent their updates and everybody else has handed back, or at its
-deadline. A device that misses a deadline is not drawn again until it asks for work.
+### When a round closes, and who is waited for
+
+A round closes when `quorum` of its cohort have sent their updates, when everybody has sent one or handed back, or at
+its deadline. Later updates are refused, with the reason. A device that misses a deadline is not drawn again until it
+asks for work.
+
+- **Slow devices**: `over_selection` draws so many more (0.3: 13 for a `cohort` of 10), and the round closes when
+  `cohort` of them have answered; the others are told that they are too late, and drawn again like all others.
+- **Too few updates**: a round that has fewer than `min_updates` at its deadline, or when nobody is left to answer,
+  gets another `deadline_seconds` and as many further devices as updates are missing, up to `extensions` times. Then
+  it is skipped: its record says whose updates were left out, the model stays, and the next round opens.
+- **Nobody waits** (`buffer`; FedBuff, arXiv:2106.06639): `cohort` devices train at a time, a round closes when
+  `buffer` updates have come, and those that still train count in a later one. An update that is t models old moves
+  today's model by (1 + t)^-`staleness_exponent` of what it moved its own. Records say how many were stale
+  (`notes.stale_updates`), and by how many models at most. For methods whose rounds are a mean of updates: FedSPU,
+  FedAvg, FedProx, the dropout family, FedPer, FedRep, LG-FedAvg, Ditto and APFL; others refuse it, and so does
+  differential privacy. Which updates meet in a round depends on who is quick, so that two runs differ; the same
+  arrivals give the same model.
 """
 
 METHODS = """

@@ -18,6 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from command_line.command import MissingPart
 from edge_sdk.errors import BadArgument, Refused, SdkError, StateError
 from edge_sdk.fleet import FORESEEN, Result, run_fleet
 from edge_sdk.host import Plan
@@ -103,8 +104,8 @@ def run_on_ray(
     every node, where its slices keep their devices' state, each in a folder of its own: it is found again by the same
     number of workers on the same nodes, or, where the nodes share the folder, on any. The rest is as for ``run_fleet``.
 
-    Raises SdkError; KeyboardInterrupt once every device has finished the step it was in, which an idle slice takes up
-    to ``fleet.LOOK_SECONDS`` to notice.
+    Raises SdkError; MissingPart without Ray; KeyboardInterrupt once every device has finished the step it was in, which
+    an idle slice takes up to ``fleet.LOOK_SECONDS`` to notice.
     """
     if workers is not None and workers < 1:
         raise BadArgument(f"{workers} workers; give at least 1")
@@ -148,14 +149,14 @@ def run_on_ray(
 
 
 def _connect(address: str, workers: int | None) -> Any:
-    """Ray, connected. Raises BadArgument."""
+    """Ray, connected. Raises BadArgument, MissingPart."""
     for key, text in SETTINGS.items():
         os.environ.setdefault(key, text)  # read when ray is imported
     try:
         import ray
         import ray.util.scheduling_strategies
     except ImportError:
-        raise BadArgument("a fleet on a cluster needs Ray: pip install 'sparrow-fl[scale]'") from None
+        raise MissingPart("a fleet on a cluster needs Ray: pip install 'sparrow-fl[scale]'") from None
     own = {"num_cpus": workers, "object_store_memory": STORE_BYTES, "include_dashboard": False}
     try:
         ray.init(address, logging_level=logging.ERROR, **(own if address == LOCAL else {}))

@@ -2,10 +2,12 @@
 
 SdkError
 ├── Unreachable        the coordinator does not answer; try again later
+│   └── CoordinatorFull  it answers that its disk is full
 ├── Refused            it answered no: its text says what to do
 │   ├── RoundOver      this assignment takes no update any more (409): ask for the next one
 │   ├── FederationOver nothing is left to do (410)
-│   └── TokenExpired   this device must enrol again (401)
+│   ├── TokenExpired   this device must enrol again (401)
+│   └── NoCoordinator  what answers there is something else
 ├── BadArgument        something the user gave cannot work, found before anything was done
 ├── Damaged            what was downloaded is not what was announced, repeatedly
 └── StateError         the state folder is in use, belongs to another device, or cannot be read
@@ -20,6 +22,10 @@ class SdkError(Exception):
 
 class Unreachable(SdkError):
     """The coordinator does not answer."""
+
+
+class CoordinatorFull(Unreachable):
+    """The coordinator answers that it has no room left, for longer than one wanted to wait."""
 
 
 class Refused(SdkError):
@@ -45,6 +51,10 @@ class FederationOver(Refused):
 
 class TokenExpired(Refused):
     """The device's token is too old."""
+
+
+class NoCoordinator(Refused):
+    """What answers at the address speaks HTTP, but is no coordinator."""
 
 
 class BadArgument(SdkError):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
 import logging
 import multiprocessing
 import os
@@ -25,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,21 +38,21 @@ if __name__ == "__main__":
 
 import httpx
 import torch
+from pydantic import ValidationError
 from tqdm import tqdm
 
+from command_line.command import Command, Exits, Parser, WrongUsage, add_json
+from command_line.exits import Exit
 from devices.simulation import BOARDS, Board, load_boards
 from edge_sdk import inprocess
-from edge_sdk.errors import BadArgument, Refused, SdkError, StateError
+from edge_sdk.errors import BadArgument, Refused, SdkError
 from edge_sdk.host import Host, Plan, Stepped
-from edge_sdk.methods import UnknownMethod
 from edge_sdk.protocol import checkpoint, tls
-from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.messages import FederationInfo, FederationStatus, Kind, OpenWork
-from edge_sdk.publish import add_method_set, load_to_publish, publish, read_setting
+from edge_sdk.protocol.messages import FederationInfo, FederationSettings, FederationStatus, Kind, OpenWork
+from edge_sdk.publish import add_method_set, load_to_publish, publish, read_setting, wrong_settings
 from edge_sdk.session import Known
 from edge_sdk.state import FolderLock, Reference, default_root, write_atomically
-from edge_sdk.tasks import UnknownTask
-from edge_sdk.tasks.loading import DataError
+from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.training.compute import ACCELERATORS, Compute, choose_device
 from edge_sdk.transport import Transport, connect
 
@@ -60,7 +61,11 @@ LOOK_SECONDS = 10.0
 
 OVER = (FederationStatus.finished, FederationStatus.stopped)
 MEMORY = Path("/dev/shm")
-FORESEEN = (SdkError, ProtocolError, UnknownMethod, UnknownTask, DataError, StateError, ValueError, OSError)
+EXITS: Exits = {
+    **TASKS,
+    ValueError: Exit.FAILED,
+}
+FORESEEN: tuple[type[BaseException], ...] = (*EXITS, OSError)
 """What a fleet raises that its user can do something about: the text says what."""
 
 
@@ -396,9 +401,8 @@ class _Run:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
-    options = _options(arguments)
+def _command(options: argparse.Namespace) -> None:
+    _check(options)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
@@ -417,17 +421,15 @@ def main(arguments: list[str] | None = None) -> int:
         result = _run(options, plan, app)
     except KeyboardInterrupt:
         gone, stays = "its devices lay in memory and are gone", "the same command goes on where the devices were"
-        print(f"edge_sdk.fleet: interrupted; {gone if options.memory else stays}", file=sys.stderr)
-        return 130
-    except FORESEEN as error:
-        print(f"edge_sdk.fleet: {error}", file=sys.stderr)
-        return 1
+        raise KeyboardInterrupt(f"interrupted; {gone if options.memory else stays}") from None
+    if options.json:
+        print(json.dumps({"federation": options.federation, **asdict(result)}))
+        return
     rate = result.device_rounds / result.seconds if result.seconds else 0.0
     print(
         f"{result.devices} devices, {result.device_rounds} device-rounds and {result.evaluations} evaluations in "
         f"{result.seconds:.1f} s ({rate:.1f} device-rounds/s); the federation is {result.status.value}"
     )
-    return 0
 
 
 def _run(options: argparse.Namespace, plan: Plan, app: Any) -> Result:
@@ -451,7 +453,11 @@ def _run(options: argparse.Namespace, plan: Plan, app: Any) -> Result:
 def _create(options: argparse.Namespace, plan: Plan, app: Any) -> None:
     """Create the federation, unless there is one of this name already; a task not built in is device 0's."""
     settings = {"min_devices": options.devices, "method_settings": dict(options.method_set), **dict(options.set)}
-    task = load_to_publish(options.task, plan.data_of(0), settings, device=plan.name(0))
+    try:
+        task = load_to_publish(options.task, plan.data_of(0), settings, device=plan.name(0))
+        FederationSettings.model_validate(settings)
+    except ValidationError as error:
+        raise wrong_settings(error, "--set ") from None
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(_connect(options.server, app, tls.from_options(options)))
         info = publish(
@@ -500,31 +506,27 @@ def _boards(text: str) -> tuple[Board, ...]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    options = parser.parse_args(arguments)
+def _check(options: argparse.Namespace) -> None:
+    """Raise WrongUsage for options that do not go together."""
     if options.ray is None and options.workers is not None:
-        parser.error("--workers are those of a cluster: give --ray, or --processes")
+        raise WrongUsage("--workers are those of a cluster: give --ray, or --processes")
     if options.ray is not None and (options.app or options.processes):
-        parser.error("--ray is for a coordinator with a --server address, and takes --workers instead of --processes")
+        raise WrongUsage(
+            "--ray is for a coordinator with a --server address, and takes --workers instead of --processes"
+        )
     if options.ray is not None and options.accelerator != "cpu":
         if options.accelerator == "cuda":
-            parser.error("--accelerator cuda: the workers of a cluster train on their processors; leave --ray out")
+            raise WrongUsage("--accelerator cuda: the workers of a cluster train on their processors; leave --ray out")
         options.accelerator = "cpu"
-    return options
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m edge_sdk.fleet",
-        description="Many simulated devices, each a real session of its own.",
-        epilog="SPARROW_ENROLMENT_TOKEN, SPARROW_OBSERVER_TOKEN and SPARROW_ADMIN_TOKEN hold tokens where the "
-        "coordinator asks for them.",
-    )
+def _options(parser: Parser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--server", help="the coordinator's address, http://HOST:PORT or https://HOST")
-    where.add_argument("--app", help="or its ASGI application, run in this process: coordinator.main:app")
-    parser.add_argument("--federation", default="default", help="which federation to join (default: %(default)s)")
+    where.add_argument("--app", metavar="MODULE:APP", help="or its application, run in this process")
+    parser.add_argument(
+        "--federation", default="default", metavar="NAME", help="which federation to join (default: %(default)s)"
+    )
     parser.add_argument("--devices", type=int, required=True, help="how many devices train")
     parser.add_argument("--new", type=int, default=0, help="how many more only adapt the finished model")
     parser.add_argument("--task", help="create the federation for this task, unless there is one of this name")
@@ -533,7 +535,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_method_set(parser)
     parser.add_argument("--data", help="the devices' data; {index}, {of} and {name} are filled in (docs/fleet.md)")
-    parser.add_argument("--partition", help="how it is dealt to them: dirichlet,alpha=0.3 and others (docs/tasks.md)")
+    parser.add_argument("--partition", metavar="RULE", help="how it is dealt: dirichlet,alpha=0.3, ... (docs/tasks.md)")
     parser.add_argument(
         "--budgets",
         type=_budgets,
@@ -551,18 +553,32 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ray",
         metavar="ADDRESS",
-        help="host them on the Ray cluster at HOST:PORT, auto, or local for one started here; the data must lie at the "
-        "same path on every node, and --server be an address that every node reaches",
+        help="host them on a Ray cluster: HOST:PORT, auto, or local for one started here (docs/fleet.md)",
     )
     parser.add_argument("--workers", type=int, help="with --ray: in how many slices, on a core each (default: all)")
     keep = parser.add_mutually_exclusive_group()
-    keep.add_argument("--state-dir", type=Path, help="where the devices keep their state, to go on later")
+    keep.add_argument(
+        "--state-dir", type=Path, metavar="DIR", help="where the devices keep their state, to go on later"
+    )
     keep.add_argument("--memory", action="store_true", help="keep it in memory and forget it in the end")
     parser.add_argument("--patience", type=float, help="give up when the coordinator is silent this long, s")
     tls.add_options(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--verbose", action="store_true", help="say more")
-    return parser
+    add_json(parser)
+
+
+COMMAND = Command(
+    "edge_sdk.fleet",
+    "Many simulated devices, each a real session of its own.",
+    _options,
+    _command,
+    EXITS,
+    usage="(--server URL | --app MODULE:APP) --devices N [options]",
+    epilog="SPARROW_ENROLMENT_TOKEN, SPARROW_OBSERVER_TOKEN and SPARROW_ADMIN_TOKEN hold tokens where the "
+    "coordinator asks for them.",
+)
+main = COMMAND.main
 
 
 if __name__ == "__main__":

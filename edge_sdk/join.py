@@ -2,13 +2,13 @@
 
 As a library: ``join(server, task, ...)`` with a ``Task`` of one's own.
 
-Exit status: 0 done; 1 it ended early, with the reason on stderr; 2 wrong usage; 3 this device cannot train
-(``edge_sdk.trainable``); 130 interrupted, to go on another time.
+Interrupted, the same command goes on where the device was. Exit codes: docs/cli.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import re
@@ -18,8 +18,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,6 +32,8 @@ if __name__ == "__main__":
 import httpx
 from tqdm import tqdm
 
+from command_line.command import Command, Exits, Parser, add_json
+from command_line.exits import Exit
 from devices import EnergyMeter, PowerModel
 from devices.conditions import Conditions, ConditionsReader
 from devices.system import System
@@ -39,17 +41,15 @@ from edge_sdk import arguments as read
 from edge_sdk.budget import Choice, read_learned
 from edge_sdk.errors import BadArgument, SdkError
 from edge_sdk.exporting import Export, NotTheSame, export_personal
-from edge_sdk.methods import UnknownMethod
 from edge_sdk.policy import Policy, policy_here, read_policy
 from edge_sdk.preparing import Preparation
 from edge_sdk.protocol import tls
-from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, FederationInfo
 from edge_sdk.publish import read_setting
 from edge_sdk.session import Outcome, Session
 from edge_sdk.state import StateFolder, Totals, default_root
-from edge_sdk.tasks import Task, UnknownTask, load_task
-from edge_sdk.tasks.loading import DataError
+from edge_sdk.tasks import Task, load_task
+from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.telemetry import Telemetry
 from edge_sdk.training.compute import ACCELERATORS, Compute, choose_device
 from edge_sdk.transport import Transport, connect
@@ -60,6 +60,12 @@ from export.metadata import properties
 log = logging.getLogger(__name__)
 
 LONG_POLL_SECONDS = 30.0
+EXITS: Exits = {
+    **TASKS,
+    ExportError: Exit.FAILED,
+    NotTheSame: Exit.FAILED,
+}
+
 LEARNED, SPENT = "learned.json", "spent.json"
 """Files of the state folder: what rounds have taught about the budget, and what was spent today."""
 
@@ -131,10 +137,12 @@ def join(
     check_name(name)
     if export is not None:
         check_writable(Path(export))
-    folder = StateFolder(Path(state_dir) if state_dir else default_root(server, federation) / name)
-    own = client or connect(server, trust)
     bar = _Bar(quiet)
-    try:
+    with ExitStack() as stack:
+        own = client or stack.enter_context(connect(server, trust))
+        folder = StateFolder(Path(state_dir) if state_dir else default_root(server, federation) / name)
+        stack.callback(folder.close)
+        stack.callback(bar.close)
         with EnergyMeter(model=watts) as meter:
             transport = Transport(own, patience_seconds=patience_seconds, on_wait=bar.waiting)
             transport.token = enrolment_token
@@ -178,11 +186,6 @@ def join(
             with suppress(SdkError):  # so that the personal model can be exported later, away from the coordinator
                 session.skeleton()
             return _result(session, name, exported)
-    finally:
-        bar.close()
-        folder.close()
-        if client is None:
-            own.close()
 
 
 def _watch(policy: Policy, read: Callable[[], Conditions], folder: StateFolder, say: Callable[[str], None]) -> Watch:
@@ -398,10 +401,13 @@ def _cost(totals: Totals) -> str:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+def as_json(result: Result, energy: str) -> str:
+    """What a device did, for a program: seconds, bytes, joules, and shares of samples."""
+    totals = {"training": result.training.model_dump(), "evaluation": result.evaluation.model_dump()}
+    return json.dumps({**asdict(result), **totals, "energy_source": energy}, default=str)
+
+
+def _command(options: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     signal.signal(signal.SIGTERM, _as_interrupt)
@@ -435,22 +441,16 @@ def main(arguments: list[str] | None = None) -> int:
             quiet=options.quiet,
         )
     except KeyboardInterrupt:
-        print("left the federation; the same command goes on where this device was", file=sys.stderr)
-        return 130
-    except (SdkError, ProtocolError, ExportError, NotTheSame, UnknownMethod, UnknownTask, DataError, OSError) as error:
-        print(f"edge_sdk.join: {error}", file=sys.stderr)
-        return 1
+        raise KeyboardInterrupt("left the federation; the same command goes on where this device was") from None
     with EnergyMeter(model=options.watts) as meter:
-        print(report(result, meter.describe()))
-    return 0
+        print((as_json if options.json else report)(result, meter.describe()))
 
 
 def _as_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m edge_sdk.join", description=__doc__.split("\n")[0])
+def _options(parser: Parser) -> None:
     parser.add_argument("--server", required=True, help="the coordinator's address, http://HOST:PORT or https://HOST")
     parser.add_argument("--federation", default="default", help="which federation to join (default: %(default)s)")
     parser.add_argument("--name", help="this device's name, unique in the federation (default: the host's name)")
@@ -496,9 +496,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--verbose", action="store_true", help="say more")
+    add_json(parser)
     tls.add_options(parser)
-    parser.epilog = "SPARROW_ENROLMENT_TOKEN holds the enrolment token where the coordinator asks for one."
-    return parser
 
 
 def _budget(text: str) -> float | None:
@@ -521,6 +520,18 @@ def _watts(text: str) -> PowerModel:
         return PowerModel.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+COMMAND = Command(
+    "edge_sdk.join",
+    "Take part in a federation until it is finished, as a device.",
+    _options,
+    _command,
+    EXITS,
+    usage="--server URL [--federation NAME] [--name NAME] [options]",
+    epilog="SPARROW_ENROLMENT_TOKEN holds the enrolment token where the coordinator asks for one.",
+)
+main = COMMAND.main
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Run an exported personal model with ONNX Runtime: no torch, no onnx, and nothing else of this package.
+"""Run an exported personal model with ONNX Runtime: no torch, no onnx, and of this package nothing
+but how its commands end.
 
     python -m edge_sdk.predict model.onnx --input samples.npy --top 3
     python -m edge_sdk.predict model.onnx --input samples.npy --watch
@@ -6,25 +7,28 @@
 ``Predictor`` is one loaded model; ``Watched`` is the newest of a file that is replaced now and then, as a device's
 export is after more training.
 
-Exit status: 0 done; 1 the model or the input cannot be used, with the reason on stderr; 2 wrong usage.
+Exit codes: docs/cli.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from command_line.command import Command, Exits, MissingPart, Parser, WrongUsage, add_json
+from command_line.exits import Exit
 
 Array = NDArray[Any]
 
@@ -49,6 +53,13 @@ _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)"
 
 class PredictError(ValueError):
     """The model or the input cannot be used; the text says what to do."""
+
+
+class NoSuchFile(PredictError):
+    """There is no such model or input."""
+
+
+EXITS: Exits = {PredictError: Exit.FAILED, NoSuchFile: Exit.NOT_FOUND}
 
 
 class Meter(Protocol):
@@ -84,14 +95,14 @@ class Predictor:
         """Load the ``.onnx`` or ``.ort`` file ``path``.
 
         threads: of the processor; None leaves their number to ONNX Runtime. provider: one of ``PROVIDERS``. chunk:
-        samples per run. Raises PredictError.
+        samples per run. Raises PredictError; MissingPart without ONNX Runtime.
         """
         try:
             import onnxruntime
         except ImportError as error:
-            raise PredictError("ONNX Runtime is not installed; pip install sparrow-fl[predict]") from error
+            raise MissingPart("ONNX Runtime is not installed: pip install 'sparrow-fl[predict]'") from error
         if not Path(path).is_file():
-            raise PredictError(f"there is no model file {path}; export one with python -m export")
+            raise NoSuchFile(f"there is no model file {path}; export one with python -m export")
         if chunk < 1:
             raise PredictError(f"{chunk} samples per run; at least 1 is needed")
         options = onnxruntime.SessionOptions()
@@ -324,7 +335,7 @@ def _read(path: Path) -> Array:
     try:
         loaded = np.load(path, allow_pickle=False)
     except FileNotFoundError:
-        raise PredictError(f"there is no input file {path}") from None
+        raise NoSuchFile(f"there is no input file {path}") from None
     except (OSError, ValueError, EOFError) as error:
         raise PredictError(f"{path} is not an array that numpy.save wrote: {error}") from error
     if not isinstance(loaded, np.ndarray):
@@ -332,32 +343,65 @@ def _read(path: Path) -> Array:
     return loaded
 
 
-def _show(outputs: Array, top: int, seconds: float) -> None:
+@dataclass(frozen=True)
+class _Predicted:
+    """What the command found with one model file; times are in seconds."""
+
+    properties: dict[str, str]
+    outputs: Array
+    seconds: float
+    alone: Timing | None = None
+
+
+def _show(found: _Predicted, top: int) -> str:
+    """For a person."""
+    lines, outputs, count = [], found.outputs, len(found.outputs)
     if outputs.ndim == 2:
         for number, classes in enumerate(top_classes(outputs, top)):
             named = ", ".join(f"class {index} (score {outputs[number, index]:.3f})" for index in classes)
-            print(f"sample {number}: {named}")
+            lines.append(f"sample {number}: {named}")
     else:
-        print(f"outputs of shape {outputs.shape}: no class scores; save them with --output")
-    print(f"{len(outputs)} samples in {seconds * 1e3:.2f} ms, {seconds * 1e3 / len(outputs):.3f} ms each", flush=True)
+        lines.append(f"outputs of shape {outputs.shape}: no class scores; save them with --output")
+    lines.append(f"{count} samples in {found.seconds * 1e3:.2f} ms, {found.seconds * 1e3 / count:.3f} ms each")
+    if (alone := found.alone) is not None:
+        joules = "unknown" if alone.joules is None else f"{alone.joules * 1e3:.3g} mJ"
+        lines.append(
+            f"one alone: {alone.p50 * 1e3:.3f} ms (p50), {alone.p95 * 1e3:.3f} ms (p95), "
+            f"energy {joules} ({alone.energy})"
+        )
+    return "\n".join(lines)
 
 
-def _show_timing(predictor: Predictor, sample: Array) -> None:
-    from devices import EnergyMeter  # the standard library alone, and of no use to who only predicts
-
-    with EnergyMeter() as meter:
-        timing = predictor.measure(sample, meter=meter)
-    joules = "unknown" if timing.joules is None else f"{timing.joules * 1e3:.3g} mJ"
-    print(
-        f"one alone: {timing.p50 * 1e3:.3f} ms (p50), {timing.p95 * 1e3:.3f} ms (p95), "
-        f"energy {joules} ({timing.energy})",
-        flush=True,
+def _as_json(found: _Predicted, top: int) -> str:
+    """For a program: the classes of each sample, best first; None where the outputs are no class scores."""
+    outputs = found.outputs
+    classes = None
+    if outputs.ndim == 2:
+        classes = [
+            [{"class": int(index), "score": float(outputs[number, index])} for index in best]
+            for number, best in enumerate(top_classes(outputs, top))
+        ]
+    alone = None if found.alone is None else vars(found.alone)
+    return json.dumps(
+        {
+            "properties": found.properties,
+            "samples": len(outputs),
+            "output_shape": list(outputs.shape[1:]),
+            "classes": classes,
+            "seconds": found.seconds,
+            "alone": alone,
+        }
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m edge_sdk.predict", description="Run an exported model.")
+def _measured(predictor: Predictor, sample: Array) -> Timing:
+    from devices import EnergyMeter  # the standard library alone, and of no use to who only predicts
+
+    with EnergyMeter() as meter:
+        return predictor.measure(sample, meter=meter)
+
+
+def _options(parser: Parser) -> None:
     parser.add_argument("model", type=Path, help="ONNX file of a personal model, or .ort")
     parser.add_argument("--input", type=Path, required=True, help="samples as numpy.save writes them, batch axis first")
     parser.add_argument("--output", type=Path, help="write the raw outputs to this .npy file")
@@ -373,42 +417,39 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="SECONDS",
         help=f"stay, and predict again with each newer model file; looks every so often (default {WATCH_SECONDS:g})",
     )
-    options = parser.parse_args(arguments)
+    add_json(parser, ", with --watch a line for each model")
+
+
+def _run(options: argparse.Namespace) -> None:
     if options.top < 1:
-        parser.error(f"--top {options.top}: show at least 1 class")
+        raise WrongUsage(f"--top {options.top}: show at least 1 class")
     if options.watch is not None and not options.watch > 0:
-        parser.error(f"--watch {options.watch}: give seconds above 0")
-    try:
-        inputs = _read(options.input)
-        watched = Watched(
-            options.model,
-            options.threads,
-            provider=options.provider,
-            chunk=options.chunk,
-            report=lambda trouble: print(f"warning: {trouble}", file=sys.stderr, flush=True),
-        )
-        _predict(watched.current, inputs, options)
-        _show_timing(watched.current, inputs[:1])
-        if options.watch is not None:
-            with contextlib.suppress(KeyboardInterrupt):
-                while True:
-                    time.sleep(options.watch)
-                    if watched.refresh():
-                        print(f"a newer {options.model}: {_describe(watched.current)}")
-                        _predict(watched.current, inputs, options)
-    except PredictError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+        raise WrongUsage(f"--watch {options.watch}: give seconds above 0")
+    inputs = _read(options.input)
+    watched = Watched(
+        options.model,
+        options.threads,
+        provider=options.provider,
+        chunk=options.chunk,
+        report=lambda trouble: print(f"warning: {trouble}", file=sys.stderr, flush=True),
+    )
+    show = _as_json if options.json else _show
+    found = _predict(watched.current, inputs, options.output)
+    print(show(replace(found, alone=_measured(watched.current, inputs[:1])), options.top), flush=True)
+    while options.watch is not None:
+        time.sleep(options.watch)
+        if watched.refresh():
+            print(f"a newer {options.model}: {_describe(watched.current)}", file=sys.stderr)
+            print(show(_predict(watched.current, inputs, options.output), options.top), flush=True)
 
 
-def _predict(predictor: Predictor, inputs: Array, options: argparse.Namespace) -> None:
+def _predict(predictor: Predictor, inputs: Array, output: Path | None) -> _Predicted:
     start = time.perf_counter()
     outputs = predictor(inputs)
     seconds = time.perf_counter() - start
-    if options.output is not None:
-        _write(options.output, outputs)
-    _show(outputs, options.top, seconds)
+    if output is not None:
+        _write(output, outputs)
+    return _Predicted(predictor.properties, outputs, seconds)
 
 
 def _describe(predictor: Predictor) -> str:
@@ -422,6 +463,10 @@ def _write(path: Path, outputs: Array) -> None:
             np.save(file, outputs, allow_pickle=False)
     except OSError as error:
         raise PredictError(f"{path} cannot be written: {error.strerror}") from error
+
+
+COMMAND = Command("edge_sdk.predict", "Run an exported model.", _options, _run, EXITS)
+main = COMMAND.main
 
 
 if __name__ == "__main__":

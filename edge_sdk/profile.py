@@ -29,18 +29,19 @@ from pydantic import ValidationError
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
+from command_line.command import Command, Exits, Parser, add_json
+from command_line.exits import Exit
 from devices import memory
 from edge_sdk import arguments as read
 from edge_sdk.arguments import MIB
-from edge_sdk.errors import SdkError
-from edge_sdk.methods import UnknownMethod, load_method
+from edge_sdk.methods import load_method
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
-from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings
-from edge_sdk.publish import add_method_set, read_setting
-from edge_sdk.tasks import Task, UnknownTask, load_task
-from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, DataError, build_seeded
+from edge_sdk.publish import add_method_set, read_setting, wrong_settings
+from edge_sdk.tasks import Task, load_task
+from edge_sdk.tasks.exits import EXITS as TASKS
+from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, build_seeded
 from edge_sdk.tasks.models import MODELS
 from edge_sdk.tracing import UnsupportedLayer, describe
 from edge_sdk.training.compute import ACCELERATORS, USUAL, Compute, choose_device
@@ -49,11 +50,12 @@ from edge_sdk.training.local import TrainingDiverged
 from edge_sdk.training.pace import measure_pace
 from edge_sdk.training.rehearsal import Rehearsal
 
-FORESEEN = (
-    *(SdkError, ProtocolError, UnknownMethod, UnknownTask, DataError, UnsupportedLayer),
-    *(Unpredictable, TrainingDiverged),
-)
-"""What its user can do something about: the text says what."""
+EXITS: Exits = {
+    **TASKS,
+    UnsupportedLayer: Exit.FAILED,
+    Unpredictable: Exit.FAILED,
+    TrainingDiverged: Exit.FAILED,
+}
 
 BUDGETS = (0.2, 0.4, 0.6, 0.8, 1.0)
 STEPS = 20
@@ -267,9 +269,7 @@ def as_json(found: Profile) -> str:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
-    options = _parser().parse_args(arguments)
+def _command(options: argparse.Namespace) -> None:
     try:
         settings = FederationSettings.model_validate(
             {
@@ -279,23 +279,15 @@ def main(arguments: list[str] | None = None) -> int:
                 "method_settings": dict(options.method_set),
             }
         )
-        compute = Compute(choose_device(options.accelerator), options.threads, bfloat16=options.bfloat16)
-        subject = Subject(options.task, settings, options.data, compute)
-        budgets = options.budget or BUDGETS
-        # Shown on a terminal only.
-        with tqdm(total=2 * len(budgets) + 1, unit="part", disable=None, leave=False) as bar:
-            found = profile(
-                subject, budgets, steps=options.steps, limit=options.memory_limit, progress=partial(_show, bar)
-            )
     except ValidationError as error:
-        for fault in error.errors(include_url=False):
-            print(f"edge_sdk.profile: {'.'.join(map(str, fault['loc']))}: {fault['msg']}", file=sys.stderr)
-        return 2
-    except FORESEEN as error:
-        print(f"edge_sdk.profile: {error}", file=sys.stderr)
-        return 1
+        raise wrong_settings(error) from None
+    compute = Compute(choose_device(options.accelerator), options.threads, bfloat16=options.bfloat16)
+    subject = Subject(options.task, settings, options.data, compute)
+    budgets = options.budget or BUDGETS
+    # Shown on a terminal only.
+    with tqdm(total=2 * len(budgets) + 1, unit="part", disable=None, leave=False) as bar:
+        found = profile(subject, budgets, steps=options.steps, limit=options.memory_limit, progress=partial(_show, bar))
     print(as_json(found) if options.json else table(found))
-    return 0
 
 
 def _show(bar: tqdm[Any], doing: str) -> None:
@@ -303,11 +295,7 @@ def _show(bar: tqdm[Any], doing: str) -> None:
     bar.update()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m edge_sdk.profile",
-        description="What a step of local training takes at a budget on this device, predicted and measured.",
-    )
+def _options(parser: Parser) -> None:
     parser.add_argument("--task", required=True, help="cifar10, mnist:leaf, or any that join knows")
     parser.add_argument("--data", help="this device's data, as for join (default: random inputs of the task's shape)")
     parser.add_argument("--method", default="fedspu", help="the federated method (default: %(default)s)")
@@ -336,8 +324,17 @@ def _parser() -> argparse.ArgumentParser:
         help="other settings: optimizer=adam",
     )
     add_method_set(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, FLOPs")
-    return parser
+    add_json(parser, ": bytes, seconds, FLOPs")
+
+
+COMMAND = Command(
+    "edge_sdk.profile",
+    "What a step of local training takes at a budget on this device, predicted and measured.",
+    _options,
+    _command,
+    EXITS,
+)
+main = COMMAND.main
 
 
 if __name__ == "__main__":

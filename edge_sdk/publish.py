@@ -21,19 +21,27 @@ import httpx
 import numpy as np
 from pydantic import ValidationError
 
-from edge_sdk.errors import Refused, SdkError
+from command_line.command import Command, Exits, Parser, WrongUsage, add_json
+from command_line.exits import Exit
+from edge_sdk.errors import Refused
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.builtin import builtin_tasks
-from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import CreateFederation, FederationInfo, FederationSettings
 from edge_sdk.skeleton import make_skeleton
-from edge_sdk.tasks import Task, UnknownTask, load_task
-from edge_sdk.tasks.loading import DataError
+from edge_sdk.tasks import Task, load_task
+from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.tracing import UnsupportedLayer, describe
 from edge_sdk.training.local import get_tensors
 from edge_sdk.transport import Transport, connect
 
 RunningStatistics = Literal["shared", "personal"]
+
+PATIENCE_SECONDS = 30.0
+
+EXITS: Exits = {
+    **TASKS,
+    UnsupportedLayer: Exit.FAILED,
+}
 
 
 def publish(
@@ -47,6 +55,7 @@ def publish(
     admin_token: str | None = None,
     trust: tls.Tls | None = None,
     client: httpx.Client | None = None,
+    patience_seconds: float | None = PATIENCE_SECONDS,
     **settings: Any,
 ) -> FederationInfo:
     """Create the federation ``name`` for ``task``, a Task or the name of a built-in one, and return where it stands.
@@ -54,10 +63,10 @@ def publish(
     settings: fields of ``FederationSettings``. running_statistics: whether batch-norm's are averaged over devices or
     stay personal. blocks: for methods that use blocks of a model, name of a parameter -> how many rows each of its
     blocks has, in order (heads of an attention, groups of filters); other parameters are cut as the method does.
-    exist_ok: return the one that exists instead of raising Refused (HTTP 409). trust: certificates for
-    https. Raises UnsupportedLayer, naming the
-    layer, for a model that cannot be handled; ValueError for blocks that do not add up to it; SdkError when the
-    coordinator refuses or does not answer.
+    exist_ok: return the one that exists instead of raising Refused (HTTP 409). trust: certificates for https.
+    patience_seconds: how long to wait for a coordinator that does not answer; None: for ever. Raises UnsupportedLayer,
+    naming the layer, for a model that cannot be handled; ValueError for blocks that do not add up to it; SdkError when
+    the coordinator refuses or does not answer.
     """
     request = CreateFederation(
         name=name, task=task if isinstance(task, str) else None, settings=FederationSettings.model_validate(settings)
@@ -72,7 +81,7 @@ def publish(
         body, media_type = _checkpoint(request, task, running_statistics, blocks or {}), checkpoint.MEDIA_TYPE
     own = client or connect(server, trust)
     try:
-        transport = Transport(own, patience_seconds=30.0)
+        transport = Transport(own, patience_seconds=patience_seconds)
         transport.token = admin_token
         try:
             return transport.create_federation(body, media_type)
@@ -135,9 +144,19 @@ def add_method_set(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
-    options, settings = _parse(arguments)
+def wrong_settings(error: ValidationError, prefix: str = "") -> WrongUsage:
+    """What is wrong with a federation's settings, each fault after its option: ``prefix`` and the field's name."""
+    faults = []
+    for fault in error.errors(include_url=False):
+        name = "-".join(map(str, fault["loc"])).replace("_", "-")
+        faults.append(f"{prefix}{name}: {fault['msg']}" if name else fault["msg"])
+    return WrongUsage("; ".join(faults))
+
+
+def _run(options: argparse.Namespace) -> None:
+    given = {field: getattr(options, field) for field in _fields()}
+    settings = {field: text for field, text in given.items() if text is not None}
+    settings["method_settings"] = dict(options.method_set)
     try:
         task = load_to_publish(options.task, options.data, settings, device="publisher")
         info = publish(
@@ -147,51 +166,68 @@ def main(arguments: list[str] | None = None) -> int:
             running_statistics=options.running_statistics,
             admin_token=os.environ.get("SPARROW_ADMIN_TOKEN"),
             trust=tls.from_options(options),
+            patience_seconds=options.wait,
             **settings,
         )
     except ValidationError as error:
-        for fault in error.errors(include_url=False):
-            option = "-".join(map(str, fault["loc"])).replace("_", "-")
-            where = f"--{option}: " if option else ""
-            print(f"edge_sdk.publish: {where}{fault['msg']}", file=sys.stderr)
-        return 2
-    except (SdkError, ProtocolError, UnknownTask, DataError, UnsupportedLayer) as error:
-        print(f"edge_sdk.publish: {error}", file=sys.stderr)
-        return 1
+        raise wrong_settings(error, "--") from None
     print(
-        f"federation {info.name}: task {info.task}, method {info.method}, {info.parameters:,} parameters, "
+        info.model_dump_json()
+        if options.json
+        else f"federation {info.name}: task {info.task}, method {info.method}, {info.parameters:,} parameters, "
         f"starts with {info.settings.min_devices} devices\n"
-        f"join it with: python -m edge_sdk.join --server {options.server} --federation {info.name}"
+        f"join it with: sparrow join --server {options.server} --federation {info.name}"
     )
-    return 0
 
 
-def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Options, and the federation's settings that were given; each field of FederationSettings is an option.
+def _fields() -> dict[str, str]:
+    """Field of FederationSettings -> its meaning and default; method_settings are the pairs of ``--method-set``."""
+    fields = FederationSettings.model_fields.items()
+    return {name: f"{field.description} ({field.default})" for name, field in fields if name != "method_settings"}
 
-    method_settings are the pairs of ``--method-set``.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m edge_sdk.publish", description="Create a federation on a running coordinator."
-    )
+
+def _options(parser: Parser) -> None:
+    """Each field of FederationSettings is an option, too; a brief help only names them."""
     parser.add_argument("--server", required=True, help="the coordinator's address, http://HOST:PORT")
     parser.add_argument("--name", required=True, help="the federation's name")
     parser.add_argument("--task", default="digits", help="a task built in or installed (default: %(default)s)")
     parser.add_argument("--data", help="for tasks that build their model from data: a sample file, as a device has it")
-    parser.add_argument("--running-statistics", choices=get_args(RunningStatistics), default="shared")
+    parser.add_argument(
+        "--running-statistics",
+        choices=get_args(RunningStatistics),
+        default="shared",
+        help="of batch norm: averaged, or kept by each device (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=PATIENCE_SECONDS,
+        metavar="SECONDS",
+        help="give up when the coordinator is silent this long (default: %(default)g)",
+    )
+    add_json(parser)
     tls.add_options(parser)
-    parser.epilog = "SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one."
-    group = parser.add_argument_group("settings of the federation (docs/settings.md)")
-    fields = {name: field for name, field in FederationSettings.model_fields.items() if name != "method_settings"}
-    for field, description in fields.items():
-        group.add_argument(
-            f"--{field.replace('_', '-')}", metavar="X", help=f"{description.description} ({description.default})"
-        )
+    fields = _fields()
+    names = ", ".join(f"--{field.replace('_', '-')}" for field in fields)
+    group = parser.add_argument_group(
+        "settings of the federation, each with a value (docs/settings.md)", names if parser.brief else None
+    )
+    for field, meaning in fields.items():
+        text = argparse.SUPPRESS if parser.brief else meaning
+        group.add_argument(f"--{field.replace('_', '-')}", metavar="X", help=text)
     add_method_set(group)
-    options = parser.parse_args(arguments)
-    given = {field: getattr(options, field) for field in fields}
-    settings = {field: text for field, text in given.items() if text is not None}
-    return options, {**settings, "method_settings": dict(options.method_set)}
+
+
+COMMAND = Command(
+    "edge_sdk.publish",
+    "Create a federation on a running coordinator.",
+    _options,
+    _run,
+    EXITS,
+    usage="--server URL --name NAME [--task TASK] [settings]",
+    epilog="SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one.",
+)
+main = COMMAND.main
 
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ import struct
 import sys
 import sysconfig
 
-OLDEST_PYTHON = (3, 10)
-EXIT_STATUS = 3
-"""Of a command on a device that cannot train: trying again changes nothing."""
+from command_line.exits import Exit
 
+OLDEST_PYTHON = (3, 10)
 ADVICE = "it can predict with an exported model: docs/devices.md says how, and what can be installed here"
 
 
@@ -57,9 +56,9 @@ def check(
 
 
 def exit_unless_trainable(program: str) -> None:
-    """End ``program`` with one line on stderr and EXIT_STATUS where this device cannot train."""
+    """End ``program`` with one line on stderr and ``Exit.CANNOT`` where this device cannot train."""
     try:
         check()
     except CannotTrain as reason:
         sys.stderr.write(f"{program}: {reason}\n")
-        sys.exit(EXIT_STATUS)
+        sys.exit(Exit.CANNOT)

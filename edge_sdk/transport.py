@@ -17,14 +17,25 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from edge_sdk.errors import BadArgument, Damaged, FederationOver, Refused, RoundOver, TokenExpired, Unreachable
+from edge_sdk.errors import (
+    BadArgument,
+    CoordinatorFull,
+    Damaged,
+    FederationOver,
+    NoCoordinator,
+    Refused,
+    RoundOver,
+    TokenExpired,
+    Unreachable,
+)
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import (
     Assignment,
     ChangeDevice,
+    DeviceInfo,
     Enrol,
     Enrolled,
     FederationInfo,
@@ -33,6 +44,7 @@ from edge_sdk.protocol.messages import (
     OpenWork,
     PauseReason,
     Payload,
+    RoundRecord,
     UpdateReceived,
     UploadCost,
 )
@@ -56,7 +68,13 @@ class Traffic:
 
 
 def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
-    """A client of the coordinator at this address. Raises BadArgument for certificates that cannot be used."""
+    """A client of the coordinator at this address. Raises BadArgument for an address or certificates of no use."""
+    try:
+        url = httpx.URL(server)
+    except httpx.InvalidURL as error:
+        raise no_address(server, str(error)) from None
+    if url.scheme not in ("http", "https") or not url.host:
+        raise no_address(server, "it names no host" if url.scheme in ("http", "https") else "http:// is missing")
     if trust in (None, tls.Tls()):
         return httpx.Client(base_url=server, timeout=TIMEOUT)
     assert trust is not None
@@ -64,6 +82,11 @@ def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
         return httpx.Client(base_url=server, timeout=TIMEOUT, verify=trust.context())
     except tls.BadCertificate as error:
         raise BadArgument(str(error)) from None
+
+
+def no_address(server: object, why: str) -> BadArgument:
+    """What to raise where nothing can be called at this address."""
+    return BadArgument(f"{server} is no address ({why}); give it as http://HOST:PORT or https://HOST")
 
 
 class Transport:
@@ -97,6 +120,23 @@ class Transport:
     def federation(self, name: str) -> FederationInfo:
         """Where a federation stands."""
         return _read(FederationInfo, self._call("GET", f"/v1/federations/{name}"))
+
+    def federations(self) -> list[FederationInfo]:
+        """Every federation of the coordinator."""
+        return _read_all(FederationInfo, self._call("GET", "/v1/federations"))
+
+    def rounds(self, name: str) -> list[RoundRecord]:
+        """A record per round, the open one last."""
+        return _read_all(RoundRecord, self._call("GET", f"/v1/federations/{name}/rounds"))
+
+    def devices(self, name: str) -> list[DeviceInfo]:
+        """The devices of a federation."""
+        return _read_all(DeviceInfo, self._call("GET", f"/v1/federations/{name}/devices"))
+
+    def trouble(self) -> str | None:
+        """What keeps the coordinator from working now; None where it is ready. Asked once."""
+        answer = self._client.request("GET", "/readyz", **self._with_token({}))
+        return None if answer.is_success else _detail(answer)
 
     def manifest(self, name: str) -> Manifest:
         """The manifest of a federation's model."""
@@ -275,7 +315,7 @@ class Transport:
     def _patiently(self, attempt: Callable[[], httpx.Response]) -> httpx.Response:
         waited, longest = 0.0, FIRST_WAIT
         while True:
-            pause = 0.0
+            pause, status = 0.0, None
             try:
                 answer = attempt()
                 if answer.is_success or answer.status_code == 304:
@@ -285,12 +325,10 @@ class Transport:
                 passing = answer.status_code in (408, 429) or answer.status_code >= 500
                 if not passing and (_is_problem(answer) or not self._known):
                     raise _refusal(answer)
-                reason = f"HTTP {answer.status_code}: {_detail(answer)}"
+                status, reason = answer.status_code, f"HTTP {answer.status_code}: {_detail(answer)}"
                 pause = _pause(answer, 0.0)
             except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL) as error:
-                raise Unreachable(
-                    f"{self._client.base_url} is no address ({error}); give it as http://HOST:PORT or https://HOST"
-                ) from None
+                raise no_address(self._client.base_url, str(error)) from None
             except httpx.TransportError as error:
                 reason = str(error) or type(error).__name__
                 if not self._known:
@@ -301,6 +339,8 @@ class Transport:
             # What was asked for is waited for, and then some, drawn at random: others were asked for the same.
             seconds = pause + self._chance.uniform(0, max(longest, pause / 4))
             if self.patience_seconds is not None and waited + seconds > self.patience_seconds:
+                if status == 507:
+                    raise CoordinatorFull(f"{self._client.base_url} cannot take this now ({reason})")
                 raise Unreachable(
                     f"{self._client.base_url} does not answer ({reason}); check the address, and that a coordinator "
                     f"runs there"
@@ -320,7 +360,15 @@ def _read(kind: type[Message], answer: httpx.Response) -> Message:
     try:
         return kind.model_validate_json(answer.content)
     except ValidationError:
-        raise Refused(answer.status_code, _detail(answer)) from None
+        raise NoCoordinator(answer.status_code, _detail(answer)) from None
+
+
+def _read_all(kind: type[Message], answer: httpx.Response) -> list[Message]:
+    """The messages that were answered, as ``_read`` reads one."""
+    try:
+        return TypeAdapter(list[kind]).validate_json(answer.content)  # type: ignore[valid-type]
+    except ValidationError:
+        raise NoCoordinator(answer.status_code, _detail(answer)) from None
 
 
 def _pause(answer: httpx.Response, usual: float) -> float:
@@ -331,7 +379,7 @@ def _pause(answer: httpx.Response, usual: float) -> float:
 
 def _refusal(answer: httpx.Response) -> Refused:
     kinds: dict[int, type[Refused]] = {409: RoundOver, 410: FederationOver}
-    kind = kinds.get(answer.status_code, Refused)
+    kind = kinds.get(answer.status_code, Refused if _is_problem(answer) else NoCoordinator)
     if answer.status_code == 401 and _is_problem(answer) and answer.json().get("title") == "TokenExpired":
         kind = TokenExpired
     return kind(answer.status_code, _detail(answer))

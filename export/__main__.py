@@ -2,7 +2,7 @@
 
     python -m export ~/.local/state/sparrow/HOST/FEDERATION/NAME --output model.onnx --data mine.npz
 
-Exit status: 0 written; 1 it could not be, with the reason on stderr; 2 wrong usage.
+Exit codes: docs/cli.md.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import get_args
 
 from tqdm import tqdm
 
+from command_line.command import Command, Exits, Parser, add_json
+from command_line.exits import Exit
 from export.build import ACCURACY_LIMIT, Built, Mode, Precision, build, dense
-from export.errors import ExportError
+from export.errors import ExportError, NotThere
 from export.ort_format import write_ort
 from export.report import MEASUREMENTS, Report, judge, measure, picture_maker
 from export.running import runtime
@@ -28,24 +30,15 @@ from export.source import read_source
 PICTURES = (".png", ".svg", ".pdf")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    options = _parser().parse_args(arguments)
-    try:
-        print(_export(options).table())
-    except ExportError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: {error.filename or options.output} cannot be written: {error.strerror}", file=sys.stderr)
-        return 1
-    return 0
+EXITS: Exits = {ExportError: Exit.FAILED, NotThere: Exit.NOT_FOUND}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m export", description="Export a personal model to ONNX, and report what that gains."
-    )
+def _run(options: argparse.Namespace) -> None:
+    report = _export(options)
+    print(report.json() if options.json else report.table())
+
+
+def _options(parser: Parser) -> None:
     parser.add_argument("source", type=Path, help="a device's state folder, or a model.safetensors")
     parser.add_argument("--output", type=Path, required=True, help="the ONNX file to write")
     parser.add_argument(
@@ -72,11 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--skeleton", type=Path, help="skeleton.onnx of the model (default: beside it)")
     parser.add_argument("--budget", type=_share, help="of a dynamic pFedGate model (default: the device's)")
     parser.add_argument("--ort-format", action="store_true", help="write .ort for minimal builds as well")
-    parser.add_argument("--json", type=Path, help="write the report to this file")
     parser.add_argument("--picture", type=Path, help="draw the report to this .png, .svg or .pdf")
     parser.add_argument("--quick", action="store_true", help="leave load time, memory and latency out")
     parser.add_argument("--quiet", action="store_true", help="no progress")
-    return parser
+    add_json(parser)
 
 
 def _share(text: str) -> float:
@@ -116,7 +108,7 @@ def _export(options: argparse.Namespace) -> Report:
             accuracy_limit=options.accuracy_limit,
             doing=doing,
         )
-        for path in filter(None, (options.output, options.json, options.picture)):
+        for path in filter(None, (options.output, options.picture)):
             path.parent.mkdir(parents=True, exist_ok=True)
         # beside the output, so that it can be moved into place in one step
         with tempfile.TemporaryDirectory(dir=options.output.parent, prefix=".export-") as folder:
@@ -150,8 +142,6 @@ def _export(options: argparse.Namespace) -> Report:
         bar.set_description("done")
         bar.n = steps  # what had nothing to do counts as well
         bar.refresh()
-    if options.json is not None:
-        options.json.write_text(report.json(), encoding="utf-8")
     if options.picture is not None:
         report.draw(options.picture)
     return report
@@ -166,6 +156,10 @@ def _check_accuracy(report: Report, built: Built, limit: float) -> None:
             f"--precision {built.precision} takes the accuracy on {report.samples} samples from {before:.2%} to "
             f"{after:.2%}, more than --accuracy-limit {limit:g}; nothing was written: leave it at fp32"
         )
+
+
+COMMAND = Command("export", "Export a personal model to ONNX, and report what that gains.", _options, _run, EXITS)
+main = COMMAND.main
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from command_line.command import MissingPart
 from export.errors import ExportError
 from export.measure import LOADS, Latency, LoadCost, latencies, load_costs
 from export.ort_format import OrtFile
@@ -107,7 +108,7 @@ class Report:
         return rows
 
     def draw(self, path: Path) -> None:
-        """A picture of each ratio to the dense export, shorter being better. Raises ExportError without matplotlib."""
+        """A picture of each ratio to the dense export, shorter being better. Raises MissingPart without matplotlib."""
         figure_type = picture_maker()
         rows = [(name, export / dense, unit(export)) for name, export, dense, unit in self._rows() if dense]
         figure = figure_type(figsize=(7, 1.2 + 0.4 * len(rows)), layout="constrained")
@@ -123,11 +124,11 @@ class Report:
 
 
 def picture_maker() -> Any:
-    """matplotlib's figure, which needs no display. Raises ExportError where it is not installed."""
+    """matplotlib's figure, which needs no display. Raises MissingPart where it is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ExportError("a picture needs matplotlib; pip install matplotlib, or leave --picture out") from None
+        raise MissingPart("a picture needs matplotlib: pip install matplotlib, or leave --picture out") from None
     return Figure
 
 

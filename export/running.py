@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from command_line.command import MissingPart
 from export.errors import ExportError
 
 Array = NDArray[Any]
@@ -17,11 +18,11 @@ CHUNK = 256
 
 
 def runtime() -> Any:
-    """The module onnxruntime. Raises ExportError where it is not installed."""
+    """The module onnxruntime. Raises MissingPart where it is not installed."""
     try:
         import onnxruntime
     except ImportError:
-        raise ExportError("ONNX Runtime is not installed; pip install sparrow-fl[export]") from None
+        raise MissingPart("ONNX Runtime is not installed: pip install 'sparrow-fl[export]'") from None
     return onnxruntime
 
 

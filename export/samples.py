@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
-from export.errors import ExportError
+from export.errors import ExportError, NotThere
 from export.skeleton import INPUT
 
 Array = NDArray[Any]
@@ -40,6 +40,8 @@ def read_samples(path: Path, model: ModelProto) -> Samples:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
+    except FileNotFoundError:
+        raise NotThere(f"there is no {path}; give another --data") from None
     except (OSError, ValueError, EOFError, AttributeError, TypeError) as error:
         raise ExportError(f"{path} is not a file that numpy.savez wrote: {error}") from None
     names = ("inputs", "labels") if "inputs" in arrays else ("x_test", "y_test")

@@ -13,7 +13,7 @@ from edge_sdk.protocol import checkpoint, personal
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest, Tensors
-from export.errors import ExportError
+from export.errors import ExportError, NotThere
 from export.metadata import properties
 
 
@@ -65,7 +65,7 @@ def read_source(path: Path, manifest: Path | None = None, skeleton: Path | None 
     """
     model = path / personal.MODEL if path.is_dir() else path
     if path.is_dir() and not model.exists():
-        raise ExportError(f"{path} holds no {personal.MODEL}; give the state folder of a device that has trained")
+        raise NotThere(f"{path} holds no {personal.MODEL}; give the state folder of a device that has trained")
     body = _bytes(model)
     try:
         note = checkpoint.read_note(body)
@@ -119,7 +119,7 @@ def _membership(path: Path) -> personal.Membership | None:
 
 def _manifest(path: Path) -> Manifest:
     if not path.exists():
-        raise ExportError(f"there is no {path}; give the manifest of the model's federation with --manifest")
+        raise NotThere(f"there is no {path}; give the manifest of the model's federation with --manifest")
     try:
         return Manifest.model_validate_json(_bytes(path))
     except ValidationError as error:
@@ -133,7 +133,7 @@ def _skeleton(given: Path | None, beside: Path, manifest: Manifest) -> bytes:
         builtin = load_builtin(name)
         if manifest.skeleton_sha256 is not None and builtin.manifest.skeleton_sha256 == manifest.skeleton_sha256:
             return builtin.skeleton
-    raise ExportError(
+    raise NotThere(
         f"there is no {beside}; fetch /v1/federations/NAME/skeleton.onnx from the coordinator, give it with --skeleton"
     )
 
@@ -141,5 +141,7 @@ def _skeleton(given: Path | None, beside: Path, manifest: Manifest) -> bytes:
 def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
+    except FileNotFoundError:
+        raise NotThere(f"there is no {path}") from None
     except OSError as error:
         raise ExportError(f"{path} cannot be read: {error.strerror}") from None

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 
 from coordinator.errors import DiskFull, Unavailable
@@ -64,7 +65,7 @@ class Troubles:
         except (DBAPIError, NoConnectionLeft) as error:
             if not isinstance(error, (OperationalError, InterfaceError, NoConnectionLeft)):
                 raise  # a statement of ours is wrong
-            unavailable = _of_database(error)
+            unavailable = of_database(error)
             self.begin(RECORDS, unavailable, 0, getattr(error, "orig", None) or error)
             raise unavailable from error
         if writes:
@@ -91,8 +92,9 @@ def _of_disk(error: OSError) -> Unavailable:
     return Unavailable("the coordinator cannot use its data folder just now; try again, and show its operator the log")
 
 
-def _of_database(error: DBAPIError | NoConnectionLeft) -> Unavailable:
-    cause = getattr(error, "orig", None)
+def of_database(error: SQLAlchemyError | sqlite3.Error) -> Unavailable:
+    """What callers are told of a database that failed: DiskFull, or Unavailable."""
+    cause = getattr(error, "orig", None) or error
     full = "database or disk is full" in str(cause) or getattr(cause, "sqlstate", None) == DISK_FULL_STATE
     if full:
         return DiskFull("the disk of the coordinator's records is full; it goes on when its operator has made room")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks.formats import Wanted, read
-from edge_sdk.tasks.loading import DataError
+from edge_sdk.tasks.loading import DataError, NoData
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,8 @@ def read_dataset(path: str | None, wanted: Wanted) -> Dataset:
     try:
         stamp = place.stat().st_mtime_ns
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; {wanted.advice}") from None
+        kind = NoData if isinstance(error, FileNotFoundError) else DataError
+        raise kind(f"{path}: {error.strerror}; {wanted.advice}") from None
     return _read(place, stamp, wanted)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks.decoding import IMAGES, decode_files, decode_jpegs
-from edge_sdk.tasks.loading import DataError
+from edge_sdk.tasks.loading import DataError, NoData
 
 PEOPLE = ("person", "subject")
 """What the entry or column is called that says who made a sample."""
@@ -169,11 +169,11 @@ def _idx(place: Path, wanted: Wanted) -> Parts | None:
         for kind, path in content.items():
             if path is None:
                 lost = " or ".join(_idx_names(use, kind)[:2])
-                raise DataError(f"{folder}: there is no {lost} beside {found[0].name}; put both files there")
+                raise NoData(f"{folder}: there is no {lost} beside {found[0].name}; put both files there")
         images, labels = found
         parts.append(_Part(str(images), _read_idx(images), _read_idx(labels)))
         if len(parts) == 1 and use == "t10k":
-            raise DataError(f"{folder}: there is no train-images-idx3-ubyte beside {images.name}; put all files there")
+            raise NoData(f"{folder}: there is no train-images-idx3-ubyte beside {images.name}; put all files there")
     return _join(parts, wanted) if parts else None
 
 
@@ -208,7 +208,7 @@ def _binary(place: Path, wanted: Wanted) -> Parts | None:
     for name in (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"):
         path = place / name
         if not path.is_file():
-            raise DataError(f"{place}: there is no {name} beside data_batch_1.bin; {wanted.advice}")
+            raise NoData(f"{place}: there is no {name} beside data_batch_1.bin; {wanted.advice}")
         values = np.fromfile(path, np.uint8)
         if values.size % size:
             raise DataError(

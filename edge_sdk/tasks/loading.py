@@ -27,6 +27,10 @@ class DataError(ValueError):
     """The data that the user named cannot be used; the text says what was met, what was wanted and what to do."""
 
 
+class NoData(DataError):
+    """There is no such file or folder."""
+
+
 class Samples(Protocol):
     """Samples by position, 0 .. len - 1."""
 

@@ -28,7 +28,7 @@ from torch import nn
 
 from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks import Task
-from edge_sdk.tasks.loading import Arrays, DataError, build_seeded, classification
+from edge_sdk.tasks.loading import Arrays, DataError, NoData, build_seeded, classification
 from edge_sdk.tasks.partition import split
 
 SAME_CLASSES = (
@@ -107,7 +107,7 @@ def _read(path: str) -> dict[str, Array]:
             if not isinstance(loaded, np.ndarray):
                 return dict(loaded)
     except FileNotFoundError:
-        raise DataError(f"{path}: there is no such file; check --data") from None
+        raise NoData(f"{path}: there is no such file; check --data") from None
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path}: cannot be read as an npz file ({error}); write it with numpy.savez") from None
     except ValueError:  # numpy takes whatever is neither zip nor npy for a pickle

@@ -10,6 +10,7 @@ import pytest
 from coordinator import backup, restore
 from coordinator.backup import BackupFailed, back_up
 from coordinator.errors import NotAuthenticated
+from coordinator.exits import NoRecords
 from coordinator.restore import bring_back
 from coordinator.settings import Settings
 from coordinator.storage.store import Store
@@ -78,11 +79,11 @@ def test_nothing_is_overwritten_and_nothing_incomplete_is_used(tmp_path, clock, 
         back_up(settings_for(tmp_path / "data"), tmp_path / "copy")
     with pytest.raises(BackupFailed, match="is not empty; give a new folder"):
         back_up(settings_for(tmp_path / "data"), tmp_path / "copy")
-    with pytest.raises(BackupFailed, match="there are no records in"):
+    with pytest.raises(NoRecords, match="there are no records in"):
         back_up(settings_for(tmp_path / "elsewhere"), tmp_path / "copy2")
     with pytest.raises(BackupFailed, match="has records already"):
         bring_back(settings_for(tmp_path / "data"), tmp_path / "copy")
-    with pytest.raises(BackupFailed, match=r"has no backup\.json"):
+    with pytest.raises(NoRecords, match=r"has no backup\.json"):
         bring_back(settings_for(tmp_path / "new"), tmp_path / "data")
     (model,) = (tmp_path / "copy" / "blobs" / "1" / "models").glob("*")
     body = model.read_bytes()

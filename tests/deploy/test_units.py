@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from edge_sdk import trainable
+from command_line.exits import Exit
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNITS = ["sparrow-device.service", "sparrow-device.timer", "sparrow-coordinator.service"]
@@ -85,15 +85,15 @@ def test_a_service_that_is_broken_into_reaches_little(analyze, name, limit):
 
 def test_a_device_that_cannot_train_or_was_started_wrongly_is_not_started_again():
     service = unit("sparrow-device.service")["Service"]
-    assert {int(status) for status in service["RestartPreventExitStatus"].split()} == {2, trainable.EXIT_STATUS}
-    assert service["SuccessExitStatus"] == "130"
+    assert {int(status) for status in service["RestartPreventExitStatus"].split()} == {Exit.USAGE, Exit.CANNOT}
+    assert service["SuccessExitStatus"] == str(int(Exit.INTERRUPTED))
 
 
 def test_the_device_starts_with_the_options_of_its_file(tmp_path):
     more = {"SPARROW_SERVER": "http://127.0.0.1:9", "SPARROW_OPTIONS": "--budget 0.4 --patience 0"}
     words = command("sparrow-device.service", tmp_path, **more)
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (Exit.UNREACHABLE, "")
     assert "does not answer" in done.stderr
     assert (tmp_path / "sparrow" / "device").is_dir()
 

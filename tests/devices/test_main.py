@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from command_line.exits import Exit
 from devices.__main__ import main
 from devices.survey import Survey
 from devices.system import System
@@ -153,7 +154,7 @@ def test_it_looks_again_and_again_until_it_is_stopped(run, trees, monkeypatch):
 
     monkeypatch.setattr("devices.__main__.time.sleep", sleep)
     status, out, _ = run("--root", trees / "raspberry-pi-5", "--json", "--watch", "0.5")
-    assert (status, naps, len(out.splitlines())) == (0, [0.5] * 3, 3)
+    assert (status, naps, len(out.splitlines())) == (Exit.INTERRUPTED, [0.5] * 3, 3)
 
 
 def test_joules_per_phase_come_from_an_external_meter(run, tmp_path):
@@ -171,16 +172,16 @@ def test_joules_per_phase_come_from_an_external_meter(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "code", "said"),
     [
-        (["--root", "nowhere"], "nowhere is no folder; give one with a copy"),
-        (["--meter", "none.csv"], "--meter needs --phases"),
-        (["--meter", "none.csv", "--phases", "none.csv"], "No such file"),
+        (["--root", "nowhere"], Exit.NOT_FOUND, "nowhere is no folder; give one with a copy"),
+        (["--meter", "none.csv"], Exit.USAGE, "--meter needs --phases"),
+        (["--meter", "none.csv", "--phases", "none.csv"], Exit.NOT_FOUND, "No such file"),
     ],
 )
-def test_what_cannot_be_used_is_told_in_one_line(run, arguments, said):
+def test_what_cannot_be_used_is_told_in_one_line(run, arguments, code, said):
     status, out, err = run(*arguments)
-    assert (status, out) == (2, "")
+    assert (status, out) == (code, "")
     assert said in err
     assert len(err.splitlines()) == 1
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from command_line.exits import Exit
 from edge_sdk import fleet, join, profile
 from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.messages import FederationSettings
@@ -84,7 +85,7 @@ def test_with_a_gpu_auto_takes_it_unless_the_same_bits_are_asked_for(monkeypatch
     ids=["join", "fleet", "profile"],
 )
 def test_every_command_says_so_before_anything_else(command, arguments, capsys):
-    assert command.main([*arguments, "--accelerator", "cuda"]) == 1
+    assert command.main([*arguments, "--accelerator", "cuda"]) == Exit.USAGE
     assert "--accelerator cuda, but this PyTorch" in capsys.readouterr().err
 
 
@@ -95,9 +96,7 @@ def test_an_accelerator_is_served_by_one_process():
 
 
 def test_the_workers_of_a_cluster_train_on_their_processors(capsys):
-    with pytest.raises(SystemExit) as stop:
-        fleet.main([*SERVER, "--devices", "2", "--ray", "auto", "--accelerator", "cuda"])
-    assert stop.value.code == 2
+    assert fleet.main([*SERVER, "--devices", "2", "--ray", "auto", "--accelerator", "cuda"]) == Exit.USAGE
     assert "leave --ray out" in capsys.readouterr().err
 
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from command_line.exits import Exit
 from edge_sdk import join, publish
 from edge_sdk.budget import Choice
 from edge_sdk.protocol.messages import BudgetLimit
@@ -28,7 +29,7 @@ def test_watts_that_cannot_be_read_are_refused_with_an_example(capsys):
 
 def test_a_coordinator_that_never_answers_ends_in_advice(tmp_path, capsys):
     command = ["--server", "http://127.0.0.1:9", "--patience", "0", "--state-dir", str(tmp_path), "--quiet"]
-    assert join.main(command) == 1
+    assert join.main(command) == Exit.UNREACHABLE
     assert "does not answer" in capsys.readouterr().err
 
 
@@ -68,18 +69,19 @@ def test_what_is_not_known_is_said_to_be_unknown():
     ],
 )
 def test_a_policy_that_means_nothing_is_refused_before_anything_else(more, said, capsys):
-    assert join.main(["--server", "http://127.0.0.1:9", "--patience", "0", *more]) == 1
+    assert join.main(["--server", "http://127.0.0.1:9", "--patience", "0", *more]) == Exit.USAGE
     assert said in capsys.readouterr().err
 
 
 def test_a_setting_that_is_none_names_the_option(capsys):
-    assert publish.main(["--server", "http://127.0.0.1:9", "--name", "x", "--learning-rate", "-1"]) == 2
+    assert publish.main(["--server", "http://127.0.0.1:9", "--name", "x", "--learning-rate", "-1"]) == Exit.USAGE
     assert "--learning-rate: Input should be greater than 0" in capsys.readouterr().err
 
 
 def test_a_name_that_no_device_can_have_is_refused_before_anything_is_made(tmp_path, capsys):
     state = tmp_path / "state"
-    assert join.main(["--server", "http://127.0.0.1:9", "--name", "pi kitchen", "--state-dir", str(state)]) == 1
+    command = ["--server", "http://127.0.0.1:9", "--name", "pi kitchen", "--state-dir", str(state)]
+    assert join.main(command) == Exit.USAGE
     assert "choose another --name" in capsys.readouterr().err
     assert not state.exists()
 
@@ -87,14 +89,14 @@ def test_a_name_that_no_device_can_have_is_refused_before_anything_is_made(tmp_p
 def test_an_export_that_cannot_be_written_is_refused_before_the_training(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     target = tmp_path / "file" / "model.onnx"
-    assert join.main(["--server", "http://127.0.0.1:9", "--export", str(target), "--patience", "0"]) == 1
+    assert join.main(["--server", "http://127.0.0.1:9", "--export", str(target), "--patience", "0"]) == Exit.USAGE
     assert "give another --export" in capsys.readouterr().err
 
 
 def test_a_state_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     state = tmp_path / "file" / "state"
-    assert join.main(["--server", "http://127.0.0.1:9", "--state-dir", str(state), "--patience", "0"]) == 1
+    assert join.main(["--server", "http://127.0.0.1:9", "--state-dir", str(state), "--patience", "0"]) == Exit.FAILED
     assert "give another --state-dir" in capsys.readouterr().err
 
 
@@ -106,7 +108,7 @@ def test_two_coordinators_have_folders_of_their_own():
 
 def test_settings_that_contradict_each_other_are_said_without_an_option(capsys):
     command = ["--server", "http://127.0.0.1:9", "--name", "x", "--optimizer", "adam", "--momentum", "0.9"]
-    assert publish.main(command) == 2
+    assert publish.main(command) == Exit.USAGE
     assert "edge_sdk.publish: Value error, momentum belongs to the optimizer sgd" in capsys.readouterr().err
 
 

@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from command_line.exits import Exit
 from edge_sdk import predict
 from edge_sdk.predict import CHUNK, PredictError, Predictor, Watched, main, top_classes
 
@@ -212,19 +213,19 @@ def test_the_command_predicts_again_with_a_newer_file(model, samples):
             assert next(lines) == "sample 0: class 3 (score 4.000)\n"
             assert next(line for line in lines if line.startswith("one alone"))
             save(model, 2 * WEIGHT, {"method": "fedspu", "round": "4"})
-            assert next(lines) == f"a newer {model}: method fedspu, round 4\n"
             assert next(lines) == "sample 0: class 3 (score 8.000)\n"
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=30)
-            assert (process.returncode, errors) == (0, "")
+            newer = f"a newer {model}: method fedspu, round 4\n"
+            assert (process.returncode, errors) == (Exit.INTERRUPTED, newer + "edge_sdk.predict: interrupted\n")
         finally:
             process.kill()
 
 
 def test_without_onnx_runtime_the_install_command_is_given(monkeypatch, model, samples, capsys):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    assert main([str(model), "--input", str(samples)]) == 1
-    assert "pip install sparrow-fl[predict]" in capsys.readouterr().err
+    assert main([str(model), "--input", str(samples)]) == Exit.CANNOT
+    assert "pip install 'sparrow-fl[predict]'" in capsys.readouterr().err
 
 
 def test_top_classes_best_first_and_ties_to_the_lower():
@@ -245,14 +246,14 @@ def test_the_command_prints_classes_and_timing(model, samples, tmp_path, capsys)
 
 
 def test_the_command_says_what_is_wrong(model, samples, tmp_path, capsys):
-    def run(*arguments):
-        assert main([str(argument) for argument in arguments]) == 1
+    def run(*arguments, code=Exit.FAILED):
+        assert main([str(argument) for argument in arguments]) == code
         captured = capsys.readouterr()
         assert captured.out == ""
         return captured.err
 
-    assert "there is no model file" in run(tmp_path / "none.onnx", "--input", samples)
-    assert "there is no input file" in run(model, "--input", tmp_path / "none.npy")
+    assert "there is no model file" in run(tmp_path / "none.onnx", "--input", samples, code=Exit.NOT_FOUND)
+    assert "there is no input file" in run(model, "--input", tmp_path / "none.npy", code=Exit.NOT_FOUND)
     pickled = tmp_path / "pickled.npy"
     np.save(pickled, np.array([{"a": 1}]), allow_pickle=True)
     assert "not an array that numpy.save wrote" in run(model, "--input", pickled)
@@ -266,7 +267,5 @@ def test_the_command_says_what_is_wrong(model, samples, tmp_path, capsys):
 
 
 def test_wrong_usage_has_its_own_status(model, samples, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([str(model), "--input", str(samples), "--top", "0"])
-    assert stop.value.code == 2
+    assert main([str(model), "--input", str(samples), "--top", "0"]) == Exit.USAGE
     assert "at least 1 class" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import edge_sdk
+from command_line.exits import Exit
 from edge_sdk import trainable
 
 SDK = Path(edge_sdk.__file__).parent
@@ -71,13 +72,15 @@ def test_commands_say_so_with_a_status_of_its_own_before_they_make_anything(tmp_
         timeout=60,
         check=False,
     )
-    assert done.returncode == trainable.EXIT_STATUS == 3
+    assert done.returncode == Exit.CANNOT
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"edge_sdk.{command}: this device cannot train, because PyTorch is not installed")
     assert not state.exists()
 
 
-@pytest.mark.parametrize("name", ["__init__.py", "trainable.py"])
+@pytest.mark.parametrize(
+    "name", ["__init__.py", "trainable.py", "../command_line/__init__.py", "../command_line/exits.py"]
+)
 def test_what_tells_an_old_python_can_be_read_by_it(name):
     ast.parse((SDK / name).read_text(), feature_version=(3, 6))

@@ -155,7 +155,8 @@ def test_a_retry_after_that_is_no_number_of_seconds_does_no_harm(odd):
      (413, Refused), (415, Refused), (422, Refused)],
 )  # fmt: skip
 def test_an_answer_is_an_answer(status, kind):
-    network = Network(problem(status, "fc.weight: not finite; do not send"))
+    problem_document = {"Content-Type": "application/problem+json"}
+    network = Network(problem(status, "fc.weight: not finite; do not send", **problem_document))
     with pytest.raises(kind) as refused:
         network.transport.update("a", b"bundle", "application/x")
     assert type(refused.value) is kind

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from command_line.exits import Exit
 from coordinator.federations import completed
 from coordinator.methods import load_method as load_server_half
 from edge_sdk.methods import DeviceState, Job, load_method
@@ -114,8 +115,8 @@ def properties(path):
 
 
 def test_a_state_folder_becomes_a_smaller_file_that_predicts_the_same(state, data, tmp_path, capsys):
-    output, report_file = tmp_path / "deep" / "m.onnx", tmp_path / "report.json"
-    assert export(state, output, "--data", data, "--json", report_file) == 0
+    output = tmp_path / "deep" / "m.onnx"
+    assert export(state, output, "--data", data, "--json") == 0
     inputs = np.random.default_rng(2).random((30, 1, 8, 8), dtype=np.float32)
     dense = fill_dense(tmp_path)
     np.testing.assert_allclose(scores(output, inputs), scores(dense, inputs), atol=1e-5)
@@ -136,11 +137,12 @@ def test_a_state_folder_becomes_a_smaller_file_that_predicts_the_same(state, dat
     )
     assert 0.15 < float(found["density"]) < 0.25
     assert len(found["digest"]) == 64
-    written = json.loads(report_file.read_text())
+    written = json.loads(capsys.readouterr().out)
     assert written["export"]["bytes"] == output.stat().st_size
     assert written["parity"]["inputs"] == 1000
     assert written["parity"]["max_difference"] < 1e-5
     assert (written["samples"], written["export"]["accuracy"], written["dense"]["accuracy"]) == (40, 1.0, 1.0)
+    assert export(state, output, "--data", data) == 0
     table = capsys.readouterr().out
     assert "parity over 1000 inputs" in table
     assert "accuracy on 40" in table
@@ -154,16 +156,18 @@ def test_the_same_state_gives_the_same_bytes(state, tmp_path):
 
 def test_what_it_costs_stands_beside_the_dense_export(state, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(report, "LOADS", 1)
-    output, picture, written = tmp_path / "m.onnx", tmp_path / "m.png", tmp_path / "m.json"
-    command = [state, "--output", output, "--picture", picture, "--json", written, "--mode", "compact"]
-    assert main([str(part) for part in command]) == 0
+    output, picture = tmp_path / "m.onnx", tmp_path / "m.png"
+    command = [str(part) for part in (state, "--output", output, "--picture", picture, "--mode", "compact")]
+    assert main([*command, "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert main(command) == 0
     captured = capsys.readouterr()
     for row in ("file", "load", "memory at most", "one sample, 1 thread, p50", "one sample, all threads, p95"):
         assert any(line.strip().startswith(row) for line in captured.out.splitlines()), row
     assert "measuring" in captured.err
     assert picture.read_bytes().startswith(b"\x89PNG")
     for side in ("export", "dense"):
-        costs = json.loads(written.read_text())[side]["costs"]
+        costs = written[side]["costs"]
         assert costs["load"]["load_seconds"] > 0
         assert costs["load"]["peak"] > 0
         assert 0 < costs["one_thread"]["p50"] <= costs["one_thread"]["p95"]
@@ -193,14 +197,14 @@ def test_auto_says_what_it_has_tried(state, data, tmp_path, capsys):
 def test_a_bare_checkpoint_with_its_manifest(tmp_path, capsys):
     model, manifest, output = tmp_path / "w.safetensors", tmp_path / "other.json", tmp_path / "m.onnx"
     model.write_bytes(checkpoint.save(pruned()))
-    assert export(model, output) == 1
+    assert export(model, output) == Exit.NOT_FOUND
     assert "give the manifest of the model's federation with --manifest" in capsys.readouterr().err
     manifest.write_text(DIGITS.manifest.model_dump_json())
     assert export(model, output, "--manifest", manifest) == 0  # a built-in task: its skeleton is at hand
     assert "method" not in properties(output)
     assert properties(output)["task"] == "digits"
     manifest.write_text(DIGITS.manifest.model_copy(update={"skeleton_sha256": None}).model_dump_json())
-    assert export(model, output, "--manifest", manifest) == 1
+    assert export(model, output, "--manifest", manifest) == Exit.NOT_FOUND
     assert "give it with --skeleton" in capsys.readouterr().err
     (tmp_path / "s.onnx").write_bytes(DIGITS.skeleton)
     assert export(model, output, "--manifest", manifest, "--skeleton", tmp_path / "s.onnx") == 0
@@ -267,7 +271,7 @@ def break_state(state, tmp_path, how):
 )
 def test_a_source_that_cannot_be_used_is_told(state, tmp_path, capsys, how, message):
     source = break_state(state, tmp_path, how)
-    assert export(source, tmp_path / "m.onnx") == 1
+    assert export(source, tmp_path / "m.onnx") == (Exit.NOT_FOUND if how == "empty" else Exit.FAILED)
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
@@ -415,20 +419,20 @@ def test_a_dynamic_export_needs_the_settings(tmp_path, capsys):
 def test_an_output_that_cannot_be_written_is_told(state, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert export(state, tmp_path / "file" / "m.onnx") == 1
-    assert "cannot be written" in capsys.readouterr().err
+    assert f"{tmp_path / 'file'}: " in capsys.readouterr().err
 
 
 def test_a_picture_without_matplotlib_is_refused_before_anything_is_written(state, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert export(state, tmp_path / "m.onnx", "--picture", tmp_path / "m.png") == 1
+    assert export(state, tmp_path / "m.onnx", "--picture", tmp_path / "m.png") == Exit.CANNOT
     assert "pip install matplotlib" in capsys.readouterr().err
     assert not (tmp_path / "m.onnx").exists()
 
 
 def test_without_onnx_runtime_the_install_command_is_given(state, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    assert export(state, tmp_path / "m.onnx") == 1
-    assert "pip install sparrow-fl[export]" in capsys.readouterr().err
+    assert export(state, tmp_path / "m.onnx") == Exit.CANNOT
+    assert "pip install 'sparrow-fl[export]'" in capsys.readouterr().err
 
 
 def test_the_format_of_minimal_builds_and_the_operators_they_need(state, tmp_path, capsys):

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from command_line.exits import Exit
 from edge_sdk import cluster, fleet
 from edge_sdk.errors import SdkError
 from edge_sdk.fleet import run_fleet
@@ -131,8 +132,7 @@ def test_devices_dealt_to_another_number_of_slices_are_not_enrolled_again(tmp_pa
     ],
 )
 def test_options_that_do_not_go_together(options, what, capsys):
-    with pytest.raises(SystemExit):
-        fleet.main(["--devices", "2", *options])
+    assert fleet.main(["--devices", "2", *options]) == Exit.USAGE
     assert what in capsys.readouterr().err
 
 
@@ -140,5 +140,5 @@ def test_without_ray_it_says_what_to_install(coordinator, monkeypatch, capsys):
     coordinator.create("digits", **SETTINGS)
     monkeypatch.setitem(sys.modules, "ray", None)  # an import of it fails
     options = ["--server", coordinator.url, "--federation", "digits", "--devices", "2", "--ray", "local"]
-    assert fleet.main(options) == 1
+    assert fleet.main(options) == Exit.CANNOT
     assert "pip install 'sparrow-fl[scale]'" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import pytest
 import trustme
 import uvicorn
 
+from command_line.exits import Exit
 from coordinator import evaluate
 from coordinator.main import create_app
 from coordinator.settings import Settings
@@ -140,5 +141,5 @@ def test_every_command_takes_the_certificates(mutual, files, tmp_path, capsys):
     np.savez(data, inputs=np.zeros((2, 1, 8, 8), np.float32), targets=np.zeros(2, np.int64))
     judging = ["--federation", "night", "--data", str(data)]
     assert evaluate.main([*where, *own, *judging]) == 0
-    assert evaluate.main([*where, *judging]) == 1
+    assert evaluate.main([*where, *judging]) == Exit.UNREACHABLE
     assert "--client-cert FILE" in capsys.readouterr().err

@@ -6,9 +6,8 @@ import errno
 import logging
 import os
 import socket
-import subprocess
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -18,9 +17,10 @@ from coordinator.api.headers import TimedHeaders
 from edge_sdk.protocol import bundle
 from edge_sdk.transport import Transport
 
+from ...disks import fill, small_disk
 from .test_contract import DIGITS, ask, assert_problem, enrol, open_app, put, settings_of
 
-__all__ = ["open_app", "settings_of"]  # fixtures
+__all__ = ["open_app", "settings_of", "small_disk"]  # fixtures
 
 
 def said(caplog, level=logging.ERROR):
@@ -53,28 +53,6 @@ def finish_round(client, devices, train):
 
 
 # --- a full disk -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 4 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    with suppress(FileNotFoundError):
-        if subprocess.run(mount, capture_output=True).returncode == 0:
-            yield folder
-            subprocess.run(["umount", "--lazy", str(folder)], check=True)
-            return
-    pytest.skip("file systems cannot be mounted here: needs root")
-
-
-def fill(folder):
-    """Use the disk up to its last byte; returns the file to delete."""
-    with (folder / "others").open("wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    return folder / "others"
 
 
 def test_a_full_disk_is_said_and_survived(open_app, small_disk, train, caplog):

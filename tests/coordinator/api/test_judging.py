@@ -7,6 +7,7 @@ import onnxruntime
 import pytest
 from sklearn.datasets import load_digits
 
+from command_line.exits import Exit
 from coordinator import evaluate
 from coordinator.main import create_app
 from coordinator.settings import Settings
@@ -97,7 +98,7 @@ def test_the_command(client, digits, tmp_path, monkeypatch, capsys):
     assert evaluate.main(command) == 1
     assert "name its arrays with --inputs and --targets" in capsys.readouterr().err
     assert evaluate.main([*command, "--inputs", "y", "--targets", "y"]) == 1
-    assert "error: 422 inputs: int64" in capsys.readouterr().err
-    assert evaluate.main([*command[:2], "--data", str(tmp_path / "none.npz")]) == 1
+    assert "coordinator.evaluate: inputs: int64" in capsys.readouterr().err
+    assert evaluate.main([*command[:2], "--data", str(tmp_path / "none.npz")]) == Exit.NOT_FOUND
     (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04")
     assert evaluate.main([*command[:2], "--data", str(tmp_path / "bad.npz")]) == 1

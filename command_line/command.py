@@ -1,0 +1,192 @@
+"""One shape for all commands: options, work, and an end in one line with a documented code.
+
+A module that is a command has a ``COMMAND``; ``python -m`` of it and ``sparrow`` run the same one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import select
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from command_line.exits import Exit
+
+Exits = Mapping[type[BaseException], "Exit | Callable[[Any], Exit]"]
+"""Errors that a user can do something about -> their exit codes; a subclass has that of its nearest base."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+TRACEBACK_VARIABLE = "SPARROW_TRACEBACK"
+
+
+class WrongUsage(ValueError):
+    """An option, argument or setting cannot work; the text says which and why."""
+
+
+class MissingPart(RuntimeError):
+    """Something that this command needs is not installed; the text says how to install it."""
+
+
+COMMON: Exits = {
+    WrongUsage: Exit.USAGE,
+    MissingPart: Exit.CANNOT,
+    FileNotFoundError: Exit.NOT_FOUND,
+    OSError: Exit.FAILED,
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """What argparse has, but a mistake ends in one line, and every command can be asked where an error comes from.
+
+    traceable: False where nothing is done that could fail. ``brief``: whether its help is to fit a screen; a command
+    with many options leaves some to the page that it names.
+    """
+
+    brief = True
+
+    def __init__(self, *arguments: Any, traceable: bool = True, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        if traceable:
+            # No default: a sub-command's would overwrite what was given before it.
+            self.add_argument(
+                "--traceback", action="store_true", default=argparse.SUPPRESS, help="show where an error comes from"
+            )
+
+    def error(self, message: str) -> NoReturn:
+        """End with the mistake and where to read on, in one line."""
+        self.exit(Exit.USAGE, f"{short(self.prog)}: {_one_line(message)}; see {self.prog} --help\n")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its module's ``name``, what it is for, its options, its work, and how its errors end it.
+
+    options: adds them to a parser. run: does the work with what was parsed; returns an exit code, None for done; prints
+    its result on stdout and all else on stderr. usage: the options that matter, where there are too many to list.
+    """
+
+    name: str
+    description: str
+    options: Callable[[Parser], None]
+    run: Callable[[argparse.Namespace], int | None]
+    exits: Exits = field(default_factory=dict)
+    usage: str | None = None
+    epilog: str | None = None
+
+    def parser(self, prog: str | None = None, *, brief: bool = True) -> Parser:
+        """Its command line. prog: how it was called, ``python -m`` of its module by default."""
+        prog = prog or f"python -m {self.name}"
+        parser = Parser(
+            prog=prog,
+            usage=None if self.usage is None else f"{prog} {self.usage}",
+            description=self.description,
+            epilog=self.epilog,
+        )
+        parser.brief = brief
+        self.options(parser)
+        return parser
+
+    def main(self, arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
+        """Run it; returns its exit code. Raises SystemExit where argparse does: for --help and for wrong usage."""
+        parser = self.parser(prog)
+        options = parser.parse_args(arguments)
+        return ended(parser.prog, lambda: self.run(options), self.exits, shown=getattr(options, "traceback", False))
+
+
+def add_json(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """The option ``--json``. more: what else there is to say of it."""
+    parser.add_argument("--json", action="store_true", help=f"print the result as one JSON document{more}")
+
+
+def ended(prog: str, work: Callable[[], int | None], exits: Exits, *, shown: bool = False) -> int:
+    """Do ``work`` and return its exit code; an error is one line on stderr.
+
+    shown: whether its traceback is, too; ``SPARROW_TRACEBACK=1`` asks for that as well.
+    """
+    try:
+        code = work() or Exit.DONE
+        sys.stdout.flush()  # a full disk is noticed now, not when the interpreter ends
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, BrokenPipeError) and _reader_gone():
+            return Exit.DONE  # whoever read along has seen enough
+        _give_up_output()
+        if shown or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
+            traceback.print_exception(error)
+        code, text = explain(error, exits)
+        sys.stderr.write(f"{short(prog)}: {text}\n")
+    return int(code)
+
+
+def explain(error: BaseException, exits: Exits) -> tuple[Exit, str]:
+    """An error's exit code, and what there is to say of it in one line."""
+    text = _one_line(str(error))
+    if isinstance(error, KeyboardInterrupt):
+        return Exit.INTERRUPTED, text or "interrupted"
+    code = _listed(error, {**COMMON, **exits})
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if any(isinstance(cause, OSError) and cause.errno in NO_ROOM for cause in _causes(error)):
+        return Exit.FULL, f"{text}; make room, and give the same command again"
+    if code is None:  # nobody foresaw it
+        return Exit.FAILED, f"{type(error).__name__}: {text}; --traceback shows where: please report it"
+    return code, text or type(error).__name__
+
+
+def short(prog: str) -> str:
+    """How a command is called, without what is the same for all."""
+    return prog.removeprefix("python -m ")
+
+
+def _listed(error: BaseException, exits: Exits) -> Exit | None:
+    for kind in type(error).__mro__:
+        if kind in exits:
+            found = exits[kind]
+            return found if isinstance(found, Exit) else found(error)
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that it came from."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _reader_gone() -> bool:
+    """Whether nobody reads standard output any more."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)  # errors are told unasked
+        gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    except (OSError, ValueError):  # it is no file
+        return False
+    if gone:
+        _drop_output()
+    return gone
+
+
+def _give_up_output() -> None:
+    """Where standard output takes no more, drop what it holds."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
+
+
+def _drop_output() -> None:
+    """What is left to print goes nowhere; else the interpreter would fail over it when it ends."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,44 @@
+"""The exit codes of every command: the one table, which docs/cli.md shows.
+
+This file must load in Python 3.6: a device whose Python is too old is told so with one of these codes.
+"""
+
+import enum
+
+
+class Exit(enum.IntEnum):
+    """How a command ended, by what its user can do about it; ``MEANINGS`` says what."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    CANNOT = 3
+    UNREACHABLE = 4
+    REFUSED = 5
+    NOT_FOUND = 6
+    FULL = 7
+    INTERRUPTED = 130
+
+
+MEANINGS = {
+    Exit.DONE: "done",
+    Exit.FAILED: "failed for another reason, which the line on stderr gives",
+    Exit.USAGE: "wrong usage: an option, argument, address or setting cannot work; correct it",
+    Exit.CANNOT: "this machine cannot: a part is not installed, or its memory is too small for what was asked",
+    Exit.UNREACHABLE: "no coordinator answers there, or its database does not; try again later",
+    Exit.REFUSED: "a token is missing, wrong, or not for this; set the right one",
+    Exit.NOT_FOUND: "what was named does not exist: a file, federation, task, method, model or token",
+    Exit.FULL: "no room left to write, here or at the coordinator; make some, and give the same command again",
+    Exit.INTERRUPTED: "interrupted by Ctrl-C; nothing is lost",
+}
+
+
+def of_status(status: int) -> Exit:
+    """The exit code of a call that was answered with this HTTP status, which is none of success."""
+    if status in (401, 403):
+        return Exit.REFUSED
+    if status == 507:
+        return Exit.FULL
+    if status in (408, 429) or status >= 500:
+        return Exit.UNREACHABLE
+    return Exit.NOT_FOUND if status == 404 else Exit.FAILED

@@ -1,0 +1,68 @@
+"""Exit codes of what can go wrong in a coordinator's commands (``command_line.exits`` has the codes)."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import ValidationError
+from sqlalchemy.exc import SQLAlchemyError
+
+from command_line.command import Exits, WrongUsage
+from command_line.exits import Exit
+from coordinator.errors import CoordinatorError, DiskFull, NotFound, Unavailable
+from coordinator.settings import Settings
+from coordinator.storage.database import BadDatabase
+from coordinator.storage.failing import of_database
+from coordinator.storage.mounts import NetworkFolder
+from coordinator.storage.objects import BadObjectStore
+from coordinator.storage.store import DataInUse, WrongBlobs
+
+SQLITE_NEEDS = 64 * 1024
+"""Free bytes below which SQLite cannot even begin to write: then it does not call the disk full, but its I/O broken."""
+
+
+class NoRecords(ValueError):
+    """There is no database where the settings say."""
+
+
+EXITS: Exits = {
+    CoordinatorError: Exit.FAILED,
+    Unavailable: Exit.UNREACHABLE,
+    DiskFull: Exit.FULL,
+    NotFound: Exit.NOT_FOUND,
+    NoRecords: Exit.NOT_FOUND,
+    BadDatabase: Exit.USAGE,
+    BadObjectStore: Exit.USAGE,
+    NetworkFolder: Exit.USAGE,
+    DataInUse: Exit.FAILED,
+    WrongBlobs: Exit.FAILED,
+}
+
+
+def read_settings() -> Settings:
+    """The settings of the environment. Raises WrongUsage, which names the variable."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_input=False)
+        said = (f"{'_'.join(('COORDINATOR', *map(str, fault['loc']))).upper()}: {fault['msg']}" for fault in faults)
+        raise WrongUsage("; ".join(said)) from None
+
+
+@contextmanager
+def told(folder: Path) -> Iterator[None]:
+    """Around work on records: what the database says is told in our words, for its own may hold its address.
+
+    folder: where SQLite writes. Raises DiskFull, Unavailable.
+    """
+    try:
+        yield
+    except (SQLAlchemyError, sqlite3.Error) as error:
+        trouble = of_database(error)
+        if isinstance(trouble, DiskFull) or (folder.is_dir() and shutil.disk_usage(folder).free < SQLITE_NEEDS):
+            raise DiskFull(f"the disk of {folder}, or of the database, is full; make room") from error
+        raise Unavailable(f"the database failed ({type(error).__name__}); is it running?") from error

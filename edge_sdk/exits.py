@@ -1,0 +1,23 @@
+"""Exit codes of what can go wrong between a device and its coordinator (``command_line.exits`` has the codes)."""
+
+from __future__ import annotations
+
+import httpx
+
+from command_line.command import Exits
+from command_line.exits import Exit, of_status
+from edge_sdk.errors import BadArgument, CoordinatorFull, NoCoordinator, Refused, SdkError, Unreachable
+from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.tls import BadCertificate
+
+EXITS: Exits = {
+    SdkError: Exit.FAILED,
+    BadArgument: Exit.USAGE,
+    BadCertificate: Exit.USAGE,
+    Unreachable: Exit.UNREACHABLE,
+    CoordinatorFull: Exit.FULL,
+    Refused: lambda refused: of_status(refused.status),
+    NoCoordinator: Exit.UNREACHABLE,
+    ProtocolError: Exit.FAILED,
+    httpx.TransportError: Exit.UNREACHABLE,
+}

@@ -1,0 +1,21 @@
+"""Exit codes of what can go wrong where a command has a task, its data, a budget, and perhaps a coordinator."""
+
+from __future__ import annotations
+
+from command_line.command import Exits
+from command_line.exits import Exit
+from edge_sdk.exits import EXITS as CALLS
+from edge_sdk.methods import BudgetTooSmall, UnknownMethod
+from edge_sdk.preparing import DoesNotFit
+from edge_sdk.tasks import UnknownTask
+from edge_sdk.tasks.loading import DataError, NoData
+
+EXITS: Exits = {
+    **CALLS,
+    UnknownMethod: Exit.NOT_FOUND,
+    UnknownTask: Exit.NOT_FOUND,
+    DataError: Exit.FAILED,
+    NoData: Exit.NOT_FOUND,
+    DoesNotFit: Exit.CANNOT,
+    BudgetTooSmall: Exit.CANNOT,
+}

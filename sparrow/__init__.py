@@ -1,0 +1,1 @@
+"""``sparrow``: one command over all parts. It imports a part only when that is called."""

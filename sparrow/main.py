@@ -1,0 +1,111 @@
+"""The command ``sparrow``: finds the part that a command belongs to, and runs it.
+
+Each command is the ``COMMAND`` of its module, the same that ``python -m MODULE`` runs. Nothing of a part is imported
+before it is called, so a device that predicts needs no torch, and a server nothing of a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from command_line.command import Command, Exits, MissingPart, Parser, ended
+from command_line.exits import Exit
+from edge_sdk import trainable
+
+OURS = ("benchmarks", "command_line", "coordinator", "devices", "edge_sdk", "export", "sparrow")
+DISTRIBUTION = "sparrow-fl"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a command is: its module, the extra that installs what it needs, and whether that includes torch."""
+
+    module: str
+    help: str
+    extra: str | None = None
+    trains: bool = False
+
+    def load(self) -> Command:
+        """The command. Raises MissingPart, CannotTrain."""
+        if self.trains:
+            trainable.check()
+        try:
+            module = importlib.import_module(self.module)
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").partition(".")[0]
+            if missing in OURS and missing != self.module.partition(".")[0]:
+                raise
+            if missing in OURS:
+                raise MissingPart(
+                    f"{self.module} is no part of this installation; install {DISTRIBUTION} whole"
+                ) from None
+            wanted = DISTRIBUTION if self.extra is None else f"{DISTRIBUTION}[{self.extra}]"
+            raise MissingPart(f"{missing} is not installed, which this needs: pip install '{wanted}'") from error
+        found: Command = module.COMMAND
+        return found
+
+
+PARTS = {
+    "serve": Part("coordinator.serve", "run the coordinator", "coordinator"),
+    "status": Part("sparrow.status", "what a running coordinator's federations do"),
+    "token": Part("coordinator.tokens", "create, list and revoke tokens", "coordinator"),
+    "backup": Part("coordinator.backup", "copy a coordinator, running or not", "coordinator"),
+    "restore": Part("coordinator.restore", "bring such a copy back", "coordinator"),
+    "evaluate": Part("coordinator.evaluate", "judge a global model on your test file"),
+    "publish": Part("edge_sdk.publish", "create a federation", "device,publish", trains=True),
+    "join": Part("edge_sdk.join", "take part in a federation, as a device", "device", trains=True),
+    "fleet": Part("edge_sdk.fleet", "many simulated devices", "device,publish", trains=True),
+    "profile": Part("edge_sdk.profile", "what a training step takes at a budget", "device,publish", trains=True),
+    "devices": Part("devices.__main__", "what this device is, its sensors"),
+    "export": Part("export.__main__", "a personal model as the smallest ONNX file", "export"),
+    "predict": Part("edge_sdk.predict", "run an exported model", "predict"),
+    "bench": Part("benchmarks.__main__", "comparisons of methods", "demo", trains=True),
+    "completion": Part("sparrow.completion", "print what makes bash or zsh complete these", "completion"),
+}
+
+
+def build(parents: Callable[[str], Sequence[Parser]] = lambda name: ()) -> Parser:
+    """The parser of ``sparrow`` itself. parents: of each command, where its options are wanted as well."""
+    parser = Parser(
+        prog="sparrow",
+        usage="sparrow [--version] COMMAND [options]",
+        description="Sparse personalised federated learning on real devices.",
+        epilog="sparrow COMMAND --help says more; docs/cli.md has the exit codes.",
+        traceable=False,
+        add_help=False,
+    )
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    parser.add_argument("--version", action="version", version=_version(), help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND [...]", parser_class=argparse.ArgumentParser)
+    for name, part in PARTS.items():
+        commands.add_parser(name, help=part.help, parents=list(parents(name)), add_help=False)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``sparrow``; returns its exit code. Raises SystemExit where argparse does."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] not in PARTS:
+        parser = build()
+        if words and not words[0].startswith("-"):
+            parser.error(f"there is no command {words[0]!r}")
+        parser.parse_args(words or ["--help"])
+        return Exit.USAGE  # not reached: help, version and options that there are not end above
+    name, rest = words[0], words[1:]
+    prog = f"sparrow {name}"
+    loaded: list[Command] = []
+    known: Exits = {MissingPart: Exit.CANNOT, trainable.CannotTrain: Exit.CANNOT}
+    code = ended(prog, lambda: loaded.append(PARTS[name].load()), known, shown="--traceback" in rest)
+    return loaded[0].main(rest, prog) if loaded else code
+
+
+def _version() -> str:
+    try:
+        return f"{DISTRIBUTION} {version(DISTRIBUTION)}"
+    except PackageNotFoundError:
+        return f"{DISTRIBUTION}, not installed"

@@ -1,0 +1,187 @@
+"""``sparrow status URL``: what the federations of a running coordinator do, for a person or, as JSON, for a program."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from command_line.command import Command, Parser, WrongUsage, add_json
+from command_line.table import table
+from edge_sdk.exits import EXITS
+from edge_sdk.protocol import tls
+from edge_sdk.protocol.messages import DeviceInfo, FederationInfo, RoundRecord
+from edge_sdk.transport import Transport, connect
+
+WATCH_SECONDS = 2.0
+ROUNDS_SHOWN, DEVICES_SHOWN = 10, 20
+CLEAR = "\033[2J\033[H"
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a coordinator said. trouble: why it is not ready; rounds and devices: of the one federation asked for."""
+
+    server: str
+    trouble: str | None
+    federations: list[FederationInfo]
+    rounds: list[RoundRecord] | None = None
+    devices: list[DeviceInfo] | None = None
+
+
+def look(server: str, transport: Transport, federation: str | None = None) -> Status:
+    """Ask the coordinator. Raises SdkError."""
+    if federation is None:
+        found, rounds, devices = transport.federations(), None, None
+    else:
+        found = [transport.federation(federation)]
+        rounds, devices = transport.rounds(federation), transport.devices(federation)
+    return Status(server, transport.trouble(), found, rounds, devices)
+
+
+def as_json(status: Status) -> str:
+    """For a program: the coordinator's own messages (docs/architecture.md, HTTP contract)."""
+    found: dict[str, Any] = {"server": status.server, "ready": status.trouble is None, "trouble": status.trouble}
+    for name in ("federations", "rounds", "devices"):
+        messages = getattr(status, name)
+        if messages is not None:
+            found[name] = [message.model_dump(mode="json") for message in messages]
+    return json.dumps(found)
+
+
+def as_text(status: Status) -> str:
+    """For a person: tables; of many rounds and devices the newest."""
+    parts = [f"{status.server}: {'ready' if status.trouble is None else f'not ready: {status.trouble}'}"]
+    parts.append(
+        _federations(status.federations) if status.federations else "no federations; make one: sparrow publish"
+    )
+    for info in status.federations:
+        parts += [f"{info.name}: {text}" for text in (info.waiting_for, info.warning) if text]
+    if status.rounds:
+        parts.append(_rounds(status.rounds))
+    if status.devices:
+        parts.append(_devices(status.devices))
+    return "\n\n".join(parts)
+
+
+def _federations(found: list[FederationInfo]) -> str:
+    head = ("federation", "status", "method", "task", "round", "devices", "stopped", "parameters")
+    rows = [
+        (
+            info.name,
+            info.status.value + (f" ({info.reason})" if info.reason else ""),
+            info.method,
+            info.task,
+            f"{info.round} of {info.rounds}",
+            str(info.devices),
+            str(info.devices_stopped),
+            f"{info.parameters:,}",
+        )
+        for info in found
+    ]
+    return table(head, rows)
+
+
+def _rounds(found: list[RoundRecord]) -> str:
+    head = ("round", "status", "updates", "loss", "personal", "global", "up", "down", "seconds")
+    rows = [
+        (
+            str(record.round),
+            "undone" if record.undone else record.status,
+            f"{record.updates} of {len(record.cohort)}",
+            "-" if record.train_loss is None else f"{record.train_loss:.3f}",
+            _percent(record.accuracy_personal),
+            _percent(record.accuracy_global),
+            f"{record.bytes_up:,} B",
+            f"{record.bytes_down:,} B",
+            "-" if record.seconds is None else f"{record.seconds:.1f}",
+        )
+        for record in found[-ROUNDS_SHOWN:]
+    ]
+    return table(head, rows)
+
+
+def _devices(found: list[DeviceInfo]) -> str:
+    head = ("device", "status", "budget", "limited by", "board", "last seen")
+    newest = sorted(found, key=lambda device: device.seen_at, reverse=True)
+    rows = [
+        (
+            device.name,
+            _state(device),
+            f"{device.budget:g}",
+            "-" if device.limited_by is None else device.limited_by.value,
+            device.profile.board[:30] or "-",
+            device.seen_at[:19],
+        )
+        for device in newest[:DEVICES_SHOWN]
+    ]
+    more = len(found) - len(rows)
+    return table(head, rows) + (f"\nand {more:,} more: --json has all" if more else "")
+
+
+def _state(device: DeviceInfo) -> str:
+    if device.status != "active":
+        return f"stopped in {device.stopped_round}" if device.stopped_round else device.status
+    if device.paused is not None:
+        return f"paused ({device.paused.value})"
+    return "active" if device.present else "away"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _options(parser: Parser) -> None:
+    parser.add_argument("server", help="the coordinator's address, http://HOST:PORT or https://HOST")
+    parser.add_argument("federation", nargs="?", help="only this one, with its rounds and devices")
+    parser.add_argument(
+        "--watch",
+        type=float,
+        nargs="?",
+        const=WATCH_SECONDS,
+        metavar="SECONDS",
+        help=f"look again and again (every {WATCH_SECONDS:g} seconds)",
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="give up when the coordinator is silent this long (default: %(default)g)",
+    )
+    add_json(parser, ", with --watch a line for each look")
+    tls.add_options(parser)
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.watch is not None and not options.watch > 0:
+        raise WrongUsage(f"--watch {options.watch}: give seconds above 0")
+    with connect(options.server, tls.from_options(options)) as client:
+        transport = Transport(client, patience_seconds=options.wait)
+        transport.token = os.environ.get("SPARROW_OBSERVER_TOKEN")
+        while True:
+            status = look(options.server, transport, options.federation)
+            fresh = CLEAR if options.watch is not None and not options.json and sys.stdout.isatty() else ""
+            print(fresh + (as_json if options.json else as_text)(status), flush=True)
+            if options.watch is None:
+                return
+            time.sleep(options.watch)
+
+
+COMMAND = Command(
+    "sparrow.status",
+    "What the federations of a running coordinator do.",
+    _options,
+    _run,
+    EXITS,
+    epilog="SPARROW_OBSERVER_TOKEN holds the observer token where the coordinator asks for one.",
+)
+main = COMMAND.main
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The scripts that make bash and zsh complete."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ASK = """
+source "$1"
+shift
+COMP_WORDS=("$@")
+COMP_CWORD=$(($# - 1))
+$(complete -p sparrow | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_bash_completes_commands_options_and_choices(sparrow, tmp_path):
+    code, script, err = sparrow("completion", "bash")
+    assert (code, err) == (0, "")
+    (tmp_path / "script").write_text(script)
+
+    def complete(*words):
+        asked = subprocess.run(
+            ["bash", "-c", ASK, "ask", tmp_path / "script", "sparrow", *words],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+        return set(asked.stdout.split())
+
+    assert complete("pub") == {"publish"}
+    assert complete("publish", "--learning") == {"--learning-rate", "--learning-rate-decay"}
+    assert complete("token", "create", "") >= {"admin", "observer", "enrolment"}
+    assert complete("status", "--js") == {"--json"}
+    assert complete("completion", "z") == {"zsh"}
+
+
+def test_zsh_has_a_script_of_its_own(sparrow):
+    code, script, _ = sparrow("completion", "zsh")
+    assert code == 0
+    assert script.startswith("#compdef sparrow")
+    assert "--learning-rate" in script
+
+
+def test_a_part_that_is_not_installed_is_completed_by_its_name(sparrow, monkeypatch):
+    for name in [each for each in sys.modules if each.startswith("coordinator.serve")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    code, script, err = sparrow("completion", "bash")
+    assert code == 0
+    assert "_subparsers=(serve status" in script
+    assert "sparrow_serve_option_strings=()" in script or "sparrow_serve_option_strings" not in script
+    assert "sparrow serve: completed by its name only: uvicorn is not installed" in err

@@ -1,0 +1,462 @@
+"""Every documented exit code, met as a user meets it: one line that says what is wrong."""
+
+from __future__ import annotations
+
+import http.server
+import importlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from command_line.command import Command, WrongUsage, explain
+from command_line.exits import MEANINGS, Exit, of_status
+from coordinator.settings import Settings
+from edge_sdk import transport
+from edge_sdk.errors import SdkError
+from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.manifest import initial_values
+from export.skeleton import fill as fill_skeleton
+from sparrow.main import PARTS
+
+from ..coordinator.api.test_contract import serving
+from ..disks import fill, small_disk
+from .conftest import ADMIN, ENROLMENT, OBSERVER
+
+__all__ = ["small_disk"]  # a fixture
+
+PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+
+
+@pytest.fixture
+def closed():
+    """The address of a port on which nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def stranger():
+    """The address of a server that is no coordinator."""
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):  # its base class calls it so
+            body = b"<html>a printer</html>"
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def calls(tmp_path):
+    """Command -> the words that make it call the coordinator at an address, and give up at once."""
+    samples = tmp_path / "samples.npz"
+    np.savez(samples, inputs=np.zeros((2, 1, 8, 8), np.float32), targets=np.zeros(2, np.int64))
+
+    def words(server, name):
+        return {
+            "status": [server],
+            "publish": ["--server", server, "--name", "lab", "--wait", "0"],
+            "join": ["--server", server, "--name", "pi", "--state-dir", tmp_path / "pi", "--patience", "0", "--quiet"],
+            "fleet": ["--server", server, "--devices", "2", "--memory", "--processes", "1", "--patience", "0"],
+            "evaluate": ["--server", server, "--data", samples],
+        }[name]
+
+    return words
+
+
+CALLERS = ("status", "publish", "join", "fleet", "evaluate")
+
+
+def test_the_page_has_the_table():
+    table = dict(re.findall(r"^\| (\d+) \| (.+) \|$", PAGE, re.MULTILINE))
+    assert {int(code): text for code, text in table.items()} == {int(code): text for code, text in MEANINGS.items()}
+    assert set(MEANINGS) == set(Exit)
+
+
+# --- 0 and 1 ---------------------------------------------------------------------------------------------------------
+
+
+def test_done(sparrow):
+    code, out, err = sparrow("devices", "--json")
+    assert (code, err) == (Exit.DONE, "")
+    assert json.loads(out)["board"]
+
+
+def raising(error):
+    def run(options):
+        raise error
+
+    return Command("some.module", "For this test.", lambda parser: None, run, {SdkError: Exit.FAILED})
+
+
+def test_what_was_foreseen_is_one_line_and_the_rest_says_how_to_report_it(capsys, monkeypatch):
+    assert raising(SdkError("the one thing\n  and the other")).main([]) == Exit.FAILED
+    assert capsys.readouterr().err == "some.module: the one thing and the other\n"
+    assert raising(KeyError("x")).main([], "sparrow thing") == Exit.FAILED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "sparrow thing: KeyError: 'x'; --traceback shows where: please report it"
+    assert raising(PermissionError(13, "Permission denied", "/etc/shadow")).main([]) == Exit.FAILED
+    assert capsys.readouterr().err == "some.module: /etc/shadow: Permission denied\n"
+    for arguments, variable in ((["--traceback"], "0"), ([], "1")):
+        monkeypatch.setenv("SPARROW_TRACEBACK", variable)
+        assert raising(KeyError("x")).main(arguments) == Exit.FAILED
+        first, *_, last = capsys.readouterr().err.splitlines()
+        assert first == "Traceback (most recent call last):"
+        assert last.startswith("some.module: KeyError")
+
+
+def test_a_port_that_is_taken_is_no_place_to_serve(fails, tmp_path, monkeypatch):
+    monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path / "data"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        line = fails(Exit.FAILED, "serve", "--port", port)
+    assert f"127.0.0.1:{port} cannot be listened on: Address already in use; choose another --port" in line
+    assert not (tmp_path / "data").exists()
+
+
+# --- 2 ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_an_option_that_there_is_not_is_wrong_usage(name, sparrow):
+    code, out, err = sparrow(name, "--no-such-option")
+    assert (code, out) == (Exit.USAGE, "")
+    (line,) = err.splitlines()
+    assert line.startswith(f"sparrow {name}")
+    assert line.endswith("--help")
+
+
+def test_so_is_a_command_that_there_is_not(sparrow):
+    code, out, err = sparrow("dance")
+    assert (code, out) == (Exit.USAGE, "")
+    (line,) = err.splitlines()
+    assert "'dance'" in line
+
+
+@pytest.mark.parametrize("name", CALLERS)
+@pytest.mark.parametrize("server", ["127.0.0.1:8000", "http://", "http://host:port"])
+def test_so_is_an_address_that_is_none(fails, calls, name, server):
+    assert "is no address" in fails(Exit.USAGE, name, *calls(server, name))
+
+
+def test_so_is_a_database_of_another_kind(fails, monkeypatch):
+    monkeypatch.setenv("COORDINATOR_DATABASE_URL", "mysql://me:secret@localhost/sparrow")
+    assert "secret" not in fails(Exit.USAGE, "token", "list")
+
+
+@pytest.mark.parametrize("name", ["serve", "token"])
+def test_so_is_a_setting_that_cannot_be(fails, monkeypatch, name):
+    monkeypatch.setenv("COORDINATOR_TICK_SECONDS", "often")
+    line = fails(Exit.USAGE, name, *(["list"] if name == "token" else []))
+    assert "COORDINATOR_TICK_SECONDS: Input should be a valid number" in line
+
+
+# --- 3 ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "lacks", "extra"),
+    [
+        ("serve", "uvicorn", "[coordinator]"),
+        ("token", "sqlalchemy", "[coordinator]"),
+        ("completion", "shtab", "[completion]"),
+        ("status", "httpx", ""),
+    ],
+)
+def test_a_part_that_is_not_installed_is_named_with_its_extra(fails, monkeypatch, name, lacks, extra):
+    for module in (PARTS[name].module, "edge_sdk.exits"):  # as if nothing had been imported yet
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, lacks, None)  # what import makes of a package that is not there
+    assert f"{lacks} is not installed, which this needs: pip install 'sparrow-fl{extra}'" in fails(
+        Exit.CANNOT, name, "--help"
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, part in PARTS.items() if part.trains])
+def test_a_device_without_torch_cannot_train(fails, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert "this device cannot train, because PyTorch is not installed" in fails(Exit.CANNOT, name)
+
+
+def test_a_budget_that_does_not_fit_is_more_than_this_machine_can(fails, guarded, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", ENROLMENT)
+    where = ["--server", guarded, "--name", "small", "--state-dir", tmp_path / "small", "--data", "index=0,of=2"]
+    assert "MiB" in fails(Exit.CANNOT, "join", *where, "--budget", "1", "--memory-limit", "1", "--quiet")
+
+
+# --- 4 ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_a_coordinator_that_is_down_does_not_answer(fails, calls, closed, name):
+    line = fails(Exit.UNREACHABLE, name, *calls(closed, name))
+    assert closed in line
+    assert "does not answer" in line
+
+
+def test_a_database_that_is_down_does_not_answer_either(fails, closed, monkeypatch):
+    pytest.importorskip("psycopg")
+    where = closed.removeprefix("http://")
+    monkeypatch.setenv("COORDINATOR_DATABASE_URL", f"postgresql://me:secret@{where}/sparrow")
+    line = fails(Exit.UNREACHABLE, "token", "list")
+    assert "the database failed (OperationalError); is it running?" in line
+
+
+@pytest.mark.parametrize("name", ["status", "publish", "evaluate"])
+def test_what_answers_may_be_no_coordinator(fails, calls, stranger, name):
+    assert "coordinator" in fails(Exit.UNREACHABLE, name, *calls(stranger, name))
+
+
+# --- 5 ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_a_token_that_is_wrong_is_refused(fails, calls, guarded, name, monkeypatch):
+    for kind in ("ADMIN", "OBSERVER", "ENROLMENT"):
+        monkeypatch.setenv(f"SPARROW_{kind}_TOKEN", "another")
+    assert "(HTTP 401)" in fails(Exit.REFUSED, name, *calls(guarded, name))
+
+
+# --- 6 ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_federation_that_there_is_not(fails, guarded, monkeypatch):
+    monkeypatch.setenv("SPARROW_OBSERVER_TOKEN", OBSERVER)
+    assert "there is no federation 'none'" in fails(Exit.NOT_FOUND, "status", guarded, "none")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["predict", "none.onnx", "--input", "none.npy"],
+        ["export", "none", "--output", "m.onnx", "--quiet"],
+        ["devices", "--root", "none"],
+        ["evaluate", "--server", "http://127.0.0.1:9", "--data", "none.npz"],
+        ["backup", "copy"],
+        ["restore", "none"],
+        ["token", "list"],
+        ["profile", "--task", "none"],
+        ["profile", "--task", "npz", "--data", "none.npz"],
+        ["publish", "--server", "http://127.0.0.1:9", "--name", "lab", "--task", "none"],
+        ["serve", "--ssl-certfile", "none.pem"],
+    ],
+    ids=" ".join,
+)
+def test_a_file_or_task_that_there_is_not(fails, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fails(Exit.NOT_FOUND, *words)
+
+
+# --- 7 ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path):
+    digits = load_builtin("digits")
+    values = initial_values(digits.manifest, 0)
+    (tmp_path / "model.onnx").write_bytes(fill_skeleton(digits.skeleton, digits.manifest, values))
+    np.save(tmp_path / "samples.npy", np.zeros((2, 1, 8, 8), np.float32))
+    return [tmp_path / "model.onnx", "--input", tmp_path / "samples.npy"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_an_output_that_does_not_fit(fails, model):
+    line = fails(Exit.FULL, "predict", *model, "--output", "/dev/full")
+    assert "/dev/full cannot be written: No space left on device; make room" in line
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_result_that_does_not_fit_on_standard_output():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "sparrow", "devices", "--json"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, len(done.stderr.splitlines())) == (Exit.FULL, 1), done.stderr
+    assert "No space left on device" in done.stderr
+
+
+def test_a_full_disk_keeps_a_device_from_beginning(fails, guarded, small_disk, monkeypatch):
+    fill(small_disk)
+    monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", ENROLMENT)
+    where = ["--server", guarded, "--name", "full", "--data", "index=0,of=2", "--patience", "0", "--quiet"]
+    line = fails(Exit.FULL, "join", *where, "--budget", "1", "--policy", "none", "--state-dir", small_disk / "device")
+    assert "make room, and give the same command again" in line
+
+
+def test_a_full_disk_keeps_the_operator_from_tokens_and_backups(fails, sparrow, small_disk, tmp_path, monkeypatch):
+    monkeypatch.setenv("COORDINATOR_DATA_DIR", str(small_disk / "data"))
+    with serving(Settings(data_dir=small_disk / "data")):
+        pass
+    assert sparrow("token", "create", "admin")[0] == Exit.DONE
+    fill(small_disk)
+    assert "full" in fails(Exit.FULL, "token", "create", "admin")
+    monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path / "data"))
+    with serving(Settings(data_dir=tmp_path / "data")):
+        pass
+    fails(Exit.FULL, "backup", small_disk / "copy")
+
+
+def test_a_coordinator_without_room_says_so_itself(fails, monkeypatch):
+    def answer(request):
+        return httpx.Response(507, json={"detail": "the coordinator's disk is full"})
+
+    monkeypatch.setattr(
+        "edge_sdk.publish.connect",
+        lambda server, trust: httpx.Client(base_url=server, transport=httpx.MockTransport(answer)),
+    )
+    line = fails(Exit.FULL, "publish", "--server", "http://full", "--name", "lab", "--wait", "0")
+    assert "the coordinator's disk is full" in line
+
+
+# --- 130 -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("join", "the same command goes on where this device was"), ("fleet", "its devices lay in memory and are gone")],
+)
+def test_a_device_that_waits_can_be_interrupted(fails, calls, closed, name, says, monkeypatch):
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(transport.Transport.__init__, "__kwdefaults__", {**KEEP, "sleep": interrupt})
+    handler = signal.getsignal(signal.SIGTERM)
+    words = [word for word in calls(closed, name) if word not in ("--patience", "0")]
+    try:
+        assert says in fails(Exit.INTERRUPTED, name, *words)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_command_can_be_interrupted_while_its_part_is_loaded(fails, monkeypatch, name):
+    def interrupt(module):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", interrupt)
+    assert fails(Exit.INTERRUPTED, name) == f"sparrow {name}: interrupted"
+
+
+def test_and_while_it_works(capsys):
+    assert raising(KeyboardInterrupt()).main([]) == Exit.INTERRUPTED
+    assert capsys.readouterr().err == "some.module: interrupted\n"
+
+
+KEEP = dict(transport.Transport.__init__.__kwdefaults__ or {})
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Starts ``sparrow serve`` over one data folder; ended with the test."""
+    started = []
+
+    def start():
+        settings = {"COORDINATOR_DATA_DIR": str(tmp_path / "data")}
+        command = [sys.executable, "-m", "sparrow", "serve", "--port", "0"]
+        process = subprocess.Popen(command, env={**os.environ, **settings}, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with process:
+            process.kill()
+
+
+def test_a_coordinator_goes_on_where_ctrl_c_stopped_it_and_keeps_a_second_one_out(serve):
+    first = serve()
+    lines = iter(first.stderr.readline, "")
+    (address,) = re.findall(r"listening at (http://127\.0\.0\.1:\d+)", next(lines))
+    assert httpx.get(f"{address}/v1/federations", timeout=60).json()[0]["name"] == "default"
+    _, err = serve().communicate(timeout=60)
+    assert err.splitlines()[-1].startswith("sparrow serve: another coordinator")
+    assert "Traceback" not in err
+    first.send_signal(signal.SIGINT)
+    _, err = first.communicate(timeout=60)
+    assert first.returncode == Exit.INTERRUPTED
+    assert err.splitlines()[-1] == "sparrow serve: stopped; the same command goes on where it was"
+    assert "Traceback" not in err
+
+
+# --- how they are found ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(401, 5), (403, 5), (404, 6), (409, 1), (410, 1), (422, 1), (429, 4), (500, 4), (503, 4), (507, 7)],
+)
+def test_statuses_of_http(status, code):
+    assert of_status(status) == code
+
+
+def test_a_full_disk_is_found_beneath_what_was_made_of_it():
+    try:
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError:
+            raise SdkError("the state cannot be written") from None
+    except SdkError as error:
+        code, text = explain(error, {SdkError: Exit.FAILED})
+    assert (code, text) == (
+        Exit.FULL,
+        "the state cannot be written; make room, and give the same command again",
+    )
+
+
+def test_tokens_through_the_one_command(sparrow, tmp_path, monkeypatch):
+    monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path / "data"))
+    with serving(Settings(data_dir=tmp_path / "data", default_task="")):
+        pass
+    made = json.loads(sparrow("token", "create", "enrolment", "--uses", "2", "--json")[1])
+    assert made["secret"].startswith("sparrow_enrol_")
+    (listed,) = json.loads(sparrow("token", "list", "--json")[1])
+    assert (listed["id"], listed["status"]) == (made["id"], "valid")
+    assert json.loads(sparrow("token", "revoke", made["id"], "--json")[1]) == {"id": made["id"], "revoked": True}
+    assert sparrow("token", "revoke", "nobody")[0] == Exit.NOT_FOUND
+
+
+def test_a_federation_is_published_and_told_as_json(sparrow, guarded, monkeypatch):
+    monkeypatch.setenv("SPARROW_ADMIN_TOKEN", ADMIN)
+    code, out, _ = sparrow("publish", "--server", guarded, "--name", "told", "--rounds", "7", "--json")
+    assert code == Exit.DONE
+    assert json.loads(out)["settings"]["rounds"] == 7
+    assert "a federation called 'told' exists" in sparrow("publish", "--server", guarded, "--name", "told")[2]
+
+
+def test_every_command_declares_the_codes_of_its_errors():
+    for part in PARTS.values():
+        module = importlib.import_module(part.module)
+        assert all(isinstance(code, Exit) or callable(code) for code in module.COMMAND.exits.values())
+    assert issubclass(WrongUsage, ValueError)

@@ -1,0 +1,83 @@
+"""Every command's help: it fits a screen, and says the same however the command is called."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from sparrow.main import PARTS, main
+
+PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+TOKENS = ("create", "list", "revoke")
+BENCH = ("run", "tune", "report")
+
+
+@pytest.fixture(autouse=True)
+def _screen(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def help_of(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert all(len(line) <= 80 for line in said.out.splitlines())
+    return said.out
+
+
+def test_sparrow_lists_its_commands_on_a_screen_of_24_lines(capsys):
+    text = help_of(capsys)
+    assert len(text.splitlines()) <= 24
+    for name, part in PARTS.items():
+        assert re.search(rf"^ +{name} +{re.escape(part.help)}$", text, re.MULTILINE)
+    assert main_without_arguments(capsys) == text
+
+
+def main_without_arguments(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_commands_help_fits_fifty_lines(name, capsys):
+    text = help_of(capsys, name)
+    assert len(text.splitlines()) <= 50
+    assert text.startswith(f"usage: sparrow {name} ")
+    assert "--traceback" in text
+
+
+@pytest.mark.parametrize("words", [*(("token", each) for each in TOKENS), *(("bench", each) for each in BENCH)])
+def test_so_do_those_of_commands_within_commands(words, capsys):
+    assert len(help_of(capsys, *words).splitlines()) <= 50
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_python_m_of_its_module_is_the_same_command(name):
+    module = importlib.import_module(PARTS[name].module)
+    assert module.main == module.COMMAND.main
+    called = module.COMMAND.name
+    assert PARTS[name].module.removesuffix(".__main__") == called
+    assert f"| `{name}` | `{called}` |" in PAGE or f"`{name}`" in PAGE.split("## Exit codes")[0]
+
+
+def test_the_federations_settings_are_options_that_a_brief_help_names(capsys):
+    from edge_sdk.publish import COMMAND
+
+    brief, whole = COMMAND.parser().format_help(), COMMAND.parser(brief=False).format_help()
+    assert "--local-epochs" in brief
+    assert "--local-epochs X" not in brief
+    assert "--local-epochs X" in whole
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("sparrow-fl")

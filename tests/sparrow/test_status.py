@@ -1,0 +1,104 @@
+"""What ``sparrow status`` tells of a coordinator on a real port."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+
+from coordinator.settings import Settings
+from sparrow import status
+
+from ..coordinator.api.test_contract import serving
+from .conftest import OBSERVER
+
+
+@pytest.fixture(autouse=True)
+def _observer(monkeypatch):
+    monkeypatch.setenv("SPARROW_OBSERVER_TOKEN", OBSERVER)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """A coordinator with two devices in the running federation ``lab``, and another that waits."""
+    with serving(Settings(data_dir=tmp_path_factory.mktemp("lab") / "data", default_task="")) as client:
+        for name, settings in (("lab", {"rounds": 3}), ("night", {"method": "fedavg"})):
+            body = {"name": name, "task": "digits", "settings": settings}
+            client.post("/v1/federations", json=body).raise_for_status()
+        for name in ("one", "two"):
+            body = {"name": name, "enrolment_key": name.ljust(32, "k"), "budget": 0.4, "profile": {"board": "pi5"}}
+            answer = client.post("/v1/federations/lab/devices", json=body).raise_for_status()
+            asked = {"Authorization": f"Bearer {answer.json()['token']}"}
+        client.get("/v1/federations/lab/assignment", params={"wait": 5}, headers=asked).raise_for_status()
+        yield str(client.base_url).rstrip("/")
+
+
+def test_all_federations_in_a_table(sparrow, lab):
+    code, out, err = sparrow("status", lab)
+    assert (code, err) == (0, "")
+    first, _, head, *rows = out.splitlines()
+    assert first == f"{lab}: ready"
+    assert head.split() == ["federation", "status", "method", "task", "round", "devices", "stopped", "parameters"]
+    assert {row.split()[0]: row.split()[1:4] for row in rows if row} == {
+        "lab": ["running", "fedspu", "digits"],
+        "night": ["waiting", "fedavg", "digits"],
+    }
+
+
+def test_one_of_them_with_its_rounds_and_devices(sparrow, lab):
+    code, out, _ = sparrow("status", lab, "lab")
+    assert code == 0
+    assert "night" not in out
+    assert "0 of 3" in out
+    rows = [line.split() for line in out.splitlines() if line]
+    assert ["1", "open", "0", "of", "2"] in [row[:5] for row in rows]
+    assert ["one", "active", "0.4", "-", "pi5"] in [row[:5] for row in rows]
+
+
+def test_a_program_is_given_one_document_as_the_contract_has_it(sparrow, lab):
+    code, out, err = sparrow("status", lab, "lab", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert (found["server"], found["ready"], found["trouble"]) == (lab, True, None)
+    assert found["federations"] == [httpx.get(f"{lab}/v1/federations/lab").json()]
+    assert found["rounds"] == httpx.get(f"{lab}/v1/federations/lab/rounds").json()
+    assert [device["name"] for device in found["devices"]] == ["one", "two"]
+    assert "rounds" not in json.loads(sparrow("status", lab, "--json")[1])
+
+
+def test_it_looks_again_and_again_until_it_is_interrupted(sparrow, lab, monkeypatch):
+    naps = []
+
+    def sleep(seconds):
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(status.time, "sleep", sleep)
+    code, out, err = sparrow("status", lab, "--json", "--watch", "7")
+    assert (code, err, naps) == (130, "sparrow status: interrupted\n", [7.0] * 3)
+    assert [json.loads(line)["ready"] for line in out.splitlines()] == [True] * 3
+
+
+def test_of_many_devices_the_newest_are_shown(sparrow, tmp_path):
+    with serving(Settings(data_dir=tmp_path / "data", default_task="digits")) as client:
+        for number in range(status.DEVICES_SHOWN + 2):
+            body = {"name": f"d{number}", "enrolment_key": f"{number}".ljust(32, "k")}
+            client.post("/v1/federations/default/devices", json=body).raise_for_status()
+        _, out, _ = sparrow("status", client.base_url, "default")
+        everything = json.loads(sparrow("status", client.base_url, "default", "--json")[1])
+    assert out.splitlines()[-1] == "and 2 more: --json has all"
+    assert len(everything["devices"]) == status.DEVICES_SHOWN + 2
+
+
+def test_a_coordinator_that_is_not_ready_says_why(sparrow, tmp_path):
+    full = Settings(data_dir=tmp_path / "data", default_task="", min_free_bytes=2**60)
+    with serving(full) as client:
+        code, out, _ = sparrow("status", client.base_url)
+        found = json.loads(sparrow("status", client.base_url, "--json")[1])
+    assert code == 0
+    assert "not ready: the disk of the data folder has" in out
+    assert "no federations" in out
+    assert not found["ready"]
+    assert "the disk of the data folder has" in found["trouble"]
