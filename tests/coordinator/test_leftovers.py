@@ -10,27 +10,9 @@ from coordinator.leftovers import clear_all
 from coordinator.models import Models
 from coordinator.storage.blobs import FolderBlobs
 
-from .test_rounds import DIGITS, House, answer  # noqa: F401
+from .fakes import DIGITS
 
 TRAINING = {"rounds": 1, "min_devices": 2, "evaluation_interval": 0}
-
-
-@pytest.fixture
-def open_house(tmp_path, clock):
-    """Opens houses over one folder; every call is a restart."""
-    opened = []
-
-    def close():
-        while opened:
-            opened.pop().store.close()
-
-    def open_one():
-        close()
-        opened.append(House(tmp_path / "data", clock))
-        return opened[-1]
-
-    yield open_one
-    close()
 
 
 def updates(house):
@@ -51,7 +33,7 @@ class Killed(BaseException):
     pass
 
 
-def test_killed_when_a_round_has_closed_and_before_what_it_was_made_of_is_gone(open_house, answer, monkeypatch):  # noqa: F811
+def test_killed_when_a_round_has_closed_and_before_what_it_was_made_of_is_gone(open_house, answer, monkeypatch):
     house = open_house()
     house.create(**TRAINING)
     devices = house.enrol("a", "b")
@@ -73,7 +55,7 @@ def test_killed_when_a_round_has_closed_and_before_what_it_was_made_of_is_gone(o
     assert kept_models(house) == ([1], 1)
 
 
-def test_a_restart_keeps_what_the_open_round_needs(open_house, answer):  # noqa: F811
+def test_a_restart_keeps_what_the_open_round_needs(open_house, answer):
     house = open_house()
     house.create(**TRAINING)
     one, two = house.enrol("a", "b")
@@ -101,7 +83,7 @@ def overtaken(house, monkeypatch, meanwhile):
     monkeypatch.setattr(FolderBlobs, "write", late)
 
 
-def test_the_same_update_that_is_written_again_after_its_round_has_closed(open_house, answer, train, monkeypatch):  # noqa: F811
+def test_the_same_update_that_is_written_again_after_its_round_has_closed(open_house, answer, train, monkeypatch):
     house = open_house()
     house.create(**TRAINING)
     one, two = house.enrol("a", "b")
@@ -120,7 +102,7 @@ def test_the_same_update_that_is_written_again_after_its_round_has_closed(open_h
     assert updates(house) == []
 
 
-def test_the_same_update_twice_at_once_stays_while_its_round_is_open(open_house, answer, train, monkeypatch):  # noqa: F811
+def test_the_same_update_twice_at_once_stays_while_its_round_is_open(open_house, answer, train, monkeypatch):
     house = open_house()
     house.create(**TRAINING)
     one, two = house.enrol("a", "b")
