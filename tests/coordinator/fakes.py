@@ -26,20 +26,26 @@ DIGITS = load_builtin("digits").manifest
 CALM = {"deadline_seconds": 100, "evaluation_interval": 0}
 
 
+def furnish(house, clock, models):
+    """Give a house the coordinator's domain over its store."""
+    store = house.store
+    house.models = models
+    house.federations = Federations(store, models, clock)
+    house.devices = Devices(store, clock)
+    house.dispatch = Dispatch(store, models, clock)
+    house.acceptance = Acceptance(store, models)
+    house.costs = UploadCosts(store)
+    house.rounds = Rounds(store, models, clock, house.costs)
+    house.records = Records(store, house.costs.write)
+
+
 class House:
     """A coordinator's domain objects over a folder."""
 
     def __init__(self, folder, clock, store=Store):
         self.clock = clock
         self.store = store(folder)
-        models = Models(self.store)
-        self.federations = Federations(self.store, models, clock)
-        self.devices = Devices(self.store, clock)
-        self.dispatch = Dispatch(self.store, models, clock)
-        self.acceptance = Acceptance(self.store, models)
-        self.costs = UploadCosts(self.store)
-        self.rounds = Rounds(self.store, models, clock, self.costs)
-        self.records = Records(self.store, self.costs.write)
+        furnish(self, clock, Models(self.store))
 
     def create(self, name="f", task="digits", **settings):
         self.federations.create(

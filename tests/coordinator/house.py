@@ -7,15 +7,9 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 from coordinator import errors as coordinator_errors
-from coordinator.acceptance import Acceptance
-from coordinator.costs import UploadCosts
-from coordinator.devices import Devices
-from coordinator.dispatch import Dispatch
 from coordinator.errors import BadContent
-from coordinator.federations import Federations, find
+from coordinator.federations import find
 from coordinator.models import Models
-from coordinator.records import Records
-from coordinator.rounds import Rounds
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment
 from edge_sdk.errors import FederationOver, Refused, RoundOver
@@ -24,6 +18,8 @@ from edge_sdk.session import Outcome, Session
 from edge_sdk.state import StateFolder
 from edge_sdk.tasks.digits import load
 from edge_sdk.transport import Traffic
+
+from .fakes import furnish
 
 ANSWERS = {
     coordinator_errors.Finished: lambda text: FederationOver(410, text),
@@ -111,14 +107,7 @@ class House:
         self.folder = folder
         self.folders = []
         self.store = Store(folder / "data", database_url)
-        self.models = models = Models(self.store)
-        self.federations = Federations(self.store, models, clock)
-        self.devices = Devices(self.store, clock)
-        self.dispatch = Dispatch(self.store, models, clock)
-        self.acceptance = Acceptance(self.store, models)
-        self.costs = UploadCosts(self.store)
-        self.rounds = Rounds(self.store, models, clock, self.costs)
-        self.records = Records(self.store, self.costs.write)
+        furnish(self, clock, Models(self.store))
 
     def close(self):
         for folder in self.folders:

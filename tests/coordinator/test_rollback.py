@@ -7,26 +7,18 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from coordinator.acceptance import Acceptance
-from coordinator.dispatch import Dispatch
 from coordinator.errors import BadContent, NotFound, WrongState
 from coordinator.models import Models, Retention
-from coordinator.rounds import Rounds
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.messages import ChangeFederation
 
-from .fakes import House
+from .fakes import House, furnish
 from .house import House as RealHouse
 
 
 def keeping(house, clock, last, every=0):
     """The same coordinator, with another rule for old models."""
-    models = Models(house.store, Retention(last, every))
-    house.federations = type(house.federations)(house.store, models, clock)
-    house.dispatch = Dispatch(house.store, models, clock)
-    house.acceptance = Acceptance(house.store, models)
-    house.rounds = Rounds(house.store, models, clock, house.costs)
-    house.models = models
+    furnish(house, clock, Models(house.store, Retention(last, every)))
     return house
 
 
