@@ -46,7 +46,9 @@ def measure(turns: Sequence[Sequence[int]], folder: Path, bar: tqdm[Any]) -> lis
                 for group in groups:
                     with tempfile.TemporaryDirectory(dir=folder) as work:
                         made = _run(engine, group, Path(work))
-                    rows += [{"kind": "rounds", "turn": turn, **row} for row in made]
+                    made = [{"kind": "rounds", "turn": turn, **row} for row in made]
+                    rows += made
+                    bar.write("".join(f"{json.dumps(row)}\n" for row in made), end="")
                     bar.update(len(group))
     return rows
 
@@ -97,6 +99,7 @@ def _all(turns: Sequence[Sequence[int]], updates: Sequence[int], folder: Path) -
         for count in updates:
             work = Path(tempfile.mkdtemp(dir=folder))
             rows.append(memory.run(count, work, bar.update))
+            bar.write(json.dumps(rows[-1]))
             shutil.rmtree(work)
     return rows
 

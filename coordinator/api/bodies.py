@@ -19,6 +19,9 @@ LARGEST_REQUEST = 1024 * 1024
 READS_ITSELF = re.compile(r"POST /v1/federations(/[^/]+/model/evaluation)?|PUT /v1/assignments/[^/]+/update")
 """Calls whose handlers read the body with ``read_body``, once they know who is calling."""
 
+PART_BYTES = 256 * 1024
+"""Of a long answer, what is handed to the server at a time."""
+
 
 class SmallBodies:
     """Middleware that refuses long bodies where the framework reads them itself, before it asks who sends them.
@@ -62,6 +65,18 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
+class InParts(Response):
+    """A body that goes out part by part, as fast as the caller takes it: the server would copy all of it at once."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for start in range(0, max(1, len(self.body)), PART_BYTES):
+            part = bytes(self.body[start : start + PART_BYTES])
+            more = start + PART_BYTES < len(self.body)
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+
+
 def ranged(request: Request, body: bytes, media_type: str, digest: str | None = None) -> Response:
     """``body`` with its ETag: whole, the range asked for, or 304 where the caller has it. digest: its SHA-256, where
     that is known."""
@@ -71,11 +86,11 @@ def ranged(request: Request, body: bytes, media_type: str, digest: str | None = 
         return Response(status_code=304, headers=headers)
     asked = re.fullmatch(r"bytes=(\d{1,18})-(\d{0,18})", request.headers.get("range", ""))
     if asked is None or request.headers.get("if-range", etag) != etag:
-        return Response(body, media_type=media_type, headers=headers)
+        return InParts(body, media_type=media_type, headers=headers)
     first = int(asked[1])
     last = min(int(asked[2]) if asked[2] else len(body) - 1, len(body) - 1)
     if first >= len(body) or first > last:
         detail = f"the body has {len(body)} bytes; ask for a range that begins before its end"
         return problem(416, "RangeNotSatisfiable", detail, {**headers, "Content-Range": f"bytes */{len(body)}"})
     headers["Content-Range"] = f"bytes {first}-{last}/{len(body)}"
-    return Response(body[first : last + 1], status_code=206, media_type=media_type, headers=headers)
+    return InParts(body[first : last + 1], status_code=206, media_type=media_type, headers=headers)
