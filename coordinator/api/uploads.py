@@ -123,13 +123,17 @@ class Uploads:
         if first == 0 and (part is None or part.digest != digest or received):
             received = 0
             self.forget(assignment_id)
-            part = self._parts[assignment_id] = _Part(digest, self._folder / f"{assignment_id}.part", self._clock())
+            # A name of its own: what was there before may be removed only now, by another thread.
+            path = self._folder / f"{assignment_id}.{secrets.token_hex(8)}.part"
+            part = self._parts[assignment_id] = _Part(digest, path, self._clock())
             with self._store.troubles.of_blobs():
                 self._folder.mkdir(parents=True, exist_ok=True)
                 part.path.write_bytes(b"")
         if part is None or received != first:
             raise WrongRange(f"{received} bytes of this update are here; go on with the next")
         with part.lock:
+            if self._parts.get(assignment_id) is not part:
+                raise WrongRange("what was here of this update is gone; begin with its first byte")
             part.turn += 1
             return part, part.turn
 
