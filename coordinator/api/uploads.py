@@ -45,13 +45,14 @@ and an open file for each cost more than all else that is done with an update.""
 @dataclass
 class _Part:
     """What of one update has arrived: ``received`` bytes, and what is ``gathered`` to be written next; ``turn`` counts
-    the calls that went on with it."""
+    the calls that went on with it, ``calls`` those that are at it now."""
 
     digest: str
     path: Path
     touched: float
     received: int = 0
     turn: int = 0
+    calls: int = 0
     gathered: deque[bytes] = field(default_factory=deque)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -96,6 +97,20 @@ class Uploads:
         if last != total - 1:
             raise WrongRange("the range must go to the update's end")
         part, turn = self._take(assignment_id, digest, first)
+        part.calls += 1
+        try:
+            await self._gather(request, part, turn)
+            async with self._few:
+                body, found = await run_in_threadpool(self._read, part, turn)
+                if len(body) != total or found != digest:
+                    self.forget(assignment_id)
+                    raise WrongRange("the update's digest is another than was said; send it again from its first byte")
+                yield body, digest
+        finally:
+            part.calls -= 1
+
+    async def _gather(self, request: Request, part: _Part, turn: int) -> None:
+        """Add what a call brings to its part."""
         unwritten = 0
         try:
             async for piece in request.stream():
@@ -110,12 +125,6 @@ class Uploads:
             raise BadContent("the connection broke before the whole body had come; send the rest") from None
         finally:
             self._write(part)  # whatever has ended the call: what has come takes no memory, and need not come again
-        async with self._few:
-            body, found = await run_in_threadpool(self._read, part, turn)
-            if len(body) != total or found != digest:
-                self.forget(assignment_id)
-                raise WrongRange("the update's digest is another than was said; send it again from its first byte")
-            yield body, digest
 
     def _take(self, assignment_id: str, digest: str, first: int) -> tuple[_Part, int]:
         received = self.received(assignment_id, digest)
@@ -178,5 +187,6 @@ class Uploads:
             open_ = select(Assignment.id).where(Assignment.id.in_(list(self._parts)), Assignment.status == "open")
             still = set(db.scalars(open_))
         for assignment_id, part in list(self._parts.items()):
-            if assignment_id not in still or self._clock() - part.touched > KEEP_SECONDS:
+            over = assignment_id not in still or self._clock() - part.touched > KEEP_SECONDS
+            if over and not part.calls:
                 self.forget(assignment_id)

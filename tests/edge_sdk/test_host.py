@@ -241,7 +241,7 @@ def test_a_folder_is_free_after_each_step_whatever_came_of_it(client, tmp_path):
     broken.clear()
     host.start(0)
     with closing(StateFolder(tmp_path / "device-0")) as state:
-        assert state.token() is not None
+        assert state.known_identity().token is not None
 
 
 def test_another_model_than_the_federations_is_refused_before_anything_is_done(client, tmp_path):

@@ -11,6 +11,7 @@ import torch
 from torch.autograd import profiler
 from torch.utils.flop_counter import FlopCounterMode
 
+from command_line.exits import Exit
 from coordinator.main import create_app
 from coordinator.settings import Settings
 from edge_sdk import inprocess, profile
@@ -155,12 +156,12 @@ def test_a_method_that_trains_the_whole_model_says_so(capsys):
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["--task", "mnits"], 1, "the federation's task is 'mnits', built in are"),
-        (["--task", "mnist:large"], 1, "large"),
-        (["--method", "fedsup"], 1, "fedsup"),
-        (["--data", "nowhere.npz"], 1, "nowhere.npz"),
-        (["--batch-size", "0"], 2, "batch_size: Input should be greater than or equal to 1"),
-        (["--set", "momentum=2"], 2, "momentum: Input should be less than 1"),
+        (["--task", "mnits"], Exit.NOT_FOUND, "the federation's task is 'mnits', built in are"),
+        (["--task", "mnist:large"], Exit.NOT_FOUND, "large"),
+        (["--method", "fedsup"], Exit.NOT_FOUND, "fedsup"),
+        (["--data", "nowhere.npz"], Exit.NOT_FOUND, "nowhere.npz"),
+        (["--batch-size", "0"], Exit.USAGE, "batch-size: Input should be greater than or equal to 1"),
+        (["--set", "momentum=2"], Exit.USAGE, "momentum: Input should be less than 1"),
     ],
 )
 def test_what_cannot_be_is_said(arguments, status, said, capsys):

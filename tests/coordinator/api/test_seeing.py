@@ -224,7 +224,8 @@ def recorded(tmp_path, clock):
                 federation = find(db, "f")
                 for number in range(first, last + 1):
                     common = {"federation_id": federation.id, "deadline_at": 9.0}
-                    db.add(Round(number=number, status="closed", opened_at=1.0, closed_at=2.0, **common))
+                    times = {"opened_at": 1.0, "closed_at": 2.0}
+                    db.add(Round(number=number, status="closed", target=devices, **times, **common))
                     for index in range(devices):
                         for kind in ("train", "evaluate"):
                             report = {"personal": {"accuracy": number / 1000}} if kind == "evaluate" else {}
