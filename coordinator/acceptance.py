@@ -122,12 +122,10 @@ class Acceptance:
         try:
             new = self._store.record(write_down, keys)
         except (DifferentUpdate, RoundClosed):
-            for key in keys:
-                drop_unneeded(self._store, federation.id, key)
+            drop_unneeded(self._store, federation.id, keys)
             raise
         if not new:
-            for key in keys:
-                drop_unneeded(self._store, federation.id, key)
+            drop_unneeded(self._store, federation.id, keys)
         return new
 
     @staticmethod
@@ -158,12 +156,13 @@ class Acceptance:
             report = wire.UpdateReport.model_validate_json(decoded.report)
         except ValidationError as error:
             raise BadContent(explain(error)) from None
-        precision = settings_of(federation).precision_of("up", wire.Kind(assignment.kind))
+        settings = settings_of(federation)
+        precision = settings.precision_of("up", wire.Kind(assignment.kind))
         if decoded.precision != precision:
             raise BadContent(f"values: sent as {decoded.precision}, the federation's precision is {precision}")
         method, plan = load_method(federation.method), assignment.plan or {}
         mask, _ = self._models.mask(federation, device, assignment)
-        situation = Situation(self._models.manifest(federation), settings_of(federation), assignment.round, plan)
+        situation = Situation(self._models.manifest(federation), settings, assignment.round, plan)
         if assignment.kind == wire.Kind.prepare and decoded.mask is None:
             raise BadContent("mask: an update that prepares the model says what exists of it; send it with its mask")
         if method.devices_choose and mask is None and assignment.ratio is not None:
@@ -182,7 +181,7 @@ class Acceptance:
         if (decoded.gradients is not None) != method.wants_gradients(plan) or decoded.signs is not None:
             wanted = "with" if method.wants_gradients(plan) else "without"
             raise BadContent(f"an update of this round is sent {wanted} gradients, and without signs; update this SDK")
-        limit = settings_of(federation).update_norm_limit
+        limit = settings.update_norm_limit
         if limit is not None:
             if decoded.precision == "int8":
                 change = decoded.values.astype(np.float64)  # a difference already

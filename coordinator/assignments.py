@@ -41,7 +41,7 @@ _OLDEST_OPEN = (
 )
 _OPEN_ROUND = select(Round).where(Round.federation_id == bindparam("federation_id"), Round.status == "open")
 _COHORT = (
-    select(Assignment.id, Assignment.kind, Assignment.status, Assignment.update_sha256)
+    select(Assignment.id, Assignment.device_id, Assignment.kind, Assignment.status, Assignment.update_sha256)
     .where(
         Assignment.federation_id == bindparam("federation_id"),
         Assignment.round == bindparam("number"),
@@ -87,6 +87,7 @@ class Member:
     """What moving a round needs to know of one of its assignments."""
 
     id: str
+    device_id: str
     kind: str
     status: str
     update_sha256: str | None
@@ -96,14 +97,6 @@ def cohort_of(db: Session, federation: Federation, number: int) -> list[Member]:
     """The assignments of a round's cohort, in its order."""
     rows = db.execute(_COHORT, {"federation_id": federation.id, "number": number})
     return [Member(*row) for row in rows]
-
-
-def devices_asked(db: Session, federation: Federation, number: int) -> Sequence[str]:
-    """The ids of the devices that round ``number`` was given to."""
-    asked = select(Assignment.device_id).where(
-        Assignment.federation_id == federation.id, Assignment.round == number, Assignment.kind.in_(COHORT_KINDS)
-    )
-    return db.scalars(asked).all()
 
 
 def assign(

@@ -7,12 +7,13 @@ open assignment is about it, or it is kept by rule (``models.Retention``); a mas
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from sqlalchemy import and_, select
 from sqlalchemy.orm import Session
 
 from coordinator.assignments import assignment_of, update_folder, update_key
-from coordinator.buffer import arrivals
+from coordinator.buffer import Arrival, arrivals
 from coordinator.models import Models
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation, Round
@@ -30,13 +31,13 @@ def clear(store: Store, models: Models, federation_id: int) -> None:
                 Assignment.federation_id == federation_id, Assignment.status == "open"
             )
         ).all()
-        late = (each.model_version for each in arrivals(db, federation))
-        in_use = {federation.model_version, *(row[1] for row in open_ones), *late}
+        late = arrivals(db, federation)
+        in_use = {federation.model_version, *(row[1] for row in open_ones), *(each.model_version for each in late)}
         known = select(Device.mask).where(
             Device.federation_id == federation_id, Device.mask.is_not(None), Device.status != "revoked"
         )
         masks = {digest for digest in db.scalars(known) if digest}
-        updates, on_the_way = _needed(db, federation_id), {row[0] for row in open_ones}
+        updates, on_the_way = _needed(db, federation_id, late), {row[0] for row in open_ones}
     if store.blobs.keys(f"{federation_id}/masks"):
         current_mask = models.model(federation, federation.model_version).mask
         if current_mask is not None:
@@ -59,15 +60,18 @@ def clear_all(store: Store, models: Models) -> None:
             log.exception("what is left over of federation %s could not be removed", federation_id)
 
 
-def drop_unneeded(store: Store, federation_id: int, key: str) -> None:
-    """Remove an update that came a second time, or too late, unless it is the one that its round needs."""
+def drop_unneeded(store: Store, federation_id: int, keys: Sequence[str]) -> None:
+    """Remove updates that came a second time, or too late, unless a round needs them."""
+    if not keys:
+        return
     with store.reading() as db:
-        needed = key in _needed(db, federation_id)
-    if not needed:
-        store.blobs.delete(key)
+        needed = _needed(db, federation_id, arrivals(db, db.get_one(Federation, federation_id)))
+    for key in keys:
+        if key not in needed:
+            store.blobs.delete(key)
 
 
-def _needed(db: Session, federation_id: int) -> set[str]:
+def _needed(db: Session, federation_id: int, late: Sequence[Arrival]) -> set[str]:
     """The keys of updates that are acknowledged, and in no closed round's model."""
     of_round = and_(Round.federation_id == Assignment.federation_id, Round.number == Assignment.round)
     rows = db.execute(
@@ -76,6 +80,5 @@ def _needed(db: Session, federation_id: int) -> set[str]:
         .where(Assignment.federation_id == federation_id, Assignment.status == "done", Round.status == "open")
         .where(Assignment.arrival.is_(None))
     )
-    late = arrivals(db, db.get_one(Federation, federation_id))
     named = [*((row[0], row[1] or "") for row in rows), *((each.assignment_id, each.update_sha256) for each in late)]
     return {update_key(federation_id, *name) for name in named}

@@ -43,7 +43,6 @@ from coordinator.assignments import (
     Member,
     assign,
     cohort_of,
-    devices_asked,
     drop_late_work,
     extend_deadlines,
     open_round,
@@ -177,7 +176,7 @@ class Rounds:
             over, going_on = why_over(db, federation), self._goes_on(db, federation)
             if over and not (over == "all_stopped" and going_on):
                 return self._finish(db, federation, over)
-            there = len(drawable(db, federation, now))
+            there = drawable(db, federation, now)
             if not there and not going_on:
                 return False
             method = load_method(federation.method)
@@ -185,14 +184,15 @@ class Rounds:
                 number, size, work = 0, 1, Work(wire.Kind.prepare)
             else:
                 work = method.work(self._situation(db, federation, federation.round + 1))
-                number, size = federation.round + work.rounds, there if work.everyone else settings.cohort
+                number, size = federation.round + work.rounds, len(there) if work.everyone else settings.cohort
             more = 0.0 if work.everyone or work.kind is wire.Kind.prepare else settings.over_selection
             current = Round(federation_id=federation.id, number=number, status="open", stale=True)
             current.opened_at, current.deadline_at = now, now + settings.deadline_seconds
             current.target = 0
             db.add(current)
             busy = 0 if settings.buffer is None else len(working(db, federation))
-            count = self._hand_out(db, federation, current, work, math.ceil(size * (1 + more) - ACCIDENT) - busy)
+            drawn = math.ceil(size * (1 + more) - ACCIDENT) - busy
+            count = self._hand_out(db, federation, current, work, drawn, there)
             wanted = settings.quorum * (min(size, count) if more else count)
             current.target = settings.buffer or math.ceil(wanted - ACCIDENT)
             log.info("%s: round %s opens for %s devices", federation.name, number, count, extra={"round": number})
@@ -205,9 +205,11 @@ class Rounds:
             return False
         return bool(working(db, federation) or arrivals(db, federation, most=1))
 
-    def _hand_out(self, db: Session, federation: Federation, current: Round, work: Work, size: int) -> int:
-        """Have up to ``size`` devices more do a round's work; returns how many there were."""
-        now, (asked, free) = self._clock(), self._free(db, federation, current.number)
+    def _hand_out(
+        self, db: Session, federation: Federation, current: Round, work: Work, size: int, there: Sequence[Drawable]
+    ) -> int:
+        """Have up to ``size`` devices more, of those that are there, do a round's work; returns how many there were."""
+        now, (asked, free) = self._clock(), self._free(db, federation, current.number, there)
         names = draw(db, federation, list(free.values()), size, current.number) if size > 0 else []
         drop_late_work(db, [free[name].id for name in names])
         for position, name in enumerate(names, start=asked):
@@ -216,12 +218,20 @@ class Rounds:
             db.add(assignment)
         return len(names)
 
-    def _free(self, db: Session, federation: Federation, number: int) -> tuple[int, dict[str, Drawable]]:
-        """How many devices round ``number`` was given to, and the others that it could be given to now, by name."""
-        asked = set(devices_asked(db, federation, number))
+    @staticmethod
+    def _free(
+        db: Session, federation: Federation, number: int, there: Sequence[Drawable]
+    ) -> tuple[int, dict[str, Drawable]]:
+        """How many devices round ``number`` was given to, and which others of those there it could be, by name."""
+        asked = {member.device_id for member in cohort_of(db, federation, number)}
         busy = asked.union(working(db, federation))
-        there = drawable(db, federation, self._clock())
         return len(asked), {device.name: device for device in there if device.id not in busy}
+
+    def _somebody_is_free(self, federation_id: int, number: int) -> bool:
+        """Whether a round can be given to more devices: looked up before a transaction is begun for it."""
+        with self._store.reading() as db:
+            federation = db.get_one(Federation, federation_id)
+            return bool(self._free(db, federation, number, drawable(db, federation, self._clock()))[1])
 
     def _finish(self, db: Session, federation: Federation, reason: str) -> bool:
         evaluations = select(Assignment.id).where(
@@ -261,6 +271,8 @@ class Rounds:
 
         False where nobody is there to ask before the deadline: somebody may come.
         """
+        if not late and not self._somebody_is_free(federation_id, number):
+            return False
         with self._store.writing() as db:
             federation = db.get_one(Federation, federation_id)
             current = open_round(db, federation)
@@ -268,7 +280,8 @@ class Rounds:
                 return False
             missing = current.target - sum(member.status == "done" for member in cohort_of(db, federation, number))
             work = Work(plan=self._situation(db, federation, number).plan)
-            more = self._hand_out(db, federation, current, work, missing)
+            there = drawable(db, federation, self._clock())
+            more = self._hand_out(db, federation, current, work, missing, there)
             if not more and not late:
                 return False
             current.extensions += 1
@@ -310,17 +323,15 @@ class Rounds:
 
     def _top_up(self, federation_id: int, number: int) -> bool:
         """Give a buffered round's work to so many more devices that a cohort trains; False where nobody is there."""
-        with self._store.reading() as db:
-            federation = db.get_one(Federation, federation_id)
-            if not self._free(db, federation, number)[1]:
-                return False
+        if not self._somebody_is_free(federation_id, number):
+            return False
         with self._store.writing() as db:
             federation = db.get_one(Federation, federation_id)
             current = open_round(db, federation)
             if federation.status != "running" or current is None or current.number != number:
                 return False
             room = settings_of(federation).cohort - len(working(db, federation))
-            return bool(self._hand_out(db, federation, current, Work(), room))
+            return bool(self._hand_out(db, federation, current, Work(), room, drawable(db, federation, self._clock())))
 
     def _expire(self, assignment_ids: Sequence[str], *, away: bool) -> None:
         """Close assignments to updates. ``away``: their devices missed a deadline, and are not drawn until they ask."""

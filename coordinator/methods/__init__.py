@@ -180,10 +180,8 @@ class CoordinatorMethod(Protocol):
         None where nothing does; a method that makes its models in its own way says so itself.
         """
         reason = self.why_mean_only(settings)
-        for name in ("start", "work", "signs", "changed", "close"):
-            if reason is None and getattr(type(self), name) is not getattr(CoordinatorMethod, name):
-                reason = f"it has a way of its own to {name}, which may tell more than the mean"
-        return reason
+        own = self._way_of_its_own("start", "work", "signs", "changed", "close")
+        return reason or (own and f"{own}, which may tell more than the mean")
 
     def why_not_buffered(self, settings: FederationSettings) -> str | None:
         """Why an update of an older global model cannot count in today's round (``buffer``); None where it can.
@@ -193,10 +191,13 @@ class CoordinatorMethod(Protocol):
         reason = self.why_mean_only(settings)
         if reason is None and self.prepares:
             reason = "one device prepares the model before the others"
-        for name in ("work", "signs", "changed", "close"):
-            if reason is None and getattr(type(self), name) is not getattr(CoordinatorMethod, name):
-                reason = f"it has a way of its own to {name}, which is of one model"
-        return reason
+        own = self._way_of_its_own("work", "signs", "changed", "close")
+        return reason or (own and f"{own}, which is of one model")
+
+    def _way_of_its_own(self, *names: str) -> str | None:
+        """What the method does otherwise than the usual one, the first of ``names``, in words; or None."""
+        own = [name for name in names if getattr(type(self), name) is not getattr(CoordinatorMethod, name)]
+        return f"it has a way of its own to {own[0]}" if own else None
 
     def sums(self, model: GlobalModel, situation: Situation) -> Sums:
         """What a round's updates are folded into."""
