@@ -7,13 +7,13 @@ are counted from shapes and masks.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from coordinator.records import bottom_decile
 from edge_sdk.methods import Evaluated
 from edge_sdk.protocol.messages import DeviceReport, Evaluation, Kind, Receipt, RoundRecord
 
@@ -41,13 +41,12 @@ def accuracy_over(devices: Sequence[tuple[float | None, int]]) -> Accuracy | Non
     weights = np.array([samples for accuracy, samples in devices if accuracy is not None])
     if len(shares) == 0:
         return None
-    worst = np.sort(shares)[max(1, math.floor(len(shares) / 10)) - 1]
     return Accuracy(
         devices=len(shares),
         mean=float(shares.mean()),
         weighted=float(np.average(shares, weights=weights)),
         std=float(shares.std()),
-        bottom_decile=float(worst),
+        bottom_decile=bottom_decile(shares.tolist()) or 0.0,
     )
 
 

@@ -15,6 +15,9 @@ from coordinator.models import job_of, settings_of
 from coordinator.storage.tables import Assignment, Device, Federation
 from edge_sdk.protocol.manifest import Manifest
 
+SLACK = 1e-9
+"""What an accident of binary floats may make a budget smaller by: 1 - 0.7 exceeds 0.3."""
+
 
 def devices_of(db: Session, federation: Federation, statuses: Sequence[str]) -> list[Device]:
     """The federation's devices of these statuses."""
@@ -64,7 +67,7 @@ def smallest_budget(federation: Federation) -> float:
 
 def reaches(budget: float, smallest: float) -> bool:
     """Whether a device of this budget is drawn."""
-    return budget >= smallest - 1e-9  # less an accident of binary floats: 1 - 0.7 exceeds 0.3
+    return budget >= smallest - SLACK
 
 
 def draw(db: Session, federation: Federation, active: Sequence[Drawable], size: int, number: int) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import or_, select, update
-from sqlalchemy.orm import Session, undefer
+from sqlalchemy.orm import Session
 
 from coordinator.access import MOST_REMEMBERED, REMEMBER_SECONDS, digest_of, new_secret, secret_after, spend
 from coordinator.assignments import touch
@@ -19,13 +19,10 @@ from coordinator.candidates import reaches, smallest_budget
 from coordinator.errors import NameTaken, NotAuthenticated, NotFound, TokenExpired
 from coordinator.federations import find
 from coordinator.methods import load_method
-from coordinator.records import iso
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation
 from edge_sdk.protocol.messages import (
     ChangeDevice,
-    DeviceInfo,
-    DeviceProfile,
     Enrol,
     Enrolled,
     NewToken,
@@ -190,33 +187,6 @@ class Devices:
             self._changes += 1
             if digest is not None:
                 self._callers.pop(digest, None)
-
-    def list(self, federation_name: str) -> list[DeviceInfo]:
-        """Every device of a federation, by name. Raises NotFound."""
-        with self._store.reading() as db:
-            federation = find(db, federation_name)
-            devices = db.scalars(
-                select(Device)
-                .where(Device.federation_id == federation.id)
-                .order_by(Device.name)
-                .options(undefer(Device.profile))
-            )
-            return [
-                DeviceInfo(
-                    device_id=device.id,
-                    name=device.name,
-                    status=device.status,
-                    stopped_round=device.stopped_round,
-                    present=device.present,
-                    paused=device.paused,
-                    budget=device.budget,
-                    limited_by=device.limited_by,
-                    profile=DeviceProfile.model_validate(device.profile),
-                    enrolled_at=iso(device.enrolled_at),
-                    seen_at=iso(device.seen_at),
-                )
-                for device in devices
-            ]
 
     def change(self, device_id: str, request: ChangeDevice) -> None:
         """A new budget (from the next round on), a coming or going, a revocation. Raises NotFound."""

@@ -11,7 +11,7 @@ from types import FrameType
 from fastapi import FastAPI
 
 from coordinator import allocator, logs
-from coordinator.api import devices, federations, problems, status
+from coordinator.api import devices, federations, pages, problems, status
 from coordinator.api.access import OpenHouseWarning
 from coordinator.api.bodies import SmallBodies
 from coordinator.api.door import Door
@@ -50,7 +50,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.add_middleware(SlowBodies, settings=settings)
     app.add_middleware(OpenHouseWarning, settings=settings)
     app.add_middleware(Door)  # the last one added is the first to see a call
-    for part in (federations, devices, status):
+    for part in (federations, devices, status, pages):
         app.include_router(part.router)
     problems.install(app)
     return app

@@ -43,7 +43,10 @@ class Metrics:
             "sparrow_updates_accepted", "Updates acknowledged, new ones only", ["federation"], registry=self.registry
         )
         self.refused = Counter(
-            "sparrow_updates_refused", "Updates refused, by what was wrong", ["reason"], registry=self.registry
+            "sparrow_updates_refused",
+            "Updates refused, by what was wrong",
+            ["federation", "reason"],
+            registry=self.registry,
         )
         self.left_out = Counter(
             "sparrow_updates_left_out",
@@ -196,10 +199,10 @@ def _accuracies(db: Session, federation: Federation, settings: FederationSetting
 
 
 @contextmanager
-def counted_refusals(refused: Counter) -> Iterator[None]:
+def counted_refusals(refused: Counter, federation: str) -> Iterator[None]:
     """Count what is raised within, by its kind."""
     try:
         yield
     except Exception as error:
-        refused.labels(type(error).__name__).inc()
+        refused.labels(federation, type(error).__name__).inc()
         raise

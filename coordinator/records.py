@@ -45,6 +45,15 @@ class Records:
 
     def rounds(self, federation_name: str) -> list[RoundRecord]:
         """A record per round, the open one last. Raises NotFound."""
+        federation_id = self.refresh(federation_name)
+        with self._store.reading() as db:
+            rounds = db.scalars(select(Round).where(Round.federation_id == federation_id).order_by(Round.number))
+            found = [_look(db, item) if item.stale else RoundRecord.model_validate(item.summary) for item in rounds]
+        return with_joules_per_point(found)
+
+    def refresh(self, federation_name: str) -> int:
+        """Make the records of closed rounds that a fact has come to since; answers the federation's id. Raises
+        NotFound."""
         self._bring()
         with self._store.reading() as db:
             federation_id = find(db, federation_name).id
@@ -55,10 +64,7 @@ class Records:
             with self._store.writing() as db:
                 for item in db.scalars(outdated):
                     item.summary, item.stale = json.loads(_look(db, item).model_dump_json()), False
-        with self._store.reading() as db:
-            rounds = db.scalars(select(Round).where(Round.federation_id == federation_id).order_by(Round.number))
-            found = [_look(db, item) if item.stale else RoundRecord.model_validate(item.summary) for item in rounds]
-        return with_joules_per_point(found)
+        return federation_id
 
     def reports(self, federation_name: str, number: int) -> list[DeviceReport]:
         """What each device answered in round ``number``, training first, by name. Raises NotFound."""
@@ -168,6 +174,7 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         training_flops=sum(report.training_flops for report in reports),
         train_loss=sum(report.train_loss * report.num_examples for report in reports) / examples if examples else None,
         accuracy_personal=_mean(each.accuracy for each in personal),
+        accuracy_personal_decile=bottom_decile([each.accuracy for each in personal]),
         accuracy_global=_mean(each.accuracy for each in shared),
         loss_personal=_mean(each.loss for each in personal),
         loss_global=_mean(each.loss for each in shared),
@@ -240,6 +247,12 @@ def _add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+def bottom_decile(values: Iterable[float | None]) -> float | None:
+    """The floor(N/10)-th worst of the N values that are known, counted from 1; None where none is."""
+    known = sorted(value for value in values if value is not None)
+    return known[max(1, len(known) // 10) - 1] if known else None
 
 
 def _per_update(rounds: Iterable[tuple[Phase, ...]]) -> PerUpdate:

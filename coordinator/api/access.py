@@ -44,6 +44,15 @@ def check_admin(visit: Visit) -> None:
     _need(visit, None, "admin")
 
 
+def is_admin(visit: Visit) -> bool:
+    """Whether the caller may do what administrators may."""
+    try:
+        check_admin(visit)
+    except NotAuthenticated:
+        return False
+    return True
+
+
 async def admin(visit: TheVisit) -> None:
     """Let administrators pass."""
     check_admin(visit)

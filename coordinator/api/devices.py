@@ -19,11 +19,13 @@ from coordinator.api.parts import House, TheHouse
 from coordinator.devices import Caller
 from coordinator.errors import NotAllowed
 from coordinator.metrics import counted_refusals
+from coordinator.roster import Order, Wanted
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.messages import (
     Assignment,
     ChangeDevice,
     DeviceInfo,
+    Doing,
     Enrol,
     Enrolled,
     HandBack,
@@ -48,9 +50,23 @@ def enrol(name: str, request: Enrol, house: TheHouse, visit: TheVisit) -> Enroll
 
 
 @router.get("/federations/{name}/devices", dependencies=[ObserverOnly])
-def list_devices(name: str, house: TheHouse) -> list[DeviceInfo]:
-    """Every device of a federation: who it is, what it can afford, when it was last seen."""
-    return house.devices.list(name)
+def list_devices(
+    name: str,
+    house: TheHouse,
+    response: Response,
+    search: Annotated[str, Query(max_length=200, description="Part of the name or board")] = "",
+    doing: Doing | None = None,
+    order: Order = "name",
+    offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
+    limit: Annotated[int | None, Query(ge=1, le=100_000, description="All where left out")] = None,
+) -> list[DeviceInfo]:
+    """The devices of a federation: who each is, what it can afford, what it is doing or why it does not train.
+
+    ``Sparrow-Total`` says how many there are on all pages.
+    """
+    found, total = house.roster.list(name, Wanted(search, doing, order, offset, limit))
+    response.headers["Sparrow-Total"] = str(total)
+    return found
 
 
 async def _itself(device_id: str, visit: TheVisit) -> bool:
@@ -183,7 +199,7 @@ async def put_update(
 ) -> UpdateAccepted:
     """Send an update: a bundle for ``train``, JSON for every other kind; with ``Content-Range``, the rest of one."""
     media_type = request.headers.get("content-type", "").split(";")[0].strip()
-    with counted_refusals(house.metrics.refused):
+    with counted_refusals(house.metrics.refused, device.federation):
         limit = await run_in_threadpool(house.acceptance.check_envelope, assignment_id, device.device_id, media_type)
         async with _whole(house, request, assignment_id, limit) as (body, digest):
             size, accept = len(body), house.acceptance.accept_update

@@ -6,12 +6,14 @@ same 401 for every path, whether anything is there or not; a route that forgets 
 
 from __future__ import annotations
 
+import base64
 import logging
 import math
 import re
 import secrets
 import time
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import HTTPConnection
@@ -20,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.access import KINDS, Holder, Kind
 from coordinator.api.parts import House
-from coordinator.api.problems import problem
+from coordinator.api.problems import challenge, problem
 from coordinator.devices import Caller
 from coordinator.errors import NotAuthenticated, TokenExpired
 from coordinator.limits import RateLimit, address_key
@@ -32,6 +34,8 @@ HEALTH = ("/healthz", "/readyz")
 FAILURE_COST = 20.0
 """Calls that a wrong token counts as."""
 
+SAFE = ("GET", "HEAD", "OPTIONS")
+CROSS_SITE = "a page of another site may not make this call; use the coordinator's own page, or send a token as Bearer"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 STRANGER = (
     "a token is needed here, and none was sent that is valid: Authorization: Bearer <token>. An enrolment token is "
@@ -86,7 +90,9 @@ class Door:
     ) -> None:
         if scope["path"] == HEALTH[0] or house is None:
             return await self._app(scope, receive, send)
-        secret = _bearer(connection)
+        if _from_another_site(scope["method"], connection):
+            return await problem(403, "CrossSite", CROSS_SITE)(scope, receive, send)
+        secret = _secret(connection)
         address = address_key(scope["client"][0] if scope.get("client") else None)
         if address is None and house.settings.limit_loopback:
             address = "loopback"
@@ -103,9 +109,29 @@ class Door:
         return await self._app(scope, receive, send)
 
 
-def _bearer(connection: HTTPConnection) -> str | None:
-    scheme, _, secret = connection.headers.get("authorization", "").partition(" ")
-    return secret.strip() if scheme.lower() == "bearer" and secret.strip() else None
+def _secret(connection: HTTPConnection) -> str | None:
+    """The token that was sent: as such, or by a browser as the password that it asked its user for."""
+    scheme, _, sent = connection.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "basic":
+        try:
+            sent = base64.b64decode(sent, validate=True).decode().partition(":")[2]
+        except ValueError:
+            return None
+    elif scheme.lower() != "bearer":
+        return None
+    return sent.strip() or None
+
+
+def _from_another_site(method: str, connection: HTTPConnection) -> bool:
+    """Whether a page of another site has a browser make a call that changes something: the browser adds the password,
+    and where no token is set it needs none."""
+    headers = connection.headers
+    if method in SAFE or headers.get("authorization", "")[:7].lower() == "bearer ":
+        return False
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is not None:
+        return site not in ("same-origin", "none")
+    return origin is not None and urlsplit(origin).netloc != headers.get("host")
 
 
 async def _identify(house: House, secret: str | None) -> Visit:
@@ -157,9 +183,8 @@ def _later(wait: float) -> Response:
 
 
 def _stranger(house: House, visit: Visit, path: str) -> Response | None:
-    challenge = {"WWW-Authenticate": "Bearer"}
     if isinstance(visit.failure, TokenExpired):
-        return problem(401, "TokenExpired", str(visit.failure), challenge)
+        return problem(401, "TokenExpired", str(visit.failure), challenge(path))
     if visit.caller is None and len(visit.guarded) == len(KINDS) and path not in HEALTH:
-        return problem(401, "NotAuthenticated", STRANGER, challenge)
+        return problem(401, "NotAuthenticated", STRANGER, challenge(path))
     return None

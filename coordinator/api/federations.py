@@ -8,15 +8,15 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from coordinator.api.access import AdminOnly, JoinerOnly, MemberOnly, ObserverOnly
+from coordinator.api.access import AdminOnly, JoinerOnly, MemberOnly, ObserverOnly, TheVisit, is_admin
 from coordinator.api.bodies import LARGEST_REQUEST, ranged, read_body
+from coordinator.api.live import follow
 from coordinator.api.parts import TheHouse
 from coordinator.errors import WrongMediaType
 from edge_sdk.protocol import checkpoint
@@ -30,6 +30,7 @@ from edge_sdk.protocol.messages import (
     OpenWork,
     RoundRecord,
 )
+from edge_sdk.protocol.overview import Overview
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
 
@@ -132,29 +133,18 @@ def _csv(records: list[RoundRecord]) -> str:
     return text.getvalue()
 
 
+@router.get("/{name}/overview", dependencies=[ObserverOnly])
+def get_overview(name: str, house: TheHouse, visit: TheVisit) -> Overview:
+    """The federation at a glance, of bounded size: its rounds in a few points, its devices counted."""
+    return house.overviews.look(name).model_copy(update={"may_change": is_admin(visit)})
+
+
 @router.get("/{name}/events", dependencies=[ObserverOnly])
-async def get_events(name: str, house: TheHouse) -> StreamingResponse:
-    """Server-sent events: ``federation`` whenever its state changes, ``round`` whenever a round's record does."""
+async def get_events(name: str, house: TheHouse, visit: TheVisit) -> StreamingResponse:
+    """Server-sent events ``overview``: first the whole, then, whenever something happened, what changed."""
     await run_in_threadpool(house.federations.get, name)  # 404 before the stream begins
-
-    async def stream() -> AsyncIterator[str]:
-        last: dict[str, str] = {}
-        while not house.closing:
-            ring = house.bell.next_ring()
-            info = await run_in_threadpool(house.federations.get, name)
-            records = await run_in_threadpool(house.records.rounds, name)
-            news = {"federation": info.model_dump_json()}
-            news |= {f"round {record.round}": record.model_dump_json() for record in records[-2:]}
-            for key, data in news.items():
-                if last.get(key) != data:
-                    yield f"event: {key.split()[0]}\ndata: {data}\n\n"
-            last = news
-            try:
-                await asyncio.wait_for(ring.wait(), 15)
-            except asyncio.TimeoutError:
-                yield ": still here\n\n"  # keeps proxies from closing an idle stream
-
-    return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    stream = follow(house, name, is_admin(visit))
+    return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
 @router.get("/{name}/manifest", dependencies=[JoinerOnly])

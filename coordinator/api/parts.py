@@ -26,8 +26,10 @@ from coordinator.leftovers import clear_all
 from coordinator.limits import RateLimit
 from coordinator.metrics import Metrics
 from coordinator.models import Models, Retention
+from coordinator.overview import Overviews
 from coordinator.pace import Pace
 from coordinator.records import Records
+from coordinator.roster import Roster
 from coordinator.rounds import Rounds
 from coordinator.settings import Settings
 from coordinator.storage.store import MOVED, Store
@@ -45,7 +47,7 @@ def steady_clock() -> Callable[[], float]:
 
 
 class Bell:
-    """Wakes those who wait for something to move: long polls and event streams.
+    """Wakes those who wait for something: for a round to move, or (``House.stir``) for any fact, an update say.
 
     Take ``next_ring()`` before looking, then wait for it: what moves in between is not missed.
     """
@@ -92,9 +94,12 @@ class House:
         self.rounds = Rounds(self.store, self.models, clock, self.costs, on_closed=self._count_round)
         self.records = Records(self.store, self.costs.write)
         self.uploads = Uploads(settings.data_dir / "uploads", self.store, clock)
+        self.roster = Roster(self.store, clock)
+        self.overviews = Overviews(self.store, self.models, self.federations, self.records, self.metrics, clock)
         self.pace = Pace(self.store, clock, least=settings.retry_after_seconds, calls=settings.polls_per_second)
         self.closing = False
         self.bell = Bell()
+        self.stir = Bell()
         self._facts = asyncio.Event()
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -150,10 +155,12 @@ class House:
     def something_happened(self) -> None:
         """A fact was recorded: see soon whether rounds can move. May be called from any thread."""
         self._loop.call_soon_threadsafe(self._facts.set)
+        self._loop.call_soon_threadsafe(self.stir.ring)
 
     def wake(self) -> None:
         """Let those who wait look again, though no round moved. May be called from any thread."""
         self._loop.call_soon_threadsafe(self.bell.ring)
+        self._loop.call_soon_threadsafe(self.stir.ring)
 
     def _hear(self, what: str) -> None:
         """Another process of this coordinator says that something was written, or moved."""
@@ -186,6 +193,7 @@ class House:
                 await run_in_threadpool(self.uploads.sweep)
                 if await run_in_threadpool(self._advance):
                     self.bell.ring()
+                    self.stir.ring()
             except Unavailable:  # a full disk, a lost database: the store has said so; tried again at the next tick
                 await self._wait(self._ended)
             except Exception:

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 
+PAGES = ("/", "/admin", "/docs")
 RETRY_SECONDS = 5
 """When to come again after what passes by itself, or when an operator has mended it."""
 
@@ -59,6 +60,13 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _unforeseen)
 
 
+def challenge(path: str) -> dict[str, str]:
+    """The header of a 401: a browser at a page asks its user for a token, which is the password; others send theirs."""
+    page = path in PAGES or path.startswith("/page/")
+    how = 'Basic realm="Sparrow: any name, and a token as the password", charset="UTF-8"' if page else "Bearer"
+    return {"WWW-Authenticate": how}
+
+
 def problem(status: int, title: str, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
     """One problem document. ``title`` is the kind of problem in CamelCase; its type URI is derived from it."""
     document = Problem(type=f"urn:sparrow:problem:{title}", title=title, status=status, detail=detail)
@@ -68,8 +76,8 @@ def problem(status: int, title: str, detail: str, headers: dict[str, str] | None
 
 
 def _domain(status: int):  # type: ignore[no-untyped-def]
-    async def handler(_: Request, error: Exception) -> JSONResponse:
-        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    async def handler(request: Request, error: Exception) -> JSONResponse:
+        headers = challenge(request.url.path) if status == 401 else {}
         if status >= 500:
             headers["Retry-After"] = str(RETRY_SECONDS)
         return problem(status, type(error).__name__, str(error), headers)

@@ -1,4 +1,4 @@
-"""Health, metrics, and the way in for people."""
+"""Health, metrics, and the calls to read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 from fastapi import APIRouter, Response
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import generate_latest
 from starlette.requests import Request
 
@@ -42,12 +42,6 @@ def readyz(house: TheHouse, visit: TheVisit) -> dict[str, str] | JSONResponse:
 def metrics(house: TheHouse) -> Response:
     """Prometheus text."""
     return Response(generate_latest(house.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-@router.get("/", include_in_schema=False, dependencies=[ObserverOnly])
-def index() -> RedirectResponse:
-    """The way in for a browser, until there is a dashboard: the calls."""
-    return RedirectResponse("/docs")
 
 
 @router.get("/docs", include_in_schema=False, dependencies=[ObserverOnly])

@@ -26,7 +26,9 @@ class _Request(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class _Answer(BaseModel):
+class Answer(BaseModel):
+    """What the coordinator answers."""
+
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
@@ -213,7 +215,7 @@ class ChangeFederation(_Request):
     deadline_seconds: float | None = Field(default=None, gt=0, le=7 * 86400)
 
 
-class ModelInfo(_Answer):
+class ModelInfo(Answer):
     """A global model that is kept."""
 
     version: int
@@ -234,7 +236,7 @@ class FederationStatus(str, Enum):
     stopped = "stopped"
 
 
-class PrivacySpent(_Answer):
+class PrivacySpent(Answer):
     """What global models have cost a device's privacy so far: (epsilon, delta), for the one drawn most often."""
 
     epsilon: float = Field(description="Upper bound, of the models alone; see docs/privacy.md for what is outside it")
@@ -242,7 +244,7 @@ class PrivacySpent(_Answer):
     most_draws: int = Field(description="Rounds for which the device drawn most often was drawn")
 
 
-class FederationInfo(_Answer):
+class FederationInfo(Answer):
     """What anybody allowed to look learns of a federation."""
 
     uid: str = Field(description="Tells it from another of the same name, on a coordinator set up anew")
@@ -299,7 +301,7 @@ class Enrol(_Request):
     profile: DeviceProfile = DeviceProfile()
 
 
-class Enrolled(_Answer):
+class Enrolled(Answer):
     """The device's identity: keep the token secret."""
 
     device_id: str
@@ -307,7 +309,7 @@ class Enrolled(_Answer):
     notice: str | None = Field(default=None, description="What the device's user should know, where there is something")
 
 
-class NewToken(_Answer):
+class NewToken(Answer):
     """A device's new token. The old one is good until this one is used for the first time."""
 
     token: str
@@ -363,13 +365,28 @@ class ChangeDevice(_Request):
     revoked: Literal[True] | None = None
 
 
-class DeviceInfo(_Answer):
+class Doing(str, Enum):
+    """What a device is doing, or why it is not training: the first of these that holds."""
+
+    revoked = "revoked"
+    stopped = "stopped"  # it has stopped early: it is only asked to evaluate
+    training = "training"
+    paused = "paused"  # by its policy
+    away = "away"  # it missed a deadline, or left
+    small_budget = "small_budget"  # too small for its federation's method
+    evaluating = "evaluating"
+    resting = "resting"  # it has handed its work back
+    ready = "ready"  # not drawn
+
+
+class DeviceInfo(Answer):
     """What an observer learns of a device."""
 
     device_id: str
     name: str
     status: Literal["active", "stopped", "revoked"]
     stopped_round: int | None
+    doing: Doing
     present: bool = Field(description="False after a missed deadline or a goodbye, until it asks for work again")
     paused: PauseReason | None = Field(default=None, description="Why its policy keeps it from working, if it does")
     budget: float
@@ -394,14 +411,14 @@ class Kind(str, Enum):
     adapt = "adapt"
 
 
-class Payload(_Answer):
+class Payload(Answer):
     """The bundle that belongs to an assignment, at ``GET /v1/assignments/{id}/payload``."""
 
     bytes: Count
     sha256: str
 
 
-class Work(_Answer):
+class Work(Answer):
     """The neurons to train, in seed form: ``masks.NeuronDraw`` of these values. None where all are trained."""
 
     job: str
@@ -410,7 +427,7 @@ class Work(_Answer):
     ratio: Share
 
 
-class Assignment(_Answer):
+class Assignment(Answer):
     """``GET /v1/federations/{name}/assignment``: one piece of work for one device."""
 
     assignment_id: str
@@ -428,7 +445,7 @@ class Assignment(_Answer):
     )
 
 
-class OpenAssignment(_Answer):
+class OpenAssignment(Answer):
     """Work that a device has been given and has not answered yet."""
 
     assignment_id: str
@@ -437,7 +454,7 @@ class OpenAssignment(_Answer):
     round: int
 
 
-class OpenWork(_Answer):
+class OpenWork(Answer):
     """``GET /v1/federations/{name}/assignments``: who is being waited for, oldest work first."""
 
     status: FederationStatus
@@ -540,13 +557,13 @@ class Receipt(_Request):
     telemetry: Telemetry = Telemetry()
 
 
-class UpdateAccepted(_Answer):
+class UpdateAccepted(Answer):
     """Answer to an update: 201 with ``new`` True, 200 with False for the same one again."""
 
     new: bool
 
 
-class UpdateReceived(_Answer):
+class UpdateReceived(Answer):
     """How much of an update that broke off has arrived."""
 
     received: int = Field(description="Bytes; the rest is sent with Content-Range")
@@ -555,7 +572,7 @@ class UpdateReceived(_Answer):
 # --- records and errors ------------------------------------------------------------------------------------------
 
 
-class PhaseSum(_Answer):
+class PhaseSum(Answer):
     """A phase summed over devices. Measured and estimated joules are never blended.
 
     ``throttled_seconds`` are those of devices that can tell, ``celsius_peak`` is the highest of all; None where no
@@ -571,7 +588,7 @@ class PhaseSum(_Answer):
     seconds_without_joules: float = 0.0
 
 
-class PerUpdate(_Answer):
+class PerUpdate(Answer):
     """Joules of a device's whole round, transfers included: the mean over updates, those measured (or derived) apart
     from those estimated; None where there is none of a kind. ``measured_updates`` and ``estimated_updates`` say over
     how many."""
@@ -582,16 +599,17 @@ class PerUpdate(_Answer):
     estimated_updates: int = 0
 
 
-class RoundRecord(_Answer):
+class RoundRecord(Answer):
     """``GET /v1/federations/{name}/rounds``: what happened in one round.
 
     ``updates`` counts each acknowledged update once. ``bytes_down`` and ``bytes_up`` are bodies of payloads and updates
     of training as the devices counted them; evaluation is apart. ``parts_down`` and ``parts_up`` say what the payloads
     and updates that counted consist of, bytes by part of a bundle. ``accuracy`` and ``loss`` are means over devices,
-    unweighted, of the evaluation that followed the round; ``None`` where there was none. ``notes`` are the method's own
-    counts: those of its devices added up, and what became of the model. Round 0 is the one that prepares the model.
-    ``privacy`` is what the models up to this round's have cost. ``left_out`` says which devices' updates, acknowledged
-    all the same, its model is without, and why.
+    unweighted, of the evaluation that followed the round; ``None`` where there was none. ``accuracy_personal_decile``
+    is that of the floor(N/10)-th worst of N devices. ``notes`` are the method's own counts: those of its devices added
+    up, and what became of the model. Round 0 is the one that prepares the model. ``privacy`` is what the models up to
+    this round's have cost. ``left_out`` says which devices' updates, acknowledged all the same, its model is without,
+    and why.
     ``joules_per_point_*``: training's joules, transfers included, since the last evaluation before this one, for each
     percentage point that ``accuracy_personal`` (else ``accuracy_global``) has risen by; None where it has not risen.
     """
@@ -607,6 +625,7 @@ class RoundRecord(_Answer):
     training_flops: int
     train_loss: float | None
     accuracy_personal: float | None
+    accuracy_personal_decile: float | None = None
     accuracy_global: float | None
     loss_personal: float | None
     loss_global: float | None
@@ -636,7 +655,7 @@ class RoundRecord(_Answer):
     undone: bool = Field(default=False, description="An operator went back to an older model since")
 
 
-class DeviceReport(_Answer):
+class DeviceReport(Answer):
     """``GET /v1/federations/{name}/rounds/{number}/reports``: what one device answered to one assignment of a round."""
 
     device: str
@@ -645,7 +664,7 @@ class DeviceReport(_Answer):
     upload: Phase
 
 
-class Problem(_Answer):
+class Problem(Answer):
     """RFC 9457 problem document; ``detail`` says what to do."""
 
     type: str

@@ -8,8 +8,11 @@ from coordinator.devices import Devices
 from coordinator.dispatch import Dispatch
 from coordinator.errors import Finished
 from coordinator.federations import Federations
+from coordinator.metrics import Metrics
 from coordinator.models import Models
+from coordinator.overview import Overviews
 from coordinator.records import Records
+from coordinator.roster import Roster
 from coordinator.rounds import Rounds
 from coordinator.storage.store import Store
 from edge_sdk.protocol.builtin import load_builtin
@@ -37,6 +40,9 @@ def furnish(house, clock, models):
     house.costs = UploadCosts(store)
     house.rounds = Rounds(store, models, clock, house.costs)
     house.records = Records(store, house.costs.write)
+    house.roster = Roster(store, clock)
+    house.metrics = Metrics()
+    house.overviews = Overviews(store, models, house.federations, house.records, house.metrics, clock)
 
 
 class House:

@@ -164,7 +164,7 @@ class House:
         self.federations.change("f", ChangeFederation(action="reopen", rounds=rounds))
 
     def device(self, name):
-        return next(device for device in self.devices.list("f") if device.name == name)
+        return next(device for device in self.roster.list("f")[0] if device.name == name)
 
     def receipts(self, kind="evaluate"):
         with self.store.reading() as db:

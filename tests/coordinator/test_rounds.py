@@ -898,14 +898,14 @@ def test_a_word_of_the_set_keeps_a_device_away_until_it_asks_and_other_words_let
     house.rounds.advance()
     hot.hand_back(hot.ask(), PauseReason.heat)
     clumsy.hand_back(clumsy.ask(), "the loss is nan")
-    paused = {device.name: (device.present, device.paused) for device in house.devices.list("f")}
+    paused = {device.name: (device.present, device.paused) for device in house.roster.list("f")[0]}
     assert paused == {"a": (False, "heat"), "b": (True, None)}
     clock.pass_seconds(REST_SECONDS)
     house.rounds.advance()
     house.rounds.advance()
     assert house.record(2).cohort == ("b",)
     hot.ask()
-    assert [device.paused for device in house.devices.list("f")] == [None, None]
+    assert [device.paused for device in house.roster.list("f")[0]] == [None, None]
 
 
 def test_who_is_missing_is_said_by_their_words(house):
@@ -931,7 +931,7 @@ def test_a_budget_says_what_limits_it_and_the_next_one_what_limits_that(house):
     (device,) = house.enrol("a")
 
     def known():
-        (found,) = house.devices.list("f")
+        (found,) = house.roster.list("f")[0]
         return found.budget, found.limited_by
 
     assert known() == (1.0, None)

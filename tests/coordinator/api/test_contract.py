@@ -980,15 +980,28 @@ def test_events_tell_what_happens(client):
     with client.stream("GET", "/v1/federations/default/events") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         told = events(answer)
-        kind, federation = next(told)
-        assert (kind, federation["status"]) == ("federation", "waiting")
+        kind, overview = next(told)
+        assert (kind, overview["federation"]["status"]) == ("overview", "waiting")
+        assert overview["may_change"] is True, "no admin token is set"
         for name in ("one", "two"):
             enrol(client, name)
-        for kind, news in told:
-            if kind == "round":
-                assert (news["round"], news["status"], news["cohort"]) == (1, "open", ["one", "two"])
-                break
-            assert news["status"] in ("waiting", "running")
+        running = next(overview["open_round"] for _, overview in told if overview["open_round"])
+        assert (running["round"], running["cohort"], running["waiting_for"]) == (1, 2, ["one", "two"])
+
+
+def test_later_events_bring_only_the_points_that_changed(client, train):
+    devices = [enrol(client, name)[1] for name in ("one", "two")]
+    with client.stream("GET", "/v1/federations/default/events") as answer:
+        told, points = events(answer), []
+        for number in (1, 2):
+            for device in devices:
+                work = ask(client, device)
+                assert work.round == number
+                assert put(client, device, work, train(DIGITS.manifest, work)).status_code == 201
+            while not points or points[-1]["round"] < number:
+                points += next(told)[1]["points"]
+    assert [point["round"] for point in points] == [1, 2]
+    assert client.get("/v1/federations/default/overview").json()["points"] == points
 
 
 def test_long_bodies_are_refused_unread_on_every_path_but_those_that_ask_who_sends(open_app):

@@ -1,0 +1,49 @@
+"""The page for people. A browser asks its user for a token by itself (HTTP Basic) where one is needed."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from coordinator import dashboard
+from coordinator.api.access import AdminOnly, ObserverOnly
+from coordinator.api.bodies import ranged
+from coordinator.api.parts import House, TheHouse
+
+EMPTY = b'data-federation=""'
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/", dependencies=[ObserverOnly])
+def index(request: Request, house: TheHouse) -> Response:
+    """The page, to look; of the newest federation, where ``?federation=`` names none."""
+    return _page(request, house)
+
+
+@router.get("/admin", dependencies=[AdminOnly])
+def admin(request: Request, house: TheHouse) -> Response:
+    """The same page, for those who may change things: here a browser asks for an admin token."""
+    return _page(request, house)
+
+
+@router.get("/page/{name}", dependencies=[ObserverOnly])
+def file(name: str, request: Request) -> Response:
+    """What the page is made of."""
+    return _file(request, name)
+
+
+def _page(request: Request, house: House) -> Response:
+    body, media_type = dashboard.load("index.html")
+    newest = house.overviews.newest() or ""
+    return _answer(request, body.replace(EMPTY, EMPTY.replace(b'""', f'"{newest}"'.encode())), media_type)
+
+
+def _file(request: Request, name: str) -> Response:
+    body, media_type = dashboard.load(name)
+    return _answer(request, body, media_type)
+
+
+def _answer(request: Request, body: bytes, media_type: str) -> Response:
+    answer = ranged(request, body, media_type)
+    answer.headers.update(dashboard.HEADERS)
+    return answer

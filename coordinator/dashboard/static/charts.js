@@ -1,0 +1,133 @@
+// One chart: a figure with a drawing (uPlot), a sentence that says the newest values, and the same numbers as a table.
+// Arrow keys move through the rounds while the drawing has the focus.
+
+const DASHES = [[], [8, 4], [2, 3], [10, 4, 2, 4]];
+const STYLES = ["solid", "dashed", "dotted", "double"]; // of the legend's marks
+const HEIGHT = 240;
+const all = new Set();
+
+export class Chart {
+  /** lines: [{label, value: point -> number or null}]; format: number -> text, with its unit; least: the scale's lower
+      end, where it is not the smallest value. */
+  constructor(place, title, lines, format, least) {
+    Object.assign(this, { lines, format, least, points: [] });
+    this.plot = element("div", { className: "plot", tabIndex: 0 });
+    this.plot.setAttribute("role", "img");
+    this.said = element("p");
+    this.at = element("p", { className: "at" });
+    this.at.setAttribute("aria-live", "polite");
+    this.rows = element("table");
+    this.table = element("details", {}, [
+      element("summary", { textContent: "As a table" }),
+      element("div", { className: "wide", tabIndex: 0 }, [this.rows]),
+    ]);
+    this.figure = element("figure", { ariaLabel: title }, [
+      element("figcaption", {}, [element("h3", { textContent: title }), this.said]),
+      this.plot, this.at, this.table,
+    ]);
+    this.title = title;
+    place.append(this.figure);
+    this.table.addEventListener("toggle", () => this.fill());
+    this.plot.addEventListener("keydown", (event) => this.step(event));
+    new ResizeObserver(() => this.drawing?.setSize(this.size())).observe(this.plot);
+    all.add(this);
+  }
+
+  /** Show these points, oldest first. A chart of which nothing is known is not shown. */
+  draw(points) {
+    this.points = points;
+    const shown = this.lines.filter((line) => points.some((point) => line.value(point) != null));
+    this.figure.hidden = !shown.length;
+    if (!shown.length) return;
+    this.shown = shown;
+    const newest = shown.map((line) => {
+      const last = points.findLast((point) => line.value(point) != null);
+      return `${line.label} ${this.format(line.value(last))}`;
+    });
+    this.said.textContent = `Newest: ${newest.join(", ")}`;
+    this.plot.setAttribute("aria-label", `${this.title}. ${this.said.textContent}`);
+    this.fill();
+    if (!window.uPlot) return;
+    const data = [points.map((point) => point.round), ...shown.map((line) => points.map((point) => line.value(point)))];
+    const labels = shown.map((line) => line.label).join();
+    if (this.drawing && this.labels === labels) {
+      this.drawing.setData(data);
+    } else {
+      this.labels = labels;
+      this.drawing?.destroy();
+      this.drawing = new uPlot(this.options(), data, this.plot);
+    }
+  }
+
+  options() {
+    const style = getComputedStyle(document.documentElement);
+    const colour = (name) => style.getPropertyValue(name).trim();
+    const axis = { stroke: colour("--text"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
+    const text = (value) => (value == null ? "–" : this.format(value));
+    return {
+      ...this.size(),
+      scales: { x: { time: false }, y: { range: (_, low, high) => uPlot.rangeNum(Math.min(low, this.least ?? low), high, 0.1, true) } },
+      legend: { markers: { dash: (_, index) => STYLES[index - 1] ?? "solid" } },
+      axes: [
+        { ...axis, label: "round", labelSize: 18, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5] },
+        { ...axis, size: 74, values: (_, ticks) => ticks.map(text) },
+      ],
+      series: [
+        { label: "round", value: (_, round) => (round == null ? "–" : String(round)) },
+        ...this.shown.map((line) => {
+          const index = this.lines.indexOf(line);
+          const stroke = colour(`--data-${index + 1}`);
+          return { label: line.label, stroke, width: 2, dash: DASHES[index], spanGaps: true, points: { size: 5 }, value: (_, value) => text(value) };
+        }),
+      ],
+    };
+  }
+
+  size() {
+    return { width: Math.max(200, this.plot.clientWidth), height: HEIGHT };
+  }
+
+  fill() {
+    if (!this.table.open) return;
+    const cells = (kind, texts) => element("tr", {}, texts.map((textContent) => element(kind, { textContent })));
+    const names = ["round", ...this.shown.map((line) => line.label)];
+    const rows = this.points.map((point) => {
+      const round = point.first === point.round ? `${point.round}` : `${point.first} to ${point.round}`;
+      return cells("td", [round, ...this.shown.map((line) => {
+        const value = line.value(point);
+        return value == null ? "–" : this.format(value);
+      })]);
+    });
+    this.rows.replaceChildren(element("thead", {}, [cells("th", names)]), element("tbody", {}, rows));
+  }
+
+  step(event) {
+    const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+    if (move === undefined || !this.drawing) return;
+    event.preventDefault();
+    const last = this.points.length - 1;
+    const now = this.index ?? last + (move > 0 ? -1 : 1);
+    this.index = Math.min(last, Math.max(0, now + move));
+    const point = this.points[this.index];
+    this.drawing.setCursor({ left: this.drawing.valToPos(point.round, "x"), top: HEIGHT / 3 });
+    const values = this.shown.map((line) => [line.label, line.value(point)]).filter(([, value]) => value != null);
+    const said = values.map(([label, value]) => `${label} ${this.format(value)}`).join(", ");
+    this.at.textContent = `Round ${point.round}: ${said || "not measured"}`;
+  }
+}
+
+/** An element with properties and children. */
+export function element(kind, properties = {}, children = []) {
+  const made = Object.assign(document.createElement(kind), properties);
+  made.append(...children);
+  return made;
+}
+
+// Colours are drawn into the picture, so another scheme takes new ones.
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  for (const chart of all) {
+    chart.drawing?.destroy();
+    chart.drawing = chart.labels = undefined;
+    if (chart.points.length) chart.draw(chart.points);
+  }
+});

@@ -1,0 +1,357 @@
+// The page: one stream of events says how a federation stands; devices come in pages; changes are PATCH calls.
+
+import { Chart, element } from "./charts.js";
+
+const PAGE = 50;
+const DEVICES_SECONDS = 5;
+const $ = (id) => document.getElementById(id);
+const name = new URLSearchParams(location.search).get("federation") || document.documentElement.dataset.federation;
+const api = `/v1/federations/${encodeURIComponent(name)}`;
+
+// --- words and numbers ----------------------------------------------------------------------------------------------
+
+const DOING = {
+  training: "training", evaluating: "evaluating", ready: "ready, not drawn", resting: "resting: handed its work back",
+  paused: "paused by its policy", away: "away: missed a deadline or left", small_budget: "budget too small",
+  stopped: "stopped early", revoked: "revoked",
+};
+const PAUSED = {
+  charging: "not charging", battery: "battery low", heat: "too hot", throttled: "throttled", power: "power low",
+  network: "network metered", load: "busy", memory: "memory short", storage: "storage short", hours: "outside its hours",
+  energy: "energy spent",
+};
+const REASONS = { all_stopped: "every device stopped", max_rounds: "all rounds done", operator: "stopped by an operator" };
+
+function scaled(value, units, step) {
+  let unit = 0;
+  while (Math.abs(value) >= step && unit < units.length - 1) [value, unit] = [value / step, unit + 1];
+  const digits = value === 0 || Math.abs(value) >= 100 || (unit === 0 && Number.isInteger(value)) ? 0 : Math.abs(value) >= 10 ? 1 : 2;
+  return `${value.toFixed(digits)} ${units[unit]}`;
+}
+const bytes = (value) => scaled(value, ["B", "kB", "MB", "GB", "TB"], 1000);
+const joules = (value) => scaled(value, ["J", "kJ", "MJ", "GJ"], 1000);
+const seconds = (value) => (value < 120 ? `${value.toFixed(value < 10 ? 2 : 0)} s` : value < 7200 ? `${(value / 60).toFixed(1)} min` : `${(value / 3600).toFixed(1)} h`);
+const percent = (value) => `${(100 * value).toFixed(1)} %`;
+const plain = (value) => value.toPrecision(3);
+const many = (count, one, more = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : more}`;
+
+function ago(iso) {
+  const past = Math.max(0, (Date.now() + skew - Date.parse(iso)) / 1000);
+  return past < 60 ? "less than a minute ago" : `${seconds(past)} ago`;
+}
+
+// --- charts ---------------------------------------------------------------------------------------------------------
+
+const per = (of) => (point) => of(point) / (point.round - point.first + 1);
+const nonzero = (of) => (point) => of(point) || null;
+const CHARTS = [
+  ["Accuracy", percent, [
+    ["personal mean", (p) => p.accuracy_personal],
+    ["bottom decile", (p) => p.accuracy_personal_decile],
+    ["global", (p) => p.accuracy_global],
+  ]],
+  ["Loss", plain, [
+    ["personal", (p) => p.loss_personal], ["global", (p) => p.loss_global], ["training", (p) => p.train_loss],
+  ]],
+  ["Bytes a round", bytes, [
+    ["up", per((p) => p.bytes_up)], ["down", per((p) => p.bytes_down)], ["whole model both ways", per((p) => p.whole_bytes)],
+  ], 0],
+  ["Joules a round", joules, [
+    ["measured", nonzero(per((p) => p.joules_measured))], ["estimated", nonzero(per((p) => p.joules_estimated))],
+  ], 0],
+  ["Seconds a round, over devices", seconds, [
+    ["training", per((p) => p.train_seconds)], ["download", per((p) => p.download_seconds)],
+    ["upload", per((p) => p.upload_seconds)], ["evaluation", per((p) => p.evaluation_seconds)],
+  ], 0],
+].map(([title, format, lines, least]) =>
+  new Chart($("charts"), title, lines.map(([label, value]) => ({ label, value })), format, least));
+
+// --- how it stands --------------------------------------------------------------------------------------------------
+
+let overview;
+let points = new Map();
+let skew = 0; // the coordinator's clock less ours, ms
+
+function show(news) {
+  if (!overview || overview.span !== news.span || fresh) points = new Map();
+  fresh = false;
+  overview = news;
+  skew = Date.parse(news.at) - Date.now();
+  for (const point of news.points) points.set(point.first, point);
+  const rounds = [...points.values()].sort((one, other) => one.round - other.round);
+  const { federation } = news;
+  document.title = `${federation.name}: ${federation.status}, round ${federation.round} – Sparrow`;
+  $("name").textContent = federation.name;
+  $("status").textContent = $("status").className = federation.status;
+  $("status").classList.add("badge");
+  $("state").textContent = stateOf(federation);
+  $("federation").replaceChildren(...news.federations.map((line) =>
+    element("option", { value: line.name, selected: line.name === name, textContent: `${line.name} (${line.status})` })));
+  $("tiles").replaceChildren(...tilesOf(news, rounds).map(([term, value, more]) => element("div", {}, [
+    element("dt", { textContent: term }),
+    element("dd", { textContent: value }, more ? [element("small", { textContent: more })] : []),
+  ])));
+  $("warnings").hidden = !news.notices.length;
+  $("notices").replaceChildren(...news.notices.map(({ text }) => element("li", { textContent: text })));
+  $("no-rounds").hidden = rounds.length > 0;
+  if (rounds.length) for (const chart of CHARTS) chart.draw(rounds);
+  showRunning();
+  showAdmin(federation);
+  showDownloads(federation);
+  showKinds();
+  refreshDevices();
+}
+
+function stateOf(federation) {
+  const parts = [];
+  if (federation.reason) parts.push(`ended: ${REASONS[federation.reason] ?? federation.reason}`);
+  if (federation.status === "waiting") parts.push(`begins when ${many(federation.settings.min_devices, "device")} have enrolled`);
+  if (federation.waiting_for) parts.push(`waiting for ${federation.waiting_for}`);
+  if (federation.rollback_version != null) parts.push(`goes back to model ${federation.rollback_version} when this round has closed`);
+  if (!federation.global_model_usable) parts.push("its global model cannot be used alone: devices export their own");
+  return parts.join("; ");
+}
+
+function tilesOf({ federation, doing, evaluating }, rounds) {
+  const sum = (of) => rounds.reduce((total, point) => total + of(point), 0);
+  const last = (of) => rounds.map(of).findLast((value) => value != null);
+  const sent = sum((p) => p.bytes_up + p.bytes_down);
+  const whole = sum((p) => p.whole_bytes);
+  const [measured, estimated] = [sum((p) => p.joules_measured), sum((p) => p.joules_estimated)];
+  const [personal, decile, shared] = [last((p) => p.accuracy_personal), last((p) => p.accuracy_personal_decile), last((p) => p.accuracy_global)];
+  const at = doing.training ?? 0;
+  return [
+    ["Round", `${federation.round} of ${federation.rounds}`, `${federation.method} on ${federation.task}`],
+    ["Devices", `${federation.devices}`, `${at} training, ${evaluating} evaluating, ${federation.devices_stopped} stopped`],
+    personal != null && ["Personal accuracy", percent(personal), `bottom decile ${percent(decile)}`],
+    shared != null && ["Global accuracy", percent(shared), "mean over devices"],
+    whole > 0 && ["Sent both ways", bytes(sent), `${percent(sent / whole)} of sending the whole model`],
+    measured > 0 && ["Energy, measured", joules(measured), "training and transfer"],
+    estimated > 0 && ["Energy, estimated", joules(estimated), "training and transfer"],
+    federation.privacy && ["Privacy spent", `ε ≤ ${federation.privacy.epsilon.toPrecision(3)}`, `δ = ${federation.privacy.delta}`],
+  ].filter(Boolean);
+}
+
+function showRunning() {
+  const running = overview?.open_round;
+  $("running").hidden = !running;
+  if (!running) return;
+  const left = (Date.parse(running.deadline_at) - Date.now() - skew) / 1000;
+  const went = [
+    running.returned && `${many(running.returned, "device")} handed back`,
+    running.expired && `${many(running.expired, "device")} too late`,
+    running.extensions && `extended ${many(running.extensions, "time")}`,
+  ].filter(Boolean);
+  const paused = overview.federation.status === "paused";
+  const deadline = paused ? "paused" : left > 0 ? `${seconds(left)} to its deadline` : "its deadline has passed";
+  $("running-text").textContent = [
+    `Round ${running.round}: ${running.done} of ${many(running.cohort, "device")} answered; closes at ${running.target}`, ...went, deadline,
+  ].join("; ");
+  $("progress").max = Math.max(1, running.target);
+  $("progress").value = Math.min(running.done, running.target);
+  const more = running.cohort - running.done - running.returned - running.expired - running.waiting_for.length;
+  $("waiting").hidden = !running.waiting_for.length;
+  $("waiting-names").textContent = running.waiting_for.join(", ") + (more > 0 ? ` and ${more} more` : "");
+}
+
+function showDownloads(federation) {
+  const link = (href, text) => element("li", {}, [element("a", { href, textContent: text, download: "" })]);
+  $("downloads").replaceChildren(
+    ...(federation.global_model_usable
+      ? [link(`${api}/model`, "Global model (safetensors)"), link(`${api}/model.onnx`, "Global model (ONNX)")]
+      : [element("li", { textContent: "No global model: it cannot be used alone here." })]),
+    link(`${api}/rounds?format=csv`, "Records of all rounds (CSV)"),
+    link(`${api}/rounds`, "Records of all rounds (JSON)"),
+  );
+}
+
+// --- devices --------------------------------------------------------------------------------------------------------
+
+let offset = 0;
+let devicesAt = 0;
+let devicesAsked;
+
+function showKinds() {
+  const select = $("find").elements.doing;
+  for (const [value, text] of Object.entries(DOING)) {
+    const known = [...select.options].find((option) => option.value === value);
+    const option = known ?? select.appendChild(element("option", { value }));
+    option.textContent = `${text} (${overview.doing[value] ?? 0})`;
+  }
+}
+
+async function showDevices() {
+  devicesAt = Date.now();
+  const wanted = new URLSearchParams({ limit: PAGE, offset });
+  for (const [key, value] of new FormData($("find"))) if (value) wanted.set(key, value);
+  const asked = (devicesAsked = wanted.toString());
+  const answer = await call("GET", `${api}/devices?${wanted}`);
+  if (!answer || asked !== devicesAsked) return;
+  const devices = await answer.json();
+  const total = Number(answer.headers.get("Sparrow-Total"));
+  if (!devices.length && offset) return turn(-offset);
+  const body = $("devices").tBodies[0];
+  const focused = document.activeElement?.dataset?.device;
+  body.replaceChildren(...devices.map(rowOf));
+  if (focused) body.querySelector(`[data-device="${CSS.escape(focused)}"]`)?.focus();
+  $("devices").querySelector("th.actions").hidden = !overview?.may_change;
+  $("count").textContent = total ? `${offset + 1} to ${offset + devices.length} of ${many(total, "device")}` : "No device.";
+  $("previous").disabled = !offset;
+  $("next").disabled = offset + devices.length >= total;
+}
+
+function rowOf(device) {
+  const cells = [
+    element("th", { scope: "row", textContent: device.name }),
+    element("td", { textContent: device.profile.board || "unknown" }),
+    element("td", { className: "number", textContent: device.budget.toLocaleString("en", { maximumFractionDigits: 3 }) }),
+    element("td", { textContent: whatOf(device) }),
+    element("td", {}, [element("time", { dateTime: device.seen_at, textContent: ago(device.seen_at) })]),
+  ];
+  if (overview?.may_change) {
+    const revoke = element("button", { type: "button", textContent: "Revoke", ariaLabel: `Revoke ${device.name}`, disabled: device.doing === "revoked" });
+    revoke.dataset.device = device.device_id;
+    revoke.addEventListener("click", async () => {
+      if (!(await sure(`Take ${device.name}'s token away for good? It can then do nothing here any more.`, "Revoke"))) return;
+      if (await call("PATCH", `/v1/devices/${device.device_id}`, { revoked: true })) await showDevices();
+    });
+    cells.push(element("td", {}, [revoke]));
+  }
+  return element("tr", {}, cells);
+}
+
+function whatOf(device) {
+  if (device.doing === "stopped") return `stopped at round ${device.stopped_round}`;
+  if (device.doing === "paused") return `paused: ${PAUSED[device.paused] ?? device.paused}`;
+  if (device.doing === "small_budget") return `budget below the ${overview?.smallest_budget} that is needed`;
+  return DOING[device.doing] ?? device.doing;
+}
+
+function refreshDevices() {
+  if (Date.now() - devicesAt > DEVICES_SECONDS * 1000) showDevices();
+}
+
+function turn(by) {
+  offset = Math.max(0, offset + by);
+  return showDevices();
+}
+
+let typing;
+$("find").addEventListener("input", () => {
+  clearTimeout(typing);
+  typing = setTimeout(() => turn(-offset), 200);
+});
+$("find").addEventListener("submit", (event) => event.preventDefault());
+$("previous").addEventListener("click", () => turn(-PAGE));
+$("next").addEventListener("click", () => turn(PAGE));
+
+// --- changes --------------------------------------------------------------------------------------------------------
+
+const ACTIONS = {
+  waiting: ["pause", "stop"], running: ["pause", "stop"], paused: ["resume", "stop"], finished: ["reopen"], stopped: ["reopen"],
+};
+const LABELS = { pause: "Pause", resume: "Resume", stop: "Stop", reopen: "Reopen" };
+
+function showAdmin(federation) {
+  $("administer").hidden = overview.may_change;
+  $("admin").hidden = !overview.may_change;
+  if (!overview.may_change) return;
+  const actions = ACTIONS[federation.status];
+  if ($("actions").dataset.of !== actions.join()) {
+    $("actions").dataset.of = actions.join();
+    $("actions").replaceChildren(...actions.map((action) => {
+      const button = element("button", { type: "button", textContent: LABELS[action] });
+      button.addEventListener("click", () => act(action));
+      return button;
+    }));
+  }
+  const form = $("settings");
+  if (form.dataset.touched) return;
+  const { cohort, deadline_seconds: deadline } = federation.settings;
+  for (const [key, value] of Object.entries({ rounds: federation.rounds, cohort, deadline_seconds: deadline })) form.elements[key].value = value;
+}
+
+async function act(action) {
+  const { federation } = overview;
+  const change = { action };
+  if (action === "stop" && !(await sure(`Stop ${federation.name}? Its devices export what they have and leave.`, "Stop"))) return;
+  if (action === "reopen") {
+    const rounds = Number($("settings").elements.rounds.value);
+    if (rounds > federation.rounds) change.rounds = rounds;
+  }
+  if (await call("PATCH", api, change)) said(`${LABELS[action]}: done.`);
+}
+
+$("settings").addEventListener("input", (event) => { event.currentTarget.dataset.touched = "yes"; });
+$("settings").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const form = event.currentTarget;
+  const change = Object.fromEntries([...new FormData(form)].map(([key, value]) => [key, Number(value)]));
+  if (!(await call("PATCH", api, change))) return;
+  delete form.dataset.touched;
+  said("Saved.");
+});
+
+function said(text) {
+  $("done").textContent = text;
+}
+
+function sure(question, yes) {
+  const dialog = $("ask");
+  $("question").textContent = question;
+  $("yes").textContent = yes;
+  dialog.returnValue = "no";
+  dialog.showModal();
+  return new Promise((resolve) => dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true }));
+}
+
+/** The answer, or null where there is none: then the page says why. */
+async function call(method, path, body) {
+  const headers = body ? { "Content-Type": "application/json" } : {};
+  try {
+    const answer = await fetch(path, { method, headers, body: body && JSON.stringify(body) });
+    if (answer.ok) {
+      if (method !== "GET") $("error").hidden = true;
+      return answer;
+    }
+    const problem = await answer.json().catch(() => ({}));
+    fail(problem.detail ?? `${method} ${path}: ${answer.status}`);
+  } catch (error) {
+    if (method !== "GET") fail("the coordinator does not answer; nothing was changed");
+  }
+  return null;
+}
+
+function fail(text) {
+  $("error").textContent = text;
+  $("error").hidden = false;
+}
+
+// --- the stream -----------------------------------------------------------------------------------------------------
+
+let fresh = true;
+
+function connect() {
+  const source = new EventSource(`${api}/events`);
+  const tell = (text, lost) => {
+    $("connection").textContent = text;
+    $("connection").classList.toggle("lost", lost);
+  };
+  source.addEventListener("open", () => { fresh = true; tell("live", false); });
+  source.addEventListener("overview", (event) => show(JSON.parse(event.data)));
+  source.addEventListener("error", async () => {
+    tell("connection lost, trying again", true);
+    if (source.readyState !== EventSource.CLOSED) return; // it tries again by itself
+    await call("GET", api); // says why, where it is not just down
+    setTimeout(connect, 3000);
+  });
+  addEventListener("pagehide", () => source.close());
+}
+
+$("federation").addEventListener("change", (event) => { location.search = new URLSearchParams({ federation: event.target.value }); });
+setInterval(showRunning, 1000);
+if (name) connect();
+else {
+  $("connection").textContent = "no federation";
+  fail("There is no federation yet. Publish one (sparrow publish), then load this page again.");
+}

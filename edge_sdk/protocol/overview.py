@@ -1,0 +1,94 @@
+"""What the coordinator's page shows of a federation: ``GET /v1/federations/{name}/overview`` and ``.../events``.
+
+Bounded in size, whatever the fleet and however long it has trained: rounds are summed into few points, and of devices
+there are counts. The whole is in ``GET .../rounds`` and ``GET .../devices``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from edge_sdk.protocol.messages import Answer, Doing, FederationInfo, FederationStatus
+
+
+class RoundPoint(Answer):
+    """Closed rounds ``first`` to ``round``, as one point of a chart.
+
+    Counts, bytes, joules and seconds are sums over these rounds and their devices; accuracy and loss are the last that
+    were measured in them. Bytes and joules are training's, transfers included. ``whole_bytes`` is what the same updates
+    would have taken had the whole model, in float32, gone both ways. ``seconds`` is what the rounds took, opening to
+    closing; ``*_seconds`` what devices spent.
+    """
+
+    first: int
+    round: int
+    updates: int
+    accuracy_personal: float | None
+    accuracy_personal_decile: float | None
+    accuracy_global: float | None
+    loss_personal: float | None
+    loss_global: float | None
+    train_loss: float | None
+    bytes_up: int
+    bytes_down: int
+    evaluation_bytes: int
+    whole_bytes: int
+    joules_measured: float
+    joules_estimated: float
+    seconds: float
+    download_seconds: float
+    train_seconds: float
+    upload_seconds: float
+    evaluation_seconds: float
+
+
+class OpenRound(Answer):
+    """The round that is open: what became of its cohort's assignments so far, and who is being waited for."""
+
+    round: int
+    opened_at: str
+    deadline_at: str
+    extensions: int = Field(description="How often its deadline was moved")
+    target: int = Field(description="Updates that close it before its deadline")
+    cohort: int
+    done: int
+    returned: int
+    expired: int
+    waiting_for: tuple[str, ...] = Field(description="The first hundred devices whose answer is still to come")
+
+
+class FederationLine(Answer):
+    """One federation among others."""
+
+    name: str
+    method: str
+    task: str
+    status: FederationStatus
+    round: int
+    rounds: int
+
+
+class Notice(Answer):
+    """Something an operator should know of."""
+
+    kind: Literal["method", "refused", "left_out", "lost"]
+    text: str
+
+
+class Overview(Answer):
+    """A federation at a glance. In the events that follow the first one, ``points`` are only those that changed, or all
+    of them where ``span`` did."""
+
+    at: str = Field(description="When the coordinator looked")
+    federation: FederationInfo
+    federations: tuple[FederationLine, ...] = Field(description="At most a hundred, the newest first")
+    span: int = Field(description="Rounds in a point: a power of two")
+    points: tuple[RoundPoint, ...]
+    open_round: OpenRound | None
+    evaluating: int = Field(description="Evaluations that are still to come")
+    doing: dict[Doing, int] = Field(description="Devices by what they are doing")
+    smallest_budget: float = Field(description="The budget below which a device is not drawn")
+    notices: tuple[Notice, ...]
+    may_change: bool = Field(default=False, description="Whether the caller may change the federation")

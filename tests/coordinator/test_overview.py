@@ -1,0 +1,187 @@
+"""What the page is shown: it agrees with the records, and stays small however large the fleet."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from sqlalchemy import event
+
+from coordinator.errors import NotFound
+from coordinator.overview import MOST_POINTS, span_of
+from coordinator.records import bottom_decile
+from coordinator.roster import Wanted
+from edge_sdk.protocol.messages import ChangeDevice, Conditions, Doing, PauseReason
+
+from .fakes import DIGITS
+from .grown import grow
+
+
+@pytest.fixture
+def house(open_house):
+    return open_house()
+
+
+@pytest.fixture
+def queries(house):
+    """The statements that the house's store has made."""
+    made = []
+    event.listen(house.store._engine, "before_cursor_execute", lambda c, cursor, sql, *_: made.append(sql))
+    return made
+
+
+def test_points_agree_with_the_records(house, play):
+    house.create(rounds=3, evaluation_interval=2)
+    play(house, house.enrol("a", "b"))
+    overview, records = house.overviews.look("f"), house.records.rounds("f")
+    assert (overview.span, overview.open_round, overview.federation.status) == (1, None, "finished")
+    assert [point.round for point in overview.points] == [record.round for record in records] == [1, 2, 3]
+    for point, record in zip(overview.points, records, strict=True):
+        for name in ("updates", "accuracy_personal", "accuracy_personal_decile", "accuracy_global", "loss_personal"):
+            assert getattr(point, name) == getattr(record, name)
+        assert (point.bytes_up, point.bytes_down) == (record.bytes_up, record.bytes_down)
+        assert point.train_seconds == record.train.seconds
+        assert point.seconds == record.seconds
+        assert point.whole_bytes == record.updates * 2 * 4 * DIGITS.shared_values
+    assert [point.accuracy_personal for point in overview.points] == [None, 0.5, 0.5]
+
+
+def test_the_open_round_shows_who_is_being_waited_for(house, answer):
+    house.create(deadline_seconds=100)
+    one, two, three = house.enrol("a", "b", "c")
+    house.rounds.advance()
+    answer(one)
+    two.hand_back(two.ask(), "too hot")
+    running = house.overviews.look("f").open_round
+    assert (running.round, running.cohort, running.done, running.returned, running.expired) == (1, 3, 1, 1, 0)
+    assert running.waiting_for == (three.name,)
+
+
+def test_every_device_says_what_it_is_doing_or_why_it_does_not_train(house, answer):
+    house.create(cohort=3, rounds=5, evaluation_interval=1)
+    one, two, away, paused, revoked, resting = house.enrol(*"abcdef")
+    house.devices.change(away.id, ChangeDevice(conditions=Conditions(available=False)))
+    reason = PauseReason.heat
+    house.devices.change(paused.id, ChangeDevice(conditions=Conditions(available=False, reason=reason)))
+    house.devices.change(revoked.id, ChangeDevice(revoked=True))
+
+    def doing():
+        found = {device.name: device.doing.value for device in house.roster.list("f")[0]}
+        counted = {what.value: count for what, count in house.overviews.look("f").doing.items()}
+        assert counted == Counter(found.values())
+        return found
+
+    usual = {"c": "away", "d": "paused", "e": "revoked"}
+    assert doing() == {"a": "ready", "b": "ready", "f": "ready", **usual}
+    house.rounds.advance()
+    resting.hand_back(resting.ask(), "the loss is nan")
+    assert doing() == {"a": "training", "b": "training", "f": "resting", **usual}
+    answer(one)
+    assert doing()["a"] == "ready"
+    answer(two, stopped=True)
+    assert doing()["b"] == "stopped"
+    house.rounds.advance()
+    assert house.overviews.look("f").evaluating > 0
+    assert doing()["a"] == "training", "which comes before evaluating"
+
+
+def test_a_budget_that_is_too_small_is_said(house):
+    house.create(method="fedsgc", rounds=30)
+    house.enrol("a", "b", a=0.19, b=0.2)
+    assert [device.doing.value for device in house.roster.list("f")[0]] == ["small_budget", "ready"]
+    assert house.overviews.look("f").smallest_budget == pytest.approx(0.2)
+
+
+def test_notices_tell_what_an_operator_should_know(house):
+    house.create()
+    (device,) = house.enrol("a")
+    assert house.overviews.look("f").notices == ()
+    house.devices.change(device.id, ChangeDevice(conditions=Conditions(available=False)))
+    house.metrics.refused.labels("f", "BadContent").inc(2)
+    house.metrics.refused.labels("another", "BadContent").inc(5)
+    house.metrics.left_out.labels("f").inc(3)
+    notices = {notice.kind: notice.text for notice in house.overviews.look("f").notices}
+    assert notices["refused"].endswith(": 2 (BadContent)")
+    assert notices["left_out"].endswith(": 3")
+    assert notices["lost"].endswith("not come back: 1")
+
+
+def test_no_federation_of_this_name(house):
+    with pytest.raises(NotFound, match="there is no federation 'none'"):
+        house.overviews.look("none")
+    assert house.overviews.newest() is None
+
+
+@pytest.mark.parametrize(
+    ("rounds", "span"), [(0, 1), (240, 1), (241, 2), (480, 2), (481, 4), (1000, 8), (100_000, 512)]
+)
+def test_many_rounds_become_few_points(rounds, span):
+    assert span_of(rounds) == span
+    assert -(-rounds // span) <= MOST_POINTS
+
+
+def test_thinned_points_lose_no_sum_and_keep_the_last_accuracy(house):
+    house.create()
+    grow(house.store, devices=20, rounds=500, cohort=4)
+    overview = house.overviews.look("f")
+    assert overview.span == 4
+    assert [(point.first, point.round) for point in overview.points[:2]] == [(1, 4), (5, 8)]
+    assert sum(point.updates for point in overview.points) == 500 * 4
+    assert sum(point.bytes_up for point in overview.points) == 500 * 4000
+    assert sum(point.joules_estimated for point in overview.points) == pytest.approx(500 * 12)
+    assert overview.points[0].accuracy_personal is None
+    assert (overview.points[1].accuracy_personal, overview.points[1].accuracy_personal_decile) == (5 / 2000, 5 / 4000)
+    assert overview.points[-1].train_loss == pytest.approx(1 / 500)
+    later = house.overviews.look("f", since=500)
+    assert later.points == overview.points[-3:], "only the newest, but whole ones"
+
+
+def test_a_large_fleet_takes_no_more_queries_and_few_bytes(house, queries):
+    house.create()
+    grow(house.store, devices=30, rounds=3, cohort=4)
+
+    def look(what):
+        queries.clear()
+        return what(), len(queries)
+
+    _, few = look(lambda: house.overviews.look("f"))
+    _, few_devices = look(lambda: house.roster.list("f", Wanted(limit=50)))
+    house.create("large")
+    grow(house.store, devices=10_000, rounds=1000, cohort=2000, name="large")
+    whole, many = look(lambda: house.overviews.look("large"))
+    update, again = look(lambda: house.overviews.look("large", since=1000))
+    (page, total), devices = look(lambda: house.roster.list("large", Wanted(limit=50)))
+    assert few == many == again <= 16
+    assert few_devices == devices <= 4
+    assert len(whole.model_dump_json()) < 150_000
+    assert len(update.model_dump_json()) < 20_000
+    assert (len(page), total) == (50, 10_000)
+    assert sum(len(device.model_dump_json()) for device in page) < 50_000
+    assert sum(whole.doing.values()) == 10_000
+    assert len(whole.open_round.waiting_for) == 100
+    assert whole.open_round.cohort == 2000
+
+
+def test_devices_are_found_by_name_board_and_what_they_do(house):
+    house.create()
+    grow(house.store, devices=200, rounds=1, cohort=3)
+
+    def names(**wanted):
+        return [device.name for device in house.roster.list("f", Wanted(**wanted))[0]]
+
+    assert names(search="00017") == ["device-00017"]
+    assert names(search="PI 4", limit=3) == ["device-00001", "device-00004", "device-00007"]
+    assert names(search="%") == [], "no wildcards"
+    assert names(order="-seen", limit=2) == ["device-00199", "device-00198"]
+    assert names(order="-budget", limit=2) == ["device-00004", "device-00009"]
+    assert names(doing=Doing.stopped, offset=18) == ["device-00180", "device-00190"]
+    assert house.roster.list("f", Wanted(doing=Doing.stopped, limit=1))[1] == 20
+    assert names(order="stopped", limit=1) == ["device-00000"]
+
+
+@pytest.mark.parametrize(
+    ("values", "decile"),
+    [([], None), ([None], None), ([0.5, None, 0.2], 0.2), (range(100), 9), (range(19), 0), (range(20), 1)],
+)
+def test_the_bottom_decile_is_the_tenth_worst_of_a_hundred(values, decile):
+    assert bottom_decile(values) == decile
