@@ -1,4 +1,4 @@
-# make demo   set up, run the main job, show what came out
+# make demo   set up, run the main job, show what came out; with KEEP=1 its page stays open
 # make test   set up, run the tests
 # make test-arm64   the device's side on aarch64, emulated; as root, with debootstrap and qemu-user-static
 PYTHON ?= python3
@@ -7,10 +7,10 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TORCH  := torch==2.13.0
 
-.PHONY: demo test test-slow test-arm64 check format setup builtin demo-seeds clean
+.PHONY: demo test test-slow test-arm64 check format setup builtin demo-seeds pictures clean
 
 demo: setup
-	$(BIN)/python -m benchmarks.demo
+	$(BIN)/python -m benchmarks.demo $(if $(KEEP),--keep)
 
 test: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal
@@ -35,6 +35,10 @@ format: setup
 # The table of docs/results/demo.md: the demo over five seeds.
 demo-seeds: setup
 	$(BIN)/python -m benchmarks.demo_seeds
+
+# The pictures of README; needs Chromium.
+pictures: setup
+	$(BIN)/python docs/pictures.py
 
 # The manifests and skeletons of built-in tasks, after a change of their models.
 builtin: setup

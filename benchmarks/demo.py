@@ -14,6 +14,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -41,6 +42,7 @@ ROUNDS = 30
 PATIENCE = 2  # the paper's is 1; docs/results/demo.md has both
 WATTS = "2.3:6.4"  # a Raspberry Pi 4B, idle and busy: only where the machine has no sensor, and labelled so
 LIMIT_SECONDS = 600
+AGAIN = "make demo KEEP=1"
 
 
 @dataclass(frozen=True)
@@ -73,29 +75,35 @@ class DeviceRow:
         return (self.bytes_up + self.bytes_down) / (2 * self.rounds * self.whole_model_bytes)
 
 
-def run(folder: Path, seed: int, patience: int = PATIENCE) -> dict[str, Any]:
-    """Run the federation in ``folder`` and return the report; everything it printed is in ``folder``'s logs."""
+@contextlib.contextmanager
+def fresh(folder: Path) -> Iterator[str]:
+    """A coordinator in an emptied ``folder``, with everything it prints in the folder's logs; yields its address."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    begin = time.monotonic()
     with coordinator(folder) as server:
-        publish(
-            server,
-            "demo",
-            "digits",
-            rounds=ROUNDS,
-            cohort=len(BUDGETS),
-            min_devices=len(BUDGETS),
-            local_epochs=2,
-            learning_rate=0.05,
-            patience=patience,
-            evaluation_interval=2,
-            seed=seed,
-        )
-        with devices(folder, server, seed) as processes:
-            info, records = watch(server, processes, folder)
-        model, _ = checkpoint.load(httpx.get(f"{server}/v1/federations/demo/model").raise_for_status().content)
-        manifest = Manifest.model_validate_json(httpx.get(f"{server}/v1/federations/demo/manifest").content)
+        yield server
+
+
+def run(folder: Path, server: str, seed: int, patience: int = PATIENCE) -> dict[str, Any]:
+    """Run the federation at the coordinator ``server``, with its devices in ``folder``, and return the report."""
+    begin = time.monotonic()
+    publish(
+        server,
+        "demo",
+        "digits",
+        rounds=ROUNDS,
+        cohort=len(BUDGETS),
+        min_devices=len(BUDGETS),
+        local_epochs=2,
+        learning_rate=0.05,
+        patience=patience,
+        evaluation_interval=2,
+        seed=seed,
+    )
+    with devices(folder, server, seed) as processes:
+        info, records = watch(server, processes, folder)
+    model, _ = checkpoint.load(httpx.get(f"{server}/v1/federations/demo/model").raise_for_status().content)
+    manifest = Manifest.model_validate_json(httpx.get(f"{server}/v1/federations/demo/manifest").content)
     wall = time.monotonic() - begin
     rows = [
         judge(folder, name(index), budget, manifest, info.settings, model, seed)
@@ -288,22 +296,34 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def show(report: dict[str, Any], folder: Path) -> None:
+    """Print the table, and write the report and its plot into ``folder``."""
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    plots.accuracy_by_round(report, folder / "accuracy.png")
+    print(table(report))
+    print(
+        f"\n{folder}/report.json      these figures\n"
+        f"{folder}/accuracy.png     accuracy by round\n"
+        f"{folder}/<device>/model.onnx   try: python -m edge_sdk.predict {folder}/{name(0)}/model.onnx "
+        f"--input x.npy"
+    )
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo and show what came out."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description="One federation, five devices.")
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where to work; it is emptied first")
+    parser.add_argument("--seed", type=int, default=0, help="what decides weights, data, masks and batches")
+    parser.add_argument("--keep", action="store_true", help="keep the page open afterwards, until Ctrl-C")
     options = parser.parse_args(arguments)
-    report = run(options.folder, options.seed)
-    (options.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    plots.accuracy_by_round(report, options.folder / "accuracy.png")
-    print(table(report))
-    print(
-        f"\n{options.folder}/report.json      these figures\n"
-        f"{options.folder}/accuracy.png     accuracy by round\n"
-        f"{options.folder}/<device>/model.onnx   try: python -m edge_sdk.predict {options.folder}/{name(0)}/model.onnx "
-        f"--input x.npy"
-    )
+    with fresh(options.folder) as server:
+        stays = "" if options.keep else f", while it runs; {AGAIN} keeps it open"
+        print(f"see it live at {server}/{stays}", flush=True)
+        show(run(options.folder, server, options.seed), options.folder)
+        if options.keep:
+            print(f"\nthe page stays open at {server}/ until Ctrl-C", flush=True)
+            with contextlib.suppress(KeyboardInterrupt):
+                threading.Event().wait()
     return 0
 
 

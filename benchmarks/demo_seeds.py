@@ -129,7 +129,9 @@ def main() -> int:
     runs = tqdm([(patience, seed) for patience in PATIENCES for seed in SEEDS], desc="federations", unit="federation")
     by_patience: dict[int, list[dict[str, Any]]] = {patience: [] for patience in PATIENCES}
     for patience, seed in runs:
-        by_patience[patience].append(demo.run(Path(f"runs/demo-seed-{seed}"), seed, patience))
+        folder = Path(f"runs/demo-seed-{seed}")
+        with demo.fresh(folder) as server:
+            by_patience[patience].append(demo.run(folder, server, seed, patience))
     RESULTS.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(report) for reports in by_patience.values() for report in reports]
     (RESULTS / "demo.jsonl").write_text("\n".join(lines) + "\n")

@@ -67,7 +67,7 @@ export class Chart {
     return {
       ...this.size(),
       scales: { x: { time: false }, y: { range: (_, low, high) => uPlot.rangeNum(Math.min(low, this.least ?? low), high, 0.1, true) } },
-      legend: { markers: { dash: (_, index) => STYLES[index - 1] ?? "solid" } },
+      legend: { markers: { dash: (_, index) => STYLES[this.lines.indexOf(this.shown[index - 1])] ?? "solid" } },
       axes: [
         { ...axis, label: "round", labelSize: 18, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5] },
         { ...axis, size: 74, values: (_, ticks) => ticks.map(text) },

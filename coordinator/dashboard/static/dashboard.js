@@ -22,18 +22,24 @@ const PAUSED = {
 };
 const REASONS = { all_stopped: "every device stopped", max_rounds: "all rounds done", operator: "stopped by an operator" };
 
+const SPACE = "\u00a0"; // a number stays with its unit
+
 function scaled(value, units, step) {
   let unit = 0;
   while (Math.abs(value) >= step && unit < units.length - 1) [value, unit] = [value / step, unit + 1];
   const digits = value === 0 || Math.abs(value) >= 100 || (unit === 0 && Number.isInteger(value)) ? 0 : Math.abs(value) >= 10 ? 1 : 2;
-  return `${value.toFixed(digits)} ${units[unit]}`;
+  return `${Number(value.toFixed(digits))}${SPACE}${units[unit]}`;
 }
 const bytes = (value) => scaled(value, ["B", "kB", "MB", "GB", "TB"], 1000);
 const joules = (value) => scaled(value, ["J", "kJ", "MJ", "GJ"], 1000);
-const seconds = (value) => (value < 120 ? `${value.toFixed(value < 10 ? 2 : 0)} s` : value < 7200 ? `${(value / 60).toFixed(1)} min` : `${(value / 3600).toFixed(1)} h`);
-const percent = (value) => `${(100 * value).toFixed(1)} %`;
-const plain = (value) => value.toPrecision(3);
+const percent = (value) => `${(100 * value).toFixed(1)}${SPACE}%`;
+const plain = (value) => String(Number(value.toPrecision(3)));
 const many = (count, one, more = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : more}`;
+
+function seconds(value) {
+  const [size, unit] = [[86400, "d"], [3600, "h"], [60, "min"]].find(([size]) => value >= 2 * size) ?? [1, "s"];
+  return `${Number((value / size).toFixed(size > 1 ? 1 : value < 10 ? 2 : 0))}${SPACE}${unit}`;
+}
 
 function ago(iso) {
   const past = Math.max(0, (Date.now() + skew - Date.parse(iso)) / 1000);

@@ -1,0 +1,41 @@
+"""``make pictures``: the demo's page and plot, as README shows them. Needs Chromium."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+from benchmarks import demo
+
+FOLDER = Path(__file__).with_name("pictures")
+WIDTH, HEIGHT = 1280, 1010
+
+
+def main() -> int:
+    """Run the demo, look at its page when it has ended, and keep both pictures."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        raise SystemExit("there is no Chromium here; install the package chromium")
+    home = Path("runs/pictures")
+    FOLDER.mkdir(exist_ok=True)
+    with demo.fresh(home) as server:
+        demo.show(demo.run(home, server, seed=0), home)
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(
+                executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+            )
+            page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+            page.goto(server)
+            page.locator("figure canvas").last.wait_for()
+            page.locator("#admin").evaluate("section => section.hidden = true")  # what an observer sees
+            page.screenshot(path=FOLDER / "page.png")
+            browser.close()
+    shutil.copy(home / "accuracy.png", FOLDER / "demo.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

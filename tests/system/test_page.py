@@ -1,0 +1,334 @@
+"""The page in a real browser: a running coordinator, a running fleet, and what is shown beside the records.
+
+Screenshots are kept in the folder that ``SPARROW_SCREENSHOTS`` names, else in pytest's own. Skipped, and said so,
+where there is no Chromium.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from coordinator.dashboard import FROM_CHARTS
+from coordinator.federations import find
+from coordinator.storage.store import Store
+from edge_sdk.protocol.messages import RoundRecord
+
+from ..coordinator.fakes import House
+from ..coordinator.grown import grow
+from .conftest import Coordinator, wait_until
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CALM = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync"),
+)
+WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+AXES = re.compile(r"[-+]?[\d.,]+")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        pytest.skip(f"no Chromium here, so the page is not tested: install one of {', '.join(NAMES)}")
+    with playwright.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=found, args=list(CALM))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens pages; a test in which one wrote an error to its console fails."""
+    troubles, contexts = [], []
+
+    def open_one(url, **context):
+        contexts.append(browser.new_context(**{"viewport": WIDE, "accept_downloads": True, **context}))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(20_000)
+        page.on("console", lambda said: said.type == "error" and troubles.append(said.text))
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.requests = []
+        page.on("request", lambda request: page.requests.append(request))
+        page.troubles = troubles
+        page.goto(url)
+        return page
+
+    yield open_one
+    for context in contexts:
+        context.close()
+    assert troubles == []
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    folder = Path(os.environ.get("SPARROW_SCREENSHOTS") or tmp_path_factory.mktemp("screenshots"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def new_coordinator(tmp_path):
+    """Makes coordinators that are not started yet."""
+    with ExitStack() as stack:
+
+        def make(**settings):
+            made = Coordinator(tmp_path / "own", **settings)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def trained(machine):
+    """A federation of four devices, of whose eight rounds three have closed."""
+    coordinator, device = machine()
+    coordinator.create("lab", cohort=4, min_devices=4, rounds=8, evaluation_interval=1, local_epochs=1)
+    fleet = ("--devices", "4", "--task", "digits", "--budgets", "0.3,0.6,0.9,1", "--boards", "pi4b", "--processes", "1")
+    device.fleet(coordinator.url, "lab", *fleet)
+    wait_until(lambda: coordinator.info("lab")["round"] >= 3, "three rounds", timeout=60, interval=0.1)
+    return coordinator
+
+
+def tiles(page):
+    terms = page.locator("#tiles dt").all_text_contents()
+    return dict(zip(terms, texts(page.locator("#tiles dd")), strict=True))
+
+
+def texts(found):
+    """What is written in each, with common spaces between numbers and units."""
+    return [text.replace("\u00a0", " ") for text in found.all_text_contents()]
+
+
+def records_of(coordinator, name="lab"):
+    return [RoundRecord.model_validate(each) for each in coordinator.rounds(name)]
+
+
+def test_what_is_shown_equals_the_records_and_follows_them_live(trained, open_page, pictures):
+    page = open_page(trained.url)
+    expect = playwright.expect
+    expect(page.locator("#connection")).to_have_text("live")
+    expect(page.locator("#name")).to_have_text("lab")
+    before = int(tiles(page)["Round"].split()[0])
+    wait_until(lambda: trained.info("lab")["status"] == "finished", "the last round", timeout=60, interval=0.1)
+    expect(page.locator("#status")).to_have_text("finished")
+    expect(page.locator("#tiles")).to_contain_text("8 of 8")
+    assert before < 8, "the page was there before, and was told"
+
+    settled = None
+    while (records := records_of(trained)) != settled:  # evaluations and costs of the last round
+        settled = records
+        time.sleep(1)
+    shown = tiles(page)
+    assert shown["Personal accuracy"].startswith(f"{100 * records[-1].accuracy_personal:.1f} %")
+    assert f"bottom decile {100 * records[-1].accuracy_personal_decile:.1f} %" in shown["Personal accuracy"]
+    assert shown["Global accuracy"].startswith(f"{100 * records[-1].accuracy_global:.1f} %")
+    sent = sum(each.bytes_up + each.bytes_down for each in records)
+    assert float(shown["Sent both ways"].split()[0]) == pytest.approx(sent / 10 ** (6 if sent > 1e6 else 3), rel=0.01)
+    spent = sum(p.joules_estimated for each in records for p in (each.download, each.train, each.upload))
+    assert float(AXES.match(shown["Energy, estimated"])[0]) == pytest.approx(spent, rel=0.01)
+
+    accuracy = page.get_by_role("figure", name="Accuracy")
+    expect(accuracy.locator("canvas")).to_be_visible()
+    accuracy.get_by_text("As a table").click()
+    rows = [texts(row.locator("td")) for row in accuracy.locator("tbody tr").all()]
+    percent = [f"{100 * value:.1f} %" for each in records for value in (each.accuracy_personal, each.accuracy_global)]
+    assert [row[0] for row in rows] == [str(each.round) for each in records]
+    assert [text for row in rows for text in (row[1], row[3])] == percent
+
+    names = page.locator("#devices tbody th").all_text_contents()
+    listed = trained.get("/v1/federations/lab/devices").json()
+    assert names == [each["name"] for each in listed]
+    budgets = [float(text) for text in page.locator("#devices tbody td.number").all_text_contents()]
+    assert budgets == [each["budget"] for each in listed]
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        page.wait_for_timeout(300)  # charts are drawn anew
+        page.screenshot(path=pictures / f"{scheme}.png", full_page=True)
+    page.set_viewport_size(NARROW)
+    page.wait_for_timeout(300)
+    width = page.evaluate("document.documentElement.scrollWidth")
+    page.screenshot(path=pictures / "narrow.png", full_page=True)
+    assert width <= NARROW["width"], "a phone need not scroll sideways"
+
+
+def test_keys_and_screen_readers_reach_everything(trained, open_page):
+    page = open_page(trained.url)
+    plot = page.get_by_role("img", name=re.compile("^Accuracy. Newest: personal mean"))
+    plot.focus()
+    page.keyboard.press("Home")
+    said = page.get_by_role("figure", name="Accuracy").locator(".at")
+    playwright.expect(said).to_have_text(re.compile(r"^Round 1: personal mean [\d.]+\s%, bottom decile"))
+    page.keyboard.press("ArrowRight")
+    playwright.expect(said).to_have_text(re.compile("^Round 2: "))
+    page.evaluate("document.activeElement.blur()")
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(
+            page.evaluate(
+                "document.activeElement.id || document.activeElement.name || document.activeElement.textContent"
+            )
+        )
+    assert {"federation", "search", "doing", "order", "Reopen", "rounds", "cohort"} <= reached
+    unnamed = page.evaluate(
+        "[...document.querySelectorAll('button, input, select, a')].filter((each) => each.checkVisibility()"
+        " && !(each.labels?.length || each.ariaLabel || each.textContent.trim())).length"
+    )
+    assert unnamed == 0
+    assert page.locator("h1").count() == 1
+
+
+def test_an_administrator_changes_things(trained, open_page, tmp_path):
+    page, expect = open_page(trained.url), playwright.expect
+    page.get_by_label("Rounds in all").fill("100")
+    page.get_by_role("button", name="Reopen").click()
+    expect(page.locator("#status")).to_have_text("running")
+    page.get_by_role("button", name="Pause").click()
+    expect(page.locator("#status")).to_have_text("paused")
+    assert trained.info("lab")["status"] == "paused"
+    expect(page.locator("#running-text")).to_contain_text("paused")
+
+    page.get_by_label("Rounds in all").fill("90")
+    page.get_by_label("Cohort, devices").fill("3")
+    page.get_by_label("Deadline, s").fill("120.5")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#done")).to_have_text("Saved.")
+    settings = trained.info("lab")["settings"]
+    assert (settings["rounds"], settings["cohort"], settings["deadline_seconds"]) == (90, 3, 120.5)
+
+    page.get_by_role("button", name="Resume").click()
+    expect(page.locator("#status")).not_to_have_text("paused")
+    first = page.locator("#devices tbody th").first.text_content()
+    page.get_by_role("button", name=f"Revoke {first}").click()
+    page.get_by_role("button", name="Cancel").click()
+    assert trained.get("/v1/federations/lab/devices").json()[0]["status"] != "revoked"
+    page.get_by_role("button", name=f"Revoke {first}").click()
+    page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
+    expect(page.locator("#devices tbody tr").first).to_contain_text("revoked")
+    assert trained.get("/v1/federations/lab/devices").json()[0]["status"] == "revoked"
+
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_role("dialog").get_by_role("button", name="Stop").click()
+    expect(page.locator("#status")).to_have_text("stopped")
+    expect(page.locator("#state")).to_contain_text("stopped by an operator")
+    page.get_by_label("Rounds in all").fill("200")
+    page.get_by_role("button", name="Reopen").click()
+    expect(page.locator("#status")).to_have_text("running")
+    assert trained.info("lab")["rounds"] == 200
+
+    for name, path in (
+        ("Global model (safetensors)", "/model"),
+        ("Global model (ONNX)", "/model.onnx"),
+        ("Records of all rounds (CSV)", "/rounds?format=csv"),
+        ("Records of all rounds (JSON)", "/rounds"),
+    ):
+        with page.expect_download() as download:
+            page.get_by_role("link", name=name).click()
+        download.value.save_as(tmp_path / "got")
+        begins = {
+            "/model": b"",
+            "/model.onnx": b"\x08",
+            "/rounds?format=csv": b"round,status",
+            "/rounds": b'[{"round":1',
+        }
+        assert (tmp_path / "got").read_bytes().startswith(begins[path])
+        assert (tmp_path / "got").stat().st_size > 1000
+
+
+def test_a_change_that_cannot_be_made_is_said(coordinator, open_page):
+    coordinator.create("lab", rounds=1)
+    page = open_page(coordinator.url)
+    page.get_by_role("button", name="Pause").wait_for()
+    coordinator._http.patch("/v1/federations/lab", json={"action": "stop"})
+    with page.expect_response("**/v1/federations/lab"):
+        page.evaluate("document.querySelector('#actions button').click()")
+    playwright.expect(page.get_by_role("alert")).to_contain_text("lab is stopped")
+    page.troubles.clear()  # Chromium notes a 409 as an error
+
+
+def test_a_user_signs_in_with_a_token_and_only_an_administrator_sees_the_actions(new_coordinator, open_page):
+    secrets = {"ADMIN": "chief", "OBSERVER": "eye", "ENROLMENT": "way-in"}
+    server = new_coordinator(**{f"COORDINATOR_{kind}_TOKEN": secret for kind, secret in secrets.items()})
+    server.start()
+    create = {"name": "lab", "task": "digits"}
+    headers = {"Authorization": "Bearer chief"}
+    server._http.post("/v1/federations", json=create, headers=headers).raise_for_status()
+    page = open_page(server.url, http_credentials={"username": "me", "password": "eye"})
+    playwright.expect(page.locator("#connection")).to_have_text("live")
+    playwright.expect(page.locator("#name")).to_have_text("lab")
+    assert not page.locator("#admin").is_visible()
+    assert page.get_by_role("link", name="Administer").is_visible()
+    chief = open_page(f"{server.url}/admin", http_credentials={"username": "me", "password": "chief"})
+    chief.get_by_role("button", name="Pause").click()
+    playwright.expect(chief.locator("#status")).to_have_text("paused")
+    playwright.expect(page.locator("#status")).to_have_text("paused")
+
+
+def test_what_devices_say_of_themselves_is_shown_as_text(coordinator, open_page):
+    coordinator.create("lab")
+    board = "<img src=x onerror=document.title='taken'>"
+    body = {"name": "sly", "enrolment_key": "k" * 32, "profile": {"board": board}}
+    coordinator._http.post("/v1/federations/lab/devices", json=body).raise_for_status()
+    page = open_page(coordinator.url)
+    playwright.expect(page.locator("#devices tbody td").first).to_have_text(board)
+    assert "lab" in page.title()
+
+
+def test_the_page_says_when_the_coordinator_is_gone_and_goes_on_when_it_is_back(coordinator, open_page):
+    coordinator.create("lab")
+    page, expect = open_page(coordinator.url), playwright.expect
+    expect(page.locator("#connection")).to_have_text("live")
+    coordinator.kill()
+    expect(page.locator("#connection")).to_have_text("connection lost, trying again")
+    coordinator.start()
+    expect(page.locator("#connection")).to_have_text("live")
+    page.troubles.clear()  # Chromium notes a refused connection as an error
+
+
+def test_a_fleet_of_ten_thousand_and_a_thousand_rounds(new_coordinator, open_page, clock, pictures):
+    server = new_coordinator()
+    house = House(server.data, clock, Store)
+    house.create("large")
+    grow(house.store, devices=10_000, rounds=1000, cohort=200, name="large")
+    with house.store.writing() as db:  # nobody moves it on while it is looked at
+        find(db, "large").status = "paused"
+    house.store.close()
+    server.start()
+    page, expect = open_page(server.url), playwright.expect
+    expect(page.locator("#count")).to_have_text("1 to 50 of 10,000 devices")
+    expect(page.get_by_role("figure", name="Accuracy").locator("canvas")).to_be_visible()
+    own = [request for request in page.requests if not request.url.endswith(tuple(FROM_CHARTS))]
+    assert len(own) <= 6, [request.url for request in own]
+    stream = server._http.stream("GET", "/v1/federations/large/events")
+    with stream as events:
+        first = next(line for line in events.iter_lines() if line.startswith("data"))
+    answered = [request for request in own if not request.url.endswith("/events")]
+    total = len(first) + sum(len(request.response().body()) for request in answered)
+    assert total < 600_000
+
+    page.get_by_role("button", name="Next").click()
+    expect(page.locator("#count")).to_have_text("51 to 100 of 10,000 devices")
+    page.get_by_label("Name or board").fill("09999")
+    expect(page.locator("#count")).to_have_text("1 to 1 of 1 device")
+    expect(page.locator("#devices tbody th")).to_have_text("device-09999")
+    page.screenshot(path=pictures / "large.png", full_page=True)
+    page.close()
+
+    with server._http.stream("GET", "/v1/federations/large/events") as events:
+        lines = (line for line in events.iter_lines() if line.startswith("data"))
+        next(lines)
+        server._http.patch("/v1/federations/large", json={"action": "resume"}).raise_for_status()
+        update = next(lines)
+    assert '"status":"running"' in update
+    assert len(update) < 50_000
