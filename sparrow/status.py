@@ -44,7 +44,7 @@ def look(server: str, transport: Transport, federation: str | None = None) -> St
 
 
 def as_json(status: Status) -> str:
-    """For a program: the coordinator's own messages (docs/architecture.md, HTTP contract)."""
+    """For a program: the coordinator's own messages (docs/contract.md)."""
     found: dict[str, Any] = {"server": status.server, "ready": status.trouble is None, "trouble": status.trouble}
     for name in ("federations", "rounds", "devices"):
         messages = getattr(status, name)
