@@ -53,6 +53,7 @@ class Part:
 PARTS = {
     "serve": Part("coordinator.serve", "run the coordinator", "coordinator"),
     "status": Part("sparrow.status", "what a running coordinator's federations do"),
+    "track": Part("sparrow.track", "a federation's curves, for TensorBoard or MLflow"),
     "token": Part("coordinator.tokens", "create, list and revoke tokens", "coordinator"),
     "backup": Part("coordinator.backup", "copy a coordinator, running or not", "coordinator"),
     "restore": Part("coordinator.restore", "bring such a copy back", "coordinator"),

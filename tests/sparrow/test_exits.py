@@ -80,6 +80,7 @@ def calls(tmp_path):
     def words(server, name):
         return {
             "status": [server],
+            "track": [server, "default", "--json"],
             "publish": ["--server", server, "--name", "lab", "--wait", "0"],
             "join": ["--server", server, "--name", "pi", "--state-dir", tmp_path / "pi", "--patience", "0", "--quiet"],
             "fleet": ["--server", server, "--devices", "2", "--memory", "--processes", "1", "--patience", "0"],
@@ -89,7 +90,7 @@ def calls(tmp_path):
     return words
 
 
-CALLERS = ("status", "publish", "join", "fleet", "evaluate")
+CALLERS = ("status", "track", "publish", "join", "fleet", "evaluate")
 
 
 def test_the_page_has_the_table():
@@ -188,6 +189,7 @@ def test_so_is_a_setting_that_cannot_be(fails, monkeypatch, name):
         ("token", "sqlalchemy", "[coordinator]"),
         ("completion", "shtab", "[completion]"),
         ("status", "httpx", ""),
+        ("track", "httpx", ""),
     ],
 )
 def test_a_part_that_is_not_installed_is_named_with_its_extra(fails, monkeypatch, name, lacks, extra):
@@ -229,7 +231,7 @@ def test_a_database_that_is_down_does_not_answer_either(fails, closed, monkeypat
     assert "the database failed (OperationalError); is it running?" in line
 
 
-@pytest.mark.parametrize("name", ["status", "publish", "evaluate"])
+@pytest.mark.parametrize("name", ["status", "track", "publish", "evaluate"])
 def test_what_answers_may_be_no_coordinator(fails, calls, stranger, name):
     assert "coordinator" in fails(Exit.UNREACHABLE, name, *calls(stranger, name))
 
@@ -250,6 +252,7 @@ def test_a_token_that_is_wrong_is_refused(fails, calls, guarded, name, monkeypat
 def test_a_federation_that_there_is_not(fails, guarded, monkeypatch):
     monkeypatch.setenv("SPARROW_OBSERVER_TOKEN", OBSERVER)
     assert "there is no federation 'none'" in fails(Exit.NOT_FOUND, "status", guarded, "none")
+    assert "there is no federation 'none'" in fails(Exit.NOT_FOUND, "track", guarded, "none", "--json")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,166 @@
+"""``sparrow track URL FEDERATION``: a federation's rounds as curves in TensorBoard or MLflow, live or afterwards.
+
+It follows the coordinator's records over HTTP: any federation, with whatever devices, and nothing in it knows of this.
+A round is written once, when its record is complete. Which ones were written is read from where they were written, so
+it may be stopped at any time, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+
+from command_line.command import Command, Exits, Parser, WrongUsage
+from command_line.exits import Exit
+from edge_sdk.exits import EXITS as COORDINATOR
+from edge_sdk.protocol import tls
+from edge_sdk.protocol.messages import FederationStatus, RoundRecord
+from edge_sdk.transport import Transport, connect
+from sparrow.trackers import MLflow, TensorBoard, Tracker, TrackerFailed
+
+EVERY_SECONDS = 5.0
+EXITS: Exits = {**COORDINATOR, TrackerFailed: Exit.FAILED}
+
+
+def follow(
+    transport: Transport,
+    federation: str,
+    written: Collection[int] = (),
+    *,
+    every_seconds: float = EVERY_SECONDS,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[RoundRecord]:
+    """The record of each round but those ``written``, in order, once it is complete; ends when the federation has.
+
+    A record is complete when its round has closed, another one has followed or none will, nobody is asked about it any
+    more (evaluations are answered while the next round trains), and it was the same at the look before: what an upload
+    cost comes with its device's next call. Raises SdkError.
+    """
+    done, before = set(written), dict[int, RoundRecord]()
+    while True:
+        over = transport.federation(federation).status in (FederationStatus.finished, FederationStatus.stopped)
+        work, _ = transport.open_work(federation, 0, "")
+        asked = {each.round for each in work.assignments} if work else set()
+        records = transport.rounds(federation)
+        left = [record for record in records if record.round not in done and record.status == "closed"]
+        for record in left:
+            followed = over or record.round < records[-1].round
+            if not followed or record.round in asked or before.get(record.round) != record:
+                break  # so that rounds come in order
+            done.add(record.round)
+            yield record
+        before = {record.round: record for record in left if record.round not in done}
+        if over and not before:
+            return
+        sleep(every_seconds)
+
+
+def curves(record: RoundRecord) -> dict[str, float]:
+    """What there is to draw of a round, by name; what nobody measured or judged is not in it.
+
+    Accuracies are shares, and means over devices, as losses are. Bytes, joules and the seconds of a phase are sums over
+    devices; ``bytes/evaluation``, both ways, is in none of the others.
+    """
+    phases = {"download": record.download, "train": record.train, "upload": record.upload}
+    found = {
+        "accuracy/personal": record.accuracy_personal,
+        "accuracy/global": record.accuracy_global,
+        "loss/train": record.train_loss,
+        "loss/personal": record.loss_personal,
+        "loss/global": record.loss_global,
+        "bytes/down": record.bytes_down,
+        "bytes/up": record.bytes_up,
+        "bytes/evaluation": record.evaluation_bytes_down + record.evaluation_bytes_up,
+        "joules/measured": sum(phase.joules_measured for phase in phases.values()) or None,
+        "joules/estimated": sum(phase.joules_estimated for phase in phases.values()) or None,
+        "seconds/round": record.seconds,
+        **{f"seconds/{name}": phase.seconds for name, phase in phases.items()},
+        "devices/asked": len(record.cohort),
+        "devices/updates": record.updates,
+        "devices/stopped": len(record.stopped),
+        "privacy/epsilon": record.privacy.epsilon if record.privacy else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _options(parser: Parser) -> None:
+    parser.add_argument("server", help="the coordinator's address, http://HOST:PORT or https://HOST")
+    parser.add_argument("federation", help="its name")
+    parser.add_argument("--tensorboard", metavar="DIR", help="write event files below this folder")
+    parser.add_argument(
+        "--mlflow", metavar="URI", help="write to this tracking server or store: http://..., sqlite:///..."
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON document a line for each round")
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=EVERY_SECONDS,
+        metavar="SECONDS",
+        help="how often to look (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="give up when the coordinator is silent this long at the start (default: %(default)g)",
+    )
+    tls.add_options(parser)
+
+
+def _run(options: argparse.Namespace) -> None:
+    if not (options.tensorboard or options.mlflow or options.json):
+        raise WrongUsage("where to? give --tensorboard DIR, --mlflow URI or --json")
+    if not options.every > 0:
+        raise WrongUsage(f"--every {options.every}: give seconds above 0")
+    with ExitStack() as stack:
+        client = stack.enter_context(connect(options.server, tls.from_options(options)))
+        transport = Transport(client, patience_seconds=options.wait, on_wait=_say_waiting)
+        transport.token = os.environ.get("SPARROW_OBSERVER_TOKEN")
+        info = transport.federation(options.federation)
+        transport.patience_seconds = None  # it was there: it will come back
+        trackers: list[Tracker] = []
+        if options.tensorboard:
+            trackers.append(TensorBoard(options.tensorboard, info))
+        if options.mlflow:
+            trackers.append(MLflow(options.mlflow, info))
+        for tracker in trackers:
+            stack.callback(tracker.close)
+            sys.stderr.write(f"{tracker.where}\n")
+        written = [tracker.written() for tracker in trackers]
+        everywhere = set.intersection(*written) if written and not options.json else set()
+        rounds = follow(transport, options.federation, everywhere, every_seconds=options.every, sleep=time.sleep)
+        for record in rounds:
+            found = curves(record)
+            for tracker, known in zip(trackers, written, strict=True):
+                if record.round not in known:
+                    tracker.write(record.round, found, record.closed_at)
+            if options.json:
+                print(json.dumps({"round": record.round, "closed_at": record.closed_at, **found}), flush=True)
+        for tracker in trackers:
+            tracker.finish()
+
+
+def _say_waiting(reason: str, seconds: float) -> None:
+    sys.stderr.write(f"sparrow track: {reason}; trying again in {seconds:.0f} s\n")
+
+
+COMMAND = Command(
+    "sparrow.track",
+    "A federation's rounds as curves in TensorBoard or MLflow, while it runs or afterwards.",
+    _options,
+    _run,
+    EXITS,
+    epilog="pip install 'sparrow-fl[tracking]' brings both. SPARROW_OBSERVER_TOKEN holds the observer token where the "
+    "coordinator asks for one. docs/tracking.md says what is written.",
+)
+main = COMMAND.main
+
+
+if __name__ == "__main__":
+    sys.exit(main())

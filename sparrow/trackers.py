@@ -1,0 +1,166 @@
+"""Where ``sparrow track`` writes: TensorBoard's event files, MLflow's runs. Either is imported when it is asked for.
+
+A federation is one run of each, told from another of the same name by its uid: a coordinator set up anew begins anew.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from command_line.command import MissingPart
+from edge_sdk.protocol.messages import FederationInfo
+
+EVERY_ROUND = "devices/updates"
+"""A curve that has a point for every round: its steps are the rounds that were written."""
+EXPERIMENT = "sparrow"
+UID = "sparrow.federation"
+
+
+class TrackerFailed(RuntimeError):
+    """What is written to cannot be; the text says which and why."""
+
+
+class Tracker(Protocol):
+    """Takes rounds, each once. ``where``: what to tell the user of it."""
+
+    where: str
+
+    def written(self) -> set[int]:
+        """The rounds that are there already."""
+
+    def write(self, number: int, found: Mapping[str, float], closed_at: str | None) -> None:
+        """Write a round, whole or not at all. closed_at: ISO 8601."""
+
+    def finish(self) -> None:
+        """No more rounds will come."""
+
+    def close(self) -> None:
+        """Let go of files."""
+
+
+class TensorBoard:
+    """Event files in a folder of the federation's own below ``folder``. Raises MissingPart, OSError.
+
+    Each start has a file of its own: what a kill or a full disk cut off at the end of the last one hides nothing.
+    """
+
+    def __init__(self, folder: str, info: FederationInfo) -> None:
+        try:
+            from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ModuleNotFoundError as error:
+            raise _missing(error) from error
+        self._event, self._summary = Event, Summary
+        self._reader, self._writer = EventAccumulator, RecordWriter
+        self._folder = Path(folder) / f"{info.name}-{info.uid[:8]}"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO | None = None
+        self.where = f"{self._folder}: look at it with tensorboard --logdir {folder}"
+
+    def written(self) -> set[int]:
+        """The steps of what this folder's files hold."""
+        found = self._reader(str(self._folder), size_guidance={"scalars": 0}).Reload()
+        return {point.step for point in found.Scalars(EVERY_ROUND)} if EVERY_ROUND in found.Tags()["scalars"] else set()
+
+    def write(self, number: int, found: Mapping[str, float], closed_at: str | None) -> None:
+        """One event holds all of a round."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in found.items()]
+        if self._file is None:
+            now = time.time()
+            self._file = (self._folder / f"events.out.tfevents.{now:.6f}.{os.getpid()}").open("wb")
+            self._add(wall_time=now, file_version="brain.Event:2")
+        self._add(wall_time=_seconds(closed_at), step=number, summary=self._summary(value=values))
+
+    def _add(self, **event: Any) -> None:
+        # TensorBoard's own EventFileWriter writes in a thread, which fails by itself, past whoever could say so.
+        assert self._file is not None, "it is opened before"
+        self._writer(self._file).write(self._event(**event).SerializeToString())
+        self._file.flush()
+
+    def finish(self) -> None:
+        """Event files have no end."""
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+class MLflow:
+    """A run of the experiment ``sparrow``, with the federation's settings. Raises MissingPart, TrackerFailed."""
+
+    def __init__(self, uri: str, info: FederationInfo) -> None:
+        try:
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric, Param
+        except ModuleNotFoundError as error:
+            raise _missing(error) from error
+        self._metric, self._uri = Metric, uri
+        with self._telling():
+            self._client = client = MlflowClient(tracking_uri=uri)
+            known = client.get_experiment_by_name(EXPERIMENT)
+            experiment = known.experiment_id if known else client.create_experiment(EXPERIMENT)
+            runs = client.search_runs([experiment], f"tags.`{UID}` = '{info.uid}'")
+            if runs:
+                self._run: str = runs[0].info.run_id
+                client.update_run(self._run, status="RUNNING")
+            else:
+                self._run = client.create_run(experiment, run_name=info.name, tags={UID: info.uid}).info.run_id
+                client.log_batch(self._run, params=[Param(name, text) for name, text in _parameters(info).items()])
+        self.where = f"MLflow at {uri}: run {info.name} of the experiment {EXPERIMENT}"
+
+    def written(self) -> set[int]:
+        """The steps of the run's history."""
+        with self._telling():
+            return {point.step for point in self._client.get_metric_history(self._run, EVERY_ROUND)}
+
+    def write(self, number: int, found: Mapping[str, float], closed_at: str | None) -> None:
+        """One call holds all of a round."""
+        when = round(1000 * _seconds(closed_at))
+        with self._telling():
+            self._client.log_batch(
+                self._run, [self._metric(name, value, when, number) for name, value in found.items()]
+            )
+
+    def finish(self) -> None:
+        """The run is over."""
+        with self._telling():
+            self._client.set_terminated(self._run)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Behind MLflow may be files, databases and servers, whose errors it passes on as they are."""
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            raise _missing(error) from error
+        except Exception as error:
+            raise TrackerFailed(f"MLflow at {self._uri}: {error}") from error
+
+
+def _parameters(info: FederationInfo) -> dict[str, str]:
+    settings: dict[str, Any] = info.settings.model_dump(mode="json", exclude_none=True)
+    of_method = {f"method_settings.{name}": value for name, value in settings.pop("method_settings").items()}
+    return {name: str(value) for name, value in {"task": info.task, **settings, **of_method}.items()}
+
+
+def _seconds(closed_at: str | None) -> float:
+    """ISO 8601 as seconds since the epoch."""
+    assert closed_at is not None, "a round that has closed says when"
+    return datetime.fromisoformat(closed_at).timestamp()
+
+
+def _missing(error: ModuleNotFoundError) -> MissingPart:
+    name = (error.name or "a package").partition(".")[0]
+    return MissingPart(f"{name} is not installed, which this needs: pip install 'sparrow-fl[tracking]'")
