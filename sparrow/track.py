@@ -69,6 +69,7 @@ def curves(record: RoundRecord) -> dict[str, float]:
     phases = {"download": record.download, "train": record.train, "upload": record.upload}
     found = {
         "accuracy/personal": record.accuracy_personal,
+        "accuracy/personal_decile": record.accuracy_personal_decile,
         "accuracy/global": record.accuracy_global,
         "loss/train": record.train_loss,
         "loss/personal": record.loss_personal,
