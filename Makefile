@@ -1,5 +1,6 @@
 # make demo   set up, run the main job, show what came out; with KEEP=1 its page stays open
 # make test   set up, run the tests
+# make site   docs/ as a site, in .site
 # make test-arm64   the device's side on aarch64, emulated; as root, with debootstrap and qemu-user-static
 PYTHON ?= python3
 VENV   := .venv
@@ -7,7 +8,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TORCH  := torch==2.13.0
 
-.PHONY: demo test test-slow test-arm64 check format setup builtin demo-seeds pictures clean
+.PHONY: demo test test-slow test-arm64 check format setup builtin demo-seeds pictures site clean
 
 demo: setup
 	$(BIN)/python -m benchmarks.demo $(if $(KEEP),--keep)
@@ -40,6 +41,10 @@ demo-seeds: setup
 pictures: setup
 	$(BIN)/python docs/pictures.py
 
+# Broken links fail it; tests/docs finds most of them sooner.
+site: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 # The manifests and skeletons of built-in tasks, after a change of their models.
 builtin: setup
 	$(BIN)/python -m edge_sdk.tasks.write_builtin
@@ -56,4 +61,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .arm64 runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .arm64 .site runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
