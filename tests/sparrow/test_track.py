@@ -11,7 +11,7 @@ import pytest
 from command_line.exits import Exit
 from coordinator.errors import Finished
 from coordinator.settings import Settings
-from edge_sdk.protocol.messages import Evaluation, Phase, Receipt, RoundRecord, UploadCost
+from edge_sdk.protocol.messages import ChangeDevice, Conditions, Evaluation, Phase, Receipt, RoundRecord, UploadCost
 from sparrow.track import curves, follow
 
 from ..coordinator.api.test_contract import ADMIN, DIGITS, OBSERVER, TOKENS, ask, bearer, enrol, put, serving
@@ -49,18 +49,17 @@ class Direct:
 class Slowly:
     """Devices that do one thing for each look that is taken, the last judgement of a round long after the next began.
 
-    What an upload cost is told with the call after."""
+    What an upload cost a device tells when it asks again, which may be after its round has closed."""
 
     def __init__(self, house, devices, train):
         self.house, self.train = house, train
-        self.devices, self.late, self.costs = list(devices), [], []
+        self.devices, self.late, self.costs = list(devices), [], {}
 
     def __call__(self, seconds):
         self.house.rounds.advance()
-        if self.costs:
-            self.house.costs.note(*self.costs.pop())
-            return
         for device in self.devices:
+            if device.id in self.costs:
+                self.house.costs.note(device.id, self.costs.pop(device.id))
             try:
                 assignment = device.ask()
             except Finished:
@@ -75,7 +74,7 @@ class Slowly:
                 return
             device.send(assignment, self.train(MANIFEST, assignment))
             upload = Phase(seconds=1, bytes_up=1000, joules=2, quality="measured")
-            self.costs.append((device.id, UploadCost(assignment_id=assignment.assignment_id, upload=upload)))
+            self.costs[device.id] = UploadCost(assignment_id=assignment.assignment_id, upload=upload)
             return
 
 
@@ -87,12 +86,15 @@ def house(tmp_path, clock):
     made.store.close()
 
 
-def test_each_round_is_told_once_and_as_it_stays(house, train):
-    play = Slowly(house, house.enrol("one", "two"), train)
-    told = list(follow(Direct(house), "f", sleep=play))
-    assert told == house.records.rounds("f")
+@pytest.mark.parametrize("interval", [0, 1])
+def test_each_round_is_told_once_and_as_it_stays(house, train, interval):
+    house.create("g", rounds=3, cohort=2, evaluation_interval=interval)
+    play = Slowly(house, house.enrol("one", "two", federation="g"), train)
+    told = list(follow(Direct(house), "g", sleep=play))
+    assert told == house.records.rounds("g")
     assert [record.round for record in told] == [1, 2, 3]
-    assert all(record.evaluated_devices == 2 and record.upload.joules_measured == 4 for record in told)
+    assert [record.evaluated_devices for record in told] == [2 * interval, 2 * interval, 2]
+    assert all(record.upload.joules_measured == 4 for record in told)
 
 
 def test_what_was_written_is_not_told_again(house, train):
@@ -100,18 +102,24 @@ def test_what_was_written_is_not_told_again(house, train):
     assert [record.round for record in follow(Direct(house), "f", {1, 2}, sleep=play)] == [3]
 
 
-def test_a_round_that_no_other_follows_yet_is_awaited(house, train):
+def test_a_round_that_none_follows_yet_may_still_be_judged(house, train):
     devices = house.enrol("one", "two")
-    play = Slowly(house, devices, train)
-    told = follow(Direct(house), "f", sleep=play)
-    assert next(told).round == 1
-    house.change(action="pause")
+    house.rounds.advance()
+    for device in devices:
+        assignment = device.ask()
+        device.send(assignment, train(MANIFEST, assignment))
+        house.devices.change(device.id, ChangeDevice(conditions=Conditions(available=False)))
+    house.rounds.advance()
+    assert [record.status for record in house.records.rounds("f")] == ["closed"]
+    naps = []
 
-    def nobody(seconds):
-        raise TimeoutError
+    def nap(seconds):
+        naps.append(seconds)
+        if len(naps) == 5:
+            raise TimeoutError
 
     with pytest.raises(TimeoutError):
-        next(follow(Direct(house), "f", {1}, sleep=nobody))
+        next(follow(Direct(house), "f", sleep=nap))
 
 
 def test_curves_have_what_was_measured_and_no_more(house, train):
