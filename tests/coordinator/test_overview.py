@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import event, update
 
 from coordinator.errors import NotFound
 from coordinator.overview import MOST_POINTS, span_of
 from coordinator.records import bottom_decile
 from coordinator.roster import Wanted
+from coordinator.storage.tables import Round
 from edge_sdk.protocol.messages import ChangeDevice, Conditions, Doing, PauseReason
 
 from .fakes import DIGITS
@@ -185,3 +186,16 @@ def test_devices_are_found_by_name_board_and_what_they_do(house):
 )
 def test_the_bottom_decile_is_the_tenth_worst_of_a_hundred(values, decile):
     assert bottom_decile(values) == decile
+
+
+def test_records_that_nobody_made_yet_are_made_a_few_at_a_time(house):
+    house.create()
+    grow(house.store, devices=3, rounds=25, cohort=1)
+    with house.store.writing() as db:
+        db.execute(update(Round).values(stale=True))
+    written = []
+    house.store.on_commit = written.append
+    assert len(house.records.rounds("f")) == 26
+    assert len(written) == 3, "between them others write"
+    house.records.rounds("f")
+    assert len(written) == 3
