@@ -88,6 +88,7 @@ class Overview(Answer):
     points: tuple[RoundPoint, ...]
     open_round: OpenRound | None
     evaluating: int = Field(description="Evaluations that are still to come")
+    evaluating_since: int | None = Field(description="The round that the oldest of them is of")
     doing: dict[Doing, int] = Field(description="Devices by what they are doing")
     smallest_budget: float = Field(description="The budget below which a device is not drawn")
     notices: tuple[Notice, ...]
