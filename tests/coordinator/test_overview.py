@@ -12,7 +12,7 @@ from coordinator.overview import MOST_POINTS, span_of
 from coordinator.records import bottom_decile
 from coordinator.roster import Wanted
 from coordinator.storage.tables import Round
-from edge_sdk.protocol.messages import ChangeDevice, Conditions, Doing, PauseReason
+from edge_sdk.protocol.messages import ChangeDevice, Conditions, DeviceProfile, Doing, Enrol, PauseReason
 
 from .fakes import DIGITS
 from .grown import grow
@@ -173,6 +173,9 @@ def test_devices_are_found_by_name_board_and_what_they_do(house):
     assert names(search="00017") == ["device-00017"]
     assert names(search="PI 4", limit=3) == ["device-00001", "device-00004", "device-00007"]
     assert names(search="%") == [], "no wildcards"
+    odd = Enrol(name="odd", enrolment_key="k" * 32, profile=DeviceProfile(board="Ödroid"))
+    house.devices.enrol("f", odd)
+    assert names(search="Ödroid") == ["odd"]
     assert names(order="-seen", limit=2) == ["device-00199", "device-00198"]
     assert names(order="-budget", limit=2) == ["device-00004", "device-00009"]
     assert names(doing=Doing.stopped, offset=18) == ["device-00180", "device-00190"]
