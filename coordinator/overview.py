@@ -11,14 +11,14 @@ from itertools import groupby
 from typing import Any
 
 from prometheus_client import Counter
-from sqlalchemy import func, select
+from sqlalchemy import and_, func, or_, select
 from sqlalchemy.orm import Session
 
 from coordinator.assignments import COHORT_KINDS, open_round
 from coordinator.candidates import smallest_budget
 from coordinator.federations import Federations
 from coordinator.metrics import Metrics
-from coordinator.models import Models
+from coordinator.models import Models, settings_of
 from coordinator.records import Records, iso
 from coordinator.roster import count_doing
 from coordinator.storage.store import Store
@@ -161,16 +161,18 @@ def _open_round(db: Session, federation: Federation) -> OpenRound | None:
     current = open_round(db, federation)
     if current is None:
         return None
-    of_round = (
-        Assignment.federation_id == federation.id,
-        Assignment.round == current.number,
-        Assignment.kind.in_(COHORT_KINDS),
-    )
+    its_own = Assignment.round == current.number
+    if settings_of(federation).buffer is not None:  # whoever trains, since whichever round, brings what may count here
+        arrived = and_(Assignment.arrival.is_not(None), Assignment.counted_round.is_(None))
+        its_own = or_(Assignment.status == "open", arrived, and_(its_own, Assignment.status != "done"))
+    of_round = (Assignment.federation_id == federation.id, Assignment.kind.in_(COHORT_KINDS), its_own)
     by_status = select(Assignment.status, func.count()).where(*of_round).group_by(Assignment.status)
     counts = {row[0]: row[1] for row in db.execute(by_status)}
     names = select(Device.name).join(Assignment, Assignment.device_id == Device.id)
     waiting = db.scalars(
-        names.where(*of_round, Assignment.status == "open").order_by(Assignment.position).limit(MOST_NAMES)
+        names.where(*of_round, Assignment.status == "open")
+        .order_by(Assignment.round, Assignment.position)
+        .limit(MOST_NAMES)
     )
     return OpenRound(
         round=current.number,

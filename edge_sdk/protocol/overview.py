@@ -45,7 +45,10 @@ class RoundPoint(Answer):
 
 
 class OpenRound(Answer):
-    """The round that is open: what became of its cohort's assignments so far, and who is being waited for."""
+    """The round that is open: what became of its cohort's assignments so far, and who is being waited for.
+
+    In buffered rounds ``done`` are the updates that wait to count, and who is waited for began in this round or before.
+    """
 
     round: int
     opened_at: str

@@ -58,6 +58,24 @@ def test_the_open_round_shows_who_is_being_waited_for(house, answer):
     assert running.waiting_for == (three.name,)
 
 
+def test_a_buffered_round_counts_what_has_arrived_and_waits_for_whoever_trains(house, answer):
+    house.create(cohort=3, buffer=2, rounds=9)
+    devices = {device.name: device for device in house.enrol(*"abcd")}
+    house.rounds.advance()
+    first, *others = [devices[name] for name in house.record(1).cohort]
+    answer(first)
+    running = house.overviews.look("f").open_round
+    assert (running.round, running.target, running.done) == (1, 2, 1)
+    answer(others[0])
+    house.rounds.advance()
+    answer(others[1])  # which began in round 1
+    running = house.overviews.look("f").open_round
+    assert (running.round, running.done) == (2, 1)
+    house.rounds.advance()
+    running = house.overviews.look("f").open_round
+    assert running.cohort == running.done + len(running.waiting_for) == 1 + house.overviews.look("f").doing["training"]
+
+
 def test_every_device_says_what_it_is_doing_or_why_it_does_not_train(house, answer):
     house.create(cohort=3, rounds=5, evaluation_interval=1)
     one, two, away, paused, revoked, resting = house.enrol(*"abcdef")
