@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -16,7 +17,7 @@ from edge_sdk.protocol.overview import Overview
 LONGEST_REST_SECONDS = 15.0
 LEAST_PAUSE_SECONDS = 0.5
 SHARE_OF_TIME = 0.05
-"""At most this share of the time goes into looking at a federation, however large its fleet and many its pages."""
+"""At most this share of a processor goes into looking at a federation, however large its fleet and many its pages."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Watch:
         loop = asyncio.get_running_loop()
         stir, began = self._watches.next_ring(), loop.time()
         known = None if self._latest is None else self._latest.overview
-        overview = await run_in_threadpool(self._compare, known)
-        again = began + max(LEAST_PAUSE_SECONDS, (loop.time() - began) / SHARE_OF_TIME)
+        overview, seconds = await run_in_threadpool(_timed, self._compare, known)
+        again = began + max(LEAST_PAUSE_SECONDS, seconds / SHARE_OF_TIME)
         self._latest = _Look(overview, stir, again)
 
     def _compare(self, known: Overview | None) -> Overview:
@@ -82,6 +83,12 @@ class Watch:
         points = {point.first: point for point in known.points}
         points |= {point.first: point for point in news.points if points.get(point.first) != point}
         return news.model_copy(update={"points": tuple(points.values())})
+
+
+def _timed(compare: Callable[[Overview | None], Overview], known: Overview | None) -> tuple[Overview, float]:
+    """With the processor's seconds that it took: on a busy machine far fewer than have passed."""
+    began = time.thread_time()
+    return compare(known), time.thread_time() - began
 
 
 @dataclass
