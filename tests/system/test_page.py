@@ -314,6 +314,14 @@ def test_a_page_that_is_taken_up_again_is_as_live_as_before(coordinator, open_pa
     expect(page.locator("#status")).to_have_text("paused")
 
 
+def test_the_smallest_phone_need_not_scroll_sideways_whatever_the_name(coordinator, open_page):
+    name = "n" * 64
+    coordinator.create(name)
+    page = open_page(coordinator.url, viewport={"width": 320, "height": 640})
+    playwright.expect(page.locator("#name")).to_have_text(name)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 320
+
+
 def test_two_administrators_do_not_undo_each_other(coordinator, open_page):
     coordinator.create("lab", rounds=10, cohort=4)
     page, expect = open_page(coordinator.url), playwright.expect
