@@ -11,14 +11,14 @@ from itertools import groupby
 from typing import Any
 
 from prometheus_client import Counter
-from sqlalchemy import func, select
+from sqlalchemy import and_, func, or_, select
 from sqlalchemy.orm import Session
 
 from coordinator.assignments import COHORT_KINDS, open_round
 from coordinator.candidates import smallest_budget
 from coordinator.federations import Federations
 from coordinator.metrics import Metrics
-from coordinator.models import Models
+from coordinator.models import Models, settings_of
 from coordinator.records import Records, iso
 from coordinator.roster import count_doing
 from coordinator.storage.store import Store
@@ -29,7 +29,7 @@ from edge_sdk.protocol.overview import FederationLine, Notice, OpenRound, Overvi
 MOST_POINTS = 240
 MOST_NAMES = 100
 LOOK_BACK = 8
-"""Closed rounds whose record may still change: their evaluations, and what their uploads cost, come a little later."""
+"""Closed rounds that are looked at again: what their uploads cost, and their last evaluations, come a little later."""
 
 _SUMS = ("updates", "bytes_up", "bytes_down", "evaluation_bytes_up", "evaluation_bytes_down", "seconds")
 _LAST = (
@@ -77,6 +77,7 @@ class Overviews:
             first = None if since is None else _start(since - LOOK_BACK, span)
             whole = 2 * 4 * self._models.manifest(federation).shared_values
             doing = count_doing(db, federation, now)
+            evaluating, since_round = _evaluations(db, federation)
             return Overview(
                 at=iso(now),
                 federation=info,
@@ -84,7 +85,8 @@ class Overviews:
                 span=span,
                 points=tuple(_points(_rows(db, federation, first), span, whole)),
                 open_round=_open_round(db, federation),
-                evaluating=_count_evaluations(db, federation),
+                evaluating=evaluating,
+                evaluating_since=since_round,
                 doing=doing,
                 smallest_budget=smallest_budget(federation),
                 notices=tuple(self._notices(info, doing)),
@@ -159,16 +161,18 @@ def _open_round(db: Session, federation: Federation) -> OpenRound | None:
     current = open_round(db, federation)
     if current is None:
         return None
-    of_round = (
-        Assignment.federation_id == federation.id,
-        Assignment.round == current.number,
-        Assignment.kind.in_(COHORT_KINDS),
-    )
+    its_own = Assignment.round == current.number
+    if settings_of(federation).buffer is not None:  # whoever trains, since whichever round, brings what may count here
+        arrived = and_(Assignment.arrival.is_not(None), Assignment.counted_round.is_(None))
+        its_own = or_(Assignment.status == "open", arrived, and_(its_own, Assignment.status != "done"))
+    of_round = (Assignment.federation_id == federation.id, Assignment.kind.in_(COHORT_KINDS), its_own)
     by_status = select(Assignment.status, func.count()).where(*of_round).group_by(Assignment.status)
     counts = {row[0]: row[1] for row in db.execute(by_status)}
     names = select(Device.name).join(Assignment, Assignment.device_id == Device.id)
     waiting = db.scalars(
-        names.where(*of_round, Assignment.status == "open").order_by(Assignment.position).limit(MOST_NAMES)
+        names.where(*of_round, Assignment.status == "open")
+        .order_by(Assignment.round, Assignment.position)
+        .limit(MOST_NAMES)
     )
     return OpenRound(
         round=current.number,
@@ -184,11 +188,13 @@ def _open_round(db: Session, federation: Federation) -> OpenRound | None:
     )
 
 
-def _count_evaluations(db: Session, federation: Federation) -> int:
-    open_ones = select(func.count()).where(
+def _evaluations(db: Session, federation: Federation) -> tuple[int, int | None]:
+    """How many are still to come, and of which round the oldest is."""
+    open_ones = select(func.count(), func.min(Assignment.round)).where(
         Assignment.federation_id == federation.id, Assignment.status == "open", Assignment.kind == "evaluate"
     )
-    return db.scalar(open_ones) or 0
+    count, oldest = db.execute(open_ones).one()
+    return count, oldest
 
 
 def _lines(db: Session) -> tuple[FederationLine, ...]:

@@ -35,6 +35,9 @@ from edge_sdk.protocol.messages import (
     UpdateReport,
 )
 
+RECORDS_AT_A_TIME = 10
+"""Records made in one transaction: of a long training that nobody looked at there are many, and all who write wait."""
+
 
 class Records:
     """The records of every round. ``bring``: writes down what waits in memory, before anybody looks."""
@@ -58,11 +61,11 @@ class Records:
         with self._store.reading() as db:
             federation_id = find(db, federation_name).id
             outdated = select(Round).where(Round.federation_id == federation_id, Round.status == "closed", Round.stale)
-            stale = db.scalars(outdated.limit(1)).first()
-        if stale is not None:
+            waiting = len(db.scalars(outdated.with_only_columns(Round.id)).all())
+        for _ in range(0, waiting, RECORDS_AT_A_TIME):
             # Looked at and remembered in one transaction: a fact that came in between would be forgotten.
             with self._store.writing() as db:
-                for item in db.scalars(outdated):
+                for item in db.scalars(outdated.order_by(Round.number.desc()).limit(RECORDS_AT_A_TIME)):
                     item.summary, item.stale = json.loads(_look(db, item).model_dump_json()), False
         return federation_id
 

@@ -50,11 +50,8 @@ class Roster:
             doing = doing_of(federation, self._clock())
             those = [Device.federation_id == federation.id]
             if wanted.search:
-                text = wanted.search.lower()
-                board = func.lower(Device.profile["board"].as_string())
-                those.append(
-                    or_(func.lower(Device.name).contains(text, autoescape=True), board.contains(text, autoescape=True))
-                )
+                where = (Device.name, Device.profile["board"].as_string())
+                those.append(or_(*(text.icontains(wanted.search, autoescape=True) for text in where)))
             if wanted.doing is not None:
                 those.append(doing == wanted.doing.value)
             total = db.scalar(select(func.count()).select_from(Device).where(*those)) or 0

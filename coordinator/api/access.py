@@ -60,36 +60,51 @@ async def admin(visit: TheVisit) -> None:
 
 async def enroller(visit: TheVisit, request: Request) -> None:
     """Let those pass who may enrol a device in this federation."""
-    _need(visit, request, "enrolment", "admin")
+    _need(visit, _named(request), "enrolment", "admin")
 
 
 async def observer(visit: TheVisit, request: Request) -> None:
     """Let observers and administrators pass: they see everybody's work, a device only its own."""
-    _need(visit, request, "observer", "admin")
+    _need(visit, _named(request), "observer", "admin")
+
+
+async def onlooker(visit: TheVisit) -> None:
+    """Let everybody pass who may look at some federation."""
+    _need(visit, own_federation(visit), "observer", "admin")
+
+
+def own_federation(visit: Visit) -> str | None:
+    """The only federation that an operator's token is for; None for all."""
+    return visit.caller.federation if isinstance(visit.caller, Holder) else None
 
 
 async def member(visit: TheVisit, request: Request) -> None:
     """Let observers pass, and the devices of this federation."""
     if not _is_device_of(visit, request):
-        _need(visit, request, "observer", "admin")
+        _need(visit, _named(request), "observer", "admin")
 
 
 async def joiner(visit: TheVisit, request: Request) -> None:
     """Let members pass, and those who may enrol a device: it must read what it is to join."""
     if not _is_device_of(visit, request):
-        _need(visit, request, "observer", "admin", "enrolment")
+        _need(visit, _named(request), "observer", "admin", "enrolment")
 
 
 def _is_device_of(visit: Visit, request: Request) -> bool:
     return isinstance(visit.caller, Caller) and visit.caller.federation == request.path_params["name"]
 
 
-def _need(visit: Visit, request: Request | None, kind: Kind, *others: Kind) -> None:
+def _named(request: Request) -> str | None:
+    """The federation in a call's path."""
+    name: str | None = request.path_params.get("name")
+    return name
+
+
+def _need(visit: Visit, name: str | None, kind: Kind, *others: Kind) -> None:
     """Let a caller pass where no token of this kind is set, or with a token of these kinds that reaches so far."""
     if kind not in visit.guarded:
         return
     holder = visit.caller
-    name = None if request is None else request.path_params.get("name")
     if isinstance(holder, Holder) and holder.kind in (kind, *others) and holder.reaches(name):
         return
     raise NotAuthenticated(f"an {kind} token is needed here: Authorization: Bearer <token>")
@@ -131,6 +146,7 @@ def _beyond_loopback(server: tuple[str, int | None] | None) -> bool:
 
 AdminOnly = Depends(admin)
 ObserverOnly = Depends(observer)
+OnlookerOnly = Depends(onlooker)
 MemberOnly = Depends(member)
 JoinerOnly = Depends(joiner)
 EnrollerOnly = Depends(enroller)

@@ -36,6 +36,10 @@ from edge_sdk.protocol.messages import (
 )
 
 log = logging.getLogger(__name__)
+
+NO_NUL = r"^[^\x00]*$"
+"""PostgreSQL takes no text with one."""
+
 router = APIRouter(prefix="/v1", tags=["devices"])
 
 
@@ -54,7 +58,7 @@ def list_devices(
     name: str,
     house: TheHouse,
     response: Response,
-    search: Annotated[str, Query(max_length=200, description="Part of the name or board")] = "",
+    search: Annotated[str, Query(max_length=200, pattern=NO_NUL, description="Part of the name or board")] = "",
     doing: Doing | None = None,
     order: Order = "name",
     offset: Annotated[int, Query(ge=0, le=2**53)] = 0,

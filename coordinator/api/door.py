@@ -92,13 +92,13 @@ class Door:
             return await self._app(scope, receive, send)
         if _from_another_site(scope["method"], connection):
             return await problem(403, "CrossSite", CROSS_SITE)(scope, receive, send)
-        secret = _secret(connection)
+        secret = secret_of(connection)
         address = address_key(scope["client"][0] if scope.get("client") else None)
         if address is None and house.settings.limit_loopback:
             address = "loopback"
         refused = _in_debt(house, address, secret)
         if refused is None:
-            visit = await _identify(house, secret)
+            visit = await identify(house, secret)
             refused = _too_often(house, address, visit) or _stranger(house, visit, scope["path"])
         if refused is not None:
             return await refused(scope, receive, send)
@@ -109,7 +109,7 @@ class Door:
         return await self._app(scope, receive, send)
 
 
-def _secret(connection: HTTPConnection) -> str | None:
+def secret_of(connection: HTTPConnection) -> str | None:
     """The token that was sent: as such, or by a browser as the password that it asked its user for."""
     scheme, _, sent = connection.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "basic":
@@ -134,7 +134,8 @@ def _from_another_site(method: str, connection: HTTPConnection) -> bool:
     return origin is not None and urlsplit(origin).netloc != headers.get("host")
 
 
-async def _identify(house: House, secret: str | None) -> Visit:
+async def identify(house: House, secret: str | None) -> Visit:
+    """Who it is that sent this token."""
     caller: Caller | Holder | None = None
     failure = None
     if secret is not None:

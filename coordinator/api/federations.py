@@ -14,9 +14,10 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from coordinator.api.access import AdminOnly, JoinerOnly, MemberOnly, ObserverOnly, TheVisit, is_admin
+from coordinator.api.access import AdminOnly, JoinerOnly, MemberOnly, ObserverOnly, TheVisit, observer
 from coordinator.api.bodies import LARGEST_REQUEST, ranged, read_body
-from coordinator.api.live import follow
+from coordinator.api.door import Visit, identify, secret_of
+from coordinator.api.live import follow, seen_by
 from coordinator.api.parts import TheHouse
 from coordinator.errors import WrongMediaType
 from edge_sdk.protocol import checkpoint
@@ -136,14 +137,20 @@ def _csv(records: list[RoundRecord]) -> str:
 @router.get("/{name}/overview", dependencies=[ObserverOnly])
 def get_overview(name: str, house: TheHouse, visit: TheVisit) -> Overview:
     """The federation at a glance, of bounded size: its rounds in a few points, its devices counted."""
-    return house.overviews.look(name).model_copy(update={"may_change": is_admin(visit)})
+    return seen_by(visit, house.overviews.look(name))
 
 
 @router.get("/{name}/events", dependencies=[ObserverOnly])
-async def get_events(name: str, house: TheHouse, visit: TheVisit) -> StreamingResponse:
+async def get_events(name: str, house: TheHouse, request: Request) -> StreamingResponse:
     """Server-sent events ``overview``: first the whole, then, whenever something happened, what changed."""
     await run_in_threadpool(house.federations.get, name)  # 404 before the stream begins
-    stream = follow(house, name, is_admin(visit))
+
+    async def admit() -> Visit:
+        visit = await identify(house, secret_of(request))
+        await observer(visit, request)
+        return visit
+
+    stream = follow(house.watches.on(name), admit)
     return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 

@@ -3,51 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
-from starlette.concurrency import run_in_threadpool
-
-from coordinator.api.parts import House
-from edge_sdk.protocol.overview import Overview
+from coordinator.api.access import is_admin, own_federation
+from coordinator.api.door import Visit
+from coordinator.api.watch import Watch
+from coordinator.errors import NotAuthenticated, Unavailable
+from edge_sdk.protocol.overview import Overview, RoundPoint
 
 STILL_HERE_SECONDS = 15.0
-LEAST_PAUSE_SECONDS = 0.5
-SHARE_OF_TIME = 0.05
-"""At most this share of the time goes into looking, for each page that is open, however large the fleet."""
 
 
-async def follow(house: House, name: str, may_change: bool) -> AsyncIterator[str]:
+async def follow(watch: Watch, admit: Callable[[], Awaitable[Visit]]) -> AsyncIterator[str]:
     """Events named ``overview`` until the process stops: the first is whole, later ones have the points that are new
-    or changed. In between, comments keep proxies from closing an idle stream."""
+    or changed. In between, comments keep proxies from closing an idle stream.
+
+    It ends where ``admit`` raises NotAuthenticated, which is asked each time, for a token may be taken away; and where
+    the records cannot be read: whoever asks again is told why.
+    """
     loop = asyncio.get_running_loop()
-    told: dict[int, str] = {}
-    before: str | None = None
-    span, last = 0, None
-    while not house.closing:
-        stir = house.stir.next_ring()
-        began = loop.time()
-        overview = await run_in_threadpool(house.overviews.look, name, last)
-        if last is not None and overview.span != span:
-            told, last = {}, None
-            continue
-        span, last = overview.span, overview.federation.round
-        points = {point.first: (point, point.model_dump_json()) for point in overview.points}
-        fresh = tuple(point for point, text in points.values() if told.get(point.first) != text)
-        told |= {first: text for first, (_, text) in points.items()}
-        news = overview.model_copy(update={"points": fresh, "may_change": may_change})
+    had: Overview | None = None
+    told: dict[int, RoundPoint] = {}
+    before, said = "", loop.time()
+    while True:
+        try:
+            overview = await watch.after(had)
+            if overview is None:
+                return
+            visit = await admit()
+        except (NotAuthenticated, Unavailable):
+            return
+        fresh = tuple(point for point in overview.points if told.get(point.first) is not point)
+        told = {point.first: point for point in overview.points}
+        had = overview
+        news = seen_by(visit, overview.model_copy(update={"points": ()}))
         now = news.model_dump_json(exclude={"at"})
-        if now != before:
-            yield f"event: overview\ndata: {news.model_dump_json()}\n\n"
-            before = _without_points(news)
-        again = began + max(LEAST_PAUSE_SECONDS, (loop.time() - began) / SHARE_OF_TIME)
-        while loop.time() < again and not house.closing:
-            await asyncio.sleep(min(LEAST_PAUSE_SECONDS, again - loop.time()))
-        if not stir.is_set() and not house.closing:
-            try:
-                await asyncio.wait_for(stir.wait(), STILL_HERE_SECONDS)
-            except asyncio.TimeoutError:
-                yield ": still here\n\n"
+        if fresh or now != before:
+            yield f"event: overview\ndata: {news.model_copy(update={'points': fresh}).model_dump_json()}\n\n"
+            before, said = now, loop.time()
+        elif loop.time() - said >= STILL_HERE_SECONDS:
+            yield ": still here\n\n"
+            said = loop.time()
 
 
-def _without_points(overview: Overview) -> str:
-    return overview.model_copy(update={"points": ()}).model_dump_json(exclude={"at"})
+def seen_by(visit: Visit, overview: Overview) -> Overview:
+    """What this caller may see of it: of other federations nothing, where its token is for one."""
+    only = own_federation(visit)
+    lines = tuple(line for line in overview.federations if only in (None, line.name))
+    return overview.model_copy(update={"federations": lines, "may_change": is_admin(visit)})

@@ -5,42 +5,37 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from coordinator import dashboard
-from coordinator.api.access import AdminOnly, ObserverOnly
+from coordinator.api.access import AdminOnly, OnlookerOnly, TheVisit, own_federation
 from coordinator.api.bodies import ranged
-from coordinator.api.parts import House, TheHouse
+from coordinator.api.parts import TheHouse
 
 EMPTY = b'data-federation=""'
 
 router = APIRouter(include_in_schema=False)
 
 
-@router.get("/", dependencies=[ObserverOnly])
-def index(request: Request, house: TheHouse) -> Response:
+@router.get("/", dependencies=[OnlookerOnly])
+def index(request: Request, house: TheHouse, visit: TheVisit) -> Response:
     """The page, to look; of the newest federation, where ``?federation=`` names none."""
-    return _page(request, house)
+    return _page(request, own_federation(visit) or house.overviews.newest() or "")
 
 
 @router.get("/admin", dependencies=[AdminOnly])
-def admin(request: Request, house: TheHouse) -> Response:
+def admin(request: Request, house: TheHouse, visit: TheVisit) -> Response:
     """The same page, for those who may change things: here a browser asks for an admin token."""
-    return _page(request, house)
+    return _page(request, own_federation(visit) or house.overviews.newest() or "")
 
 
-@router.get("/page/{name}", dependencies=[ObserverOnly])
+@router.get("/page/{name}", dependencies=[OnlookerOnly])
 def file(name: str, request: Request) -> Response:
     """What the page is made of."""
-    return _file(request, name)
-
-
-def _page(request: Request, house: House) -> Response:
-    body, media_type = dashboard.load("index.html")
-    newest = house.overviews.newest() or ""
-    return _answer(request, body.replace(EMPTY, EMPTY.replace(b'""', f'"{newest}"'.encode())), media_type)
-
-
-def _file(request: Request, name: str) -> Response:
     body, media_type = dashboard.load(name)
     return _answer(request, body, media_type)
+
+
+def _page(request: Request, federation: str) -> Response:
+    body, media_type = dashboard.load("index.html")
+    return _answer(request, body.replace(EMPTY, EMPTY.replace(b'""', f'"{federation}"'.encode())), media_type)
 
 
 def _answer(request: Request, body: bytes, media_type: str) -> Response:

@@ -17,6 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from coordinator.acceptance import Acceptance
 from coordinator.access import Tokens
 from coordinator.api.uploads import Uploads
+from coordinator.api.watch import Watches
 from coordinator.costs import UploadCosts
 from coordinator.devices import Devices
 from coordinator.dispatch import Dispatch
@@ -100,6 +101,7 @@ class House:
         self.closing = False
         self.bell = Bell()
         self.stir = Bell()
+        self.watches = Watches(self.overviews, self.stir.next_ring, lambda: self.closing)
         self._facts = asyncio.Event()
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()

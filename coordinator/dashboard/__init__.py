@@ -31,8 +31,9 @@ HEADERS = {
 @cache
 def load(name: str) -> tuple[bytes, str]:
     """A file of the page, and its media type. Raises NotFound."""
-    path = _chart_file(name) if name in FROM_CHARTS else OWN / name
-    if "/" in name or not path.is_file():
+    own = {path.name: path for path in OWN.iterdir()}
+    path = _chart_file(name) if name in FROM_CHARTS else own.get(name)
+    if path is None:
         raise NotFound(f"the page has no file {name!r}")
     return path.read_bytes(), MEDIA_TYPES[path.suffix.removeprefix(".")]
 

@@ -45,7 +45,10 @@ class RoundPoint(Answer):
 
 
 class OpenRound(Answer):
-    """The round that is open: what became of its cohort's assignments so far, and who is being waited for."""
+    """The round that is open: what became of its cohort's assignments so far, and who is being waited for.
+
+    In buffered rounds ``done`` are the updates that wait to count, and who is waited for began in this round or before.
+    """
 
     round: int
     opened_at: str
@@ -88,6 +91,7 @@ class Overview(Answer):
     points: tuple[RoundPoint, ...]
     open_round: OpenRound | None
     evaluating: int = Field(description="Evaluations that are still to come")
+    evaluating_since: int | None = Field(description="The round that the oldest of them is of")
     doing: dict[Doing, int] = Field(description="Devices by what they are doing")
     smallest_budget: float = Field(description="The budget below which a device is not drawn")
     notices: tuple[Notice, ...]

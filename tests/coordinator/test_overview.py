@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import event, update
 
 from coordinator.errors import NotFound
 from coordinator.overview import MOST_POINTS, span_of
 from coordinator.records import bottom_decile
 from coordinator.roster import Wanted
-from edge_sdk.protocol.messages import ChangeDevice, Conditions, Doing, PauseReason
+from coordinator.storage.tables import Round
+from edge_sdk.protocol.messages import ChangeDevice, Conditions, DeviceProfile, Doing, Enrol, PauseReason
 
 from .fakes import DIGITS
 from .grown import grow
@@ -55,6 +56,24 @@ def test_the_open_round_shows_who_is_being_waited_for(house, answer):
     running = house.overviews.look("f").open_round
     assert (running.round, running.cohort, running.done, running.returned, running.expired) == (1, 3, 1, 1, 0)
     assert running.waiting_for == (three.name,)
+
+
+def test_a_buffered_round_counts_what_has_arrived_and_waits_for_whoever_trains(house, answer):
+    house.create(cohort=3, buffer=2, rounds=9)
+    devices = {device.name: device for device in house.enrol(*"abcd")}
+    house.rounds.advance()
+    first, *others = [devices[name] for name in house.record(1).cohort]
+    answer(first)
+    running = house.overviews.look("f").open_round
+    assert (running.round, running.target, running.done) == (1, 2, 1)
+    answer(others[0])
+    house.rounds.advance()
+    answer(others[1])  # which began in round 1
+    running = house.overviews.look("f").open_round
+    assert (running.round, running.done) == (2, 1)
+    house.rounds.advance()
+    running = house.overviews.look("f").open_round
+    assert running.cohort == running.done + len(running.waiting_for) == 1 + house.overviews.look("f").doing["training"]
 
 
 def test_every_device_says_what_it_is_doing_or_why_it_does_not_train(house, answer):
@@ -172,6 +191,9 @@ def test_devices_are_found_by_name_board_and_what_they_do(house):
     assert names(search="00017") == ["device-00017"]
     assert names(search="PI 4", limit=3) == ["device-00001", "device-00004", "device-00007"]
     assert names(search="%") == [], "no wildcards"
+    odd = Enrol(name="odd", enrolment_key="k" * 32, profile=DeviceProfile(board="Ödroid"))
+    house.devices.enrol("f", odd)
+    assert names(search="Ödroid") == ["odd"]
     assert names(order="-seen", limit=2) == ["device-00199", "device-00198"]
     assert names(order="-budget", limit=2) == ["device-00004", "device-00009"]
     assert names(doing=Doing.stopped, offset=18) == ["device-00180", "device-00190"]
@@ -185,3 +207,16 @@ def test_devices_are_found_by_name_board_and_what_they_do(house):
 )
 def test_the_bottom_decile_is_the_tenth_worst_of_a_hundred(values, decile):
     assert bottom_decile(values) == decile
+
+
+def test_records_that_nobody_made_yet_are_made_a_few_at_a_time(house):
+    house.create()
+    grow(house.store, devices=3, rounds=25, cohort=1)
+    with house.store.writing() as db:
+        db.execute(update(Round).values(stale=True))
+    written = []
+    house.store.on_commit = written.append
+    assert len(house.records.rounds("f")) == 26
+    assert len(written) == 3, "between them others write"
+    house.records.rounds("f")
+    assert len(written) == 3

@@ -275,6 +275,85 @@ def test_a_user_signs_in_with_a_token_and_only_an_administrator_sees_the_actions
     playwright.expect(page.locator("#status")).to_have_text("paused")
 
 
+def test_a_user_whose_token_is_good_for_nothing_any_more_is_told_so(new_coordinator, open_page):
+    server = new_coordinator(COORDINATOR_ADMIN_TOKEN="chief", COORDINATOR_OBSERVER_TOKEN="eye")
+    server.start()
+    create = {"name": "lab", "task": "digits"}
+    server._http.post("/v1/federations", json=create, headers={"Authorization": "Bearer chief"}).raise_for_status()
+    page = open_page(server.url, http_credentials={"username": "me", "password": "eye"})
+    expect = playwright.expect
+    expect(page.locator("#connection")).to_have_text("live")
+    server.kill()
+    server.settings["COORDINATOR_OBSERVER_TOKEN"] = "another"
+    server.start()
+    expect(page.locator("#connection")).to_have_text("not connected: load this page again")
+    expect(page.get_by_role("alert")).to_contain_text("an observer token is needed here")
+    page.troubles.clear()  # Chromium notes a refused connection, and a 401, as errors
+
+
+def test_the_way_to_the_actions_leads_to_the_federation_that_is_shown(new_coordinator, open_page):
+    server = new_coordinator(COORDINATOR_ADMIN_TOKEN="chief")
+    server.start()
+    for name in ("old", "new"):
+        body, headers = {"name": name, "task": "digits"}, {"Authorization": "Bearer chief"}
+        server._http.post("/v1/federations", json=body, headers=headers).raise_for_status()
+    page = open_page(f"{server.url}/?federation=old", http_credentials={"username": "me", "password": "chief"})
+    page.get_by_role("link", name="Administer").click()
+    page.get_by_role("button", name="Pause").wait_for()
+    playwright.expect(page.locator("#name")).to_have_text("old")
+    assert page.get_by_label("Federation", exact=True).input_value() == "old"
+
+
+def test_a_page_that_is_taken_up_again_is_as_live_as_before(coordinator, open_page):
+    coordinator.create("lab")
+    page, expect = open_page(coordinator.url), playwright.expect
+    expect(page.locator("#status")).to_have_text("waiting")
+    page.evaluate("dispatchEvent(new PageTransitionEvent('pagehide', {persisted: true}))")
+    coordinator._http.patch("/v1/federations/lab", json={"action": "pause"}).raise_for_status()
+    page.evaluate("dispatchEvent(new PageTransitionEvent('pageshow', {persisted: true}))")
+    expect(page.locator("#status")).to_have_text("paused")
+
+
+def test_the_smallest_phone_need_not_scroll_sideways_whatever_the_name(coordinator, open_page):
+    name = "n" * 64
+    coordinator.create(name)
+    page = open_page(coordinator.url, viewport={"width": 320, "height": 640})
+    playwright.expect(page.locator("#name")).to_have_text(name)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 320
+
+
+def test_two_administrators_do_not_undo_each_other(coordinator, open_page):
+    coordinator.create("lab", rounds=10, cohort=4)
+    page, expect = open_page(coordinator.url), playwright.expect
+    page.get_by_label("Cohort, devices").fill("5")
+    coordinator._http.patch("/v1/federations/lab", json={"rounds": 20}).raise_for_status()
+    expect(page.get_by_label("Rounds in all")).to_have_value("20")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#done")).to_have_text("Saved.")
+    settings = coordinator.info("lab")["settings"]
+    assert (settings["rounds"], settings["cohort"]) == (20, 5)
+    pause = page.get_by_role("button", name="Pause")
+    pause.focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Resume")).to_be_focused()
+
+
+def test_devices_follow_and_what_is_the_same_is_not_read_out_again(coordinator, open_page):
+    coordinator.create("lab", min_devices=5)
+    page, expect = open_page(coordinator.url), playwright.expect
+    expect(page.locator("#count")).to_have_text("No device.")
+    page.evaluate(
+        "window.read = []; for (const id of ['state', 'connection', 'count', 'error']) "
+        "new MutationObserver(() => read.push(id)).observe(document.getElementById(id), {childList: true})"
+    )
+    for index, count in enumerate(("1 to 1 of 1 device", "1 to 2 of 2 devices")):
+        body = {"name": f"pi-{index}", "enrolment_key": "k" * 32}
+        coordinator._http.post("/v1/federations/lab/devices", json=body).raise_for_status()
+        expect(page.locator("#tiles")).to_contain_text(f"Devices{index + 1}")
+        expect(page.locator("#count")).to_have_text(count)  # though another look at them was a moment ago
+    assert page.evaluate("read") == ["count", "count"]
+
+
 def test_what_devices_say_of_themselves_is_shown_as_text(coordinator, open_page):
     coordinator.create("lab")
     board = "<img src=x onerror=document.title='taken'>"

@@ -117,8 +117,9 @@ export class Chart {
 }
 
 /** An element with properties and children. */
-export function element(kind, properties = {}, children = []) {
+export function element(kind, { ariaLabel, ...properties } = {}, children = []) {
   const made = Object.assign(document.createElement(kind), properties);
+  if (ariaLabel) made.setAttribute("aria-label", ariaLabel); // Firefox takes the property since 119 only
   made.append(...children);
   return made;
 }

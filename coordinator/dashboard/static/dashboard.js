@@ -3,7 +3,9 @@
 import { Chart, element } from "./charts.js";
 
 const PAGE = 50;
-const DEVICES_SECONDS = 5;
+const DEVICES_SECONDS = 5; // at most so often, where something happens
+const IDLE_SECONDS = 30; // where nothing does: when a device was last seen changes all the same
+const [RETRY_SECONDS, LONGEST_RETRY_SECONDS] = [3, 60];
 const $ = (id) => document.getElementById(id);
 const name = new URLSearchParams(location.search).get("federation") || document.documentElement.dataset.federation;
 const api = `/v1/federations/${encodeURIComponent(name)}`;
@@ -39,6 +41,11 @@ const many = (count, one, more = `${one}s`) => `${count.toLocaleString("en")} ${
 function seconds(value) {
   const [size, unit] = [[86400, "d"], [3600, "h"], [60, "min"]].find(([size]) => value >= 2 * size) ?? [1, "s"];
   return `${Number((value / size).toFixed(size > 1 ? 1 : value < 10 ? 2 : 0))}${SPACE}${unit}`;
+}
+
+/** Set an element's text where it is another: what is read out to a user is read out at each change. */
+function put(id, text) {
+  if ($(id).textContent !== text) $(id).textContent = text;
 }
 
 function ago(iso) {
@@ -90,9 +97,8 @@ function show(news) {
   $("name").textContent = federation.name;
   $("status").textContent = $("status").className = federation.status;
   $("status").classList.add("badge");
-  $("state").textContent = stateOf(federation);
-  $("federation").replaceChildren(...news.federations.map((line) =>
-    element("option", { value: line.name, selected: line.name === name, textContent: `${line.name} (${line.status})` })));
+  put("state", stateOf(federation));
+  showFederations(news);
   $("tiles").replaceChildren(...tilesOf(news, rounds).map(([term, value, more]) => element("div", {}, [
     element("dt", { textContent: term }),
     element("dd", { textContent: value }, more ? [element("small", { textContent: more })] : []),
@@ -106,6 +112,16 @@ function show(news) {
   showDownloads(federation);
   showKinds();
   refreshDevices();
+}
+
+function showFederations({ federation, federations }) {
+  const known = federations.some((line) => line.name === name) ? federations : [federation, ...federations];
+  const texts = known.map((line) => `${line.name} (${line.status})`);
+  const select = $("federation");
+  if (select.dataset.of === texts.join()) return; // or it would close while its user chooses
+  select.dataset.of = texts.join();
+  select.replaceChildren(...known.map((line, index) =>
+    element("option", { value: line.name, selected: line.name === name, textContent: texts[index] })));
 }
 
 function stateOf(federation) {
@@ -129,7 +145,7 @@ function tilesOf({ federation, doing, evaluating }, rounds) {
   return [
     ["Round", `${federation.round} of ${federation.rounds}`, `${federation.method} on ${federation.task}`],
     ["Devices", `${federation.devices}`, `${at} training, ${evaluating} evaluating, ${federation.devices_stopped} stopped`],
-    personal != null && ["Personal accuracy", percent(personal), `bottom decile ${percent(decile)}`],
+    personal != null && ["Personal accuracy", percent(personal), decile != null && `bottom decile ${percent(decile)}`],
     shared != null && ["Global accuracy", percent(shared), "mean over devices"],
     whole > 0 && ["Sent both ways", bytes(sent), `${percent(sent / whole)} of sending the whole model`],
     measured > 0 && ["Energy, measured", joules(measured), "training and transfer"],
@@ -161,20 +177,23 @@ function showRunning() {
 }
 
 function showDownloads(federation) {
-  const link = (href, text) => element("li", {}, [element("a", { href, textContent: text, download: "" })]);
+  const link = (path, kind, text) => element("li", {}, [
+    element("a", { href: `${api}/${path}`, textContent: text, download: `${federation.name}${kind}` }),
+  ]);
   $("downloads").replaceChildren(
     ...(federation.global_model_usable
-      ? [link(`${api}/model`, "Global model (safetensors)"), link(`${api}/model.onnx`, "Global model (ONNX)")]
+      ? [link("model", ".safetensors", "Global model (safetensors)"), link("model.onnx", ".onnx", "Global model (ONNX)")]
       : [element("li", { textContent: "No global model: it cannot be used alone here." })]),
-    link(`${api}/rounds?format=csv`, "Records of all rounds (CSV)"),
-    link(`${api}/rounds`, "Records of all rounds (JSON)"),
+    link("rounds?format=csv", ".csv", "Records of all rounds (CSV)"),
+    link("rounds", ".json", "Records of all rounds (JSON)"),
   );
 }
 
 // --- devices --------------------------------------------------------------------------------------------------------
 
 let offset = 0;
-let devicesAt = 0;
+let devicesAt = -Infinity;
+let devicesNext;
 let devicesAsked;
 
 function showKinds() {
@@ -187,12 +206,14 @@ function showKinds() {
 }
 
 async function showDevices() {
-  devicesAt = Date.now();
+  devicesAt = performance.now();
+  clearTimeout(devicesNext);
+  devicesNext = setTimeout(showDevices, IDLE_SECONDS * 1000);
   const wanted = new URLSearchParams({ limit: PAGE, offset });
   for (const [key, value] of new FormData($("find"))) if (value) wanted.set(key, value);
   const asked = (devicesAsked = wanted.toString());
   const answer = await call("GET", `${api}/devices?${wanted}`);
-  if (!answer || asked !== devicesAsked) return;
+  if (!answer || asked !== devicesAsked || $("ask").open) return; // whose button is to have the focus again
   const devices = await answer.json();
   const total = Number(answer.headers.get("Sparrow-Total"));
   if (!devices.length && offset) return turn(-offset);
@@ -201,7 +222,7 @@ async function showDevices() {
   body.replaceChildren(...devices.map(rowOf));
   if (focused) body.querySelector(`[data-device="${CSS.escape(focused)}"]`)?.focus();
   $("devices").querySelector("th.actions").hidden = !overview?.may_change;
-  $("count").textContent = total ? `${offset + 1} to ${offset + devices.length} of ${many(total, "device")}` : "No device.";
+  put("count", total ? `${offset + 1} to ${offset + devices.length} of ${many(total, "device")}` : "No device.");
   $("previous").disabled = !offset;
   $("next").disabled = offset + devices.length >= total;
 }
@@ -234,7 +255,8 @@ function whatOf(device) {
 }
 
 function refreshDevices() {
-  if (Date.now() - devicesAt > DEVICES_SECONDS * 1000) showDevices();
+  clearTimeout(devicesNext);
+  devicesNext = setTimeout(showDevices, Math.max(0, devicesAt + DEVICES_SECONDS * 1000 - performance.now()));
 }
 
 function turn(by) {
@@ -265,36 +287,40 @@ function showAdmin(federation) {
   const actions = ACTIONS[federation.status];
   if ($("actions").dataset.of !== actions.join()) {
     $("actions").dataset.of = actions.join();
+    const focused = $("actions").contains(document.activeElement);
     $("actions").replaceChildren(...actions.map((action) => {
       const button = element("button", { type: "button", textContent: LABELS[action] });
       button.addEventListener("click", () => act(action));
       return button;
     }));
+    if (focused) $("actions").firstElementChild.focus();
   }
-  const form = $("settings");
-  if (form.dataset.touched) return;
   const { cohort, deadline_seconds: deadline } = federation.settings;
-  for (const [key, value] of Object.entries({ rounds: federation.rounds, cohort, deadline_seconds: deadline })) form.elements[key].value = value;
+  for (const [key, value] of Object.entries({ rounds: federation.rounds, cohort, deadline_seconds: deadline })) {
+    const field = $("settings").elements[key];
+    if (!field.dataset.touched) field.value = value;
+  }
 }
 
 async function act(action) {
   const { federation } = overview;
   const change = { action };
   if (action === "stop" && !(await sure(`Stop ${federation.name}? Its devices export what they have and leave.`, "Stop"))) return;
-  if (action === "reopen") {
-    const rounds = Number($("settings").elements.rounds.value);
-    if (rounds > federation.rounds) change.rounds = rounds;
-  }
-  if (await call("PATCH", api, change)) said(`${LABELS[action]}: done.`);
+  const field = $("settings").elements.rounds;
+  if (action === "reopen" && Number(field.value) > federation.rounds) change.rounds = Number(field.value);
+  if (!(await call("PATCH", api, change))) return;
+  if (change.rounds) delete field.dataset.touched;
+  said(`${LABELS[action]}: done.`);
 }
 
-$("settings").addEventListener("input", (event) => { event.currentTarget.dataset.touched = "yes"; });
+$("settings").addEventListener("input", (event) => { event.target.dataset.touched = "yes"; });
 $("settings").addEventListener("submit", async (event) => {
   event.preventDefault();
-  const form = event.currentTarget;
-  const change = Object.fromEntries([...new FormData(form)].map(([key, value]) => [key, Number(value)]));
-  if (!(await call("PATCH", api, change))) return;
-  delete form.dataset.touched;
+  // Only what was typed: the rest may have been changed by somebody else meanwhile.
+  const fields = [...event.currentTarget.elements].filter((field) => field.dataset.touched);
+  if (!fields.length) return said("Nothing was changed.");
+  if (!(await call("PATCH", api, Object.fromEntries(fields.map((field) => [field.name, Number(field.value)]))))) return;
+  for (const field of fields) delete field.dataset.touched;
   said("Saved.");
 });
 
@@ -314,50 +340,93 @@ function sure(question, yes) {
 /** The answer, or null where there is none: then the page says why. */
 async function call(method, path, body) {
   const headers = body ? { "Content-Type": "application/json" } : {};
+  const looking = method === "GET";
   try {
     const answer = await fetch(path, { method, headers, body: body && JSON.stringify(body) });
-    if (answer.ok) {
-      if (method !== "GET") $("error").hidden = true;
-      return answer;
+    if (!answer.ok) {
+      fail(await reason(answer), looking);
+      return null;
     }
-    const problem = await answer.json().catch(() => ({}));
-    fail(problem.detail ?? `${method} ${path}: ${answer.status}`);
+    mended(looking);
+    return answer;
   } catch (error) {
-    if (method !== "GET") fail("the coordinator does not answer; nothing was changed");
+    if (!looking) fail("The coordinator did not answer: look whether this was changed before you try again.", looking);
+    return null;
   }
-  return null;
 }
 
-function fail(text) {
-  $("error").textContent = text;
+async function reason(answer) {
+  const problem = await answer.json().catch(() => ({}));
+  return problem.detail ?? `${answer.url}: ${answer.status}`;
+}
+
+function fail(text, looking) {
+  put("error", text);
   $("error").hidden = false;
+  $("error").dataset.looking = looking ? "yes" : "";
+}
+
+/** What was said of a look is over with the next one that works; of a change, with the next change. */
+function mended(looking) {
+  if (!looking || $("error").dataset.looking) $("error").hidden = true;
 }
 
 // --- the stream -----------------------------------------------------------------------------------------------------
 
+let source;
+let retry;
+let pause = RETRY_SECONDS;
 let fresh = true;
 
+function tell(text, lost) {
+  put("connection", text);
+  $("connection").classList.toggle("lost", lost);
+}
+
 function connect() {
-  const source = new EventSource(`${api}/events`);
-  const tell = (text, lost) => {
-    $("connection").textContent = text;
-    $("connection").classList.toggle("lost", lost);
-  };
-  source.addEventListener("open", () => { fresh = true; tell("live", false); });
-  source.addEventListener("overview", (event) => show(JSON.parse(event.data)));
-  source.addEventListener("error", async () => {
-    tell("connection lost, trying again", true);
-    if (source.readyState !== EventSource.CLOSED) return; // it tries again by itself
-    await call("GET", api); // says why, where it is not just down
-    setTimeout(connect, 3000);
+  disconnect();
+  const mine = (source = new EventSource(`${api}/events`));
+  mine.addEventListener("open", () => {
+    [fresh, pause] = [true, RETRY_SECONDS];
+    tell("live", false);
+    mended(true);
   });
-  addEventListener("pagehide", () => source.close());
+  mine.addEventListener("overview", (event) => show(JSON.parse(event.data)));
+  mine.addEventListener("error", async () => {
+    tell("connection lost, trying again", true);
+    if (mine.readyState !== EventSource.CLOSED) return; // it tries again by itself
+    const answer = await fetch(`${api}/overview`).catch(() => null); // says why, where it is not just down
+    const why = answer && !answer.ok ? await reason(answer) : null;
+    if (mine !== source) return;
+    if (why) fail(why, true);
+    if ([401, 404].includes(answer?.status)) return tell("not connected: load this page again", true);
+    retry = setTimeout(connect, pause * 1000);
+    pause = Math.min(2 * pause, LONGEST_RETRY_SECONDS);
+  });
+}
+
+function disconnect() {
+  clearTimeout(retry);
+  clearTimeout(devicesNext);
+  source?.close();
+  source = null;
+}
+
+/** Nobody sees a page in the background: it lets go, for browsers make six connections to a server and no more. */
+function listen() {
+  if (document.hidden) disconnect();
+  else connect();
 }
 
 $("federation").addEventListener("change", (event) => { location.search = new URLSearchParams({ federation: event.target.value }); });
 setInterval(showRunning, 1000);
-if (name) connect();
-else {
-  $("connection").textContent = "no federation";
-  fail("There is no federation yet. Publish one (sparrow publish), then load this page again.");
+$("administer").search = location.search;
+if (name) {
+  listen();
+  document.addEventListener("visibilitychange", listen);
+  addEventListener("pagehide", disconnect);
+  addEventListener("pageshow", (event) => event.persisted && listen());
+} else {
+  tell("no federation", false);
+  fail("There is no federation yet. Publish one (sparrow publish), then load this page again.", true);
 }

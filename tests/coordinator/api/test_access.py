@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 
 from command_line.exits import Exit
-from coordinator import tokens
+from coordinator import access, tokens
 from coordinator.access import MOST_REMEMBERED, PREFIXES, REMEMBER_SECONDS, Tokens
 from coordinator.devices import Devices
 from coordinator.errors import NameTaken, NotAuthenticated, NotFound, TokenExpired
@@ -415,3 +415,32 @@ def test_behind_a_proxy_on_this_machine_callers_are_counted_by_their_own_address
         assert [call("203.0.113.9") for _ in range(8)][-1] == 429
         assert call("203.0.113.10") == 200
         assert {client.get(path).status_code for _ in range(8)} == {200}, "this machine itself"
+
+
+def test_a_token_for_one_federation_shows_its_page_and_names_no_other(command, tmp_path):
+    with serving(Settings(data_dir=tmp_path / "data")) as client:
+        for name in ("day", "night"):
+            assert client.post("/v1/federations", json={"name": name, "task": "digits"}).status_code == 201
+        eye = bearer(command("create", "observer", "--federation", "day")["secret"])
+        assert 'data-federation="day"' in client.get("/", headers=eye).text
+        assert client.get("/page/dashboard.js", headers=eye).status_code == 200
+        overview = client.get("/v1/federations/day/overview", headers=eye).json()
+        with client.stream("GET", "/v1/federations/day/events", headers=eye) as answer:
+            told = next(line for line in answer.iter_lines() if line.startswith("data: "))
+        for seen in (overview, json.loads(told.removeprefix("data: "))):
+            assert [line["name"] for line in seen["federations"]] == ["day"]
+        assert client.get("/v1/federations/night/events", headers=eye).status_code == 401
+
+
+def test_a_stream_ends_when_its_token_is_taken_away(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(access, "REMEMBER_SECONDS", 0.0)
+    with serving(Settings(data_dir=tmp_path / "data")) as client:
+        path = "/v1/federations/default/events"
+        assert client.get("/readyz").status_code == 200
+        made = command("create", "observer")
+        with client.stream("GET", path, headers=bearer(made["secret"])) as answer:
+            lines = answer.iter_lines()
+            assert next(lines) == "event: overview"
+            command("revoke", made["id"])
+            enrol(client, "one")  # which would be told
+            assert [line for line in lines if line.startswith("event")] == []

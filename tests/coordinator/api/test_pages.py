@@ -48,7 +48,7 @@ def test_the_page_knows_the_newest_federation(open_app):
     assert 'data-federation="second"' in client.get("/").text
 
 
-@pytest.mark.parametrize("name", ["none.js", "..%2Fpages.py", "%2e%2e"])
+@pytest.mark.parametrize("name", ["none.js", "..%2Fpages.py", "%2e%2e", "n" * 300])
 def test_no_other_file_is_served(open_app, name):
     assert open_app().get(f"/page/{name}").status_code == 404
 
@@ -112,5 +112,12 @@ def test_devices_come_in_pages(open_app):
     assert [device["name"] for device in answer.json()] == ["pi-4"]
     assert answer.headers["sparrow-total"] == "5"
     assert len(client.get(path).json()) == 5
-    for wrong in ({"limit": 0}, {"offset": -1}, {"order": "colour"}, {"doing": "nothing"}, {"search": "x" * 201}):
+    for wrong in (
+        {"limit": 0},
+        {"offset": -1},
+        {"order": "colour"},
+        {"doing": "nothing"},
+        {"search": "x" * 201},
+        {"search": "\0"},
+    ):
         assert client.get(path, params=wrong).status_code == 422

@@ -1,0 +1,107 @@
+"""What pages show of a federation, looked up once for all that are open on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+from starlette.concurrency import run_in_threadpool
+
+from coordinator.overview import Overviews
+from edge_sdk.protocol.overview import Overview
+
+LONGEST_REST_SECONDS = 15.0
+LEAST_PAUSE_SECONDS = 0.5
+SHARE_OF_TIME = 0.05
+"""At most this share of a processor goes into looking at a federation, however large its fleet and many its pages."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """stir: is set when something has happened since. again: when the next look may be taken, by the loop's clock."""
+
+    overview: Overview
+    stir: asyncio.Event
+    again: float
+
+
+class Watch:
+    """One federation, for all pages that are open on it."""
+
+    def __init__(self, watches: Watches, name: str) -> None:
+        self._watches = watches
+        self._name = name
+        self._latest: _Look | None = None
+        self._turn = asyncio.Lock()
+
+    async def after(self, had: Overview | None) -> Overview | None:
+        """The federation after what the caller had: when something has happened, or some seconds later, for a few
+        things come by time alone. Who had none is told at once. None when the process stops. Raises Unavailable."""
+        loop = asyncio.get_running_loop()
+        while not self._watches.closing():
+            latest = self._latest
+            if latest is not None and latest.overview is not had:
+                if loop.time() < latest.again or not latest.stir.is_set():
+                    return latest.overview
+            elif latest is not None:
+                await self._pause(latest)
+                if self._latest is not latest:
+                    continue
+            async with self._turn:
+                if self._latest is latest and not self._watches.closing():
+                    await self._look()
+        return None
+
+    async def _pause(self, latest: _Look) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(latest.stir.wait(), LONGEST_REST_SECONDS)
+        while (left := latest.again - loop.time()) > 0 and not self._watches.closing():
+            await asyncio.sleep(min(LEAST_PAUSE_SECONDS, left))
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        stir, began = self._watches.next_ring(), loop.time()
+        known = None if self._latest is None else self._latest.overview
+        overview, seconds = await run_in_threadpool(_timed, self._compare, known)
+        again = began + max(LEAST_PAUSE_SECONDS, seconds / SHARE_OF_TIME)
+        self._latest = _Look(overview, stir, again)
+
+    def _compare(self, known: Overview | None) -> Overview:
+        """The whole, in which points that did not change are the same objects as before."""
+        look = self._watches.overviews.look
+        if known is None:
+            return look(self._name)
+        rounds = (known.federation.round, known.evaluating_since)
+        news = look(self._name, min(number for number in rounds if number is not None))
+        if news.span != known.span:
+            return look(self._name)
+        points = {point.first: point for point in known.points}
+        points |= {point.first: point for point in news.points if points.get(point.first) != point}
+        return news.model_copy(update={"points": tuple(points.values())})
+
+
+def _timed(compare: Callable[[Overview | None], Overview], known: Overview | None) -> tuple[Overview, float]:
+    """With the processor's seconds that it took: on a busy machine far fewer than have passed."""
+    began = time.thread_time()
+    return compare(known), time.thread_time() - began
+
+
+@dataclass
+class Watches:
+    """The federations that pages are open on. next_ring: the event that is set when something happens next."""
+
+    overviews: Overviews
+    next_ring: Callable[[], asyncio.Event]
+    closing: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self._open: WeakValueDictionary[str, Watch] = WeakValueDictionary()
+
+    def on(self, name: str) -> Watch:
+        """The watch on a federation, the same one for all who hold it."""
+        return self._open.setdefault(name, Watch(self, name))
