@@ -35,4 +35,6 @@ class UploadCosts:
                     continue
                 if assignment.upload_cost is None:
                     assignment.upload_cost = cost.upload.model_dump(mode="json")
-                    touch(db, assignment.federation_id, assignment.round)
+                    number = assignment.round if assignment.arrival is None else assignment.counted_round
+                    if number is not None:  # else it waits in a buffer, and no record that is kept has it
+                        touch(db, assignment.federation_id, number)

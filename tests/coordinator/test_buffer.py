@@ -10,7 +10,7 @@ from coordinator.errors import BadContent, RoundClosed
 from coordinator.methods import load_method
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.messages import CreateFederation, FederationSettings
+from edge_sdk.protocol.messages import CreateFederation, FederationSettings, Phase, UploadCost
 
 from .fakes import DIGITS
 
@@ -355,3 +355,22 @@ def test_a_change_that_would_contradict_is_refused_and_changes_nothing(house):
         house.change(cohort=3)
     house.enrol("a")
     assert house.info().round == 0
+
+
+def test_what_an_upload_cost_is_in_the_record_of_the_round_that_it_counts_in(house, answer):
+    house.create(cohort=3, buffer=2, min_devices=3, rounds=10)
+    one, two, slow = house.enrol("a", "b", "c")
+    house.rounds.advance()
+    late = slow.ask()
+    for device in (one, two):
+        answer(device)
+    house.rounds.advance()
+    answer(slow)
+    answer(one)
+    house.rounds.advance()
+    before = house.record(2)
+    assert (before.status, before.upload.seconds) == ("closed", 0.0)
+    cost = UploadCost(assignment_id=late.assignment_id, upload=Phase(seconds=7.0, bytes_up=100))
+    house.costs.note(slow.id, cost)
+    assert house.record(1).upload.seconds == 0.0
+    assert house.record(2).upload.seconds == 7.0, "though it was given out in round 1"
