@@ -126,7 +126,11 @@ def _rows(db: Session, federation: Federation, first: int | None) -> list[dict[s
     columns += [
         summary[(phase, joules)].as_float().label(f"{phase}_{joules}") for phase in _TRAINING for joules in _JOULES
     ]
-    rows = select(Round.number, *columns).where(Round.federation_id == federation.id, Round.status == "closed")
+    rows = select(Round.number, *columns).where(
+        Round.federation_id == federation.id,
+        Round.status == "closed",
+        summary["round"].as_integer().is_not(None),  # one that closed a moment ago has no record yet
+    )
     if first is not None:
         rows = rows.where(Round.number >= first)
     return [dict(row) for row in db.execute(rows.order_by(Round.number)).mappings()]

@@ -47,6 +47,17 @@ def test_points_agree_with_the_records(house, play):
     assert [point.accuracy_personal for point in overview.points] == [None, 0.5, 0.5]
 
 
+def test_a_round_that_closes_during_the_look_is_left_to_the_next_one(house, play, monkeypatch):
+    house.create(rounds=2)
+    look = house.overviews.look
+    federation_id = house.records.refresh("f")
+    play(house, house.enrol("a", "b"))
+    with monkeypatch.context() as patch:
+        patch.setattr(house.records, "refresh", lambda name: federation_id)  # it has looked before they closed
+        assert look("f").points == ()
+    assert [point.updates for point in look("f").points] == [2, 2]
+
+
 def test_the_open_round_shows_who_is_being_waited_for(house, answer):
     house.create(deadline_seconds=100)
     one, two, three = house.enrol("a", "b", "c")
