@@ -189,7 +189,6 @@ async def put_update(
         async with _whole(house, request, assignment_id, limit) as whole:
             size, accept = len(whole.body), house.acceptance.accept_update
             new = await run_in_threadpool(accept, assignment_id, device.device_id, whole.body, whole.digest, whole.file)
-    await run_in_threadpool(house.uploads.forget, assignment_id)
     if new:
         house.metrics.accepted.labels(device.federation).inc()
         house.metrics.traffic.labels(device.federation, "up").inc(size)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import re
 import secrets
 import shutil
@@ -37,6 +38,8 @@ from coordinator.storage.tables import Assignment
 
 DIGEST_HEADER = "Sparrow-Update-SHA256"
 KEEP_SECONDS = 3600.0
+SWEEP_SECONDS = 1.0
+"""How often parts are looked through, which takes a query."""
 AT_ONCE = 4
 """Large updates that are in memory, to be checked and stored: as many as keep cores and disk busy."""
 GATHERED_BYTES = 1024 * 1024
@@ -78,6 +81,7 @@ class Uploads:
         self._folder, self._store, self._clock = folder / secrets.token_hex(8), store, clock
         self._parts: dict[str, _Part] = {}
         self._few = asyncio.Semaphore(AT_ONCE)
+        self._swept = -math.inf
         if store.is_first:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -91,7 +95,7 @@ class Uploads:
 
     @asynccontextmanager
     async def receive(self, request: Request, assignment_id: str, limit: int) -> AsyncIterator[Whole]:
-        """The whole update, once this call has brought what was missing.
+        """The whole update, once this call has brought what was missing; forgotten when the ``with`` ends well.
 
         Few at a time are in memory, from ``with`` to its end; who waits has sent everything already.
 
@@ -120,6 +124,7 @@ class Uploads:
                     self.forget(assignment_id)
                     raise WrongRange("the update's digest is another than was said; send it again from its first byte")
                 yield Whole(body, digest, part.path)
+            await run_in_threadpool(self.forget, assignment_id)  # it was taken
         finally:
             part.calls -= 1
 
@@ -198,13 +203,15 @@ class Uploads:
                 part.path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Remove what nobody goes on with, and what is of settled assignments."""
-        if not self._parts:
+        """Remove what nobody goes on with, and what is of settled assignments; may be called as often as one likes."""
+        now = self._clock()
+        if not self._parts or now - self._swept < SWEEP_SECONDS:
             return
+        self._swept = now
         with self._store.reading() as db:
             open_ = select(Assignment.id).where(Assignment.id.in_(list(self._parts)), Assignment.status == "open")
             still = set(db.scalars(open_))
         for assignment_id, part in list(self._parts.items()):
-            over = assignment_id not in still or self._clock() - part.touched > KEEP_SECONDS
+            over = assignment_id not in still or now - part.touched > KEEP_SECONDS
             if over and not part.calls:
                 self.forget(assignment_id)
