@@ -156,6 +156,18 @@ class ElementSums:
             else:
                 add_in_place(cast("Sum", shared[spec.name].reshape(-1)), part.reshape(-1), weight)
 
+    @property
+    def alike(self) -> bool:
+        """Whether all updates came under the round's mask: then ``packed`` tells all that ``totals`` does."""
+        return self.updates > 0 and not self._apart
+
+    def packed(self) -> Iterator[tuple[TensorSpec, Block | Points, Sum]]:
+        """Where all are ``alike``: each shared tensor, where it exists, and the numerators of what exists. The weight
+        of each is ``num_examples``."""
+        return cast(
+            "Iterator[tuple[TensorSpec, Block | Points, Sum]]", unpack(self._manifest, self._packed, self._mask)
+        )
+
     def totals(self) -> Iterator[tuple[TensorSpec, Sum, Sum]]:
         """Each shared tensor with its numerators and weights, float64 [size]: 0 and 0 where nobody sent a value."""
         for spec, block, part in unpack(self._manifest, self._packed, self._mask):
@@ -173,6 +185,11 @@ class ElementSums:
     def mean(self, previous: Tensors) -> Tensors:
         """The next global values: name -> float32; what nobody sent is taken from ``previous``."""
         result: Tensors = {}
+        if self.alike:
+            for spec, block, part in self.packed():
+                result[spec.name] = np.array(previous[spec.name], dtype=np.float32, order="C")
+                block.put(result[spec.name], (part / self.num_examples).astype(np.float32))
+            return result
         for spec, numerator, weights in self.totals():
             result[spec.name] = quotient(numerator, weights, previous[spec.name].reshape(-1)).reshape(spec.shape)
         return result
