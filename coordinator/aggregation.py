@@ -107,7 +107,9 @@ class MaskedSums:
         result: Tensors = {}
         for like, spec in zip(self._manifest.alike, self._manifest.shared, strict=True):
             if self._of_all and not self._weights[like].any():  # of whole models alone: one weight for all
-                result[spec.name] = (self._numerators[spec.name] / self._of_all).astype(np.float32)
+                mean = result[spec.name] = np.empty(spec.shape, dtype=np.float32)
+                # Rounded on the way: an array of float64 beside would be two models more in memory.
+                np.divide(self._numerators[spec.name], self._of_all, out=mean, casting="same_kind")
                 continue
             view = neuron_view(self._manifest, spec)
             numerator, weights = self._numerators[spec.name].reshape(view), self._weights[like] + self._of_all
