@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -76,9 +77,17 @@ class Acceptance:
             gradients=load_method(federation.method).wants_gradients(assignment.plan or {}),
         )
 
-    def accept_update(self, assignment_id: str, device_id: str, body: bytes, digest: str | None = None) -> bool:
-        """Check, store and acknowledge an update; True when it is new, False for the same one again. digest: its
-        SHA-256, where that is known.
+    def accept_update(
+        self,
+        assignment_id: str,
+        device_id: str,
+        body: bytes | memoryview,
+        digest: str | None = None,
+        file: Path | None = None,
+    ) -> bool:
+        """Check, store and acknowledge an update; True when it is new, False for the same one again.
+
+        digest: its SHA-256, where that is known. file: one of this machine that holds it, too, where there is one.
 
         Raises BadContent, DifferentUpdate, RoundClosed, NotAllowed, NotFound. When it returns, the update survives a
         power cut and counts in its round exactly once.
@@ -98,7 +107,7 @@ class Acceptance:
             if held is not None and held != device.mask:
                 changed["mask"] = held
             keys = [update_key(federation.id, assignment.id, digest)]
-            self._store.blobs.write(keys[0], body)
+            self._store.blobs.write(keys[0], body, file)
         if not device.holds_model and _leaves_model(federation, assignment):
             changed["holds_model"] = True
         if isinstance(report, wire.UpdateReport) and report.status == "stopped":
@@ -143,14 +152,14 @@ class Acceptance:
         return False
 
     def _check_update(
-        self, federation: Federation, device: Device, assignment: Assignment, body: bytes
+        self, federation: Federation, device: Device, assignment: Assignment, body: bytes | memoryview
     ) -> tuple[wire.UpdateReport | wire.Receipt, NeuronMask | None]:
         """The report, and the neurons that the device has chosen, if that is what it does."""
         try:
             if assignment.kind == wire.Kind.personalise:
-                return wire.UpdateReport.model_validate_json(body), None
+                return wire.UpdateReport.model_validate_json(bytes(body)), None
             if assignment.kind not in BUNDLE_KINDS:
-                return wire.Receipt.model_validate_json(body), None
+                return wire.Receipt.model_validate_json(bytes(body)), None
             model = self._models.model(federation, assignment.model_version)
             decoded = bundle.decode(body, self._models.manifest(federation), model.mask)
             report = wire.UpdateReport.model_validate_json(decoded.report)

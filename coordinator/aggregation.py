@@ -107,7 +107,9 @@ class MaskedSums:
         result: Tensors = {}
         for like, spec in zip(self._manifest.alike, self._manifest.shared, strict=True):
             if self._of_all and not self._weights[like].any():  # of whole models alone: one weight for all
-                result[spec.name] = (self._numerators[spec.name] / self._of_all).astype(np.float32)
+                mean = result[spec.name] = np.empty(spec.shape, dtype=np.float32)
+                # Rounded on the way: an array of float64 beside would be two models more in memory.
+                np.divide(self._numerators[spec.name], self._of_all, out=mean, casting="same_kind")
                 continue
             view = neuron_view(self._manifest, spec)
             numerator, weights = self._numerators[spec.name].reshape(view), self._weights[like] + self._of_all
@@ -156,6 +158,18 @@ class ElementSums:
             else:
                 add_in_place(cast("Sum", shared[spec.name].reshape(-1)), part.reshape(-1), weight)
 
+    @property
+    def alike(self) -> bool:
+        """Whether all updates came under the round's mask: then ``packed`` tells all that ``totals`` does."""
+        return self.updates > 0 and not self._apart
+
+    def packed(self) -> Iterator[tuple[TensorSpec, Block | Points, Sum]]:
+        """Where all are ``alike``: each shared tensor, where it exists, and the numerators of what exists. The weight
+        of each is ``num_examples``."""
+        return cast(
+            "Iterator[tuple[TensorSpec, Block | Points, Sum]]", unpack(self._manifest, self._packed, self._mask)
+        )
+
     def totals(self) -> Iterator[tuple[TensorSpec, Sum, Sum]]:
         """Each shared tensor with its numerators and weights, float64 [size]: 0 and 0 where nobody sent a value."""
         for spec, block, part in unpack(self._manifest, self._packed, self._mask):
@@ -173,6 +187,11 @@ class ElementSums:
     def mean(self, previous: Tensors) -> Tensors:
         """The next global values: name -> float32; what nobody sent is taken from ``previous``."""
         result: Tensors = {}
+        if self.alike:
+            for spec, block, part in self.packed():
+                result[spec.name] = np.array(previous[spec.name], dtype=np.float32, order="C")
+                block.put(result[spec.name], (part / self.num_examples).astype(np.float32))
+            return result
         for spec, numerator, weights in self.totals():
             result[spec.name] = quotient(numerator, weights, previous[spec.name].reshape(-1)).reshape(spec.shape)
         return result

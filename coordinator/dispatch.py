@@ -12,7 +12,8 @@ from coordinator.assignments import assign, missed_work, oldest_open, owned, tou
 from coordinator.candidates import reaches, situation_of, smallest_budget
 from coordinator.errors import Finished, NotFound, RoundClosed
 from coordinator.methods import Situation, load_method
-from coordinator.models import Models, Packed, job_of, settings_of
+from coordinator.models import Models, job_of, settings_of
+from coordinator.payloads import Packed
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation
 from edge_sdk.protocol import messages as wire

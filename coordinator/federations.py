@@ -36,7 +36,6 @@ from edge_sdk.protocol.messages import (
     ModelInfo,
 )
 from export.metadata import properties
-from export.skeleton import check_skeleton, fill
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class Federations:
                 f"model of your own with python -m edge_sdk.publish"
             )
         task = load_builtin(request.task)
-        return self._create(request, task.manifest, task.skeleton, {})
+        return self._create(request, task.manifest, task.skeleton, None)
 
     def publish(self, body: bytes) -> FederationInfo:
         """A federation of somebody's own model: a checkpoint as ``CreateFederation`` describes it."""
@@ -75,8 +74,9 @@ class Federations:
         return self._create(request, manifest, skeleton, tensors)
 
     def _create(
-        self, request: CreateFederation, manifest: Manifest, skeleton: bytes, published: Tensors
+        self, request: CreateFederation, manifest: Manifest, skeleton: bytes, published: Tensors | None
     ) -> FederationInfo:
+        """published: the tensors that were sent; None for a built-in task, which has nothing that could be hostile."""
         settings = completed(request.settings)
         method = _check_model(settings.method, manifest)
         check_robust(method, settings)
@@ -85,9 +85,12 @@ class Federations:
         check_buffer(method, settings)
         if hashlib.sha256(skeleton).hexdigest() != manifest.skeleton_sha256:
             raise BadContent("skeleton_sha256 of the manifest is not that of the skeleton sent; publish both together")
-        check_skeleton(skeleton, manifest)
+        if published is not None:
+            from export.skeleton import check_skeleton  # onnx: 7 MB, which a coordinator of built-in tasks does without
+
+            check_skeleton(skeleton, manifest)
         situation = Situation(manifest, settings)
-        model = method.start(initial_values(manifest, settings.seed, published), situation)
+        model = method.start(initial_values(manifest, settings.seed, published or {}), situation)
         warning = method.warning(model, situation)
         if warning:
             log.warning("%s: %s", request.name, warning)
@@ -222,6 +225,8 @@ class Federations:
 
     def model_onnx(self, name: str) -> bytes:
         """The global model as ONNX. Raises NoGlobalModel."""
+        from export.skeleton import fill  # onnx, as above
+
         with self._store.reading() as db:
             federation = find(db, name)
         self._check_usable(federation)

@@ -25,15 +25,19 @@ class Folding:
 
     round: its number. position: how many of its assignments, in the cohort's order, were looked at. taken: how many
     updates were taken in. last: in a buffered round the number of the last arrival among them, and behind: how many
-    models old each was. parts: bytes of the updates' bundles by part.
+    models old each was. parts: bytes of the updates' bundles by part. intact: that this process itself has checked
+    their digests when they came, and nobody else stores any.
     """
 
-    def __init__(self, store: Store, models: Models, federation: Federation, situation: Situation) -> None:
+    def __init__(
+        self, store: Store, models: Models, federation: Federation, situation: Situation, *, intact: bool
+    ) -> None:
         self._store = store
         self._models = models
         self._federation = federation
         self._model = models.model(federation, federation.model_version)
         self._manifest = situation.manifest
+        self._intact = intact
         self._exponent = situation.settings.staleness_exponent
         self.round = situation.round
         self.intake = Intake(
@@ -75,8 +79,8 @@ class Folding:
 
     def _read(self, key: str, version: int | None) -> tuple[Update, Mapping[str, int]]:
         """A stored update, and the bytes of its parts. version: of the model it was trained on, where not today's."""
-        body = self._store.blobs.get(key)
-        decoded = bundle.decode(body, self._manifest, self._model.mask)
+        body = self._store.blobs.load(key)
+        decoded = bundle.decode(body, self._manifest, self._model.mask, intact=self._intact)
         report = UpdateReport.model_validate_json(decoded.report)
         began = self._model if version is None else self._models.model(self._federation, version)
         values = decoded.values

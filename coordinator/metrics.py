@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, PlatformCollector, ProcessCollector
@@ -101,9 +102,9 @@ class _TimedBlobs:
         with self._seconds.time():
             self._blobs.put(key, data)
 
-    def write(self, key: str, data: bytes) -> None:
+    def write(self, key: str, data: bytes | memoryview, file: Path | None = None) -> None:
         with self._seconds.time():
-            self._blobs.write(key, data)
+            self._blobs.write(key, data, file)
 
     def settle(self, keys: Iterable[str]) -> None:
         with self._seconds.time():

@@ -2,8 +2,7 @@
 
 A payload is not stored: which values it holds follows from the assignment (model version, whether whole, active ratio)
 and from the mask that the device holds, so it is packed when asked for, and a restarted coordinator packs the same
-bytes again. The last few are remembered, because a device asks twice (size and digest first, then the bytes) and a
-broken download asks again.
+bytes again. The last few are remembered (``payloads``).
 
 What a method keeps beside a model's values lies in a second file of the same version. Masks of elements also lie by
 themselves, under their digests, as long as a device holds them: what changed since then is what it is sent. So do the
@@ -15,9 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +22,7 @@ from sqlalchemy import select
 
 from coordinator.errors import NotFound
 from coordinator.methods import GlobalModel, Situation, load_method
+from coordinator.payloads import Packed, Payloads
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation, Round
 from edge_sdk.protocol import bundle, checkpoint
@@ -48,17 +46,6 @@ class Retention:
         return {*numbers[-self.last :], *(number for number in numbers if self.every and number % self.every == 0)}
 
 
-PAYLOAD_CACHE_BYTES = 64 * 1024 * 1024
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A payload, and its SHA-256."""
-
-    body: bytes
-    sha256: str
-
-
 def settings_of(federation: Federation) -> FederationSettings:
     """The federation's settings, checked when they were stored."""
     return FederationSettings.model_validate(federation.settings)
@@ -77,8 +64,7 @@ class Models:
         self._retention = retention or Retention()
         self._manifests: dict[int, Manifest] = {}
         self._latest: dict[int, tuple[int, GlobalModel]] = {}
-        self._payloads: OrderedDict[tuple[int, int, Hashable], Packed] = OrderedDict()
-        self._lock = threading.Lock()
+        self._payloads = Payloads()
 
     def manifest(self, federation: Federation) -> Manifest:
         """The federation's manifest."""
@@ -214,21 +200,7 @@ class Models:
         sends_changes = load_method(federation.method).sends_changes
         held = self._round_of(federation, device.model) if sends_changes else None
         key = (federation.id, version, (whose, device.mask, held, plan))
-        with self._lock:
-            if key in self._payloads:
-                self._payloads.move_to_end(key)
-                return self._payloads[key]
-        body = self._pack(federation, device, assignment, held)
-        packed = Packed(body, hashlib.sha256(body).hexdigest())
-        with self._lock:
-            for old in [old for old in self._payloads if old[0] == federation.id and old[1] < version]:
-                del self._payloads[old]  # hardly anybody is still asked about an older model
-            self._payloads[key] = packed
-            sizes = [len(each.body) for each in self._payloads.values()]
-            while len(sizes) > 1 and sum(sizes) > PAYLOAD_CACHE_BYTES:
-                self._payloads.popitem(last=False)
-                del sizes[0]
-        return packed
+        return self._payloads.get(key, lambda: self._pack(federation, device, assignment, held))
 
     def _pack(self, federation: Federation, device: Device, assignment: Assignment, held: int | None) -> bytes:
         manifest, settings, plan = self.manifest(federation), settings_of(federation), assignment.plan or {}

@@ -91,6 +91,7 @@ class Rounds:
         self._on_closed = on_closed
         self._advancing = threading.Lock()
         self._folding: dict[int, Folding] = {}
+        self._opened: dict[int, int] = {}  # by federation: the round that this process opened last
         self._stuck: dict[int, float] = {}
         self._late_seen: dict[int, float] = {}
 
@@ -195,6 +196,7 @@ class Rounds:
             count = self._hand_out(db, federation, current, work, drawn, there)
             wanted = settings.quorum * (min(size, count) if more else count)
             current.target = settings.buffer or math.ceil(wanted - ACCIDENT)
+            self._opened[federation_id] = number
             log.info("%s: round %s opens for %s devices", federation.name, number, count, extra={"round": number})
             return True
 
@@ -258,7 +260,7 @@ class Rounds:
         if waiting and (late or len(done) >= current.target or stopped):
             self._expire(waiting, away=late)
             return True
-        folding = self._fold(federation, current.number)
+        folding = self._fold(federation, current)
         folding.take_in_order(cohort)
         if waiting:
             return self._expire_late(federation.id)
@@ -298,7 +300,7 @@ class Rounds:
         settings, number = settings_of(federation), current.number
         late, stopped = self._clock() >= current.deadline_at, federation.status == "stopped"
         final = self._is_final(federation, number)
-        folding = self._fold(federation, number)
+        folding = self._fold(federation, current)
         with self._store.reading() as db:
             busy = working(db, federation)  # before the arrivals: where nobody trains, none can come after them
             room = None if final else max(0, current.target - folding.taken)
@@ -365,13 +367,17 @@ class Rounds:
             self._expire(late, away=True)
         return bool(late)
 
-    def _fold(self, federation: Federation, number: int) -> Folding:
+    def _fold(self, federation: Federation, current: Round) -> Folding:
         """The sums of the open round, begun where there are none."""
-        folding = self._folding.get(federation.id)
+        folding, number = self._folding.get(federation.id), current.number
         if folding is None or folding.round != number:
             with self._store.reading() as db:
                 situation = self._situation(db, federation, number)
-            folding = self._folding[federation.id] = Folding(self._store, self._models, federation, situation)
+            # Into a buffered round come updates of before, too.
+            checked_here = self._opened.get(federation.id) == number and self._store.sharing is None
+            intact = checked_here and situation.settings.buffer is None
+            folding = Folding(self._store, self._models, federation, situation, intact=intact)
+            self._folding[federation.id] = folding
         return folding
 
     def _close(

@@ -45,3 +45,9 @@ def test_the_protocol_needs_neither_server_nor_onnx(tmp_path):
     protocol = [name for name in LIGHT if name.startswith(("edge_sdk.protocol", "devices"))]
     found = loaded(protocol, ["fastapi", "sqlalchemy", "onnx", "onnxruntime", "uvicorn"], tmp_path)
     assert found == {name: [] for name in protocol}
+
+
+def test_a_coordinator_that_starts_loads_only_what_it_needs_every_day(tmp_path):
+    """Migrations, checks of foreign models and ONNX Runtime together take as much memory as all else of it."""
+    heavy = ["alembic", "mako", "onnx", "onnxruntime", "dp_accounting"]
+    assert loaded(["coordinator.main"], heavy, tmp_path) == {"coordinator.main": []}

@@ -16,6 +16,7 @@ from coordinator.access import Holder
 from coordinator.api.access import EnrollerOnly, KnownDevice, ObserverOnly, TheVisit, check_admin
 from coordinator.api.bodies import ranged, read_body
 from coordinator.api.parts import House, TheHouse
+from coordinator.api.uploads import Whole
 from coordinator.devices import Caller
 from coordinator.errors import NotAllowed
 from coordinator.metrics import counted_refusals
@@ -205,10 +206,9 @@ async def put_update(
     media_type = request.headers.get("content-type", "").split(";")[0].strip()
     with counted_refusals(house.metrics.refused, device.federation):
         limit = await run_in_threadpool(house.acceptance.check_envelope, assignment_id, device.device_id, media_type)
-        async with _whole(house, request, assignment_id, limit) as (body, digest):
-            size, accept = len(body), house.acceptance.accept_update
-            new = await run_in_threadpool(accept, assignment_id, device.device_id, body, digest)
-    await run_in_threadpool(house.uploads.forget, assignment_id)
+        async with _whole(house, request, assignment_id, limit) as whole:
+            size, accept = len(whole.body), house.acceptance.accept_update
+            new = await run_in_threadpool(accept, assignment_id, device.device_id, whole.body, whole.digest, whole.file)
     if new:
         house.metrics.accepted.labels(device.federation).inc()
         house.metrics.traffic.labels(device.federation, "up").inc(size)
@@ -218,12 +218,10 @@ async def put_update(
 
 
 @asynccontextmanager
-async def _whole(
-    house: House, request: Request, assignment_id: str, limit: int
-) -> AsyncIterator[tuple[bytes, str | None]]:
-    """The body of an update, and its digest where that has been made already."""
+async def _whole(house: House, request: Request, assignment_id: str, limit: int) -> AsyncIterator[Whole]:
+    """The body of an update."""
     if "content-range" in request.headers:
-        async with house.uploads.receive(request, assignment_id, limit) as received:
-            yield received
+        async with house.uploads.receive(request, assignment_id, limit) as whole:
+            yield whole
     else:
-        yield await read_body(request, limit), None
+        yield Whole(await read_body(request, limit))

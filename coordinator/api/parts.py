@@ -171,6 +171,12 @@ class House:
                 self.wake()
             self.something_happened()
 
+    def _look_after(self) -> bool:
+        """What is to be done at every fact and tick; True when something moved."""
+        self.store.check()
+        self.uploads.sweep()
+        return self._advance()
+
     def _advance(self) -> bool:
         """Move rounds on, where this process is the one to do it; True when something moved."""
         moves, newly = self.store.moves()
@@ -191,9 +197,7 @@ class House:
     async def _move(self) -> None:
         while not self._ended.is_set():
             try:
-                await run_in_threadpool(self.store.check)
-                await run_in_threadpool(self.uploads.sweep)
-                if await run_in_threadpool(self._advance):
+                if await run_in_threadpool(self._look_after):
                     self.bell.ring()
                     self.stir.ring()
             except Unavailable:  # a full disk, a lost database: the store has said so; tried again at the next tick

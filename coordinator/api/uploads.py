@@ -5,7 +5,8 @@
                                                   with an empty body and bytes */TOTAL
 
 The range always goes to the end, so an update is one request where nothing breaks. Parts lie in a folder of this
-machine, wherever blobs are kept. They are no acknowledgement and need not outlive the process: at start they are
+machine, wherever blobs are kept; whole, one becomes the update's blob without being written again where that is a file
+beside it. They are no acknowledgement and need not outlive the process: at start they are
 removed, likewise an hour after their last byte, and when their assignment is settled. Another process of the same
 coordinator does not know them: there the update begins anew.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import re
 import secrets
 import shutil
@@ -30,11 +32,14 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from coordinator.errors import BadContent, LengthRequired, TooLarge, WrongRange
+from coordinator.storage.blobs import read_file
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment
 
 DIGEST_HEADER = "Sparrow-Update-SHA256"
 KEEP_SECONDS = 3600.0
+SWEEP_SECONDS = 1.0
+"""How often parts are looked through, which takes a query."""
 AT_ONCE = 4
 """Large updates that are in memory, to be checked and stored: as many as keep cores and disk busy."""
 GATHERED_BYTES = 1024 * 1024
@@ -42,15 +47,27 @@ GATHERED_BYTES = 1024 * 1024
 and an open file for each cost more than all else that is done with an update."""
 
 
+@dataclass(frozen=True)
+class Whole:
+    """An update that has arrived; its SHA-256 and a file that holds it, where there are such."""
+
+    body: bytes | memoryview
+    digest: str | None = None
+    file: Path | None = None
+
+
 @dataclass
 class _Part:
-    """What of one update has arrived: ``received`` bytes, and what is ``gathered`` to be written next; ``turn`` counts
-    the calls that went on with it, ``calls`` those that are at it now."""
+    """What of one update of ``total`` bytes has arrived: ``received``, which ``found`` is the digest of, and what is
+    ``gathered`` to be written next; ``turn`` counts the calls that went on with it, ``calls`` those that are at it
+    now."""
 
     digest: str
+    total: int
     path: Path
     touched: float
     received: int = 0
+    found: hashlib._Hash = field(default_factory=hashlib.sha256)
     turn: int = 0
     calls: int = 0
     gathered: deque[bytes] = field(default_factory=deque)
@@ -64,6 +81,7 @@ class Uploads:
         self._folder, self._store, self._clock = folder / secrets.token_hex(8), store, clock
         self._parts: dict[str, _Part] = {}
         self._few = asyncio.Semaphore(AT_ONCE)
+        self._swept = -math.inf
         if store.is_first:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -76,8 +94,8 @@ class Uploads:
         return part.received
 
     @asynccontextmanager
-    async def receive(self, request: Request, assignment_id: str, limit: int) -> AsyncIterator[tuple[bytes, str]]:
-        """The whole update and its digest, once this call has brought what was missing.
+    async def receive(self, request: Request, assignment_id: str, limit: int) -> AsyncIterator[Whole]:
+        """The whole update, once this call has brought what was missing; forgotten when the ``with`` ends well.
 
         Few at a time are in memory, from ``with`` to its end; who waits has sent everything already.
 
@@ -96,16 +114,17 @@ class Uploads:
             raise LengthRequired("Content-Length must be the length of Content-Range; send both")
         if last != total - 1:
             raise WrongRange("the range must go to the update's end")
-        part, turn = self._take(assignment_id, digest, first)
+        part, turn = self._take(assignment_id, digest, first, total)
         part.calls += 1
         try:
             await self._gather(request, part, turn)
             async with self._few:
                 body, found = await run_in_threadpool(self._read, part, turn)
-                if len(body) != total or found != digest:
+                if found != digest:
                     self.forget(assignment_id)
                     raise WrongRange("the update's digest is another than was said; send it again from its first byte")
-                yield body, digest
+                yield Whole(body, digest, part.path)
+            await run_in_threadpool(self.forget, assignment_id)  # it was taken
         finally:
             part.calls -= 1
 
@@ -121,24 +140,25 @@ class Uploads:
                 if unwritten >= GATHERED_BYTES:
                     unwritten = 0
                     await run_in_threadpool(self._write, part)
+            await run_in_threadpool(self._write, part)
         except ClientDisconnect:
             raise BadContent("the connection broke before the whole body had come; send the rest") from None
         finally:
             self._write(part)  # whatever has ended the call: what has come takes no memory, and need not come again
 
-    def _take(self, assignment_id: str, digest: str, first: int) -> tuple[_Part, int]:
+    def _take(self, assignment_id: str, digest: str, first: int, total: int) -> tuple[_Part, int]:
         received = self.received(assignment_id, digest)
         part = self._parts.get(assignment_id)
-        if first == 0 and (part is None or part.digest != digest or received):
+        if first == 0 and (part is None or (part.digest, part.total) != (digest, total) or received):
             received = 0
             self.forget(assignment_id)
             # A name of its own: what was there before may be removed only now, by another thread.
             path = self._folder / f"{assignment_id}.{secrets.token_hex(8)}.part"
-            part = self._parts[assignment_id] = _Part(digest, path, self._clock())
+            part = self._parts[assignment_id] = _Part(digest, total, path, self._clock())
             with self._store.troubles.of_blobs():
                 self._folder.mkdir(parents=True, exist_ok=True)
                 part.path.write_bytes(b"")
-        if part is None or received != first:
+        if part is None or received != first or part.total != total:
             raise WrongRange(f"{received} bytes of this update are here; go on with the next")
         with part.lock:
             if self._parts.get(assignment_id) is not part:
@@ -150,25 +170,28 @@ class Uploads:
         """Bring what has been gathered to the file."""
         with part.lock:
             # Nobody but this takes from it, and what comes meanwhile goes to its end.
-            piece = b"".join([part.gathered.popleft() for _ in range(len(part.gathered))])
-            if piece:
-                self._append(part, piece)
+            pieces = [part.gathered.popleft() for _ in range(len(part.gathered))]
+            if pieces:
+                self._append(part, pieces)
 
-    def _append(self, part: _Part, piece: bytes) -> None:
-        with self._store.troubles.of_blobs(len(piece)):
-            with part.path.open("r+b") as file:
-                file.seek(part.received)  # less what a full disk has cut off
-                file.write(piece)
-                file.truncate()
-            part.received += len(piece)
-            part.touched = self._clock()
+    def _append(self, part: _Part, pieces: list[bytes]) -> None:
+        size = sum(map(len, pieces))
+        if part.received + size > part.total:  # what is whole is never written again: it may be a blob already
+            raise BadContent("more has come than Content-Range says; send the update again")
+        with self._store.troubles.of_blobs(size), part.path.open("r+b") as file:
+            file.seek(part.received)
+            file.writelines(pieces)
+            file.truncate()  # what a full disk has cut off
+        for piece in pieces:  # while caches hold it
+            part.found.update(piece)
+        part.received += size
+        part.touched = self._clock()
 
-    def _read(self, part: _Part, turn: int) -> tuple[bytes, str]:
+    def _read(self, part: _Part, turn: int) -> tuple[memoryview, str]:
         with part.lock, self._store.troubles.of_blobs():
             if part.turn != turn:
                 raise WrongRange("another call goes on with this update, or has brought it; ask how much is here")
-            body = part.path.read_bytes()
-        return body, hashlib.sha256(body).hexdigest()
+            return read_file(part.path), part.found.hexdigest()
 
     def forget(self, assignment_id: str) -> None:
         """Remove what has arrived of an assignment's update, if anything."""
@@ -180,13 +203,15 @@ class Uploads:
                 part.path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Remove what nobody goes on with, and what is of settled assignments."""
-        if not self._parts:
+        """Remove what nobody goes on with, and what is of settled assignments; may be called as often as one likes."""
+        now = self._clock()
+        if not self._parts or now - self._swept < SWEEP_SECONDS:
             return
+        self._swept = now
         with self._store.reading() as db:
             open_ = select(Assignment.id).where(Assignment.id.in_(list(self._parts)), Assignment.status == "open")
             still = set(db.scalars(open_))
         for assignment_id, part in list(self._parts.items()):
-            over = assignment_id not in still or self._clock() - part.touched > KEEP_SECONDS
+            over = assignment_id not in still or now - part.touched > KEEP_SECONDS
             if over and not part.calls:
                 self.forget(assignment_id)

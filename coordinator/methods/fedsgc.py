@@ -131,6 +131,8 @@ class FedSGC(CoordinatorMethod):
         assert model.mask is not None
         rules = self.rules(situation.settings)
         rest = max(0, situation.num_examples - sums.num_examples) if rules.rest == "all" else 0
+        if sums.alike:
+            return self._close_alike(model, sums, rest, remember=rules.direction_memory)
         tensors: Tensors = {}
         own: Tensors = {}
         exists: dict[str, Any] = {}
@@ -159,6 +161,25 @@ class FedSGC(CoordinatorMethod):
         replaced = mask.without(model.mask).count
         own["replaced"] = model.own["replaced"] + replaced
         return GlobalModel(tensors, mask, own, {"positions_replaced": replaced, "union": union})
+
+    @staticmethod
+    def _close_alike(model: GlobalModel, sums: ElementSums, rest: int, *, remember: bool) -> GlobalModel:
+        """The same where everybody kept the round's mask, as in ordinary rounds: it stays, there is nothing to prune,
+        and only what exists need be looked at."""
+        assert model.mask is not None
+        tensors: Tensors = {}
+        own: Tensors = {"replaced": model.own["replaced"]}
+        for spec, part, numerator in sums.packed():
+            old = part.take(model.tensors[spec.name]).astype(np.float64)
+            mean = ((numerator + rest * old) / float(sums.num_examples + rest)).astype(np.float32)
+            tensors[spec.name] = np.zeros(spec.shape, dtype=np.float32)
+            part.put(tensors[spec.name], mean)
+            if spec.name in model.mask.exists:
+                before = model.own.get(_key(spec.name)) if remember else None
+                own[_key(spec.name)] = np.zeros(spec.size, dtype=np.int8) if before is None else before.copy()
+                went = np.sign(mean - old).astype(np.int8)
+                part.put(own[_key(spec.name)], went if before is None else np.where(went == 0, part.take(before), went))
+        return GlobalModel(tensors, model.mask, own, {"positions_replaced": 0, "union": model.mask.count})
 
     def warning(self, model: GlobalModel, situation: Situation) -> str | None:
         """A mask that has never changed is no dynamic sparse training."""

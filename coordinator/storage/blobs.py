@@ -6,12 +6,15 @@ blob is there whole or not at all.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from coordinator.storage.failing import Troubles
 
@@ -25,8 +28,12 @@ class Blobs(Protocol):
     not work.
     """
 
-    def write(self, key: str, data: bytes) -> None:
-        """Store ``data`` under ``key``, in place of what was there; durable once ``settle`` was called with the key."""
+    def write(self, key: str, data: bytes | memoryview, file: Path | None = None) -> None:
+        """Store ``data`` under ``key``, in place of what was there; durable once ``settle`` was called with the key.
+
+        file: one of this machine that holds the same and is not written any more, where there is one: it need not be
+        written again.
+        """
 
     def settle(self, keys: Iterable[str]) -> None:
         """Make what was written under these keys durable."""
@@ -36,6 +43,9 @@ class Blobs(Protocol):
 
     def get(self, key: str) -> bytes:
         """The blob's bytes. Raises FileNotFoundError."""
+
+    def load(self, key: str) -> memoryview:
+        """The blob's bytes, as it costs least to look at many large ones in turn. Raises FileNotFoundError."""
 
     def delete(self, key: str) -> None:
         """Remove a blob, if it is there."""
@@ -67,21 +77,24 @@ class FolderBlobs:
         for leftover in self._root.rglob(f"*{PARTIAL}"):
             leftover.unlink()
 
-    def write(self, key: str, data: bytes) -> None:
+    def write(self, key: str, data: bytes | memoryview, file: Path | None = None) -> None:
         """Store ``data`` under ``key``: flushed, but for its name, which ``settle`` makes durable."""
         path = self._root / key
         partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}{PARTIAL}")
         with self._troubles.of_blobs(len(data)):
             make_folder(path.parent)
             try:
-                with partial.open("wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
+                if file is None or not _link(file, partial):
+                    with partial.open("wb") as new:
+                        new.write(data)
+                        new.flush()
+                        os.fsync(new.fileno())
+                else:
+                    _flush(partial)
                 partial.replace(path)
-            except BaseException:
+            finally:
+                # Of two names of one file, which the same update gets that comes again, replace() leaves both.
                 partial.unlink(missing_ok=True)
-                raise
 
     def settle(self, keys: Iterable[str]) -> None:
         """Flush the folders of these keys, each once."""
@@ -98,6 +111,11 @@ class FolderBlobs:
         """The blob's bytes. Raises FileNotFoundError."""
         with self._troubles.of_blobs():
             return (self._root / key).read_bytes()
+
+    def load(self, key: str) -> memoryview:
+        """The blob's bytes, in an array's memory. Raises FileNotFoundError."""
+        with self._troubles.of_blobs():
+            return read_file(self._root / key)
 
     def delete(self, key: str) -> None:
         """Remove a blob, if it is there."""
@@ -132,8 +150,37 @@ def make_folder(folder: Path) -> None:
 
 def flush_folder(folder: Path) -> None:
     """Bring a folder's names to the disk."""
-    number = os.open(folder, os.O_RDONLY)
+    _flush(folder)
+
+
+def read_file(path: Path) -> memoryview:
+    """A file's bytes in an array's memory, which numpy asks of the system in huge pages: in small ones, getting the
+    memory takes three times as long as reading."""
+    with path.open("rb", buffering=0) as file:
+        data = np.empty(os.fstat(file.fileno()).st_size, dtype=np.uint8).data
+        read = 0
+        while read < len(data):
+            got = file.readinto(data[read:])
+            if not got:
+                raise OSError(errno.EIO, "the file has become shorter while it was read", str(path))
+            read += got
+    return data
+
+
+def _flush(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+def _link(file: Path, path: Path) -> bool:
+    """Give a file another name; whether that can be done: not across file systems, and not on all of them."""
+    try:
+        os.link(file, path)
+    except OSError as error:
+        if error.errno in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            return False
+        raise
+    return True

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from alembic import command
-from alembic.config import Config
-from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy import (
+    Column,
+    Connection,
+    Engine,
+    MetaData,
+    PrimaryKeyConstraint,
+    String,
+    Table,
+    create_engine,
+    event,
+    inspect,
+    make_url,
+    select,
+    text,
+)
 from sqlalchemy.exc import ArgumentError
+
+from coordinator.storage.tables import Base, Federation
 
 BUSY_SECONDS = 30  # that a commit waits for another process that holds the lock: a backup, somebody's sqlite3
 LARGEST_WAL = 16 * 1024 * 1024
+CONNECTIONS = 10
+"""Kept open between calls, the last used first: to make one takes longer than most calls need it."""
 WRITING = {"writing": True}
 """Execution options of an engine whose transactions write."""
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+REVISION = Table(
+    *("alembic_version", MetaData(), Column("version_num", String(32), nullable=False)),
+    PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
+)
+"""Alembic's own table, as it would make it."""
 
 POSTGRESQL = ("postgresql", "postgresql+psycopg")
 
@@ -42,21 +66,49 @@ def connect(where: Path | str) -> Engine:
 
 
 def migrate(engine: Engine) -> None:
-    """Bring the tables to the newest revision."""
-    config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
-    config.set_main_option("path_separator", "os")
+    """Bring the tables to the newest revision: make them where there are none, else apply what is missing.
+
+    Alembic, which takes 10 MB for as long as the process lives, is imported only for the latter.
+    """
     with engine.connect() as connection:
         if engine.dialect.name == "postgresql":  # processes that start together take turns, and look only then
             connection = connection.execution_options(isolation_level="READ COMMITTED")
             connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('sparrow tables'))"))
-        config.attributes["connection"] = connection
-        command.upgrade(config, "head")
-        connection.commit()
+        known = inspect(connection).has_table(REVISION.name)
+        revision = connection.scalar(select(REVISION.c.version_num)) if known else None
+        if revision is None and not inspect(connection).has_table(Federation.__tablename__):
+            Base.metadata.create_all(connection)
+            REVISION.create(connection, checkfirst=True)
+            connection.execute(REVISION.insert().values(version_num=newest_revision()))
+            connection.commit()
+        elif revision != newest_revision():
+            _upgrade(connection)
+
+
+def newest_revision() -> str:
+    """The revision that the tables of this code have, from the name of its migration."""
+    return max(path.name for path in (MIGRATIONS / "versions").glob("[0-9]*_*.py")).partition("_")[0]
+
+
+def _upgrade(connection: Connection) -> None:
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    config.set_main_option("path_separator", "os")
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+    connection.commit()
 
 
 def _sqlite(path: Path) -> Engine:
-    engine = create_engine(f"sqlite:///{path.resolve()}", connect_args={"timeout": BUSY_SECONDS})
+    engine = create_engine(
+        f"sqlite:///{path.resolve()}",
+        connect_args={"timeout": BUSY_SECONDS},
+        pool_size=CONNECTIONS,
+        pool_use_lifo=True,
+    )
     event.listen(engine, "connect", _prepare)
     event.listen(engine, "begin", _begin)
     return engine
@@ -88,6 +140,8 @@ def _postgresql(address: str) -> Engine:
                 "keepalives_interval": 5,
                 "keepalives_count": 3,
             },
+            pool_size=CONNECTIONS,
+            pool_use_lifo=True,
             pool_pre_ping=True,  # a connection that a restart of the server broke is replaced, not used
         )
     except ModuleNotFoundError as error:
@@ -96,8 +150,10 @@ def _postgresql(address: str) -> Engine:
 
 def _begin(connection: Connection) -> None:
     # IMMEDIATE: one that read first and then met another process's write could not be made to write any more.
-    writing = connection.get_execution_options().get("writing")
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writing else "BEGIN")
+    if connection.get_execution_options().get("writing"):
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    else:  # takes no lock, so it cannot fail: SQLAlchemy would take longer to hand it on than for the query after it
+        cast(sqlite3.Connection, connection.connection.driver_connection).execute("BEGIN")
 
 
 def _prepare(connection: Any, _: object) -> None:

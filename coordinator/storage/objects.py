@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 from coordinator.errors import Unavailable
 from coordinator.storage.failing import BLOBS, Troubles
@@ -68,7 +69,7 @@ class ObjectBlobs:
                 advice = "look at AWS_ENDPOINT_URL and AWS_REGION, and that it runs"
             raise BadObjectStore(f"object storage cannot be written; {advice} ({_first_line(error)})") from None
 
-    def write(self, key: str, data: bytes) -> None:
+    def write(self, key: str, data: bytes | memoryview, file: Path | None = None) -> None:
         """Store ``data`` durably under ``key``, in place of what was there."""
         with self._watched(len(data)):
             # In one request: an upload in parts that is cut off leaves parts behind, which are kept, and cost.
@@ -85,6 +86,11 @@ class ObjectBlobs:
         """The blob's bytes. Raises FileNotFoundError."""
         with self._watched(missing=True):
             return bytes(self._calls.get(self._store, key).bytes())
+
+    def load(self, key: str) -> memoryview:
+        """The blob's bytes, where they were received. Raises FileNotFoundError."""
+        with self._watched(missing=True):
+            return memoryview(self._calls.get(self._store, key).bytes())
 
     def delete(self, key: str) -> None:
         """Remove a blob, if it is there."""

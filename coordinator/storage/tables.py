@@ -73,7 +73,7 @@ class Device(Base):
     federation_id: Mapped[int] = mapped_column(ForeignKey("federations.id"), index=True)
     name: Mapped[str] = mapped_column(String(64))
     token_sha256: Mapped[bytes] = mapped_column(LargeBinary(32), index=True)
-    token_issued_at: Mapped[float]
+    token_issued_at: Mapped[float] = mapped_column(server_default="0")
     next_token_sha256: Mapped[bytes | None] = mapped_column(LargeBinary(32), index=True)
     enrolment_key_sha256: Mapped[bytes] = mapped_column(LargeBinary(32))
     profile: Mapped[dict[str, Any]] = mapped_column(JSON, deferred=True)  # only observers look at it

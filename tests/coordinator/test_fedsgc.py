@@ -208,6 +208,35 @@ def test_with_a_memory_the_last_direction_stays():
     assert flat(close(again, before=first))[2] == [1, 0, 0, 0, -1, 0]
 
 
+@pytest.mark.parametrize("remember", [False, True])
+@pytest.mark.parametrize("direction", ["pre_prune", "post_prune"])
+@pytest.mark.parametrize("examples", [30, 100])
+def test_an_ordinary_round_ends_as_one_in_which_anybody_may_bring_another_mask(
+    examples, direction, remember, monkeypatch
+):
+    chance = np.random.default_rng(examples)
+    own = {"density": 0.2, "direction": direction, "direction_memory": remember}
+    server, where = load_method("fedsgc"), situation(own=own, manifest=DIGITS, num_examples=examples)
+    model = server.start(initial_values(DIGITS, 0), where)
+    model.own.update(
+        {f"direction:{name}": chance.integers(-1, 2, each.size, np.int8) for name, each in model.mask.exists.items()}
+    )
+    sums = server.sums(model, where)
+    for _ in range(3):
+        values = pack(DIGITS, model.tensors, model.mask)
+        values += chance.integers(-1, 2, len(values)).astype(np.float32)  # some stay
+        sums.fold_in_place(values, model.mask, 10)
+    short = server.close(model, sums, where)
+    monkeypatch.setattr(type(sums), "alike", False)
+    whole = server.close(model, sums, where)
+    assert short.notes == whole.notes
+    assert short.mask.digest == whole.mask.digest
+    for one, other in ((short.tensors, whole.tensors), (short.own, whole.own)):
+        assert {name: (each.dtype, each.shape, each.tobytes()) for name, each in one.items()} == {
+            name: (each.dtype, each.shape, each.tobytes()) for name, each in other.items()
+        }
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_every_layer_keeps_its_number_whatever_comes(seed):
     chance = np.random.default_rng(seed)

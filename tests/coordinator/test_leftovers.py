@@ -75,10 +75,10 @@ def overtaken(house, monkeypatch, meanwhile):
     """The next update to be written is overtaken by what ``meanwhile`` does."""
     write = FolderBlobs.write
 
-    def late(self, key, data):
+    def late(self, key, data, file=None):
         monkeypatch.setattr(FolderBlobs, "write", write)
         meanwhile()
-        write(self, key, data)
+        write(self, key, data, file)
 
     monkeypatch.setattr(FolderBlobs, "write", late)
 

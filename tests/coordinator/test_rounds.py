@@ -674,6 +674,22 @@ def test_what_breaks_the_contract_changes_nothing(house, train):
     assert one.send(assignment, train(DIGITS, assignment)), "the right one is still welcome"
 
 
+def test_a_restart_trusts_no_file_that_it_has_not_seen_come(open_house, tmp_path, answer, caplog):
+    house = open_house()
+    house.create()
+    devices = house.enrol("a", "b")
+    house.rounds.advance()
+    assert all(answer(device) for device in devices)
+    house = open_house()
+    update = next(tmp_path.rglob("updates/*"))
+    data = bytearray(update.read_bytes())
+    data[-1] ^= 1  # a damaged value, and still a number
+    update.write_bytes(data)
+    house.rounds.advance()
+    assert "digest does not match" in caplog.text
+    assert house.info().round == 0
+
+
 def test_the_first_word_about_an_upload_counts_and_a_strangers_none(house, answer):
     house.create(rounds=5)
     one, two = house.enrol("a", "b")

@@ -9,6 +9,7 @@ import torch
 from onnx import TensorProto, helper
 from torch import nn
 
+from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.skeleton import make_skeleton
 from edge_sdk.tracing import describe
@@ -273,3 +274,10 @@ def test_importing_loads_no_torch(module):
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("task", builtin_tasks())
+def test_skeletons_of_built_in_tasks_are_such_as_the_coordinator_would_take(task):
+    """It takes them without looking."""
+    built_in = load_builtin(task)
+    check_skeleton(built_in.skeleton, built_in.manifest)

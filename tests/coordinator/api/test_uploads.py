@@ -113,6 +113,16 @@ def test_parts_that_do_not_fit_are_refused_and_leave_nothing(client, update, tmp
     assert ranged(client, update, 0).status_code == 201
 
 
+def test_nothing_is_added_to_what_is_whole(client, update, tmp_path):
+    """Its file may be a stored update by then; and a body in chunks says no length that the server could hold it to."""
+    said = {"Content-Range": "bytes */0", "Sparrow-Update-SHA256": hashlib.sha256(b"").hexdigest()}
+    headers = {**update[0], **said, "Content-Type": bundle.MEDIA_TYPE}
+    assert_problem(client.put(update[1], content=iter([b"more"]), headers=headers), 422, "more has come")
+    assert [path.stat().st_size for path in parts(tmp_path)] == [0]
+    assert ranged(client, update, 0).status_code == 201
+    assert parts(tmp_path) == []
+
+
 def test_it_is_nobody_elses(client, update, pair):
     _, path, body = update
     stranger = pair[1][1]

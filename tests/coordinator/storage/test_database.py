@@ -2,16 +2,16 @@
 
 import sqlite3
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import create_engine, event, inspect, text
+from alembic.script import ScriptDirectory
+from sqlalchemy import create_engine, event, inspect, select, text
 from sqlalchemy.orm import Session
 
 from coordinator.storage import database
-from coordinator.storage.tables import Assignment, Base, Device, Federation, Round
+from coordinator.storage.tables import Assignment, Device, Federation, Round
 
 
 def tables(path):
@@ -60,7 +60,7 @@ def test_opening_again_changes_nothing_and_commits_survive_a_power_cut(tmp_path)
 def to_revision(path, revision, step=command.upgrade):
     """Bring the database at ``path`` to this revision."""
     config = Config()
-    config.set_main_option("script_location", str(Path(database.__file__).parent / "migrations"))
+    config.set_main_option("script_location", str(database.MIGRATIONS))
     config.set_main_option("path_separator", "os")
     engine = create_engine(f"sqlite:///{path}")
     with engine.begin() as connection:
@@ -127,14 +127,31 @@ def test_records_of_before_are_kept_and_have_what_is_new(from_0001):
         assert {name: value for name, value in kept.items() if name not in ADDED or name in row} == row
 
 
-def test_the_migrations_make_the_tables_that_the_code_describes(from_0001):
-    engine = database.open_database(from_0001)
-    looked = inspect(engine)
-    for table in Base.metadata.sorted_tables:
-        found = {column["name"]: column["nullable"] for column in looked.get_columns(table.name)}
-        assert found == {column.name: column.nullable for column in table.columns}, table.name
-    assert "devices_name_in_use" in {index["name"] for index in looked.get_indexes("devices")}
-    engine.dispose()
+def described(engine):
+    """All that SQLAlchemy can tell of a database's tables."""
+    looked, found = inspect(engine), {}
+    for table in sorted(looked.get_table_names()):
+        indexes = looked.get_indexes(table)
+        where = {index["name"]: str(index["dialect_options"].pop("sqlite_where", None)) for index in indexes}
+        columns = [{**column, "type": str(column["type"])} for column in looked.get_columns(table)]
+        found[table] = (
+            {column["name"]: column for column in columns},
+            (sorted(map(str, indexes)), where),
+            sorted(map(str, looked.get_unique_constraints(table))),
+            sorted(map(str, looked.get_foreign_keys(table))),
+            looked.get_pk_constraint(table),
+        )
+    return found
+
+
+def test_a_new_database_has_the_tables_that_the_migrations_make(from_0001, tmp_path):
+    migrated, made = database.open_database(from_0001), database.open_database(tmp_path / "new.sqlite3")
+    assert described(made) == described(migrated)
+    for engine in (migrated, made):
+        with engine.connect() as connection:
+            assert connection.scalar(select(database.REVISION.c.version_num)) == database.newest_revision()
+        engine.dispose()
+    assert ScriptDirectory(str(database.MIGRATIONS)).get_heads() == [database.newest_revision()]
 
 
 def test_an_upgrade_can_be_taken_back(from_0001):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import warnings
 from contextlib import closing
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -65,6 +68,25 @@ def test_blobs_are_the_same_wherever_they_are(blobs):
     blobs.settle(["1/updates/b"])
     blobs.clean()
     assert blobs.keys("1/updates") == ["1/updates/a", "1/updates/b"]
+    assert blobs.load("1/models/2") == large
+    with pytest.raises(FileNotFoundError):
+        blobs.load("1/models/10")
+
+
+@pytest.mark.parametrize("linkable", [True, False])
+def test_what_lies_in_a_file_already_becomes_a_blob_and_the_file_may_go(blobs, tmp_path, monkeypatch, linkable):
+    if not linkable:
+        refused = OSError(errno.EXDEV, "the folders are on different file systems")
+        monkeypatch.setattr(os, "link", Mock(side_effect=refused))
+    file = tmp_path / "whole.part"
+    file.write_bytes(b"an update")
+    for _ in range(2):  # the same update twice
+        blobs.write("1/updates/c", b"an update", file)
+    blobs.settle(["1/updates/c"])
+    file.unlink()
+    assert blobs.get("1/updates/c") == b"an update"
+    assert blobs.keys("1/updates") == ["1/updates/c"]
+    assert [path.name for path in tmp_path.rglob("*.partial")] == []
 
 
 def open_house(folder, clock, blobs=None):

@@ -1,0 +1,74 @@
+"""The payloads that were packed last, each once for all who ask for it.
+
+A device asks twice (size and digest first, then the bytes), a broken download asks again, and where a round's devices
+are all sent the same they ask at the same moment: the first packs it, the others wait for that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+PAYLOAD_CACHE_BYTES = 64 * 1024 * 1024
+
+Key = tuple[int, int, Hashable]
+"""Federation, version of its model, and what else a payload depends on."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A payload, and its SHA-256."""
+
+    body: bytes
+    sha256: str
+
+
+class Payloads:
+    """The last few, up to ``PAYLOAD_CACHE_BYTES``."""
+
+    def __init__(self) -> None:
+        self._packed: OrderedDict[Key, Future[Packed]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Key, pack: Callable[[], bytes]) -> Packed:
+        """The payload of this key; ``pack`` makes it where nobody has. Raises what that raises."""
+        with self._lock:
+            packed = self._packed.get(key)
+            if packed is not None:
+                self._packed.move_to_end(key)
+            else:
+                # Before the new one: hardly anybody is still asked about an older model.
+                for old in [old for old in self._packed if old[0] == key[0] and old[1] < key[1]]:
+                    del self._packed[old]
+                mine = self._packed[key] = Future()
+        if packed is not None:
+            return packed.result()
+        try:
+            body = pack()
+        except BaseException as error:
+            with self._lock:
+                if self._packed.get(key) is mine:  # whoever asks next may have more luck
+                    del self._packed[key]
+            mine.set_exception(error)
+            raise
+        mine.set_result(Packed(body, hashlib.sha256(body).hexdigest()))
+        self._shrink()
+        return mine.result()
+
+    def _shrink(self) -> None:
+        with self._lock:
+            sizes = [(key, len(each.result().body)) for key, each in self._packed.items() if _is_there(each)]
+            total = sum(size for _, size in sizes)
+            for key, size in sizes[:-1]:
+                if total <= PAYLOAD_CACHE_BYTES:
+                    break
+                del self._packed[key]
+                total -= size
+
+
+def _is_there(packed: Future[Packed]) -> bool:
+    return packed.done() and packed.exception() is None
