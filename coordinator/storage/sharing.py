@@ -123,6 +123,9 @@ class Sharing:
             self._listener.join(timeout=5)
         with self._lock:
             if self._connection is not None:
+                with contextlib.suppress(DBAPIError):  # which is away, and the locks with it
+                    # Closing alone lets go of them a moment later, when the server has noticed.
+                    self._connection.execute(text("SELECT pg_advisory_unlock_all()"))
                 self._connection.close()
                 self._connection = None
 
