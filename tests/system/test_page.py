@@ -89,15 +89,25 @@ def new_coordinator(tmp_path):
         yield make
 
 
-@pytest.fixture(scope="module")
-def trained(machine):
-    """A federation of four devices, of whose eight rounds three have closed."""
-    coordinator, device = machine()
+def train(coordinator, device, rounds):
+    """Begin a federation of four devices; it is paused when ``rounds`` of its eight have closed."""
     coordinator.create("lab", cohort=4, min_devices=4, rounds=8, evaluation_interval=1, local_epochs=1)
     fleet = ("--devices", "4", "--task", "digits", "--budgets", "0.3,0.6,0.9,1", "--boards", "pi4b", "--processes", "1")
     device.fleet(coordinator.url, "lab", *fleet)
-    wait_until(lambda: coordinator.info("lab")["round"] >= 3, "three rounds", timeout=60, interval=0.1)
+    wait_until(lambda: coordinator.info("lab")["round"] >= rounds, f"{rounds} rounds", timeout=60, interval=0.02)
+    if rounds < 8:
+        change(coordinator, action="pause")
     return coordinator
+
+
+def change(coordinator, **what):
+    coordinator._http.patch("/v1/federations/lab", json=what).raise_for_status()
+
+
+@pytest.fixture(scope="module")
+def trained(machine):
+    """A coordinator whose federation has ended; a test may have reopened it since."""
+    return train(*machine(), rounds=8)
 
 
 def tiles(page):
@@ -114,16 +124,18 @@ def records_of(coordinator, name="lab"):
     return [RoundRecord.model_validate(each) for each in coordinator.rounds(name)]
 
 
-def test_what_is_shown_equals_the_records_and_follows_them_live(trained, open_page, pictures):
+def test_what_is_shown_equals_the_records_and_follows_them_live(house, open_page, pictures):
+    trained = train(*house, rounds=3)
     page = open_page(trained.url)
     expect = playwright.expect
     expect(page.locator("#connection")).to_have_text("live")
     expect(page.locator("#name")).to_have_text("lab")
-    before = int(tiles(page)["Round"].split()[0])
+    expect(page.locator("#status")).to_have_text("paused")
+    assert int(tiles(page)["Round"].split()[0]) < 8
+    change(trained, action="resume")
     wait_until(lambda: trained.info("lab")["status"] == "finished", "the last round", timeout=60, interval=0.1)
     expect(page.locator("#status")).to_have_text("finished")
     expect(page.locator("#tiles")).to_contain_text("8 of 8")
-    assert before < 8, "the page was there before, and was told"
 
     settled = None
     while (records := records_of(trained)) != settled:  # evaluations and costs of the last round
@@ -180,7 +192,8 @@ def test_keys_and_screen_readers_reach_everything(trained, open_page):
                 "document.activeElement.id || document.activeElement.name || document.activeElement.textContent"
             )
         )
-    assert {"federation", "search", "doing", "order", "Reopen", "rounds", "cohort"} <= reached
+    assert {"federation", "search", "doing", "order", "rounds", "cohort"} <= reached
+    assert reached & {"Reopen", "Pause"}
     unnamed = page.evaluate(
         "[...document.querySelectorAll('button, input, select, a')].filter((each) => each.checkVisibility()"
         " && !(each.labels?.length || each.ariaLabel || each.textContent.trim())).length"
@@ -309,7 +322,7 @@ def test_a_page_that_is_taken_up_again_is_as_live_as_before(coordinator, open_pa
     page, expect = open_page(coordinator.url), playwright.expect
     expect(page.locator("#status")).to_have_text("waiting")
     page.evaluate("dispatchEvent(new PageTransitionEvent('pagehide', {persisted: true}))")
-    coordinator._http.patch("/v1/federations/lab", json={"action": "pause"}).raise_for_status()
+    change(coordinator, action="pause")
     page.evaluate("dispatchEvent(new PageTransitionEvent('pageshow', {persisted: true}))")
     expect(page.locator("#status")).to_have_text("paused")
 
@@ -326,7 +339,7 @@ def test_two_administrators_do_not_undo_each_other(coordinator, open_page):
     coordinator.create("lab", rounds=10, cohort=4)
     page, expect = open_page(coordinator.url), playwright.expect
     page.get_by_label("Cohort, devices").fill("5")
-    coordinator._http.patch("/v1/federations/lab", json={"rounds": 20}).raise_for_status()
+    change(coordinator, rounds=20)
     expect(page.get_by_label("Rounds in all")).to_have_value("20")
     page.get_by_role("button", name="Save").click()
     expect(page.locator("#done")).to_have_text("Saved.")
