@@ -40,6 +40,7 @@ def browser():
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
         pytest.skip(f"no Chromium here, so the page is not tested: install one of {', '.join(NAMES)}")
+    playwright.expect.set_options(timeout=20_000)  # a machine may be busy
     with playwright.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=found, args=list(CALM))
         yield browser
