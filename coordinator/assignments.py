@@ -25,6 +25,9 @@ COHORT_KINDS = (Kind.train.value, Kind.personalise.value, Kind.prepare.value)
 BUNDLE_KINDS = (Kind.train.value, Kind.prepare.value)
 """What is answered with values of the model."""
 
+UNCOUNTED = and_(Assignment.arrival.is_not(None), Assignment.counted_round.is_(None))
+"""SQL, of an assignment in buffered rounds: its update has come, and waits to count in one."""
+
 _OWNED = (
     select(Assignment, Device, Federation)
     .join(Device, Device.id == Assignment.device_id)

@@ -24,6 +24,7 @@ from sqlalchemy import bindparam, literal_column, select, update
 from sqlalchemy.orm import Session
 
 from coordinator.aggregation import difference
+from coordinator.assignments import UNCOUNTED
 from coordinator.errors import BadContent
 from coordinator.methods import CoordinatorMethod
 from coordinator.storage.tables import Assignment, Federation
@@ -43,7 +44,7 @@ class Arrival:
 
 
 _OF_FEDERATION = Assignment.federation_id == bindparam("federation_id")
-_NOT_COUNTED = (_OF_FEDERATION, Assignment.arrival.is_not(None), Assignment.counted_round.is_(None))
+_NOT_COUNTED = (_OF_FEDERATION, UNCOUNTED)
 _ARRIVALS = (
     select(Assignment.arrival, Assignment.id, Assignment.update_sha256, Assignment.model_version)
     .where(*_NOT_COUNTED, Assignment.arrival > bindparam("after"))
@@ -71,8 +72,7 @@ def count_in(db: Session, federation: Federation, number: int, last: int) -> Non
     """Have all updates that count in no round yet, up to arrival ``last``, count in round ``number``."""
     counted = update(Assignment).where(
         Assignment.federation_id == federation.id,
-        Assignment.arrival.is_not(None),
-        Assignment.counted_round.is_(None),
+        UNCOUNTED,
         Assignment.arrival <= last,
     )
     db.execute(counted.values(counted_round=number))

@@ -14,7 +14,7 @@ from prometheus_client import Counter
 from sqlalchemy import and_, func, or_, select
 from sqlalchemy.orm import Session
 
-from coordinator.assignments import COHORT_KINDS, open_round
+from coordinator.assignments import COHORT_KINDS, UNCOUNTED, open_round
 from coordinator.candidates import smallest_budget
 from coordinator.federations import Federations
 from coordinator.metrics import Metrics
@@ -167,8 +167,7 @@ def _open_round(db: Session, federation: Federation) -> OpenRound | None:
         return None
     its_own = Assignment.round == current.number
     if settings_of(federation).buffer is not None:  # whoever trains, since whichever round, brings what may count here
-        arrived = and_(Assignment.arrival.is_not(None), Assignment.counted_round.is_(None))
-        its_own = or_(Assignment.status == "open", arrived, and_(its_own, Assignment.status != "done"))
+        its_own = or_(Assignment.status == "open", UNCOUNTED, and_(its_own, Assignment.status != "done"))
     of_round = (Assignment.federation_id == federation.id, Assignment.kind.in_(COHORT_KINDS), its_own)
     by_status = select(Assignment.status, func.count()).where(*of_round).group_by(Assignment.status)
     counts = {row[0]: row[1] for row in db.execute(by_status)}

@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from sqlalchemy import ColumnElement, and_, or_, select
 from sqlalchemy.orm import Session
 
-from coordinator.assignments import COHORT_KINDS
+from coordinator.assignments import COHORT_KINDS, UNCOUNTED
 from coordinator.errors import NotFound
 from coordinator.federations import find
 from coordinator.methods import load_method
@@ -136,8 +136,7 @@ def _look(db: Session, item: Round) -> RoundRecord:
 
 def _in_its_model(item: Round) -> ColumnElement[bool]:
     """In buffered rounds: the updates in a round's model, or, while it is open, those that wait to be."""
-    open_one = Assignment.counted_round.is_(None) & Assignment.arrival.is_not(None)
-    return Assignment.counted_round == item.number if item.status == "closed" else open_one
+    return Assignment.counted_round == item.number if item.status == "closed" else UNCOUNTED
 
 
 def _counts(assignment: Assignment, item: Round) -> bool:

@@ -7,7 +7,8 @@ from fastapi import APIRouter, Request, Response
 from coordinator import dashboard
 from coordinator.api.access import AdminOnly, OnlookerOnly, TheVisit, own_federation
 from coordinator.api.bodies import ranged
-from coordinator.api.parts import TheHouse
+from coordinator.api.door import Visit
+from coordinator.api.parts import House, TheHouse
 
 EMPTY = b'data-federation=""'
 
@@ -17,13 +18,13 @@ router = APIRouter(include_in_schema=False)
 @router.get("/", dependencies=[OnlookerOnly])
 def index(request: Request, house: TheHouse, visit: TheVisit) -> Response:
     """The page, to look; of the newest federation, where ``?federation=`` names none."""
-    return _page(request, own_federation(visit) or house.overviews.newest() or "")
+    return _page(request, house, visit)
 
 
 @router.get("/admin", dependencies=[AdminOnly])
 def admin(request: Request, house: TheHouse, visit: TheVisit) -> Response:
     """The same page, for those who may change things: here a browser asks for an admin token."""
-    return _page(request, own_federation(visit) or house.overviews.newest() or "")
+    return _page(request, house, visit)
 
 
 @router.get("/page/{name}", dependencies=[OnlookerOnly])
@@ -33,7 +34,8 @@ def file(name: str, request: Request) -> Response:
     return _answer(request, body, media_type)
 
 
-def _page(request: Request, federation: str) -> Response:
+def _page(request: Request, house: House, visit: Visit) -> Response:
+    federation = own_federation(visit) or house.overviews.newest() or ""
     body, media_type = dashboard.load("index.html")
     return _answer(request, body.replace(EMPTY, EMPTY.replace(b'""', f'"{federation}"'.encode())), media_type)
 
