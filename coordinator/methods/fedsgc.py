@@ -175,10 +175,9 @@ class FedSGC(CoordinatorMethod):
             tensors[spec.name] = np.zeros(spec.shape, dtype=np.float32)
             part.put(tensors[spec.name], mean)
             if spec.name in model.mask.exists:
-                before = model.own.get(_key(spec.name)) if remember else None
-                own[_key(spec.name)] = np.zeros(spec.size, dtype=np.int8) if before is None else before.copy()
-                went = np.sign(mean - old).astype(np.int8)
-                part.put(own[_key(spec.name)], went if before is None else np.where(went == 0, part.take(before), went))
+                key, went = _key(spec.name), np.sign(mean - old).astype(np.int8)
+                own[key] = model.own[key].copy() if remember and key in model.own else np.zeros(spec.size, np.int8)
+                part.put(own[key], np.where(went == 0, part.take(own[key]), went) if remember else went)
         return GlobalModel(tensors, model.mask, own, {"positions_replaced": 0, "union": model.mask.count})
 
     def warning(self, model: GlobalModel, situation: Situation) -> str | None:
