@@ -32,7 +32,7 @@ class Blobs(Protocol):
         """Store ``data`` under ``key``, in place of what was there; durable once ``settle`` was called with the key.
 
         file: one of this machine that holds the same and is not written any more, where there is one: it need not be
-        written again.
+        written again. It may be removed at any moment.
         """
 
     def settle(self, keys: Iterable[str]) -> None:
@@ -176,9 +176,12 @@ def _flush(path: Path) -> None:
 
 
 def _link(file: Path, path: Path) -> bool:
-    """Give a file another name; whether that can be done: not across file systems, and not on all of them."""
+    """Give a file another name; whether that can be done: not across file systems, not on all of them, and not where
+    another copy of the call was faster and its part is gone."""
     try:
         os.link(file, path)
+    except FileNotFoundError:
+        return False
     except OSError as error:
         if error.errno in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
             return False

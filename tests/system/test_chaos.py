@@ -149,7 +149,7 @@ def in_chaos(size: Size, coordinator: Coordinator, devices: Devices, *, fleet_ki
     assert chaos.kills == size.kills
     assert chaos.befell.keys() == TROUBLES.keys(), "a larger federation, or another seed, meets them all"
     assert "Traceback" not in fleet.output
-    assert coordinator.logged("Traceback") == []
+    assert coordinator.logged(r"(?ms)^Traceback.*?^\w[^\n]*") == []
     return chaos, proxy
 
 
