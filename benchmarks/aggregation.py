@@ -5,22 +5,30 @@
     neurons          only what lies between a device's active neurons, a new draw for every update
     shared           elements under the mask that all of a round's updates have
     elements         elements under masks of the devices' own
+    Flower           its ``aggregate``: whole models, float32 sums, all updates in memory at once; measured in turn with
+                     ours, left out where it is not installed (``python -m benchmarks.peers.install``)
 
 Seconds of this thread's processor time, so that whatever else the machine does counts little, and the least of many
 repetitions: on a machine with company everything above the least is the company. Each update is another array, too
 many for the caches to hold, as updates come from a disk, and is looked through once before, as decoding does that.
 
-Where even the least is the company's, what is left to compare is the ratio to ``float32``, of the same run.
+Milliseconds are the machine's, and even the least may be the company's: what can be compared between machines are the
+ratios to ``float32`` and to Flower, of the same run.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import math
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -29,6 +37,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from benchmarks.peers.install import PYTHON, ROOT
 from benchmarks.server import machine
 from coordinator.aggregation import ElementSums, MaskedSums, Sums
 from edge_sdk.protocol.manifest import Array, Manifest
@@ -48,6 +57,8 @@ from edge_sdk.tracing import describe
 DENSITY = 0.2
 UPDATES = 8
 """Different updates that are folded in turn: 73 MB of them dense, more than caches hold."""
+TURNS = 5
+"""How often all kinds are measured, one after another."""
 
 
 def network() -> nn.Module:
@@ -123,31 +134,64 @@ def cases(manifest: Manifest) -> dict[str, tuple[Callable[[], Sums], list[Mask |
     }
 
 
+@contextmanager
+def flower(manifest: Manifest) -> Iterator[Callable[[], float] | None]:
+    """A call that gives the milliseconds per update of one average that Flower makes; None where it is not there."""
+    if not PYTHON.exists():
+        yield None
+        return
+    shapes = json.dumps([spec.shape for spec in manifest.shared])
+    command = [str(PYTHON), "-m", "benchmarks.peers.averaging", shapes]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
+        assert peer.stdin is not None
+        assert peer.stdout is not None
+        asked, answers = peer.stdin, peer.stdout
+
+        def ask() -> float:
+            print(file=asked, flush=True)
+            return float(answers.readline())
+
+        yield ask
+        asked.close()
+
+
 def measure(repetitions: int) -> dict[str, tuple[float, float]]:
     """name -> (share of the model's values, least milliseconds per update)."""
     torch.manual_seed(0)
     manifest = describe(network(), torch.zeros(2, 3, 32, 32), task="aggregation")
     chance = np.random.Generator(np.random.PCG64(0))
-    found = {}
-    for name, (new, masks) in tqdm(cases(manifest).items(), leave=False):
+    measures: dict[str, Callable[[], float]] = {}
+    shares = {"Flower": 1.0}
+    for name, (new, masks) in cases(manifest).items():
         updates = [(chance.standard_normal(count_values(manifest, m), dtype=np.float32), m) for m in masks]
         for mask in masks:
             list(blocks(manifest, mask))
-        found[name] = share(manifest, masks[0]), min(fold_all(new(), updates, repetitions))
-    return found
+        measures[name] = partial(lambda new, updates: min(fold_all(new(), updates, repetitions)), new, updates)
+        shares[name] = share(manifest, masks[0])
+    with flower(manifest) as ask:
+        if ask is not None:
+            measures["Flower"] = lambda: min(ask() for _ in range(-(-repetitions // UPDATES)))
+        found = dict.fromkeys(measures, math.inf)
+        for name in tqdm([*measures] * TURNS, leave=False):
+            found[name] = min(found[name], measures[name]())
+    return {name: (shares[name], milliseconds) for name, milliseconds in found.items()}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.aggregation", description=__doc__.split("\n")[0])
-    parser.add_argument("--repetitions", type=int, default=80, help="folds of each kind; the least counts")
+    parser.add_argument("--repetitions", type=int, default=80, help="folds of each kind and turn; the least counts")
     options = parser.parse_args(arguments)
     found = measure(options.repetitions)
-    print(f"2.28 M parameters, one thread, {machine()}; least of {options.repetitions}, processor time\n")
-    print("| masks | share of the values | ms per update | of float32 |")
-    print("|---|---|---|---|")
+    print(f"2.28 M parameters, one thread, {machine()}; least of {TURNS} x {options.repetitions}, processor time\n")
+    others = [name for name in ("float32", "Flower") if name in found]
+    print("| masks | share of the values | ms per update |" + "".join(f" of {name} |" for name in others))
+    print("|---|---|---|" + "---|" * len(others))
     for name, (density, milliseconds) in found.items():
-        print(f"| {name} | {density:.3f} | {milliseconds:.2f} | {milliseconds / found['float32'][1]:.2f} |")
+        ratios = "".join(f" {milliseconds / found[other][1]:.2f} |" for other in others)
+        print(f"| {name} | {density:.3f} | {milliseconds:.2f} |{ratios}")
+    if "Flower" not in found:
+        print("\nFlower is not installed: python -m benchmarks.peers.install")
     return 0
 
 

@@ -62,8 +62,9 @@ def add_in_place(total: Sum, values: Array, scale: float) -> None:
     for start in range(0, len(values), CHUNK_VALUES):
         place = total[start : start + CHUNK_VALUES]
         scaled = scratch[: len(place)]
-        np.multiply(values[start : start + CHUNK_VALUES], scale, out=scaled, dtype=np.float64)
-        np.add(place, scaled, out=place)
+        scaled[:] = values[start : start + CHUNK_VALUES]  # by itself: a product that converts goes through a buffer
+        scaled *= scale
+        place += scaled
 
 
 class MaskedSums:
