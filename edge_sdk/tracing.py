@@ -76,6 +76,8 @@ def describe(
     """
     _refuse_types(model)
     _refuse_tied(model)
+    if _Tracer().is_leaf_module(model, ""):  # else its own forward would be traced, which is torch's
+        raise UnsupportedLayer(f"the model is one {type(model).__name__}; publish it as torch.nn.Sequential(model)")
     model = copy.deepcopy(model).eval()
     graph = _trace(model)
     coupling = _Coupling(fx.GraphModule(model, graph), model)

@@ -547,6 +547,7 @@ REFUSED = {
         lambda: Calls(lambda self, x: F.linear(x, self.hidden.weight)),
         r"hidden\.weight: a parameter",
     ),
+    "bare layer": (lambda: nn.Linear(4, 2), r"the model is one Linear; publish it as torch\.nn\.Sequential\(model\)"),
     "unused layer": (
         lambda: Calls(lambda self, x: self.hidden(x), spare=nn.Linear(4, 4)),
         r"spare\.weight: a parameter that no supported layer uses",
