@@ -60,7 +60,7 @@ class Whole:
 class _Part:
     """What of one update of ``total`` bytes has arrived: ``received``, which ``found`` is the digest of, and what is
     ``gathered`` to be written next; ``turn`` counts the calls that went on with it, ``calls`` those that are at it
-    now."""
+    now. Once ``forgotten`` it has no file."""
 
     digest: str
     total: int
@@ -70,6 +70,7 @@ class _Part:
     found: hashlib._Hash = field(default_factory=hashlib.sha256)
     turn: int = 0
     calls: int = 0
+    forgotten: bool = False
     gathered: deque[bytes] = field(default_factory=deque)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -171,7 +172,7 @@ class Uploads:
         with part.lock:
             # Nobody but this takes from it, and what comes meanwhile goes to its end.
             pieces = [part.gathered.popleft() for _ in range(len(part.gathered))]
-            if pieces:
+            if pieces and not part.forgotten:
                 self._append(part, pieces)
 
     def _append(self, part: _Part, pieces: list[bytes]) -> None:
@@ -199,6 +200,7 @@ class Uploads:
         if part is not None:
             with part.lock:
                 part.turn += 1
+                part.forgotten = True  # what a call still adds has no file to go to
                 part.gathered.clear()
                 part.path.unlink(missing_ok=True)
 
