@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import struct
 import sys
+
+# Tests run as many at a time as there are cores, and start processes of their own: threads of each for every core
+# would wait for one another longer than they work. Before torch is imported, and for the processes, too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest

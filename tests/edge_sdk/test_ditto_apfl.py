@@ -23,8 +23,6 @@ from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import TrainingDiverged, get_tensors, train_locally
 from edge_sdk.training.optimisation import Optimisation
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def job_of(*, personal=None, memory=None, own=None, number=3, batch_size=8, norm=False, **given):
     """A round over random samples; what is received is what the model was made with, moved a little."""

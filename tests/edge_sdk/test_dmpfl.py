@@ -32,8 +32,6 @@ from edge_sdk.training.local import evaluate, get_tensors, set_tensors
 
 from .networks import convolutions, perceptron
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 OWN = {
     "density": 0.4,
     "layer_sparsity": "uniform",

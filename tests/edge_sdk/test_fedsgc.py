@@ -31,8 +31,6 @@ from edge_sdk.training.local import TrainingDiverged, get_tensors
 
 from .networks import convolutions, perceptron
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 OWN = {
     "density": 0.3,
     "layer_sparsity": "uniform",

@@ -25,8 +25,6 @@ from edge_sdk.training.modes import evaluating
 
 from .networks import convolutions, perceptron
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Fixed(nn.Module):
     """A gate that says what it is told."""

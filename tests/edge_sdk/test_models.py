@@ -19,8 +19,6 @@ from edge_sdk.tracing import UnsupportedLayer, describe
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import get_tensors, train_locally
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Residual(nn.Module):
     """ResNet's basic block."""

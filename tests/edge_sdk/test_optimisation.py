@@ -21,8 +21,6 @@ from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import train_locally
 from edge_sdk.training.optimisation import Change, Optimisation
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Net(nn.Module):
     """A convolution (run in channels last) and a linear layer large enough for every way to run sparse weights."""

@@ -28,8 +28,6 @@ from edge_sdk.training.local import evaluate, get_tensors, set_tensors
 
 from .networks import convolutions, perceptron
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROUGH = {"momentum": 0.9, "weight_decay": 0.05}
 
 

@@ -23,8 +23,6 @@ from edge_sdk.training import local
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors
 from edge_sdk.training.parts import only
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 HEAD = ("2.weight", "2.bias")
 
 
