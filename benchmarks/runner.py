@@ -106,25 +106,28 @@ def tune(
 ) -> dict[str, dict[str, Value]]:
     """Try every point of the grid for every method; keep, per label, the one with the best validation accuracy.
 
-    only: labels of the methods to tune (empty: all). The mean over devices and seeds of the accuracy on validation data
-    at the end of a trial decides; ties go to the point that stands first in the grid. Writes ``tuning.jsonl`` (every
-    trial) and ``tuned.json`` (what was chosen).
+    only: labels of the methods to tune (empty: all); with ``resume`` what is chosen for the others stays. The mean over
+    devices and seeds of the accuracy on validation data at the end of a trial decides; ties go to the point that stands
+    first in the grid. Writes ``tuning.jsonl`` (every trial) and ``tuned.json`` (what was chosen).
     """
     file = where.folder / "tuning.jsonl"
     if not resume:
         shutil.rmtree(where.folder / "trials", ignore_errors=True)
         file.unlink(missing_ok=True)
-    done = {json.dumps([each.trial.name, each.trial.settings]): each for each in rows.read(file)}
-    scores: dict[str, dict[str, list[float]]] = {}
-    trials = [each for each in tuning_trials(experiment, name, scale) if not only or each[0] in only]
-    with tqdm(trials, desc=f"tuning {name}", unit="trial") as bar:
+    done = {_key(each.trial): each for each in rows.read(file)}
+    trials = list(tuning_trials(experiment, name, scale))
+    with tqdm([each for each in trials if not only or each[0] in only], desc=f"tuning {name}", unit="trial") as bar:
         for label, point, trial in bar:
             bar.set_postfix_str(f"{label} {point}")
-            key = json.dumps([trial.name, trial.settings])
-            if key not in done:
-                (done[key],) = run_trial([trial], where)
-                rows.append(file, done[key])
-            last = done[key].points[-1].accuracy_validation if done[key].points else None
+            if _key(trial) not in done:
+                (done[_key(trial)],) = run_trial([trial], where)
+                rows.append(file, done[_key(trial)])
+    unfinished = {label for label, _, trial in trials if _key(trial) not in done}
+    scores: dict[str, dict[str, list[float]]] = {}
+    for label, point, trial in trials:
+        if label not in unfinished:
+            points = done[_key(trial)].points
+            last = points[-1].accuracy_validation if points else None
             score = last.mean if last else 0.0  # nobody could be judged: as bad as can be
             scores.setdefault(label, {}).setdefault(json.dumps(point), []).append(score)
     means = {label: {point: sum(s) / len(s) for point, s in points.items()} for label, points in scores.items()}
@@ -134,6 +137,10 @@ def tune(
     record = {"tuned": tuned, "validation_accuracy": means}
     (where.folder / "tuned.json").write_text(json.dumps(record, indent=1) + "\n")
     return tuned
+
+
+def _key(trial: Trial) -> str:
+    return json.dumps([trial.name, trial.settings])
 
 
 def read_tuned(folder: Path, name: str) -> dict[str, dict[str, Value]]:

@@ -190,8 +190,10 @@ def test_tuning_tries_the_same_for_every_method_and_keeps_the_best_on_validation
         assert f"{label}: {{'learning_rate': {best}}}" in capsys.readouterr().out or label != LABELS[0]
 
     before = (tmp_path / "work" / "tuning.jsonl").read_bytes()
-    assert main(command("tune", file, tmp_path / "work", "--processes", "1", "--resume")) == 0
-    assert (tmp_path / "work" / "tuning.jsonl").read_bytes() == before
+    for only in ((), ("--only", LABELS[1])):  # of the others, what was chosen stays
+        assert main(command("tune", file, tmp_path / "work", "--processes", "1", "--resume", *only)) == 0
+        assert (tmp_path / "work" / "tuning.jsonl").read_bytes() == before
+        assert json.loads((tmp_path / "work" / "tuned.json").read_text())["tuned"] == record["tuned"]
 
 
 def test_what_was_tuned_is_what_is_run(tmp_path):
