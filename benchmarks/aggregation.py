@@ -116,6 +116,11 @@ def fold_all(sums: Sums, updates: Sequence[tuple[Array, Mask | None]], repetitio
         yield (time.thread_time_ns() - begin) / 1e6
 
 
+def least(new: Callable[[], Sums], updates: Sequence[tuple[Array, Mask | None]], repetitions: int) -> float:
+    """The least of them, in sums of its own."""
+    return min(fold_all(new(), updates, repetitions))
+
+
 def cases(manifest: Manifest) -> dict[str, tuple[Callable[[], Sums], list[Mask | None]]]:
     """What is folded into what: name -> (new sums, masks of the updates)."""
     ratio = ratio_for(manifest, DENSITY)
@@ -141,7 +146,7 @@ def flower(manifest: Manifest) -> Iterator[Callable[[], float] | None]:
         yield None
         return
     shapes = json.dumps([spec.shape for spec in manifest.shared])
-    command = [str(PYTHON), "-m", "benchmarks.peers.averaging", shapes]
+    command = [str(PYTHON), "-m", "benchmarks.peers.averaging", shapes, str(UPDATES)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
         assert peer.stdin is not None
         assert peer.stdout is not None
@@ -149,7 +154,10 @@ def flower(manifest: Manifest) -> Iterator[Callable[[], float] | None]:
 
         def ask() -> float:
             print(file=asked, flush=True)
-            return float(answers.readline())
+            answer = answers.readline()
+            if not answer:
+                raise SystemExit("Flower's average has ended; its own words are above")
+            return float(answer)
 
         yield ask
         asked.close()
@@ -166,7 +174,7 @@ def measure(repetitions: int) -> dict[str, tuple[float, float]]:
         updates = [(chance.standard_normal(count_values(manifest, m), dtype=np.float32), m) for m in masks]
         for mask in masks:
             list(blocks(manifest, mask))
-        measures[name] = partial(lambda new, updates: min(fold_all(new(), updates, repetitions)), new, updates)
+        measures[name] = partial(least, new, updates, repetitions)
         shares[name] = share(manifest, masks[0])
     with flower(manifest) as ask:
         if ask is not None:
