@@ -58,6 +58,7 @@ def run(
 ) -> list[Recorded]:
     """Every trial of an experiment whose label is in ``only`` (all, where that is empty); returns their rows.
 
+    Labels that judge the same training another way get their rows with it, asked for or not: it is not kept.
     resume: keep the trials that are there, and go on with the one that was interrupted. Without it all is run anew.
     """
     file = where.folder / "results.jsonl"
@@ -65,18 +66,15 @@ def run(
         shutil.rmtree(where.folder / "trials", ignore_errors=True)
         file.unlink(missing_ok=True)
     done = rows.latest(rows.read(file))
-    wanted = [
-        trial
-        for trial in trials(experiment, name, read_tuned(where.folder, name), scale)
-        if not only or trial.label in only
-    ]
+    every = list(trials(experiment, name, read_tuned(where.folder, name), scale))
+    wanted = [trial for trial in every if not only or trial.label in only]
     with tqdm(wanted, desc=name, unit="trial", dynamic_ncols=True) as bar:
         for trial in bar:
             bar.set_postfix_str(trial.name)
             if trial.name in done and done[trial.name].trial == trial:
                 continue
             trained = _same_training(trial, done.values())
-            alike = [each for each in wanted if each.training == trial.training]
+            alike = [each for each in every if each.training == trial.training]
             for each in [rows.of_global_model(trained, trial)] if trained else run_trial(alike, where):
                 done[each.trial.name] = each
                 rows.append(file, each)

@@ -405,3 +405,20 @@ def test_a_training_that_two_labels_share_is_run_once(tmp_path):
     judged = found["shared"]["FedAvg+FT"].points[-1]
     assert judged.accuracy != shared.points[-1].accuracy, "fine-tuned copies do differ"
     assert judged.accuracy_global == shared.points[-1].accuracy
+
+
+@pytest.mark.slow
+def test_labels_that_judge_one_training_come_together(tmp_path):
+    """Who names one of them has the rows of both, and nothing is trained for the other."""
+    head = TINY[: TINY.index("[[methods]]")].replace("rounds = 3", "rounds = 4").replace("local_steps = 4", "")
+    method = 'method = "dmpfl"\nsettings = { method_settings = { iterations = 1 } }\n'
+    plain, adaptive = f'[[methods]]\nlabel = "DM-PFL"\n{method}', f'[[methods]]\nlabel = "DM-PFL+"\n{method}'
+    file = tmp_path / "both.toml"
+    file.write_text(head + plain + adaptive + 'judged_as = "adaptive"\n')
+    assert main(command("run", file, tmp_path / "work", "--processes", "1", "--only", "DM-PFL+")) == 0
+    found = {each.trial.label: each for each in results(tmp_path / "work")}
+    assert set(found) == {"DM-PFL", "DM-PFL+"}
+    assert found["DM-PFL"].result.wall_seconds == found["DM-PFL+"].result.wall_seconds, "trained once"
+    before = (tmp_path / "work" / "results.jsonl").read_bytes()
+    assert main(command("run", file, tmp_path / "work", "--processes", "1", "--resume")) == 0
+    assert (tmp_path / "work" / "results.jsonl").read_bytes() == before
