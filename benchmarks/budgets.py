@@ -101,7 +101,7 @@ def run(folder: Path, planned: float | None, budget: float | None, clock: Clock)
             min_devices=len(DUTIES),
             local_steps=STEPS,
             batch_size=BATCH,
-            early_stopping=False,
+            early_stopping="off",
             evaluation_interval=0,
             deadline_seconds=3600.0,
             method_settings={"cost": "flops", "smallest_budget": 0.3},

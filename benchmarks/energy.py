@@ -52,7 +52,7 @@ def updates_of(trial: Recorded) -> int:
 
 def stops_early(trial: Recorded) -> bool:
     """Whether its devices stop early."""
-    return bool(trial.trial.settings.get("early_stopping", FederationSettings().early_stopping))
+    return bool(trial.trial.settings.get("early_stopping", FederationSettings().early_stopping) != "off")
 
 
 def _title(trial: Recorded) -> str:

@@ -65,6 +65,14 @@ else:
 
 FOLDER = Path(__file__).parent / "experiments"
 
+AS_IN_PAPERS: dict[str, Any] = {
+    "early_stopping": "off",
+    "personal_model": "last",
+    "global_evaluation_devices": 1_000_000,
+}
+"""Settings of an experiment unless its file says otherwise: every device trains to the last round, and its last
+model is judged beside the global one."""
+
 Value = bool | int | float | str
 Options = dict[str, Value]
 """Options of ``--data`` by name."""
@@ -307,7 +315,9 @@ def tuning_trials(
 def _trial(
     experiment: Experiment, name: str, run: MethodRun, axes: dict[str, Value], seed: int, settings: dict[str, Any]
 ) -> Trial:
-    complete = {"min_devices": experiment.devices, "early_stopping": False, "deadline_seconds": 86400.0, **settings}
+    complete = {**AS_IN_PAPERS, "min_devices": experiment.devices, "deadline_seconds": 86400.0, **settings}
+    # A method is judged by both models at every evaluation, by everybody.
+    complete = {"global_evaluation_interval": complete["evaluation_interval"], **complete}
     complete |= {"method": run.method, "seed": seed}
     FederationSettings.model_validate(complete)
     return Trial(

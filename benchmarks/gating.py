@@ -82,7 +82,7 @@ class Round:
                 learning_rate=0.03,
                 momentum=0.9,
                 clip=10.0,
-                early_stopping=False,
+                early_stopping="off",
             )
         )
 

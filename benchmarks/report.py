@@ -23,7 +23,7 @@ from benchmarks.metrics import Accuracy, Point, Shifted, accuracy_over, best_wit
 from benchmarks.rows import DeviceResult, Recorded
 
 RESAMPLES = 10_000
-STOP_RULE = {"early_stopping", "patience", "min_improvement", "stop_weight"}
+STOP_RULE = {"early_stopping", "patience", "min_participations", "min_improvement", "stop_weight"}
 ABSENT = "–"
 ENDED = "†"
 MIB = 2**20
@@ -191,7 +191,7 @@ def savings(group: Group) -> list[Saving]:
 def _differ_in_stopping(stopping: Trial, whole: Trial) -> bool:
     rest = [{key: value for key, value in each.settings.items() if key not in STOP_RULE} for each in (stopping, whole)]
     same = (stopping.method, stopping.budgets, rest[0]) == (whole.method, whole.budgets, rest[1])
-    return same and stopping.settings["early_stopping"] and not whole.settings["early_stopping"]
+    return same and stopping.settings["early_stopping"] != "off" and whole.settings["early_stopping"] == "off"
 
 
 # --- figures of a trial ------------------------------------------------------------------------------------------
@@ -709,7 +709,7 @@ def _stopping(group: Group) -> Group:
     on = {
         label: done
         for label, done in group.trials.items()
-        if any(trial.trial.settings["early_stopping"] for trial in done)
+        if any(trial.trial.settings["early_stopping"] != "off" for trial in done)
     }
     return Group(group.title, on)
 

@@ -31,7 +31,7 @@ def run(data: Path, devices: int, folder: Path, *, rounds: int = 20, cohort: int
             min_devices=devices,
             local_epochs=1,
             batch_size=50,
-            early_stopping=False,
+            early_stopping="off",
             evaluation_interval=0,
         )
         plan = Plan(

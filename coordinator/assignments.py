@@ -103,9 +103,20 @@ def cohort_of(db: Session, federation: Federation, number: int) -> list[Member]:
 
 
 def assign(
-    federation: Federation, device: Device | Drawable, kind: Kind, number: int, position: int, now: float
+    federation: Federation,
+    device: Device | Drawable,
+    kind: Kind,
+    number: int,
+    position: int,
+    now: float,
+    *,
+    whole: bool | None = None,
 ) -> Assignment:
-    """A new assignment, not yet in the records; its deadline begins now."""
+    """Return a new assignment, not yet in the records; its deadline begins now.
+
+    whole: whether the payload is the whole global model, and for an evaluation whether there is one; None: as the
+    device needs it to train.
+    """
     method = load_method(federation.method)
     return Assignment(
         id=uuid.uuid4().hex,
@@ -116,7 +127,7 @@ def assign(
         position=position,
         status="open",
         model_version=federation.model_version,
-        full=kind not in COHORT_KINDS or not (device.holds_model or method.narrow),
+        full=(kind not in COHORT_KINDS or not (device.holds_model or method.narrow)) if whole is None else whole,
         ratio=None if kind == Kind.evaluate else method.active_ratio(device.budget),
         created_at=now,
         deadline_at=now + settings_of(federation).deadline_seconds,

@@ -1,4 +1,4 @@
-"""What uploads cost the devices, which they can tell only afterwards: telemetry, written down when it costs nothing."""
+"""What uploads cost the devices, and all that they moved so far, which they can tell only afterwards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 
 from coordinator.assignments import touch
 from coordinator.storage.store import Store
-from coordinator.storage.tables import Assignment
+from coordinator.storage.tables import Assignment, Device
 from edge_sdk.protocol.messages import UploadCost
 
 
@@ -30,6 +30,10 @@ class UploadCosts:
             return
         with self._store.writing() as db:
             for device_id, cost in costs:
+                device = db.get(Device, device_id)
+                if device is not None:
+                    device.bytes_down = max(device.bytes_down, cost.everything.bytes_down)
+                    device.bytes_up = max(device.bytes_up, cost.everything.bytes_up)
                 assignment = db.get(Assignment, cost.assignment_id)
                 if assignment is None or assignment.device_id != device_id or assignment.status != "done":
                     continue

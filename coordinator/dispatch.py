@@ -183,4 +183,7 @@ class Dispatch:
         )
 
     def _has_payload(self, federation: Federation, assignment: Assignment) -> bool:
-        return load_method(federation.method).sends_values(wire.Kind(assignment.kind), not assignment.full)
+        kind = wire.Kind(assignment.kind)
+        if kind is wire.Kind.evaluate and not assignment.full:
+            return False
+        return load_method(federation.method).sends_values(kind, not assignment.full)

@@ -71,12 +71,18 @@ class Federations:
             raise BadContent(f"the checkpoint lacks {missing}; publish with python -m edge_sdk.publish") from None
         manifest = Manifest.model_validate_json(manifest_json)
         manifest.check_tensors(tensors, what="the published weights", only_shared=True)
-        return self._create(request, manifest, skeleton, tensors)
+        return self._create(request, manifest, skeleton, tensors, len(body))
 
     def _create(
-        self, request: CreateFederation, manifest: Manifest, skeleton: bytes, published: Tensors | None
+        self,
+        request: CreateFederation,
+        manifest: Manifest,
+        skeleton: bytes,
+        published: Tensors | None,
+        published_bytes: int = 0,
     ) -> FederationInfo:
-        """published: the tensors that were sent; None for a built-in task, which has nothing that could be hostile."""
+        """published: the tensors that were sent, in so many bytes with all that came with them; None for a built-in
+        task, which has nothing that could be hostile."""
         settings = completed(request.settings)
         method = _check_model(settings.method, manifest)
         check_robust(method, settings)
@@ -106,6 +112,7 @@ class Federations:
                 manifest=manifest.model_dump_json(),
                 status=FederationStatus.waiting.value,
                 model_sha256="",
+                published_bytes=published_bytes,
                 warning=warning,
                 round=0,
                 model_version=0,
@@ -194,6 +201,7 @@ class Federations:
             model_sha256=federation.model_sha256,
             privacy=spent(db, federation.id, federation.round, settings),
             parameters=manifest.trainable_values,
+            published_bytes=federation.published_bytes,
             manifest_digest=manifest.digest,
             global_model_usable=why_unusable(federation, manifest) is None,
             settings=settings,

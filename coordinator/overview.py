@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from prometheus_client import Counter
-from sqlalchemy import and_, func, or_, select
+from sqlalchemy import Double, and_, cast, func, or_, select
 from sqlalchemy.orm import Session
 
 from coordinator.assignments import COHORT_KINDS, UNCOUNTED, open_round
@@ -85,6 +85,7 @@ class Overviews:
                 span=span,
                 points=tuple(_points(_rows(db, federation, first), span, whole)),
                 open_round=_open_round(db, federation),
+                everything_bytes=federation.published_bytes + _moved(db, federation),
                 evaluating=evaluating,
                 evaluating_since=since_round,
                 doing=doing,
@@ -198,6 +199,12 @@ def _evaluations(db: Session, federation: Federation) -> tuple[int, int | None]:
     )
     count, oldest = db.execute(open_ones).one()
     return count, oldest
+
+
+def _moved(db: Session, federation: Federation) -> int:
+    """Bytes that the federation's devices say they moved."""
+    each = cast(Device.bytes_down + Device.bytes_up, Double)  # no sum of what strangers say overflows
+    return int(db.scalar(select(func.coalesce(func.sum(each), 0.0)).where(Device.federation_id == federation.id)) or 0)
 
 
 def _lines(db: Session) -> tuple[FederationLine, ...]:

@@ -93,7 +93,7 @@ def check_privacy(method: CoordinatorMethod, manifest: Manifest, settings: Feder
         if settings.update_clip is None
         else None,
         "early_stopping": "when a device stops depends on its data, and decides who is drawn after it; turn it off"
-        if settings.early_stopping
+        if settings.early_stopping != "off"
         else None,
         "quorum": "who is cut off depends on how fast others are, which depends on their data; wait for all (1)"
         if settings.quorum < 1

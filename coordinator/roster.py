@@ -15,7 +15,7 @@ from coordinator.federations import find
 from coordinator.records import iso
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Federation
-from edge_sdk.protocol.messages import DeviceInfo, DeviceProfile, Doing
+from edge_sdk.protocol.messages import DeviceInfo, DeviceProfile, Doing, Moved
 
 Order = Literal["name", "budget", "seen", "stopped", "-name", "-budget", "-seen", "-stopped"]
 """What a list of devices is ordered by; with a minus, the largest or latest first."""
@@ -104,6 +104,7 @@ def _info(device: Device, doing: Doing) -> DeviceInfo:
         budget=device.budget,
         limited_by=device.limited_by,
         profile=DeviceProfile.model_validate(device.profile),
+        everything=Moved(bytes_down=device.bytes_down, bytes_up=device.bytes_up),
         enrolled_at=iso(device.enrolled_at),
         seen_at=iso(device.seen_at),
     )

@@ -49,9 +49,10 @@ from coordinator.assignments import (
     touch,
 )
 from coordinator.buffer import arrivals, count_in, working
-from coordinator.candidates import devices_of, draw, drawable, situation_of, why_over
+from coordinator.candidates import draw, drawable, situation_of, why_over
 from coordinator.costs import UploadCosts
 from coordinator.errors import Unavailable
+from coordinator.evaluations import ask_for_evaluation
 from coordinator.folding import Folding
 from coordinator.leftovers import clear
 from coordinator.logs import about
@@ -242,7 +243,7 @@ class Rounds:
         if db.scalar(evaluations.where(Assignment.status == "open").limit(1)):
             return False  # the last evaluation is still being answered
         judged = db.scalar(evaluations.where(Assignment.round == federation.round).limit(1))
-        if federation.round and not judged and self._ask_for_evaluation(db, federation, self._clock()):
+        if federation.round and not judged and ask_for_evaluation(db, federation, self._clock(), with_global=True):
             return True
         federation.status, federation.reason, federation.finished_at = "finished", reason, self._clock()
         log.info("%s: finished after %s rounds (%s)", federation.name, federation.round, reason)
@@ -431,9 +432,8 @@ class Rounds:
                     "back; another one, or the same, is asked again. Where preparing takes long, raise deadline_seconds"
                 )
             carry_out(db, federation, self._models)
-            interval = settings_of(federation).evaluation_interval
-            if federation.status == "running" and interval and number // interval > before // interval:
-                self._ask_for_evaluation(db, federation, now)
+            if federation.status == "running":
+                self._evaluate_in_between(db, federation, before, now)
         del self._folding[federation.id]
         log.info(
             "%s: round %s closes, %s updates in its model",
@@ -454,12 +454,14 @@ class Rounds:
     def _situation(self, db: Session, federation: Federation, number: int) -> Situation:
         return situation_of(db, self._models.manifest(federation), federation, number)
 
-    def _ask_for_evaluation(self, db: Session, federation: Federation, now: float) -> bool:
-        """Ask every device that is there, stopped or not, to judge its personal model and the new global one.
+    @staticmethod
+    def _evaluate_in_between(db: Session, federation: Federation, before: int, now: float) -> None:
+        """Ask for the evaluations that are due after a round; ``before``: the number of the round before it."""
+        settings, number = settings_of(federation), federation.round
 
-        False when nobody is there.
-        """
-        present = [device for device in devices_of(db, federation, ("active", "stopped")) if device.present]
-        for position, device in enumerate(sorted(present, key=lambda device: device.name)):
-            db.add(assign(federation, device, wire.Kind.evaluate, federation.round, position, now))
-        return bool(present)
+        def is_due(interval: int) -> bool:
+            return interval > 0 and number // interval > before // interval
+
+        with_global = is_due(settings.global_evaluation_interval)
+        if with_global or is_due(settings.evaluation_interval):
+            ask_for_evaluation(db, federation, now, with_global=with_global)

@@ -48,8 +48,7 @@ class Settings(BaseSettings):
         default="digits", description="Built-in task of the federation `default` made at first start; empty: none"
     )
     default_settings: FederationSettings = Field(
-        # Patience 2, not the paper's 1: over five seeds it costs rounds and gains accuracy (docs/results/demo.md).
-        default=FederationSettings(patience=2),
+        default=FederationSettings(),
         description="Settings of that federation, as JSON",
     )
     max_wait_seconds: float = Field(default=50.0, ge=0, le=600, description="Longest long poll, s")

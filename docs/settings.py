@@ -41,11 +41,33 @@ later by `PATCH /v1/federations/{name}`.
 """
 
 STOPPING = """
-Early stopping: after each round that it takes part in, a device computes `L = stop_weight * training loss +
-(1 - stop_weight) * validation loss`. `L` counts as an increase when it exceeds the device's last one less
-`min_improvement`; after `patience` increases in a row the device sends this round's update and trains no more. It keeps
-its personal model, where the method has one, and goes on answering evaluations. When all devices have stopped the
-federation is finished.
+### Early stopping and the personal model
+
+After each round that it takes part in, a device measures the loss of its model on its validation data.
+
+- `early_stopping=validation` (the default): the loss is smoothed, half of it the newest and half the smoothed loss of
+  before. If it has not fallen by `min_improvement` of its lowest value for `patience` participations in a row (10), and
+  the device has taken part at least `min_participations` times, it stops.
+- `early_stopping=paper`: the rule of FedSPU's paper. `L = stop_weight * training loss + (1 - stop_weight) * validation
+  loss`; `patience` rises in a row (1), each against the device's last participation, stop it. It saves more, and costs
+  accuracy ([fedspu.md](results/fedspu.md)).
+- `early_stopping=off`: every device trains to the last round.
+
+A device that stops sends this round's update, says so, and trains no more. It goes on answering evaluations. When all
+devices have stopped the federation is finished.
+
+Stopped or not, a device keeps the personal model of the round in which its validation data spoke best for it: more
+right answers or, where as many are right, a lower loss. That one is judged, exported and printed
+(`personal_model=best`); training goes on from the last one. `pfedgate` and `dmpfl` keep the last one, as their gate and
+masks belong to the newest global model.
+
+### Who judges what
+
+A device judges its personal model on data of its own every `evaluation_interval` rounds, which moves a few hundred
+bytes. To judge the global model it must download it: up to `global_evaluation_devices` devices do that at the end, and
+every `global_evaluation_interval` rounds where that is set. For methods without personal models, such as FedAvg, these
+devices judge the global model every `evaluation_interval` rounds. An operator with test data needs no device for it:
+`sparrow evaluate`.
 
 ### When a round closes, and who is waited for
 

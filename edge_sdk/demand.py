@@ -102,7 +102,7 @@ class Tried:
             memory = self._held + peak
         if self._timed:
             per_step, fixed = _seconds_of(effort.train, self._clock)
-            if settings.early_stopping:
+            if settings.early_stopping != "off" or settings.personal_model == "best":
                 samples = count_examples(self._task.validation)
                 few = min(rehearsal.samples, samples)
                 fixed += rehearsal.seconds(partial(effort.judge, few)) * samples / few

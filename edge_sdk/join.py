@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,14 +44,15 @@ from edge_sdk.exporting import Export, NotTheSame, export_personal
 from edge_sdk.policy import Policy, policy_here, read_policy
 from edge_sdk.preparing import Preparation
 from edge_sdk.protocol import tls
-from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, FederationInfo
+from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, FederationInfo, Moved
 from edge_sdk.publish import read_setting
 from edge_sdk.session import Outcome, Session
-from edge_sdk.state import StateFolder, Totals, default_root
+from edge_sdk.state import Progress, StateFolder, Totals, default_root
 from edge_sdk.tasks import Task, load_task
 from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.telemetry import Telemetry
 from edge_sdk.training.compute import ACCELERATORS, Compute, choose_device
+from edge_sdk.training.early_stopping import is_better
 from edge_sdk.transport import Transport, connect
 from edge_sdk.watch import Watch, read_spent
 from export.errors import ExportError
@@ -74,22 +75,28 @@ LEARNED, SPENT = "learned.json", "spent.json"
 class Result:
     """What a device did in a federation. Accuracies are on its held-out data, None where there are none.
 
-    ``adapted``: it came after the end, and its personal model is the global one, fine-tuned on its data. ``budget`` is
-    the last one, ``choice`` how the device came to it; None where it was given.
+    ``best_round``: the round whose personal model is kept and exported, the best on validation data; None where it is
+    the last one. ``adapted``: it came after the end, and its personal model is the global one, fine-tuned on its data.
+    ``training`` and ``evaluation`` are what each cost; ``everything`` counts the bodies of all calls, these included.
+    ``budget`` is the last one, ``choice`` how the device came to it; None where it was given. ``warnings`` say what its
+    user should know of the personal model.
     """
 
     name: str
     rounds: int
     steps: int
     stopped_round: int | None
+    best_round: int | None
     adapted: bool
     accuracy_before: float | None
     accuracy_after: float | None
     training: Totals
     evaluation: Totals
+    everything: Moved
     export: Export | None
     budget: float = 1.0
     choice: Choice | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def join(
@@ -185,7 +192,10 @@ def join(
             exported = _export(session, name, export)
             with suppress(SdkError):  # so that the personal model can be exported later, away from the coordinator
                 session.skeleton()
-            return _result(session, name, exported)
+            result = _result(session, name, exported)
+            for text in result.warnings:
+                bar.say(text)
+            return result
 
 
 def _watch(policy: Policy, read: Callable[[], Conditions], folder: StateFolder, say: Callable[[str], None]) -> Watch:
@@ -230,44 +240,73 @@ def _run(session: Session, bar: _Bar, export: Callable[[], Export | None]) -> No
 
 
 def _export(session: Session, name: str, path: Path | str | None) -> Export | None:
-    if path is None or session.personal is None:
+    tensors = session.best
+    if path is None or tensors is None:
         return None
-    info = session.info
+    info, progress = session.info, session.progress
     return export_personal(
         Path(path),
         skeleton=session.skeleton(),
         manifest=session.manifest,
-        tensors=session.personal,
+        tensors=tensors,
         task=session.task,
         metadata=properties(
             session.manifest,
-            session.personal,
+            tensors,
             federation=info.name,
             task=info.task,
             method=info.method,
             device=name,
-            round=session.progress.last_round,
+            round=progress.best.round if progress.best else progress.last_round,
         ),
     )
 
 
 def _result(session: Session, name: str, exported: Export | None) -> Result:
     progress = session.progress
-    after = session.evaluate(session.personal).accuracy if session.personal is not None else None
+    best = session.best
+    after = session.evaluate(best).accuracy if best is not None else None
     return Result(
         name=name,
         rounds=progress.rounds,
         steps=progress.steps,
         stopped_round=progress.stopped_round,
+        best_round=progress.best.round if progress.best else None,
         adapted=progress.adapted,
         accuracy_before=progress.accuracy_before,
         accuracy_after=after,
         training=progress.training,
         evaluation=progress.evaluation,
+        everything=session.moved,
         export=exported,
         budget=session.budget,
         choice=session.choice,
+        warnings=tuple(_warnings(progress)),
     )
+
+
+def _warnings(progress: Progress) -> Iterator[str]:
+    """What speaks against the personal model, on validation data: that of another round is never better."""
+    if progress.best is None:
+        return
+    found = progress.best.validation
+    if progress.validation_before is not None and is_better(progress.validation_before, found):
+        yield (
+            f"warning: the personal model predicts worse than the model that this device began with "
+            f"({_judged(found)}, {_judged(progress.validation_before)} before, on validation data); use a lower "
+            f"learning_rate or fewer local_epochs, or give this device more data"
+        )
+    if progress.validation_global is not None and is_better(progress.validation_global, found):
+        yield (
+            f"warning: the global model predicts better here than the personal one "
+            f"({_judged(progress.validation_global)}, {_judged(found)} personal, on validation data); let the "
+            f"federation train for more rounds, give this device a larger budget, or use the global model"
+        )
+
+
+def _judged(found: Evaluation) -> str:
+    loss = f"loss {found.loss:.3f}"
+    return loss if found.accuracy is None else f"accuracy {found.accuracy:.1%}, {loss}"
 
 
 def default_name() -> str:
@@ -342,11 +381,13 @@ def report(result: Result, energy: str) -> str:
     lines = [
         f"{result.name}: {result.rounds} rounds, {result.steps} local steps"
         + (f", stopped early in round {result.stopped_round}" if result.stopped_round else "")
+        + (f", best in round {result.best_round}" if result.best_round else "")
         + (", adapted the finished global model" if result.adapted else ""),
         f"  accuracy, held-out data    {_percent(result.accuracy_before)} before, "
         f"{_percent(result.accuracy_after)} after",
         f"  training                   {_cost(result.training)}",
         f"  evaluation                 {_cost(result.evaluation)}",
+        f"  bytes                      training {_both(result.training)}; everything {_both(result.everything)}",
         f"  energy source              {energy}",
         f"  energy per update          {_joules_per(result.training, result.rounds)}",
         f"  energy per point           {_joules_per(result.training, _points(result))}",
@@ -388,6 +429,10 @@ def _heat(totals: Totals) -> str:
     return f"{peak}, {slow}, paused for {totals.paused_seconds:.0f} s"
 
 
+def _both(moved: Totals | Moved) -> str:
+    return f"{moved.bytes_down:,} down and {moved.bytes_up:,} up"
+
+
 def _cost(totals: Totals) -> str:
     joules = []
     if totals.joules_measured:
@@ -403,7 +448,7 @@ def _cost(totals: Totals) -> str:
 
 def as_json(result: Result, energy: str) -> str:
     """What a device did, for a program: seconds, bytes, joules, and shares of samples."""
-    totals = {"training": result.training.model_dump(), "evaluation": result.evaluation.model_dump()}
+    totals = {name: getattr(result, name).model_dump() for name in ("training", "evaluation", "everything")}
     return json.dumps({**asdict(result), **totals, "energy_source": energy}, default=str)
 
 

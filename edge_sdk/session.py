@@ -13,11 +13,11 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import nn
@@ -25,7 +25,7 @@ from torch import nn
 from devices import EnergyMeter
 from edge_sdk.budget import Choice
 from edge_sdk.errors import FederationOver, Refused, RoundOver, SdkError, TokenExpired
-from edge_sdk.methods import DeviceState, Job, Trained, Update, load_method
+from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update, load_method
 from edge_sdk.preparing import Prepared
 from edge_sdk.protocol import bundle, personal
 from edge_sdk.protocol.elements import ElementMask
@@ -42,6 +42,7 @@ from edge_sdk.protocol.messages import (
     Evaluation,
     FederationInfo,
     Kind,
+    Moved,
     PauseReason,
     Phase,
     Receipt,
@@ -52,10 +53,18 @@ from edge_sdk.protocol.messages import (
 from edge_sdk.protocol.neurons import mask_digest, mask_from_file, mask_to_file
 from edge_sdk.protocol.quantization import Quantised
 from edge_sdk.rounding import round_update
-from edge_sdk.state import Identity, Pending, StateFolder, Totals
+from edge_sdk.state import Best, Identity, Pending, StateFolder, Totals
 from edge_sdk.tasks import Task
 from edge_sdk.telemetry import Telemetry as Meter
-from edge_sdk.training.local import TrainingDiverged, count_examples, evaluate, get_tensors, set_tensors
+from edge_sdk.training.early_stopping import is_better
+from edge_sdk.training.local import (
+    TrainingDiverged,
+    count_examples,
+    evaluate,
+    evaluate_held_out,
+    get_tensors,
+    set_tensors,
+)
 from edge_sdk.training.merging import is_whole, whole_model
 from edge_sdk.transport import Traffic, Transport
 from edge_sdk.watch import LOOK_SECONDS, Paused, Stint, Watch
@@ -163,6 +172,8 @@ class Session:
         if known is None:
             self._note_membership()
         self.personal, self.progress = folder.load(self.manifest)
+        self._best: tuple[int, Tensors] | None = None
+        self._moved_before = self.progress.everything
         self._as_new = {} if self.personal is not None else self._never_sent()
         self._mask = self._load_mask()
         if self._identity.token is None:
@@ -186,6 +197,11 @@ class Session:
     def choice(self) -> Choice | None:
         """How that was chosen; None where its user gave it."""
         return self._prepared.budgets.choice if self._prepared.budgets else None
+
+    @property
+    def moved(self) -> Moved:
+        """Bytes of all HTTP bodies of this device so far: training, evaluation, and what is around them."""
+        return self._moved_before.plus(self._transport.traffic.down, self._transport.traffic.up)
 
     # --- identity ------------------------------------------------------------------------------------------------
 
@@ -436,28 +452,30 @@ class Session:
             self._mask = mask
 
     def _train(self, job: Job, work: Callable[[Job], Trained], download: Phase) -> None:
-        before = self._accuracy_of_first(job)
+        first = self._judge_first(job)
         with self._telemetry.phase("train") as train:
             trained = work(job)
+            best = self._find_best(job, trained)
             train.flops = trained.flops
         assert trained.update is not None, "such a round ends with values to send"
         body, feedback = self._pack(job, trained.update, _report(job, trained, download, train.cost))
-        self._keep_round(job, trained, body, before, download, train.cost, feedback)
+        self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost, feedback)
 
     def _personalise(self, job: Job, download: Phase) -> None:
-        before = self._accuracy_of_first(job)
+        first = self._judge_first(job)
         with self._telemetry.phase("train") as train:
             trained = self._method.personalise(job)
+            best = self._find_best(job, trained)
             train.flops = trained.flops
         body = _report(job, trained, download, train.cost).encode()
-        self._keep_round(job, trained, body, before, download, train.cost)
+        self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost)
 
     def _keep_round(
         self,
         job: Job,
         trained: Trained,
         body: bytes,
-        before: float | None,
+        judged: Mapping[str, object],
         download: Phase,
         train: Phase,
         feedback: Tensors | None = None,
@@ -477,7 +495,7 @@ class Session:
             last_round=number,
             steps=self.progress.steps + trained.steps,
             stopped_round=number if trained.stopped else None,
-            accuracy_before=before,
+            **judged,
             training=self.progress.training.plus(download).plus(train),
         )
         if self._watch is not None:
@@ -509,10 +527,10 @@ class Session:
 
     def _evaluate(self, job: Job, download: Phase) -> None:
         with self._telemetry.phase("evaluate") as measured:
-            evaluated = self._method.evaluate(job)
-            judged = [
-                each.num_examples for each in (evaluated.personal, evaluated.global_model, evaluated.validation) if each
-            ]
+            evaluated = self._method.evaluate(replace(job, state=replace(job.state, personal=self.best)))
+            shared = self._validate_global(job, evaluated)
+            found = (evaluated.personal, evaluated.global_model, evaluated.validation, shared)
+            judged = [each.num_examples for each in found if each]
             exists = _elements(job.received.mask) if job.received else None
             measured.flops = forward_flops(self.manifest, exists) * sum(judged)
         receipt = Receipt(
@@ -527,11 +545,12 @@ class Session:
             job.assignment,
             receipt.model_dump_json(exclude_defaults=True).encode(),
             job.state,
+            validation_global=shared or self.progress.validation_global,
             evaluation=self.progress.evaluation.plus(download).plus(measured.cost),
         )
 
     def _adapt(self, job: Job, download: Phase) -> None:
-        before = self._accuracy_of_first(job)
+        first = self._judge_first(job)
         with self._telemetry.phase("adapt") as measured:
             state = self._method.adapt(job)
         assert state.personal is not None, "adapting ends with a personal model"
@@ -545,7 +564,7 @@ class Session:
             receipt.model_dump_json(exclude_defaults=True).encode(),
             state,
             adapted=True,
-            accuracy_before=before,
+            **first,
             training=self.progress.training.plus(download).plus(measured.cost),
         )
 
@@ -560,7 +579,7 @@ class Session:
         """Keep the new state and the update together, then send it; returns what sending cost."""
         self._keep_mask(state.neurons)  # first: without the rest it is chosen again, from the same model
         pending = self._folder.put_outbox(assignment.assignment_id, assignment.kind, body)
-        changed |= {"memory": dict(state.memory), "model": state.model, "pending": pending}
+        changed |= {"memory": dict(state.memory), "model": state.model, "pending": pending, "everything": self.moved}
         if state.personal is self.personal and state.own is self._folder.own and feedback is None:
             self._save_progress(**changed)
         else:
@@ -592,7 +611,7 @@ class Session:
         self._uploading = upload.cost.seconds
         account = "evaluation" if pending.kind is Kind.evaluate else "training"
         totals: Totals = getattr(self.progress, account)
-        cost = UploadCost(assignment_id=pending.assignment_id, upload=upload.cost)
+        cost = UploadCost(assignment_id=pending.assignment_id, upload=upload.cost, everything=self.moved)
         self._save_progress(pending=None, upload_cost=cost, **{account: totals.plus(upload.cost)})
         return upload.cost
 
@@ -603,22 +622,59 @@ class Session:
         self._tell(ChangeDevice(holds_model=True if holds else None, conditions=Conditions()))
 
     def _save_progress(self, **changed: object) -> None:
-        self.progress = self.progress.model_copy(update=changed)
+        self.progress = self.progress.model_copy(update={**changed, "everything": self.moved})
         self._folder.save_progress(self.progress)
 
     # --- looking at models ---------------------------------------------------------------------------------------
 
-    def _accuracy_of_first(self, job: Job) -> float | None:
-        """Accuracy of the model as first received, before any local training; None where it has come in part."""
+    @property
+    def best(self) -> Tensors | None:
+        """The personal model to use: the best of all rounds on validation data where the federation asks for it and the
+        method can tell, or else the last one. None where there is none yet."""
+        if self.progress.best is None:
+            return self.personal
+        number = self.progress.best.round
+        if self._best is None or self._best[0] != number:
+            found = self._folder.best(self.manifest)
+            if found is None:  # somebody has removed the file
+                return self.personal
+            self._best = (number, found)
+        return self._best[1]
+
+    def _judge_first(self, job: Job) -> dict[str, Any]:
+        """The changes to progress that say how good the model is as first received, before any local training; nothing
+        where that is known, or where it has come in part."""
         if self.progress.rounds or self.progress.accuracy_before is not None:
-            return self.progress.accuracy_before
+            return {}
         if job.received is None or not is_whole(self.manifest, job.received):
+            return {}
+        set_tensors(self.task.model, get_tensors(job.model, self.manifest) | whole_model(self.manifest, job.received))
+        held_out, validation = evaluate_held_out(self.task.model, self.task)
+        return {"accuracy_before": held_out.accuracy, "validation_before": validation}
+
+    def _find_best(self, job: Job, trained: Trained) -> Best | None:
+        """The best personal model after a round: the round's own where its validation data speak for it."""
+        state, before = trained.state, self.progress.best
+        if state.personal is None or not self._method.picks_best or self.info.settings.personal_model == "last":
+            return before
+        found = trained.personal_validation or self._validate(state.personal)
+        better = is_better(found, before.validation if before else None)
+        return Best(round=job.assignment.round, validation=found) if better else before
+
+    def _validate_global(self, job: Job, evaluated: Evaluated) -> Evaluation | None:
+        """The global model on validation data, where it was just judged beside a personal one."""
+        if evaluated.personal is None or evaluated.global_model is None or job.received is None:
             return None
-        tensors = get_tensors(job.model, self.manifest) | whole_model(self.manifest, job.received)
-        return self.evaluate(tensors).accuracy
+        if self.task.test is None:
+            return evaluated.global_model
+        return self._validate(get_tensors(job.model, self.manifest) | whole_model(self.manifest, job.received))
+
+    def _validate(self, tensors: Tensors) -> Evaluation:
+        set_tensors(self.task.model, tensors)
+        return evaluate(self.task.model, self.task, self.task.validation)
 
     def evaluate(self, tensors: Tensors) -> Evaluation:
-        """Loss and accuracy of a model on this device's held-out data."""
+        """Return loss and accuracy of a model on this device's held-out data."""
         set_tensors(self.task.model, tensors)
         return evaluate(self.task.model, self.task, self.task.held_out)
 
@@ -635,7 +691,7 @@ def _report(job: Job, trained: Trained, download: Phase, train: Phase) -> str:
         steps=trained.steps,
         training_flops=trained.flops,
         train_loss=trained.train_loss,
-        validation_loss=trained.validation_loss,
+        validation_loss=trained.validation.loss if trained.validation else None,
         stop_loss=trained.stop_loss,
         counts=dict(trained.counts),
         received=dict(job.received.parts) if job.received else {},

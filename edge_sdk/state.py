@@ -36,7 +36,7 @@ from edge_sdk.errors import StateError
 from edge_sdk.protocol import checkpoint, personal
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.messages import Kind, Phase, UploadCost
+from edge_sdk.protocol.messages import Evaluation, Kind, Moved, Phase, UploadCost
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,20 @@ def _known(join: Callable[[float, float], float], one: float | None, other: floa
     return join(one, other) if one is not None and other is not None else other if one is None else one
 
 
+class Best(BaseModel):
+    """The round whose personal model is the best so far, and that model on validation data."""
+
+    model_config = ConfigDict(frozen=True)
+
+    round: int
+    validation: Evaluation
+
+
 class Progress(BaseModel):
-    """How far a device has come. ``memory`` is the method's own; ``training`` and ``evaluation`` are what each cost;
-    ``model`` names the global model that the state lets the method rebuild.
+    """How far a device has come. ``memory`` is the method's own; ``training`` and ``evaluation`` are what each cost,
+    and ``everything`` counts all bodies, whatever they were for; ``model`` names the global model that the state lets
+    the method rebuild. ``validation_before`` is the model as first received, ``validation_global`` the global model as
+    last judged, both on validation data; None where that was not measured.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -130,8 +141,12 @@ class Progress(BaseModel):
     accuracy_before: float | None = None
     memory: dict[str, Any] = Field(default_factory=dict)
     model: str | None = None
+    validation_before: Evaluation | None = None
+    validation_global: Evaluation | None = None
+    best: Best | None = None
     training: Totals = Totals()
     evaluation: Totals = Totals()
+    everything: Moved = Moved()
     pending: Pending | None = None
     upload_cost: UploadCost | None = None
 
@@ -232,32 +247,54 @@ class StateFolder:
         From then on ``own`` are the method's arrays beside it, by name, and ``feedback`` what rounding took from
         updates: name -> float32; empty where there are none.
         """
-        path = self.path / personal.MODEL
-        tensors: Tensors | None = None
-        progress, digest = Progress(), manifest.digest
+        saved = self._read(personal.MODEL)
+        progress, digest, tensors = Progress(), manifest.digest, None
+        if saved is not None:
+            progress, digest = saved.progress, saved.file.manifest
+            self._saves, self.own, self.feedback = saved.file.save, saved.file.own, saved.file.feedback
+            tensors = saved.model
+            if progress.best is not None and progress.best.round == progress.last_round:
+                self._keep_as_best()  # killed before this was done, it is done now
+        path = self.path / personal.PROGRESS
         try:
-            if path.exists():
-                saved = personal.read(path.read_bytes())
-                progress, digest = Progress.model_validate(saved.progress), saved.manifest
-                self._saves, self.own, self.feedback = saved.save, saved.own, saved.feedback
-                tensors = saved.stored
-                if saved.reference is not None:
-                    self._check_reference(saved.reference)
-                    tensors = difference.add(tensors, self._reference or {})
-                tensors = tensors if saved.model else None
-            path = self.path / personal.PROGRESS
             later = personal.read_progress(path.read_bytes(), self._saves) if path.exists() else None
             progress = progress if later is None else Progress.model_validate(later)
         except (ProtocolError, ValidationError, ValueError) as error:
-            what = "start this device anew" if path.name == personal.MODEL else "go on from its last round"
-            raise StateError(f"{path} is damaged ({error}); move it away to {what}") from None
+            raise _damaged(path, error, "go on from its last round") from None
+        self._check(manifest, digest, tensors)
+        return tensors, progress
+
+    def best(self, manifest: Manifest) -> Tensors | None:
+        """Return the personal model that was the best on validation data, None where none was kept. Raises StateError
+        for a file that is damaged or of another model."""
+        saved = self._read(personal.BEST)
+        if saved is None:
+            return None
+        self._check(manifest, saved.file.manifest, saved.model)
+        return saved.model
+
+    def _read(self, name: str) -> _Read | None:
+        path = self.path / name
+        if not path.exists():
+            return None
+        try:
+            saved = personal.read(path.read_bytes())
+            progress = Progress.model_validate(saved.progress)
+            tensors = saved.stored
+            if saved.reference is not None:
+                self._check_reference(saved.reference)
+                tensors = difference.add(tensors, self._reference or {})
+        except (ProtocolError, ValidationError, ValueError) as error:
+            raise _damaged(path, error, "start this device anew") from None
+        return _Read(saved, progress, tensors if saved.model else None)
+
+    def _check(self, manifest: Manifest, digest: str, tensors: Tensors | None) -> None:
         if digest != manifest.digest:
             raise StateError(
                 f"{self.path} holds a model of another manifest; use another --state-dir for this federation"
             )
         if tensors is not None:
             manifest.check_tensors(tensors, what=f"the tensors in {self.path}")
-        return tensors, progress
 
     def _check_reference(self, digest: str) -> None:
         if digest != self._reference_digest:
@@ -265,6 +302,23 @@ class StateFolder:
                 f"{self.path} holds a difference from a model that is not at hand: only the fleet that wrote it can "
                 f"open it, beside its reference.safetensors"
             )
+
+    def _keep_as_best(self) -> None:
+        """Keep the model as it is now under its other name: a second link to the file, or a copy on a file system
+        without links."""
+        model, best = self.path / personal.MODEL, self.path / personal.BEST
+        if best.exists() and best.samefile(model):
+            return
+        partial = best.with_name(best.name + ".partial")
+        partial.unlink(missing_ok=True)
+        try:
+            os.link(model, partial)
+        except OSError:
+            self._write(personal.BEST, model.read_bytes())
+            return
+        partial.replace(best)
+        if self._durable:
+            _flush_folder(self.path)
 
     def save(
         self,
@@ -276,7 +330,8 @@ class StateFolder:
     ) -> None:
         """Keep personal model, progress, the method's arrays and what rounding took, durably, in one step.
 
-        The last two stay as they were where None is given.
+        The last two stay as they were where None is given. Where ``progress`` calls its last round the best, the model
+        is also kept as the best one.
         """
         own, feedback = self.own if own is None else own, self.feedback if feedback is None else feedback
         stored, reference = model or {}, None
@@ -294,6 +349,8 @@ class StateFolder:
         )
         self._write(personal.MODEL, personal.write(saved))
         self._saves, self.own, self.feedback = self._saves + 1, own, feedback  # not before: the disk may be full
+        if model is not None and progress.best is not None and progress.best.round == progress.last_round:
+            self._keep_as_best()
 
     def save_progress(self, progress: Progress) -> None:
         """Keep later progress, durably, beside the model that was saved last."""
@@ -324,6 +381,19 @@ class StateFolder:
         write_atomically(self.path / name, data, mode=mode, durable=self._durable)
 
 
+@dataclass(frozen=True)
+class _Read:
+    """A model's file as read: its content, the progress in it, and the model, None where there is none in it."""
+
+    file: personal.Saved
+    progress: Progress
+    model: Tensors | None
+
+
+def _damaged(path: Path, error: Exception, what: str) -> StateError:
+    return StateError(f"{path} is damaged ({error}); move it away to {what}")
+
+
 def _read_identity(path: Path) -> Identity:
     try:
         return Identity.model_validate_json(path.read_bytes())
@@ -342,9 +412,13 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o644, durable: boo
             file.flush()
             os.fsync(file.fileno())
     partial.replace(path)
-    if not durable:
-        return
-    folder = os.open(path.parent, os.O_RDONLY)
+    if durable:
+        _flush_folder(path.parent)
+
+
+def _flush_folder(path: Path) -> None:
+    """Flush to the disk which files the folder has."""
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

@@ -63,7 +63,9 @@ def read_source(path: Path, manifest: Path | None = None, skeleton: Path | None 
     manifest, skeleton: the files to use; by default those that lie beside it, and for a built-in task's model, which
     its manifest names by digest, its own skeleton. Raises ExportError.
     """
-    model = path / personal.MODEL if path.is_dir() else path
+    model = path
+    if path.is_dir():  # the best personal model, where one was kept
+        model = path / personal.BEST if (path / personal.BEST).exists() else path / personal.MODEL
     if path.is_dir() and not model.exists():
         raise NotThere(f"{path} holds no {personal.MODEL}; give the state folder of a device that has trained")
     body = _bytes(model)
@@ -100,6 +102,8 @@ def read_source(path: Path, manifest: Path | None = None, skeleton: Path | None 
 
 def _progress(model: Path, saved: personal.Saved) -> Mapping[str, Any]:
     """The device's progress: the later one, where it went on and the model stayed."""
+    if model.name == personal.BEST:
+        return saved.progress
     path = model.with_name(personal.PROGRESS)
     try:
         later = personal.read_progress(_bytes(path), saved.save) if path.exists() else None

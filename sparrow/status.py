@@ -65,6 +65,8 @@ def as_text(status: Status) -> str:
         parts.append(_rounds(status.rounds))
     if status.devices:
         parts.append(_devices(status.devices))
+    if status.rounds and status.devices:
+        parts.append(_moved(status.federations[0], status.rounds, status.devices))
     return "\n\n".join(parts)
 
 
@@ -121,6 +123,17 @@ def _devices(found: list[DeviceInfo]) -> str:
     ]
     more = len(found) - len(rows)
     return table(head, rows) + (f"\nand {more:,} more: --json has all" if more else "")
+
+
+def _moved(info: FederationInfo, rounds: list[RoundRecord], devices: list[DeviceInfo]) -> str:
+    training = [(record.bytes_up, record.bytes_down) for record in rounds]
+    everything = [(device.everything.bytes_up, device.everything.bytes_down) for device in devices]
+    up, down = (sum(column) for column in zip(*training, strict=True))
+    all_up, all_down = (sum(column) for column in zip(*everything, strict=True))
+    return (
+        f"training moved {up:,} B up and {down:,} B down; everything {all_up + info.published_bytes:,} B up and "
+        f"{all_down:,} B down, {info.published_bytes:,} B of it publication"
+    )
 
 
 def _state(device: DeviceInfo) -> str:

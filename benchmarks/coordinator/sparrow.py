@@ -14,7 +14,7 @@ from benchmarks.server import free_port
 from edge_sdk.publish import publish
 
 DENSITY = 0.2
-ALWAYS: dict[str, Any] = {"early_stopping": False, "evaluation_interval": 0, "deadline_seconds": 600.0}
+ALWAYS: dict[str, Any] = {"early_stopping": "off", "evaluation_interval": 0, "deadline_seconds": 600.0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "sparrow": {"method": "fedavg"},
     # No round of it replaces weights, so that all updates are alike: those under the mask that everybody holds.

@@ -79,7 +79,7 @@ def _run(server: str, samples: Any, test: Any, rounds: int, processes: int, seed
         local_epochs=1,
         batch_size=work.BATCH,
         learning_rate=work.LEARNING_RATE,
-        early_stopping=False,
+        early_stopping="off",
         evaluation_interval=0,
         seed=seed,
     )

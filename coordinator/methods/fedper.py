@@ -10,7 +10,7 @@ from __future__ import annotations
 from coordinator.errors import BadContent
 from coordinator.methods import CoordinatorMethod
 from edge_sdk.protocol.manifest import Layer, Manifest
-from edge_sdk.protocol.messages import FederationSettings, Kind
+from edge_sdk.protocol.messages import FederationSettings
 
 
 class FedPer(CoordinatorMethod):
@@ -26,10 +26,6 @@ class FedPer(CoordinatorMethod):
     def manifest(self, published: Manifest, settings: FederationSettings) -> Manifest:
         """The last linear layer is private."""
         return published.with_private(linear_layers(published)[-1].tensors)
-
-    def sends_values(self, kind: Kind, holds_model: bool) -> bool:
-        """The newest shared part, to be judged with the device's own."""
-        return True
 
 
 def linear_layers(manifest: Manifest) -> list[Layer]:

@@ -20,8 +20,8 @@ class Federation(Base):
 
     ``uid`` tells it from another of the same name on a coordinator that was set up anew. ``round`` counts closed
     rounds; ``model_version`` the global models, 0 being w^0; ``rollback_version`` is one to go back to when the open
-    round has closed. ``warning`` is what its method found wrong, last. ``arrivals`` numbers the updates of buffered
-    rounds.
+    round has closed. ``warning`` is what its method found wrong, last. ``published_bytes`` is the size of its
+    publication, 0 for a built-in task. ``arrivals`` numbers the updates of buffered rounds.
     """
 
     __tablename__ = "federations"
@@ -41,6 +41,7 @@ class Federation(Base):
     rollback_version: Mapped[int | None]
     arrivals: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     model_sha256: Mapped[str] = mapped_column(String(64))
+    published_bytes: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     created_at: Mapped[float]
     finished_at: Mapped[float | None]
 
@@ -52,9 +53,10 @@ class Device(Base):
     After it handed an assignment back it is not drawn before ``rest_until``.
     ``holds_model`` says that an answer of the device proved that it has downloaded the whole model once. ``mask`` is
     the digest of the mask that it last said it holds, ``model`` that of the global model that it can rebuild;
-    ``num_examples`` its training samples, where it told. ``paused`` is the word of its policy that keeps it away,
-    ``limited_by`` what keeps its budget from being larger. ``next_token_sha256`` is that of a token which the device
-    was given and has not used yet: its first use puts it in the place of ``token_sha256``.
+    ``num_examples`` its training samples, where it told; ``bytes_down`` and ``bytes_up`` what it moved in all.
+    ``paused`` is the word of its policy that keeps it away, ``limited_by`` what keeps its budget from being larger.
+    ``next_token_sha256`` is that of a token which the device was given and has not used yet: its first use puts it in
+    the place of ``token_sha256``.
     """
 
     __tablename__ = "devices"
@@ -88,6 +90,8 @@ class Device(Base):
     mask: Mapped[str | None] = mapped_column(String(64))
     model: Mapped[str | None] = mapped_column(String(64))
     num_examples: Mapped[int | None] = mapped_column(BigInteger)
+    bytes_down: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    bytes_up: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     enrolled_at: Mapped[float]
     seen_at: Mapped[float]
 

@@ -27,7 +27,16 @@ from edge_sdk.protocol.messages import Assignment, Evaluation
 from edge_sdk.tasks import Task
 from edge_sdk.training.early_stopping import judge_round
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import Adjustment, LocalResult, derive_seed, get_tensors, set_tensors, train_locally
+from edge_sdk.training.local import (
+    Adjustment,
+    LocalResult,
+    derive_seed,
+    evaluate,
+    evaluate_held_out,
+    get_tensors,
+    set_tensors,
+    train_locally,
+)
 from edge_sdk.training.merging import whole_model
 from edge_sdk.training.rehearsal import Effort, MaskedEffort, Rehearsal
 
@@ -103,8 +112,9 @@ class Trained:
     """Outcome of local training: the state to keep, what to report, and what to send.
 
     update: None for ``personalise``, where nothing of the model goes up. flops: what was computed, counted as in
-    ``protocol.flops``. stopped: early stopping ends this device's training with this round. counts: what the method
-    counted, for the round's record.
+    ``protocol.flops``. validation: the model as training has left it, on validation data; personal_validation: the
+    personal model that the state keeps; both None where they were not measured. stopped: early stopping ends this
+    device's training with this round. counts: what the method counted, for the round's record.
     """
 
     state: DeviceState
@@ -113,9 +123,10 @@ class Trained:
     steps: int
     flops: int
     train_loss: float
-    validation_loss: float | None
+    validation: Evaluation | None
     stop_loss: float | None
     stopped: bool
+    personal_validation: Evaluation | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -146,6 +157,9 @@ class DeviceMethod(Protocol):
 
     Each raises BundleError for a payload that does not fit, TrainingDiverged when the work failed.
     """
+
+    picks_best: bool = True
+    """Whether the personal model of any round can be used later just as it was. Where not, a device keeps the last."""
 
     narrow: bool = False
     """Whether what ``sample_mask`` leaves out is gone while training, and not frozen."""
@@ -234,14 +248,22 @@ def conclude(
     counts: Mapping[str, int] | None = None,
     forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Trained:
-    """The outcome of a round whose training has left ``job.model`` as it is: judged by the rule of early stopping.
+    """Return the outcome of a round whose training has left ``job.model`` as it is, judged by the stop rule.
 
-    personal: the model that the device keeps until the next round; its own arrays stay as they are. The FLOPs are those
-    of the samples seen, weight gradients only of what the update's mask lets train. forward: how the model is run,
-    where that is not calling it.
+    personal: the model that the device keeps until the next round, which is then ``job.model`` as it is; its own arrays
+    stay as they are. The FLOPs are those of the samples seen, weight gradients only of what the update's mask lets
+    train. forward: how the model is run, where that is not calling it.
     """
     settings = job.assignment.settings
-    judged = judge_round(job.model, job.task, settings, job.state.memory, result.train_loss, forward)
+    judged = judge_round(
+        job.model,
+        job.task,
+        settings,
+        job.state.memory,
+        result.train_loss,
+        forward,
+        validate=personal is not None and settings.personal_model == "best",
+    )
     return Trained(
         state=DeviceState(personal, judged.memory, job.state.own),
         update=update,
@@ -249,11 +271,27 @@ def conclude(
         steps=result.steps,
         flops=training_flops(job.manifest, result.samples, weight_gradients=update.mask if update else None),
         train_loss=result.train_loss,
-        validation_loss=judged.validation_loss,
+        validation=judged.validation,
+        personal_validation=judged.validation if personal is not None else None,
         stop_loss=judged.stop_loss,
         stopped=judged.stopped,
         counts=counts or {},
     )
+
+
+def evaluate_both(job: Job) -> Evaluated:
+    """Judge the personal model and, where the payload brings one, the global model on held-out data."""
+    personal = global_model = validation = None
+    if job.state.personal is not None:
+        set_tensors(job.model, job.state.personal)
+        personal, validation = evaluate_held_out(job.model, job.task)
+    if job.received is not None:
+        # Tensors that never travel (local running statistics) stay the personal model's: the global one has none.
+        set_tensors(job.model, whole_model(job.manifest, job.received))
+        if personal is None:
+            return Evaluated(None, *evaluate_held_out(job.model, job.task))
+        global_model = evaluate(job.model, job.task, job.task.held_out)
+    return Evaluated(personal, global_model, validation)
 
 
 class UnknownMethod(LookupError):

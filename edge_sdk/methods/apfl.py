@@ -43,7 +43,7 @@ class APFL(Ditto):
             progress=job.progress,
         )
         update = Update(pack(job.manifest, get_tensors(job.model, job.manifest), None))
-        concluded = conclude(job, trained.result, personal=trained.mixture, update=update)
+        concluded = conclude(job, trained.result, personal=None, update=update)
         memory = {**concluded.state.memory, "mixing_weight": trained.weight}
-        state = replace(concluded.state, memory=memory, own=trained.own)
+        state = replace(concluded.state, personal=trained.mixture, memory=memory, own=trained.own)
         return replace(concluded, state=state, flops=2 * concluded.flops)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, adapt_as_in_a_round, train_loaded
+from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, adapt_as_in_a_round, evaluate_both, train_loaded
 from edge_sdk.methods.fedavg import FedAvg
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import evaluate, evaluate_held_out, get_tensors, set_tensors
+from edge_sdk.training.local import get_tensors, set_tensors
 from edge_sdk.training.merging import whole_model
 
 
@@ -40,14 +40,8 @@ class Ditto(FedAvg):
         return replace(trained, state=state, flops=2 * trained.flops, steps=trained.steps + own.steps)
 
     def evaluate(self, job: Job) -> Evaluated:
-        """The personal model and the global one."""
-        set_tensors(job.model, {**(job.state.personal or {}), **whole_model(job.manifest, job.received)})
-        if job.state.personal is None:
-            return Evaluated(None, *evaluate_held_out(job.model, job.task))
-        global_model = evaluate(job.model, job.task, job.task.held_out)
-        set_tensors(job.model, job.state.personal)
-        personal, validation = evaluate_held_out(job.model, job.task)
-        return Evaluated(personal, global_model, validation)
+        """The personal model and the global one, where there are any, on held-out data."""
+        return evaluate_both(job)
 
     def adapt(self, job: Job) -> DeviceState:
         """A device that came too late trains the global model as in one round, or for ``finetune_epochs``."""

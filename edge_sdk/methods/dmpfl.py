@@ -70,6 +70,8 @@ from edge_sdk.training.replacing import Flat, Replacing
 class DMPFL(DeviceMethod):
     """Three stages, two masks; between rounds the device keeps both models, and their base entropies."""
 
+    picks_best = False  # only the last stage makes a personal model of its own
+
     def train(self, job: Job) -> Trained:
         """One round of the stage ``masks`` or ``global``. Raises BundleError for a payload that does not fit,
         TrainingDiverged when the round failed."""
@@ -166,8 +168,9 @@ class DMPFL(DeviceMethod):
 
 
 def _concluded(job: Job, result: LocalResult, **outcome: Any) -> Trained:
-    """Without early stopping: who stopped would miss the stage ``personal``; and the losses are not of one series."""
-    return conclude(job.with_settings(early_stopping=False), result, **outcome)
+    """Without early stopping and without a choice among rounds: who stopped would miss the stage ``personal``, and the
+    losses are not of one series."""
+    return conclude(job.with_settings(early_stopping="off", personal_model="last"), result, **outcome)
 
 
 def _train(job: Job, freezing: Freezing, adjustment: Replacing | None = None) -> LocalResult:

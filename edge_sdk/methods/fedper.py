@@ -20,13 +20,14 @@ from edge_sdk.methods import (
     Trained,
     Update,
     conclude,
+    evaluate_both,
     fine_tune,
     train_loaded,
 )
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import pack
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import LocalResult, evaluate_held_out, get_tensors, set_tensors
+from edge_sdk.training.local import LocalResult, get_tensors, set_tensors
 from edge_sdk.training.merging import whole_model
 from edge_sdk.training.parts import only
 
@@ -46,10 +47,8 @@ class FedPer(DeviceMethod):
         return train_loaded(job, Freezing(job.model, job.manifest, None))
 
     def evaluate(self, job: Job) -> Evaluated:
-        """The shared part as it is now with the device's own."""
-        set_tensors(job.model, joined(job))
-        personal, validation = evaluate_held_out(job.model, job.task)
-        return Evaluated(personal, None, validation)
+        """The personal model, as a round has left it, where there is one."""
+        return evaluate_both(job)
 
     def adapt(self, job: Job) -> DeviceState:
         """A device that came too late trains a part of its own for the shared one, which stays as it is."""

@@ -32,12 +32,13 @@ from edge_sdk.methods import (
     Update,
     adapt_as_in_a_round,
     conclude,
+    evaluate_both,
     train_loaded,
 )
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import FULL_RATIO, NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import evaluate, evaluate_held_out, get_tensors, set_tensors
+from edge_sdk.training.local import get_tensors, set_tensors
 from edge_sdk.training.merging import merge, whole_model
 
 
@@ -57,17 +58,7 @@ class FedSPU(DeviceMethod):
 
     def evaluate(self, job: Job) -> Evaluated:
         """The personal model and the global one, where there are any, on held-out data."""
-        personal = global_model = validation = None
-        if job.state.personal is not None:
-            set_tensors(job.model, job.state.personal)
-            personal, validation = evaluate_held_out(job.model, job.task)
-        if job.received is not None:
-            # Tensors that never travel (local running statistics) stay the personal model's: the global one has none.
-            set_tensors(job.model, whole_model(job.manifest, job.received))
-            if personal is None:
-                return Evaluated(None, *evaluate_held_out(job.model, job.task))
-            global_model = evaluate(job.model, job.task, job.task.held_out)
-        return Evaluated(personal, global_model, validation)
+        return evaluate_both(job)
 
     def adapt(self, job: Job) -> DeviceState:
         """The finished global model, fine-tuned under the assignment's mask: like one more round, unless the federation

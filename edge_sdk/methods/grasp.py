@@ -61,7 +61,7 @@ class GraSP(FedProx):
             steps=0,
             flops=PASSES * training_flops(job.manifest, scored.samples),
             train_loss=scored.loss,
-            validation_loss=None,
+            validation=None,
             stop_loss=None,
             stopped=False,
         )

@@ -15,10 +15,11 @@ from edge_sdk.methods import (
     Trained,
     adapt_as_in_a_round,
     conclude,
+    evaluate_both,
     train_loaded,
 )
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import evaluate_held_out, get_tensors, set_tensors
+from edge_sdk.training.local import get_tensors, set_tensors
 from edge_sdk.training.merging import whole_model
 
 
@@ -37,11 +38,7 @@ class Local(DeviceMethod):
 
     def evaluate(self, job: Job) -> Evaluated:
         """The personal model, where there is one."""
-        if job.state.personal is None:
-            return Evaluated(None, None)
-        set_tensors(job.model, job.state.personal)
-        personal, validation = evaluate_held_out(job.model, job.task)
-        return Evaluated(personal, None, validation)
+        return evaluate_both(job)
 
     def adapt(self, job: Job) -> DeviceState:
         """A device that came too late trains the initial weights for ``finetune_epochs``, or else as in one round."""

@@ -55,7 +55,7 @@ def train_narrow(
 
 def as_adapted(job: Job) -> Job:
     """The same work as after a federation's end: for ``finetune_epochs``, or where that is 0 as long as in a round."""
-    job = job.with_settings(early_stopping=False)
+    job = job.with_settings(early_stopping="off")
     epochs = job.assignment.settings.finetune_epochs
     return job.with_settings(local_epochs=epochs, local_steps=None) if epochs else job
 

@@ -65,6 +65,8 @@ ADAPT_EPOCHS = 5
 class PFedGate(DeviceMethod):
     """A gate between rounds in ``own``, and θ as it was left and as it came."""
 
+    picks_best = False  # the gate belongs to the newest θ
+
     def train(self, job: Job) -> Trained:
         """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed,
         BudgetTooSmall."""

@@ -101,7 +101,7 @@ class PruneFL(FedProx):
             steps=steps,
             flops=flops,
             train_loss=result.train_loss,
-            validation_loss=None,
+            validation=None,
             stop_loss=None,
             stopped=False,
             counts={"prepare_rounds": number},

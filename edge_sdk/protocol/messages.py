@@ -134,16 +134,53 @@ class FederationSettings(_Request):
     privacy_delta: float = Field(
         default=1e-5, gt=0, lt=1, description="Delta at which the models' epsilon is told; below 1 / devices"
     )
-    early_stopping: bool = Field(default=True, description="Devices whose stop-rule loss rises leave training for good")
-    patience: int = Field(default=1, ge=1, le=10_000, description="Consecutive increases that stop a device; 1 = paper")
+    early_stopping: Literal["validation", "paper", "off"] = Field(
+        default="validation",
+        description="When a device leaves training for good: once its smoothed validation loss no longer falls; paper: "
+        "on rises of FedSPU's stop-rule loss; off: never",
+    )
+    patience: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000,
+        description="Participations in a row without improvement that stop a device; unset: 10, or 1 under paper",
+    )
+    min_participations: int = Field(
+        default=15, ge=1, le=1_000_000, description="Participations before which no device stops, unless under paper"
+    )
     min_improvement: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="Fall of the loss below which it counts as an increase"
+        default=0.01,
+        ge=0,
+        lt=1,
+        description="Share by which the smoothed validation loss must fall below its lowest value to be an improvement",
     )
     stop_weight: float = Field(
-        default=0.7, ge=0, le=1, description="Weight λ of the training loss in the stop rule; the rest is validation's"
+        default=0.7,
+        ge=0,
+        le=1,
+        description="Under paper: weight λ of the training loss in the stop-rule loss; the rest is validation's",
+    )
+    personal_model: Literal["best", "last"] = Field(
+        default="best",
+        description="The personal model that a device judges and exports: of all its rounds the best on its validation "
+        "data, or that of its last round",
     )
     evaluation_interval: int = Field(
-        default=5, ge=0, le=1_000_000, description="Rounds between federated evaluations; 0 evaluates only at the end"
+        default=5,
+        ge=0,
+        le=1_000_000,
+        description="Rounds between evaluations of personal models, or, for methods without any, of the global model; "
+        "0: only at the end",
+    )
+    global_evaluation_interval: int = Field(
+        default=0,
+        ge=0,
+        le=1_000_000,
+        description="Rounds between evaluations at which devices judge the global model beside their own, for which "
+        "they download it; 0: only at the end",
+    )
+    global_evaluation_devices: int = Field(
+        default=10, ge=0, le=1_000_000, description="Most devices that judge the global model in an evaluation"
     )
     precision: Precision = Field(
         default="fp32",
@@ -179,6 +216,11 @@ class FederationSettings(_Request):
                     "with a buffer a round closes when it is full, so leave them out"
                 )
         return self
+
+    @property
+    def stop_patience(self) -> int:
+        """Participations without improvement that stop a device: ``patience``, or its rule's own where it is unset."""
+        return self.patience or (1 if self.early_stopping == "paper" else 10)
 
     def precision_of(self, direction: Literal["down", "up"], kind: Kind) -> Precision:
         """Number format of an assignment's payload, or of its update.
@@ -266,6 +308,7 @@ class FederationInfo(Answer):
     model_sha256: str
     privacy: PrivacySpent | None = Field(default=None, description="Where the federation has a noise_multiplier")
     parameters: int
+    published_bytes: int = Field(description="Bytes of the publication: weights, manifest and skeleton; 0: built in")
     manifest_digest: str
     global_model_usable: bool
     settings: FederationSettings
@@ -394,6 +437,7 @@ class DeviceInfo(Answer):
         default=None, description="What keeps its budget from being larger, where the device chose it"
     )
     profile: DeviceProfile
+    everything: Moved = Field(description="Bodies of all its calls so far, as it counted them")
     enrolled_at: str
     seen_at: str = Field(description="Last sign of life, to about half a minute")
 
@@ -505,11 +549,26 @@ class Telemetry(_Request):
     train: Phase = Phase()
 
 
+class Moved(_Request):
+    """Bytes of HTTP bodies, repetitions included."""
+
+    bytes_down: Count = 0
+    bytes_up: Count = 0
+
+    def plus(self, down: int, up: int) -> Moved:
+        """Return the sum with so many more."""
+        return Moved(bytes_down=self.bytes_down + down, bytes_up=self.bytes_up + up)
+
+
 class UploadCost(_Request):
-    """Header ``Sparrow-Upload-Cost``: what the last upload cost, sent with the device's next call."""
+    """Header ``Sparrow-Upload-Cost``: what the last upload cost, sent with the device's next call.
+
+    ``everything`` counts the bodies of all calls of this device so far: training, evaluation, and what is around them.
+    """
 
     assignment_id: str = Field(max_length=64)
     upload: Phase
+    everything: Moved = Moved()
 
 
 class UpdateReport(_Request):

@@ -90,6 +90,9 @@ class Overview(Answer):
     span: int = Field(description="Rounds in a point: a power of two")
     points: tuple[RoundPoint, ...]
     open_round: OpenRound | None
+    everything_bytes: int = Field(
+        description="Bodies of all calls of its devices so far, both ways, as they counted them, and its publication"
+    )
     evaluating: int = Field(description="Evaluations that are still to come")
     evaluating_since: int | None = Field(description="The round that the oldest of them is of")
     doing: dict[Doing, int] = Field(description="Devices by what they are doing")

@@ -5,6 +5,9 @@
 a personal model is there at all, how far the device has come, and the digest of the model that it is a difference from,
 as simulated devices store theirs. The device writes the file (``edge_sdk.state``), ``export`` reads it.
 
+``best.safetensors`` is the same file as it was after the round whose personal model is the best on the device's
+validation data: the model to use. It is missing where the federation or its method has the last one used.
+
 Beside it lie ``progress.json``, how far the device has come since where the model stayed as it was, and
 ``manifest.json``, ``skeleton.onnx`` and ``federation.json``: what the device knows of its federation.
 """
@@ -23,7 +26,7 @@ from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.messages import FederationInfo
 
-MODEL, PROGRESS, MEMBERSHIP = "model.safetensors", "progress.json", "federation.json"
+MODEL, BEST, PROGRESS, MEMBERSHIP = "model.safetensors", "best.safetensors", "progress.json", "federation.json"
 MANIFEST, SKELETON = "manifest.json", "skeleton.onnx"
 
 _FEEDBACK, _OWN = "feedback:", "own:"

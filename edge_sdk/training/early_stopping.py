@@ -1,10 +1,14 @@
-"""When a device leaves training for good (FedSPU, arXiv:2403.11464, section 4 and Algorithm 1).
+"""When a device leaves training for good, and which of its rounds' models is its best.
 
-After each round a device took part in, L_t = λ·L_train + (1-λ)·L_val estimates the mean loss over all its data; a rise
-against its own last participation stops it. Where paper and released code differ: strictly greater, as the paper's
-formula has it, while the code also stops on a tie. ``patience`` (1 is the paper) and ``min_improvement`` are ours.
+Two rules, which ask nothing of a method but its losses:
 
-The rule asks nothing of a method but its losses, so every method here can use it; what a stop means is the method's.
+validation  The validation loss of the model as local training leaves it, smoothed over participations. The device stops
+            once the smoothed loss has not fallen below its lowest value by ``min_improvement`` of it in ``patience``
+            participations in a row, and not before ``min_participations``.
+paper       FedSPU, arXiv:2403.11464, section 4 and Algorithm 1: L_t = λ·L_train + (1-λ)·L_val estimates the mean loss
+            over all of a device's data; ``patience`` rises in a row (the paper: 1), each against the device's own last
+            participation, stop it. Where paper and released code differ: strictly greater, as the paper's formula has
+            it; the code also stops on a tie.
 """
 
 from __future__ import annotations
@@ -17,43 +21,71 @@ from typing import Any
 import torch
 from torch import nn
 
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.messages import Evaluation, FederationSettings
 from edge_sdk.tasks import Task
 from edge_sdk.training.local import evaluate
 
+SMOOTHING = 0.5
+"""Weight of the newest validation loss in the smoothed one; the rest is the smoothed loss of before."""
+
 
 @dataclass(frozen=True)
-class StopState:
-    """What the rule remembers: the loss of the last participation (None before the first), and rises in a row."""
+class Smoothed:
+    """What the rule ``validation`` remembers: participations so far, the smoothed loss and the lowest one that counted
+    as an improvement, and participations since then."""
+
+    participations: int = 0
+    smoothed_loss: float = 0.0
+    lowest_loss: float = 0.0
+    without_improvement: int = 0
+
+    def after(self, loss: float, min_improvement: float) -> Smoothed:
+        """Return the state after one more participation. Raises ValueError for a loss that is not finite."""
+        _check_finite(loss)
+        if self.participations == 0:
+            return Smoothed(1, loss, loss, 0)
+        smoothed = (1 - SMOOTHING) * self.smoothed_loss + SMOOTHING * loss
+        improved = smoothed < self.lowest_loss - min_improvement * abs(self.lowest_loss)
+        return Smoothed(
+            self.participations + 1,
+            smoothed,
+            smoothed if improved else self.lowest_loss,
+            0 if improved else self.without_improvement + 1,
+        )
+
+
+@dataclass(frozen=True)
+class Rises:
+    """What the rule ``paper`` remembers: the loss of the last participation (None before the first), and the rises in a
+    row."""
 
     last_loss: float | None = None
     increases: int = 0
 
+    def after(self, loss: float) -> Rises:
+        """Return the state after one more participation. Raises ValueError for a loss that is not finite."""
+        _check_finite(loss)
+        rose = self.last_loss is not None and loss > self.last_loss
+        return Rises(loss, self.increases + 1 if rose else 0)
+
 
 def stop_loss(train: float, validation: float, weight: float) -> float:
-    """L_t: the training loss weighted by λ = ``weight``, the validation loss by the rest."""
+    """Return L_t: the training loss weighted by λ = ``weight``, the validation loss by the rest."""
     return weight * train + (1 - weight) * validation
 
 
-def judge(state: StopState, loss: float, patience: int, min_improvement: float) -> tuple[StopState, bool]:
-    """The state to remember after a round with stop-rule loss ``loss``, and whether the device stops.
-
-    A fall of less than ``min_improvement`` counts as a rise; ``patience`` rises in a row stop. Raises ValueError for a
-    loss that is not finite: such a round has failed, and the old state stands.
-    """
+def _check_finite(loss: float) -> None:
     if not math.isfinite(loss):
         raise ValueError(f"the stop-rule loss is {loss}: the round has failed, keep the state from before it")
-    rose = state.last_loss is not None and loss > state.last_loss - min_improvement
-    increases = state.increases + 1 if rose else 0
-    return StopState(loss, increases), increases >= patience
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What the rule found after a round; None and the memory as it was where the federation does not stop early."""
+    """What was found after a round. validation: the model on validation data, None where nobody asked. stop_loss: what
+    the rule went by; None, and the memory as it was, where the federation does not stop early."""
 
     memory: Mapping[str, Any]
-    validation_loss: float | None = None
+    validation: Evaluation | None = None
     stop_loss: float | None = None
     stopped: bool = False
 
@@ -65,16 +97,35 @@ def judge_round(
     memory: Mapping[str, Any],
     train_loss: float,
     forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    *,
+    validate: bool = False,
 ) -> Judged:
-    """Measure ``model``, as a round has left it, on validation data, and apply the rule where ``settings`` ask for it.
+    """Measure ``model``, as a round has left it, on validation data, and apply the stop rule of ``settings``.
 
-    memory: the device's notes from before the round, in which the rule keeps its own two; the others stay. forward: as
-    ``evaluate`` takes it, which also says what is raised.
+    memory: the device's notes from before the round, in which the rule keeps its own; the others stay. validate:
+    measure even where no rule asks for it. forward: as ``evaluate`` takes it, which also says what is raised.
     """
-    if not settings.early_stopping:
-        return Judged(memory)
-    validation_loss = evaluate(model, task, task.validation, forward).loss
-    loss = stop_loss(train_loss, validation_loss, settings.stop_weight)
-    before = StopState(memory.get("last_loss"), memory.get("increases", 0))
-    after, stopped = judge(before, loss, settings.patience, settings.min_improvement)
-    return Judged({**memory, **asdict(after)}, validation_loss, loss, stopped)
+    rule = settings.early_stopping
+    validation = evaluate(model, task, task.validation, forward) if validate or rule != "off" else None
+    if rule == "off" or validation is None:
+        return Judged(memory, validation)
+    if rule == "paper":
+        loss = stop_loss(train_loss, validation.loss, settings.stop_weight)
+        rises = Rises(memory.get("last_loss"), memory.get("increases", 0)).after(loss)
+        return Judged({**memory, **asdict(rises)}, validation, loss, rises.increases >= settings.stop_patience)
+    known = {name: memory[name] for name in Smoothed.__dataclass_fields__ if name in memory}
+    state = Smoothed(**known).after(validation.loss, settings.min_improvement)
+    stopped = (
+        state.participations >= settings.min_participations and state.without_improvement >= settings.stop_patience
+    )
+    return Judged({**memory, **asdict(state)}, validation, state.smoothed_loss, stopped)
+
+
+def is_better(found: Evaluation, than: Evaluation | None) -> bool:
+    """Return whether a model's validation data speak for it: more right answers or, where as many are right or the task
+    has no accuracy, a lower loss. Always against None."""
+    return than is None or _rank(found) > _rank(than)
+
+
+def _rank(found: Evaluation) -> tuple[float, float]:
+    return found.accuracy or 0.0, -found.loss

@@ -179,7 +179,7 @@ def _coordinator(folder: Path) -> Iterator[httpx.Client]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     folder.mkdir(parents=True)
-    settings = {"rounds": ROUNDS, "local_epochs": 1, "deadline_seconds": LIMIT_SECONDS, "early_stopping": False}
+    settings = {"rounds": ROUNDS, "local_epochs": 1, "deadline_seconds": LIMIT_SECONDS, "early_stopping": "off"}
     environment = _environment(
         COORDINATOR_DATA_DIR=str(folder / "coordinator"), COORDINATOR_DEFAULT_SETTINGS=json.dumps(settings)
     )

@@ -15,7 +15,12 @@ from edge_sdk.protocol.messages import Evaluation
 
 COMMAND = "python -m benchmarks report tiny"
 FEDSPU = {"label": "FedSPU", "method": "fedspu", "budgets": [0.5, 1.0]}
-FEDSPU_ES = {**FEDSPU, "label": "FedSPU+ES", "tuned_as": "FedSPU", "settings": {"early_stopping": True, "patience": 2}}
+FEDSPU_ES = {
+    **FEDSPU,
+    "label": "FedSPU+ES",
+    "tuned_as": "FedSPU",
+    "settings": {"early_stopping": "paper", "patience": 2},
+}
 FEDAVG = {"label": "FedAvg", "method": "fedavg"}
 
 
@@ -148,7 +153,7 @@ def test_the_page_says_how_it_came_about(plan, recorded):
     ):
         assert fact in page
     assert (
-        "| FedSPU+ES | fedspu | 0.5, 1.0 | early_stopping = True, patience = 2 | learning_rate = 0.2, as FedSPU |"
+        "| FedSPU+ES | fedspu | 0.5, 1.0 | early_stopping = paper, patience = 2 | learning_rate = 0.2, as FedSPU |"
         in page
     )
     assert "| FedAvg | fedavg | 1.0 | – | learning_rate = 0.1 |" in page
@@ -233,7 +238,7 @@ def test_early_stopping_saves(plan):
 
 
 def test_a_label_with_other_settings_beside_early_stopping_is_no_saving():
-    other = {**FEDSPU_ES, "settings": {"early_stopping": True, "local_epochs": 7}}
+    other = {**FEDSPU_ES, "settings": {"early_stopping": "paper", "local_epochs": 7}}
     plan = experiment(methods=[FEDSPU, other, FEDAVG])
     assert savings(groups(plan, run(plan, RESULTS))[0]) == []
 

@@ -45,7 +45,7 @@ TUNED = """
 label = "FedSPU+ES"
 method = "fedspu"
 tuned_as = "FedSPU"
-settings = { early_stopping = true }
+settings = { early_stopping = "paper" }
 
 [tune]
 grid = { learning_rate = [0.0001, 0.1] }

@@ -119,7 +119,7 @@ class House:
             "rounds": 3,
             "learning_rate": 0.1,
             "evaluation_interval": 0,
-            "early_stopping": False,
+            "early_stopping": "off",
             "local_epochs": 1,
         }
         settings = FederationSettings(method=method, **{**usual, **settings})

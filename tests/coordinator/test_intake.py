@@ -17,7 +17,7 @@ from edge_sdk.protocol.messages import FederationSettings, UpdateReport
 from .fakes import House
 
 DIGITS = load_builtin("digits").manifest
-CALM = {"evaluation_interval": 0, "early_stopping": False, "min_devices": 5, "cohort": 5, "rounds": 2}
+CALM = {"evaluation_interval": 0, "early_stopping": "off", "min_devices": 5, "cohort": 5, "rounds": 2}
 
 
 @pytest.fixture

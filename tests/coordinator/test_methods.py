@@ -74,10 +74,10 @@ def test_fine_tuned_copies_are_judged_and_the_last_is_kept(house):
 
 
 def test_fedavg_is_fedspu_of_devices_that_train_everything(house, new_house):
-    house.create("fedavg", early_stopping=True, patience=9)
+    house.create("fedavg", early_stopping="paper", patience=9)
     house.play(house.open("a"), house.open("b"))
     other = new_house()
-    other.create("fedspu", early_stopping=True, patience=9)
+    other.create("fedspu", early_stopping="paper", patience=9)
     other.play(other.open("a"), other.open("b"))
     assert other.info().model_sha256 == house.info().model_sha256
 
@@ -104,7 +104,7 @@ def test_fedprox_without_weight_is_fedavg_and_with_it_stays_nearer(house, new_ho
 
 
 def test_a_device_that_stops_gets_the_last_model_too(house):
-    house.create("fedavg", rounds=4, early_stopping=True, min_improvement=1e6, patience=1)
+    house.create("fedavg", rounds=4, early_stopping="paper", min_improvement=1e6, patience=1)
     sessions = [house.open(name) for name in "ab"]
     worked = house.play(*sessions)
     assert (house.info().reason, house.info().round) == ("all_stopped", 2)
@@ -137,7 +137,7 @@ def test_a_federation_of_small_budgets_says_what_it_waits_for(house):
 
 
 def test_small_budgets_do_not_keep_a_federation_open_whose_others_have_stopped(house):
-    house.create("fedavg", rounds=9, early_stopping=True, min_improvement=1e6, patience=1)
+    house.create("fedavg", rounds=9, early_stopping="paper", min_improvement=1e6, patience=1)
     house.play(house.open("a", budget=0.5), house.open("b"))
     assert (house.info().status, house.info().reason, house.info().round) == ("finished", "all_stopped", 2)
 
@@ -288,7 +288,7 @@ def test_local_models_are_not_moved_by_others(house, new_house):
 
 
 def test_local_training_stops_early_and_ends_when_all_have(house):
-    house.create("local", rounds=9, early_stopping=True, min_improvement=1e6, patience=2)
+    house.create("local", rounds=9, early_stopping="paper", min_improvement=1e6, patience=2)
     sessions = [house.open(name) for name in "ab"]
     house.play(*sessions)
     assert (house.info().reason, house.info().round) == ("all_stopped", 3)

@@ -24,7 +24,7 @@ from .fakes import House
 from .test_intake import send
 
 MNIST = load_builtin("mnist").manifest
-PRIVATE = {"update_clip": 1.0, "noise_multiplier": 1.0, "early_stopping": False}
+PRIVATE = {"update_clip": 1.0, "noise_multiplier": 1.0, "early_stopping": "off"}
 accountant = pytest.mark.skipif("not __import__('importlib').util.find_spec('dp_accounting')")
 
 
@@ -86,7 +86,7 @@ def test_epsilon_is_a_known_accountants():
 
 REFUSED = {
     "update_clip": {"update_clip": None},
-    "early_stopping": {"early_stopping": True},
+    "early_stopping": {"early_stopping": "paper"},
     "quorum": {"quorum": 0.9},
     "privacy_delta": {"privacy_delta": 0.1},
     "robust": {"robust": "median"},

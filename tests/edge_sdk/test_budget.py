@@ -250,7 +250,7 @@ def subject(method, **settings):
 @pytest.mark.parametrize("method", ["fedspu", "heterofl"])
 def test_less_of_a_model_takes_fewer_bytes(method):
     _, task, manifest = subject(method)
-    needs = Tried(task, manifest, federation(method, early_stopping=False), timed=False, memory=False)
+    needs = Tried(task, manifest, federation(method, early_stopping="off"), timed=False, memory=False)
     low, high = needs.at(0.2), needs.at(1.0)
     assert low.bytes_up < high.bytes_up / 2
     assert (low.memory, low.seconds, needs.tiers) == (0, 0.0, TIERS)
@@ -259,7 +259,7 @@ def test_less_of_a_model_takes_fewer_bytes(method):
 def test_a_narrow_network_takes_less_memory():
     # FedSPU's does not: the whole model runs forward, and on one so small masks take what gradients save.
     _, task, manifest = subject("heterofl")
-    needs = Tried(task, manifest, federation("heterofl", early_stopping=False), timed=False, memory=True)
+    needs = Tried(task, manifest, federation("heterofl", early_stopping="off"), timed=False, memory=True)
     assert needs.at(0.2).memory < needs.at(1.0).memory
 
 
@@ -292,7 +292,7 @@ def publish_to(client, method, *, deadline=300.0, **method_settings):
         local_steps=12,
         learning_rate=0.1,
         batch_size=16,
-        early_stopping=False,
+        early_stopping="off",
         evaluation_interval=0,
         deadline_seconds=deadline,
         method_settings=method_settings,

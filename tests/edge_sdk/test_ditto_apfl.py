@@ -37,7 +37,7 @@ def job_of(*, personal=None, memory=None, own=None, number=3, batch_size=8, norm
     settings = FederationSettings(
         **{
             "local_epochs": 2,
-            "early_stopping": False,
+            "early_stopping": "off",
             "learning_rate": 0.1,
             "method_settings": method_settings,
             **given,

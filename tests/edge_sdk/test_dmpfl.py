@@ -59,7 +59,7 @@ class Device:
         self.task = classification("t", self.model, arrays, arrays, None, batch_size=8)
         self.counts = layer_counts(self.manifest, self.own["density"], self.own["layer_sparsity"])
         self.settings = FederationSettings(
-            **{"local_epochs": 2, "early_stopping": False, "learning_rate": 0.1, "method_settings": self.own, **given}
+            **{"local_epochs": 2, "early_stopping": "off", "learning_rate": 0.1, "method_settings": self.own, **given}
         )
         self.chance = np.random.default_rng(seed)
         self.tensors = {spec.name: get_tensors(self.model, self.manifest)[spec.name] for spec in self.manifest.shared}
@@ -533,7 +533,7 @@ def trimmed(device):
 
 @pytest.mark.parametrize("stage", ["masks", "global", "personal"])
 def test_nobody_stops_early_and_misses_the_last_stage(stage):
-    device = Device(early_stopping=True, patience=1, min_improvement=1e9)
+    device = Device(early_stopping="paper", patience=1, min_improvement=1e9)
     for _ in range(3):
         trained = device.play(stage)
         assert (trained.stopped, trained.stop_loss, trained.validation_loss) == (False, None, None)

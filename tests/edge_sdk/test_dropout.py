@@ -50,7 +50,7 @@ def job_of(manifest, ratio=0.4, *, kind="train", state=None, number=1, mask=None
         kind=kind,
         round=number,
         deadline_seconds=60,
-        settings=FederationSettings(**{"local_epochs": EPOCHS, "early_stopping": False, **settings}),
+        settings=FederationSettings(**{"local_epochs": EPOCHS, "early_stopping": "off", **settings}),
         work=Work(job="f:0", round=number, device="pi", ratio=ratio),
     )
     received = decode(encode(manifest, values, mask), manifest)
@@ -169,7 +169,7 @@ def test_another_part_is_refused(manifest, method):
 
 @pytest.mark.parametrize("method", EVERY)
 def test_early_stopping_judges_the_narrow_network(manifest, method):
-    trained = load_method(method).train(job_of(manifest, early_stopping=True, stop_weight=0.0))
+    trained = load_method(method).train(job_of(manifest, early_stopping="paper", stop_weight=0.0))
     assert trained.stop_loss == trained.validation_loss
     assert trained.state.memory == {"last_loss": trained.stop_loss, "increases": 0}
     if method in PERSONAL:
@@ -263,7 +263,7 @@ def choose(method, w1=W1, ratio=0.34, target=0.5):
         kind="train",
         round=1,
         deadline_seconds=60,
-        settings=FederationSettings(local_epochs=1, learning_rate=0.001, early_stopping=False),
+        settings=FederationSettings(local_epochs=1, learning_rate=0.001, early_stopping="off"),
         work=Work(job="f:0", round=1, device="pi", ratio=ratio),
     )
     received = decode(encode(manifest, pack(manifest, sent, None), None), manifest)

@@ -1,4 +1,4 @@
-"""The stop rule against vector V5 of FedSPU's method card."""
+"""The stop rules: the paper's against vector V5 of FedSPU's method card, the smoothed one by what it promises."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.messages import Evaluation, FederationSettings
 from edge_sdk.tasks import Task
-from edge_sdk.training.early_stopping import StopState, judge, judge_round, stop_loss
+from edge_sdk.training.early_stopping import Rises, Smoothed, is_better, judge_round, stop_loss
 
 
-def play(pairs, patience=1, min_improvement=0.0):
-    """Stop-rule losses and verdicts of one device's successive participations."""
-    state, losses, verdicts = StopState(), [], []
+def play(pairs, patience=1):
+    """Stop-rule losses and verdicts of one device's successive participations, by the paper's rule."""
+    state, losses, verdicts = Rises(), [], []
     for train, validation in pairs:
         loss = stop_loss(train, validation, 0.7)
-        state, stopped = judge(state, loss, patience, min_improvement)
+        state = state.after(loss)
         losses.append(round(loss, 12))
-        verdicts.append(stopped)
+        verdicts.append(state.increases >= patience)
     return losses, verdicts
 
 
@@ -45,19 +45,53 @@ def test_patience_counts_rises_in_a_row():
     assert play(interrupted, patience=2)[1] == [False, False, False, False, True]
 
 
-def test_the_comparison_is_with_the_last_loss_not_with_the_best():
+def test_the_papers_comparison_is_with_the_last_loss_not_with_the_best():
     assert play([(loss, loss) for loss in (1.0, 1.5, 1.4)], patience=2)[1] == [False, False, False]
-
-
-def test_a_fall_below_the_minimum_counts_as_a_rise():
-    assert play([(1.0, 1.0), (0.95, 0.95)], min_improvement=0.1)[1] == [False, True]
-    assert play([(1.0, 1.0), (0.75, 0.75)], min_improvement=0.25)[1] == [False, False]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_no_verdict(loss):
     with pytest.raises(ValueError, match="round has failed"):
-        judge(StopState(1.0), loss, 1, 0.0)
+        Rises(1.0).after(loss)
+    with pytest.raises(ValueError, match="round has failed"):
+        Smoothed(1, 1.0, 1.0).after(loss, 0.0)
+
+
+def participations(losses, **settings):
+    """The participation, from 1, after which a device with these validation losses stops; None: it does not."""
+    settings = FederationSettings(**settings)
+    memory = {}
+    for number, loss in enumerate(losses, start=1):
+        judged = judge_round(nn.Linear(1, 1), constant(loss), settings, memory, 0.0)
+        memory = judged.memory
+        if judged.stopped:
+            return number
+    return None
+
+
+def constant(loss):
+    """A task whose validation loss is what it is."""
+    data = [(torch.zeros(1, 1), torch.zeros(1, 1))]
+    return Task("t", nn.Linear(1, 1), lambda outputs, targets: torch.tensor(loss), data, data, classification=False)
+
+
+def test_one_rise_stops_nobody_by_default():
+    assert participations([1.0, 0.5, 0.6, *(0.5 * 0.95**k for k in range(60))]) is None
+
+
+def test_a_device_whose_smoothed_loss_falls_no_more_stops_after_patience_participations():
+    flat = [1.0, 0.5] + [0.4] * 60
+    stopped = participations(flat, min_participations=1, patience=5)
+    # Smoothed: 1, then 0.4 + 0.35 / 2^k from the second participation (k = 0) on. The last improvement by 1 % is that
+    # of the tenth: 0.40137 below 0.99 times the eighth's 0.40547.
+    assert stopped == 10 + 5
+    assert participations(flat, min_participations=30, patience=5) == 30
+    assert participations(flat, min_participations=1, patience=5, min_improvement=0.2) < stopped
+
+
+def test_losses_below_zero_improve_too():
+    assert participations([-1.0 - k for k in range(40)], min_participations=1, patience=2) is None
+    assert participations([-1.0] * 10, min_participations=1, patience=2) == 3
 
 
 def test_a_round_is_judged_on_validation_data_where_the_federation_asks_for_it():
@@ -68,11 +102,25 @@ def test_a_round_is_judged_on_validation_data_where_the_federation_asks_for_it()
     validation = [(torch.ones(1, 1), torch.full((1, 1), 2.0))]
     task = Task("t", model, F.mse_loss, [], validation, classification=False)
     memory = {"last_loss": 1.8, "increases": 1, "theirs": [1]}
-    settings = FederationSettings(stop_weight=0.7, patience=2)
+    settings = FederationSettings(early_stopping="paper", stop_weight=0.7, patience=2)
     found = judge_round(model, task, settings, memory, 1.0)
-    assert (found.validation_loss, found.stop_loss) == (4.0, pytest.approx(0.7 + 0.3 * 4))
+    assert (found.validation.loss, found.stop_loss) == (4.0, pytest.approx(0.7 + 0.3 * 4))
     assert found.stopped
     assert found.memory == {"last_loss": found.stop_loss, "increases": 2, "theirs": [1]}
     assert not judge_round(model, task, settings, {}, 1.0).stopped, "the first participation never stops"
-    off = judge_round(model, task, FederationSettings(early_stopping=False), memory, 1.0)
-    assert (off.memory, off.validation_loss, off.stop_loss, off.stopped) == (memory, None, None, False)
+    off = FederationSettings(early_stopping="off")
+    found = judge_round(model, task, off, memory, 1.0)
+    assert (found.memory, found.validation, found.stop_loss, found.stopped) == (memory, None, None, False)
+    assert judge_round(model, task, off, memory, 1.0, validate=True).validation.loss == 4.0
+
+
+def judged(loss, accuracy=None):
+    return Evaluation(num_examples=10, loss=loss, accuracy=accuracy)
+
+
+def test_the_better_model_has_more_right_or_else_the_lower_loss():
+    assert is_better(judged(9.0, 0.0), None)
+    assert is_better(judged(0.9, 0.8), judged(0.1, 0.7))
+    assert is_better(judged(0.1, 0.7), judged(0.9, 0.7))
+    assert not is_better(judged(0.5, 0.7), judged(0.5, 0.7)), "of two alike the first stays"
+    assert is_better(judged(0.1), judged(0.2))

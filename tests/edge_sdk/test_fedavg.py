@@ -41,7 +41,7 @@ def job_of(manifest, *, kind="train", state=None, number=1, whole=True, work=Non
         Arrays(torch.rand(size, 1, 8, 8, generator=generator), torch.arange(size) % 10) for size in (30, 20)
     )
     task = classification("digits", model, arrays, other, arrays if test else None, batch_size=8)
-    settings = {"local_epochs": 2, "early_stopping": False, **settings}
+    settings = {"local_epochs": 2, "early_stopping": "off", **settings}
     assignment = Assignment(
         assignment_id="a",
         kind=kind,
@@ -88,7 +88,7 @@ def test_a_round_starts_from_what_is_received_sends_everything_and_keeps_nothing
 
 def test_a_round_is_fedspus_of_a_device_that_trains_everything(manifest):
     whole = Work(job="f:0", round=3, device="pi", ratio=1.0)
-    settings = {"number": 3, "learning_rate": 0.1, "early_stopping": True, "momentum": 0.5}
+    settings = {"number": 3, "learning_rate": 0.1, "early_stopping": "paper", "momentum": 0.5}
     fedavg = FedAvg().train(job_of(manifest, **settings))
     fedspu = FedSPU().train(job_of(manifest, work=whole, **settings))
     np.testing.assert_array_equal(fedavg.update.values, fedspu.update.values)
@@ -158,7 +158,7 @@ def test_adapting_without_fine_tuning_takes_the_model_as_it_is(manifest):
 
 
 def test_early_stopping_keeps_its_notes_without_a_model(manifest):
-    settings = {"early_stopping": True, "stop_weight": 0.0, "learning_rate": 1e-6}
+    settings = {"early_stopping": "paper", "stop_weight": 0.0, "learning_rate": 1e-6}
     first = FedAvg().train(job_of(manifest, **settings))
     assert first.state.memory == {"last_loss": first.stop_loss, "increases": 0}
     lower = DeviceState(None, {"last_loss": first.stop_loss / 2, "increases": 0, "mine": 5})
@@ -193,7 +193,7 @@ def test_two_steps_by_hand():
         method="fedprox",
         learning_rate=0.1,
         local_steps=2,
-        early_stopping=False,
+        early_stopping="off",
         method_settings={"proximal_weight": 0.5},
     )
     assignment = Assignment(assignment_id="a", kind="train", round=1, deadline_seconds=9, settings=settings)

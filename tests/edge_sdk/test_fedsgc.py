@@ -77,7 +77,7 @@ def job_of(
         kind="train",
         round=number,
         deadline_seconds=9,
-        settings=FederationSettings(**{"local_epochs": 2, "early_stopping": False, "method_settings": own, **given}),
+        settings=FederationSettings(**{"local_epochs": 2, "early_stopping": "off", "method_settings": own, **given}),
         plan={"expected_epochs": expected} if expected else {},
     )
     state = DeviceState(None, {"epochs": epochs_before} if epochs_before else {})
@@ -224,7 +224,7 @@ def test_epochs_are_remembered_and_counted_on_whether_or_not_anything_is_replace
     second = FedSGC().train(noted)
     assert second.state.memory["epochs"] == 5
     assert second.state.memory["mine"] == 1
-    stopping = job_of(MLP, early_stopping=True)
+    stopping = job_of(MLP, early_stopping="paper")
     assert set(FedSGC().train(stopping).state.memory) == {"epochs", "last_loss", "increases"}
 
 

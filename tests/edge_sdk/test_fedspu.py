@@ -72,7 +72,7 @@ def payload(manifest, tensors, mask=None):
 
 
 def v6_job(received, *, personal=PERSONAL, **settings):
-    settings = FederationSettings(learning_rate=0.1, local_epochs=1, early_stopping=False, **settings)
+    settings = FederationSettings(learning_rate=0.1, local_epochs=1, early_stopping="off", **settings)
     number = round_that_draws(1)
     batches = [(torch.tensor([[1.0, 2.0]]), torch.tensor([[2.5]]))]
     model = TwoLayers()
@@ -99,7 +99,7 @@ def test_v6_one_step_by_hand(mask):
     assert trained.update.draw == NeuronDraw("job", round_that_draws(1), "pi", 0.5)
     assert trained.train_loss == pytest.approx(0.5)  # ½(3.5 - 2.5)², before the step
     assert (trained.num_examples, trained.steps, trained.stopped) == (1, 1, False)
-    assert (trained.validation_loss, trained.stop_loss) == (None, None)
+    assert (trained.validation.num_examples, trained.stop_loss) == (1, None)
 
 
 def test_clipping_counts_active_gradients_only():
@@ -235,10 +235,10 @@ def test_tensors_that_never_travel_stay_on_the_device():
 
 
 def test_early_stopping_remembers_its_last_participation(digits_manifest):
-    settings = {"learning_rate": 1e-6, "stop_weight": 0.0}
+    settings = {"learning_rate": 1e-6, "early_stopping": "paper", "stop_weight": 0.0}
     first = FedSPU().train(digits_job(digits_manifest, 1.0, **settings))
     assert not first.stopped
-    assert first.stop_loss == first.validation_loss
+    assert first.stop_loss == first.validation.loss
     assert first.state.memory == {"last_loss": first.stop_loss, "increases": 0}
     lower = DeviceState(first.state.personal, {"last_loss": first.stop_loss / 2, "increases": 0})
     second = FedSPU().train(digits_job(digits_manifest, 1.0, state=lower, **settings))

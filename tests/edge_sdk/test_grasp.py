@@ -69,7 +69,7 @@ def job_of(*, kind="prepare", loss=F.cross_entropy, model=None, batches=None, ma
     model = model or build_seeded(Small, 0)
     task = Task("small", model, loss, Batches() if batches is None else batches, Batches())
     settings = FederationSettings(
-        method="grasp", learning_rate=0.1, early_stopping=False, method_settings={**OWN, **own}
+        method="grasp", learning_rate=0.1, early_stopping="off", method_settings={**OWN, **own}
     )
     assignment = Assignment(assignment_id="a", kind=kind, round=number, deadline_seconds=60, settings=settings)
     values = pack(MANIFEST, get_tensors(build_seeded(Small, 7), MANIFEST), mask)

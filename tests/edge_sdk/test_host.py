@@ -102,7 +102,7 @@ SETTINGS = {
     "min_devices": 2,
     "local_steps": 3,
     "evaluation_interval": 0,
-    "early_stopping": False,
+    "early_stopping": "off",
     "deadline_seconds": 600,
 }
 

@@ -7,7 +7,7 @@ import pytest
 from command_line.exits import Exit
 from edge_sdk import join, publish
 from edge_sdk.budget import Choice
-from edge_sdk.protocol.messages import BudgetLimit
+from edge_sdk.protocol.messages import BudgetLimit, Moved
 from edge_sdk.session import Outcome, Step
 from edge_sdk.state import Totals, default_root
 
@@ -33,20 +33,43 @@ def test_a_coordinator_that_never_answers_ends_in_advice(tmp_path, capsys):
     assert "does not answer" in capsys.readouterr().err
 
 
+def result(**given):
+    """What a device did: nothing, but for what is given."""
+    usual = {
+        "name": "pi",
+        "rounds": 0,
+        "steps": 0,
+        "stopped_round": None,
+        "best_round": None,
+        "adapted": False,
+        "accuracy_before": None,
+        "accuracy_after": None,
+        "training": Totals(),
+        "evaluation": Totals(),
+        "everything": Moved(),
+        "export": None,
+    }
+    return join.Result(**{**usual, **given})
+
+
 def test_totals_never_blend_measured_and_estimated_joules():
-    result = join.Result("pi", 3, 30, 2, False, 0.1, None, Totals(seconds=4, joules_estimated=5), Totals(), None)
-    text = join.report(result, "none")
+    spent = Totals(seconds=4, joules_estimated=5, bytes_down=3000, bytes_up=7)
+    moved = Moved(bytes_down=4000, bytes_up=8)
+    text = join.report(
+        result(rounds=3, stopped_round=2, best_round=1, accuracy_before=0.1, training=spent, everything=moved), "none"
+    )
     assert "5.0 J estimated" in text
     assert "measured" not in text
     assert "10.0 % before, unknown after" in text
-    assert "stopped early in round 2" in text
+    assert "stopped early in round 2, best in round 1" in text
+    assert "training 3,000 down and 7 up; everything 4,000 down and 8 up" in text
 
 
 def test_the_summary_says_what_an_update_and_a_point_took_how_hot_it_grew_and_what_helps():
     spent = Totals(seconds=40, joules_estimated=60, paused_seconds=12, throttled_seconds=3, celsius_peak=71.4)
     choice = Choice(0.4, 3.0, 2.0, 1, 1, 0, True, BudgetLimit.deadline, ("budget 0.4: a round takes 3 s",), ("rest",))
-    result = join.Result("pi", 3, 30, None, False, 0.1, 0.4, spent, Totals(), None, 0.4, choice)
-    text = join.report(result, "none")
+    done = result(rounds=3, accuracy_before=0.1, accuracy_after=0.4, training=spent, budget=0.4, choice=choice)
+    text = join.report(done, "none")
     assert "energy per update          20.00 J estimated" in text
     assert "energy per point           2.00 J estimated" in text
     assert "at most 71 °C, throttled for 3 s, paused for 12 s" in text
@@ -54,7 +77,7 @@ def test_the_summary_says_what_an_update_and_a_point_took_how_hot_it_grew_and_wh
 
 
 def test_what_is_not_known_is_said_to_be_unknown():
-    text = join.report(join.Result("pi", 0, 0, None, False, None, None, Totals(), Totals(), None), "none")
+    text = join.report(result(), "none")
     assert "energy per update          unknown" in text
     assert "no temperature known, throttling unknown, paused for 0 s" in text
     assert "budget                     1, as given" in text

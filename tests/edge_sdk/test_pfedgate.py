@@ -51,7 +51,7 @@ class Device:
         self.task = classification("t", self.model, arrays, arrays, None, batch_size=batch)
         server = load_server("pfedgate")
         own = server.settings_type.model_validate({"smallest_budget": min(0.4, budget), **(more or {})})
-        usual = {"local_epochs": 2, "early_stopping": False, "learning_rate": 0.1, "seed": 3}
+        usual = {"local_epochs": 2, "early_stopping": "off", "learning_rate": 0.1, "seed": 3}
         self.settings = FederationSettings(method="pfedgate", method_settings=own.model_dump(), **{**usual, **given})
         published = describe(self.model, arrays.inputs[:2], task="t")
         self.manifest = server.manifest(published, self.settings)

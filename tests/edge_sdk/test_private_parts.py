@@ -35,7 +35,7 @@ def job_of(*, state=None, moved=0.0, **given):
     task = classification("t", model, arrays, arrays, None, batch_size=8)
     tensors = {name: tensor + np.float32(moved) for name, tensor in get_tensors(model, manifest).items()}
     body = encode(manifest, pack(manifest, tensors, None), None)
-    settings = FederationSettings(**{"local_epochs": 2, "early_stopping": False, "learning_rate": 0.1, **given})
+    settings = FederationSettings(**{"local_epochs": 2, "early_stopping": "off", "learning_rate": 0.1, **given})
     assignment = Assignment(assignment_id="a", kind="train", round=3, deadline_seconds=9, settings=settings)
     state = state or DeviceState()
     return Job(assignment, manifest, task, model, state, decode(body, manifest), federation="f", device="pi")

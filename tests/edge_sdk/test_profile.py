@@ -189,7 +189,7 @@ SETTINGS = {
     "optimizer": "adam",
     "batch_size": 8,
     "evaluation_interval": 0,
-    "early_stopping": False,
+    "early_stopping": "off",
 }
 
 

@@ -73,7 +73,7 @@ def job_of(
         learning_rate=learning_rate,
         learning_rate_decay=0.5,
         local_epochs=epochs,
-        early_stopping=False,
+        early_stopping="off",
         method_settings={**OWN, **own},
     )
     assignment = Assignment(

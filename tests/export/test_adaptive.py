@@ -55,7 +55,7 @@ class Device:
             method_settings={"density": 0.4, **own},
             local_epochs=5,
             learning_rate=0.05,
-            early_stopping=False,
+            early_stopping="off",
         )
         self.settings = completed(settings)
         rules = self.settings.method_settings

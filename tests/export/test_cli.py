@@ -372,7 +372,7 @@ def test_what_does_not_go_together_is_told(state, tmp_path, capsys, arguments, m
 
 
 def test_the_gate_of_a_device_of_pfedgate_goes_into_the_file(data, tmp_path, capsys):
-    settings = completed(FederationSettings(method="pfedgate", local_epochs=1, early_stopping=False))
+    settings = completed(FederationSettings(method="pfedgate", local_epochs=1, early_stopping="off"))
     manifest = load_server_half("pfedgate").manifest(DIGITS.manifest, settings)
     torch.manual_seed(0)
     model, batch = DigitsNet(), [(torch.rand(16, 1, 8, 8), torch.randint(10, (16,)))]

@@ -129,7 +129,7 @@ class Device:
                 },
                 local_epochs=1,
                 learning_rate=0.03,
-                early_stopping=False,
+                early_stopping="off",
             )
         )
         self.settings, self.budget = settings.method_settings, budget

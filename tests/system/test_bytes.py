@@ -143,7 +143,7 @@ def traffic(coordinator: Coordinator, precision: str, tmp_path_factory: pytest.T
         local_steps=1,
         batch_size=8,
         evaluation_interval=0,
-        early_stopping=False,
+        early_stopping="off",
         precision=precision,
     )
     with ExitStack() as stack:
@@ -207,7 +207,7 @@ def test_a_broken_download_goes_on_where_it_broke(coordinator, tmp_path):
         min_devices=1,
         local_steps=1,
         evaluation_interval=0,
-        early_stopping=False,
+        early_stopping="off",
     )
     between = Proxy(coordinator.port)
     try:

@@ -67,7 +67,7 @@ class Size:
             "deadline_seconds": 3600.0,
             "local_steps": 2,
             "evaluation_interval": 0,
-            "early_stopping": False,
+            "early_stopping": "off",
             "seed": 3,
         }
 

@@ -19,7 +19,7 @@ SETTINGS: dict[str, Any] = {
     "rounds": len(STAGES),
     "local_epochs": 3,
     "evaluation_interval": 4,
-    "early_stopping": False,
+    "early_stopping": "off",
     "precision": "int8",
     "seed": 11,
 }

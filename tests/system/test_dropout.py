@@ -54,7 +54,7 @@ def sizes(proxy: Proxy) -> dict[str, list[int]]:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_round_moves_what_its_budget_leaves_of_the_model(coordinator: Coordinator, tmp_path: Path, method: str):
     settings = {"rounds": ROUNDS, "min_devices": len(BUDGETS), "local_steps": 1, "evaluation_interval": 0}
-    publish(coordinator.url, method, task(), method=method, batch_size=8, early_stopping=False, **settings)
+    publish(coordinator.url, method, task(), method=method, batch_size=8, early_stopping="off", **settings)
 
     def run(budget: float) -> None:
         name = f"device-{budget}"
@@ -94,7 +94,7 @@ def test_a_round_moves_what_its_budget_leaves_of_the_model(coordinator: Coordina
 def play(coordinator: Coordinator, devices: Devices, disturbed: bool) -> tuple[list[str], dict[str, bytes]]:
     """Digests of a federation's global models, and the exported personal ones."""
     name, budgets = "hermes", {"small": "0.4", "large": "1.0"}
-    coordinator.create(name, method=name, rounds=4, local_steps=60, evaluation_interval=2, early_stopping=False, seed=3)
+    coordinator.create(name, method=name, rounds=4, local_steps=60, evaluation_interval=2, early_stopping="off", seed=3)
 
     def start(device: str) -> Device:
         return devices(coordinator.url, name, device, "--budget", budgets[device], "--quiet")

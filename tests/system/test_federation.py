@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {
     "rounds": ROUNDS,
     "local_steps": 30,
     "evaluation_interval": 2,
-    "early_stopping": False,
+    "early_stopping": "off",
     "seed": 3,
 }
 SMALL, LARGE = "pi", "jetson"
@@ -169,7 +169,7 @@ def test_a_device_that_comes_after_the_end_adapts_and_exports(run):
 
 
 def test_ctrl_c_hands_the_assignment_back_and_nobody_waits(coordinator, device):
-    coordinator.create(NAME, rounds=2, local_steps=400, evaluation_interval=0, early_stopping=False, seed=3)
+    coordinator.create(NAME, rounds=2, local_steps=400, evaluation_interval=0, early_stopping="off", seed=3)
     leaving = device.command(coordinator.url, NAME, "leaving", "--budget", "0.4")
     staying = device(coordinator.url, NAME, "staying", "--budget", "0.4")
     coordinator.wait_for_log(r"GET /v1/assignments/\w+/payload", times=2)
@@ -189,7 +189,7 @@ def test_ctrl_c_hands_the_assignment_back_and_nobody_waits(coordinator, device):
 @pytest.mark.slow
 def test_ctrl_c_while_waiting_for_work_keeps_a_device_out_of_later_rounds(coordinator, device, proxy):
     """Behind a proxy, the coordinator does not even see that the long poll has nobody at its end any more."""
-    coordinator.create(NAME, rounds=3, cohort=1, local_steps=200, evaluation_interval=0, early_stopping=False)
+    coordinator.create(NAME, rounds=3, cohort=1, local_steps=200, evaluation_interval=0, early_stopping="off")
     proxies = {name: proxy() for name in ("a", "b")}
     started = {name: device(proxies[name].url, NAME, name, "--budget", "0.4") for name in proxies}
     (chosen,) = wait_until(lambda: coordinator.rounds(NAME), "round 1 to open")[0]["cohort"]

@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
     "min_devices": DEVICES,
     "local_steps": 5,
     "evaluation_interval": 2,
-    "early_stopping": False,
+    "early_stopping": "off",
     "seed": 5,
 }
 BUDGETS = (0.3, 0.6, 1.0)
@@ -234,7 +234,7 @@ def test_a_fleet_after_the_end_has_nothing_to_do(coordinator, tmp_path):
 
 
 def test_buffered_rounds_count_each_update_once_however_old_its_model(coordinator, tmp_path):
-    settings = {"rounds": 4, "buffer": 2, "cohort": 4, "local_steps": 2, "early_stopping": False}
+    settings = {"rounds": 4, "buffer": 2, "cohort": 4, "local_steps": 2, "early_stopping": "off"}
     coordinator.create(NAME, **{**SETTINGS, **settings})
     result = run_fleet(coordinator.url, PLAN, processes=1, state_dir=tmp_path / "fleet", quiet=True)
     records = coordinator.rounds(NAME)

@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {
     "rounds": ROUNDS,
     "local_epochs": 5,
     "evaluation_interval": 3,
-    "early_stopping": False,
+    "early_stopping": "off",
     "precision": "int8",
     "min_devices": 2,
     "seed": 11,

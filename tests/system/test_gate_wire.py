@@ -82,7 +82,7 @@ def played(coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory) -
         min_devices=len(DEVICES),
         local_epochs=1,
         evaluation_interval=2,
-        early_stopping=False,
+        early_stopping="off",
     )
     manifest = Manifest.model_validate(coordinator.get(f"/v1/federations/{NAME}/manifest").json())
     proxies = {name: Proxy(coordinator.port, keeps=True) for name in (*DEVICES, LATE)}

@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {
     "rounds": ROUNDS,
     "local_steps": STEPS,
     "evaluation_interval": 3,
-    "early_stopping": False,
+    "early_stopping": "off",
     "seed": 11,
 }
 PAYLOAD = r"GET /v1/assignments/\w+/payload HTTP/1.1\" 20"

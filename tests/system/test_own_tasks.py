@@ -106,7 +106,7 @@ class Exploding(nn.MSELoss):
 
 
 def test_a_loss_that_raises_ends_its_device_but_not_the_round(coordinator, tmp_path):
-    publish(coordinator.url, "own", regression(0), rounds=1, early_stopping=False)
+    publish(coordinator.url, "own", regression(0), rounds=1, early_stopping="off")
     ended = take_part(coordinator, tmp_path, {"good": regression(1), "bad": regression(2, Failing())})
     assert isinstance(ended["bad"], RuntimeError)
     assert isinstance(ended["good"], Result)
@@ -115,7 +115,7 @@ def test_a_loss_that_raises_ends_its_device_but_not_the_round(coordinator, tmp_p
 
 
 def test_training_that_diverges_is_handed_back_and_the_device_stays(coordinator, tmp_path):
-    publish(coordinator.url, "own", regression(0), rounds=2, early_stopping=False, evaluation_interval=0)
+    publish(coordinator.url, "own", regression(0), rounds=2, early_stopping="off", evaluation_interval=0)
     ended = take_part(coordinator, tmp_path, {"good": regression(1), "wild": regression(2, Exploding())})
     assert isinstance(ended["good"], Result)
     assert ended["good"].rounds == 2
@@ -128,7 +128,7 @@ def test_training_that_diverges_is_handed_back_and_the_device_stays(coordinator,
 
 
 def test_an_update_that_is_refused_is_handed_back_and_the_personal_model_stays(coordinator, tmp_path):
-    publish(coordinator.url, "own", regression(0), rounds=1, early_stopping=False, update_norm_limit=1e-6)
+    publish(coordinator.url, "own", regression(0), rounds=1, early_stopping="off", update_norm_limit=1e-6)
     ended = take_part(coordinator, tmp_path, {"a": regression(1), "b": regression(2)})
     for result in ended.values():
         assert isinstance(result, Result), result
@@ -152,7 +152,7 @@ def test_a_late_update_is_not_needed_but_the_personal_model_stays(coordinator, t
         regression(0),
         rounds=1,
         local_steps=1,
-        early_stopping=False,
+        early_stopping="off",
         quorum=0.5,
     )
     begin = time.monotonic()

@@ -78,7 +78,7 @@ def federation(coordinator, tmp_path):
         rounds=2,
         local_steps=STEPS,
         evaluation_interval=0,
-        early_stopping=False,
+        early_stopping="off",
         deadline_seconds=DEADLINE,
     )
     with ExitStack() as stack:

@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {
     "rounds": ROUNDS,
     "local_steps": 40,
     "evaluation_interval": 3,
-    "early_stopping": False,
+    "early_stopping": "off",
     "seed": 11,
 }
 MOVES = "this process moves rounds on from now on"

@@ -102,7 +102,7 @@ def play(
         min_devices=len(NAMES),
         local_epochs=1,
         evaluation_interval=0,
-        early_stopping=False,
+        early_stopping="off",
         precision=precision,
     )
     proxies = {name: Proxy(coordinator.port) for name in NAMES}

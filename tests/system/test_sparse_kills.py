@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
     "rounds": ROUNDS,
     "local_epochs": 6,
     "evaluation_interval": 3,
-    "early_stopping": False,
+    "early_stopping": "off",
     "precision": "int8",
     "seed": 11,
 }

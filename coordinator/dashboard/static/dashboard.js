@@ -134,7 +134,7 @@ function stateOf(federation) {
   return parts.join("; ");
 }
 
-function tilesOf({ federation, doing, evaluating }, rounds) {
+function tilesOf({ federation, doing, evaluating, everything_bytes: everything }, rounds) {
   const sum = (of) => rounds.reduce((total, point) => total + of(point), 0);
   const last = (of) => rounds.map(of).findLast((value) => value != null);
   const sent = sum((p) => p.bytes_up + p.bytes_down);
@@ -147,7 +147,8 @@ function tilesOf({ federation, doing, evaluating }, rounds) {
     ["Devices", `${federation.devices}`, `${at} training, ${evaluating} evaluating, ${federation.devices_stopped} stopped`],
     personal != null && ["Personal accuracy", percent(personal), decile != null && `bottom decile ${percent(decile)}`],
     shared != null && ["Global accuracy", percent(shared), "mean over devices"],
-    whole > 0 && ["Sent both ways", bytes(sent), `${percent(sent / whole)} of sending the whole model`],
+    whole > 0 && ["Training, bytes", bytes(sent), `both ways, ${percent(sent / whole)} of sending the whole model`],
+    everything > 0 && ["Everything, bytes", bytes(everything), "with evaluation, publication and all other calls"],
     measured > 0 && ["Energy, measured", joules(measured), "training and transfer"],
     estimated > 0 && ["Energy, estimated", joules(estimated), "training and transfer"],
     federation.privacy && ["Privacy spent", `ε ≤ ${federation.privacy.epsilon.toPrecision(3)}`, `δ = ${federation.privacy.delta}`],

@@ -23,7 +23,7 @@ from edge_sdk.protocol.messages import ChangeDevice, CreateFederation, Enrol, Fe
 
 from .test_contract import serving
 
-SETTINGS = FederationSettings(rounds=2, evaluation_interval=0, deadline_seconds=600, early_stopping=False)
+SETTINGS = FederationSettings(rounds=2, evaluation_interval=0, deadline_seconds=600, early_stopping="off")
 DEVICES = "/v1/federations/default/devices"
 
 

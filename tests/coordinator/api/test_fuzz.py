@@ -199,7 +199,7 @@ def test_a_running_coordinator_answers_and_keeps_no_file_and_no_memory(
     count,
 ):
     settings = FederationSettings(
-        rounds=1_000_000, evaluation_interval=0, early_stopping=False, min_devices=1, cohort=1, deadline_seconds=7200
+        rounds=1_000_000, evaluation_interval=0, early_stopping="off", min_devices=1, cohort=1, deadline_seconds=7200
     )
     client = open_app(default_settings=settings)
     _, headers = enrol(client, "a", budget=0.5)

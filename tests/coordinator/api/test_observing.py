@@ -16,7 +16,7 @@ from edge_sdk.protocol.messages import Assignment, FederationSettings, Phase, Up
 
 MANIFEST = load_builtin("digits").manifest
 OPEN = "/v1/federations/default/assignments"
-SETTINGS = FederationSettings(rounds=2, evaluation_interval=1, deadline_seconds=600, early_stopping=False)
+SETTINGS = FederationSettings(rounds=2, evaluation_interval=1, deadline_seconds=600, early_stopping="off")
 
 
 @pytest.fixture

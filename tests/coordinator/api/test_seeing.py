@@ -26,7 +26,7 @@ from edge_sdk.protocol.messages import Assignment as Work
 from edge_sdk.protocol.messages import CreateFederation, FederationSettings
 
 MANIFEST = load_builtin("digits").manifest
-SETTINGS = FederationSettings(rounds=5, evaluation_interval=1, deadline_seconds=600, early_stopping=False)
+SETTINGS = FederationSettings(rounds=5, evaluation_interval=1, deadline_seconds=600, early_stopping="off")
 TOKENS = {"admin_token": "key-secret", "observer_token": "eye-secret", "enrolment_token": "door-secret"}
 
 
