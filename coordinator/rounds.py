@@ -464,4 +464,5 @@ class Rounds:
 
         with_global = is_due(settings.global_evaluation_interval)
         if with_global or is_due(settings.evaluation_interval):
-            ask_for_evaluation(db, federation, now, with_global=with_global)
+            last = why_over(db, federation) is not None
+            ask_for_evaluation(db, federation, now, with_global=with_global or last)

@@ -65,5 +65,5 @@ def test_everything_that_devices_move_is_in_the_records(house):
     house.costs.write()
     for name in "ab":
         told = house.device(name).everything
-        assert 0 < told.bytes_down
-        assert 0 < told.bytes_up
+        assert told.bytes_down > 0
+        assert told.bytes_up > 0
