@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import signal
 import socket
 import sys
 import tempfile
@@ -21,7 +20,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from edge_sdk.trainable import exit_unless_trainable
@@ -410,7 +408,6 @@ def as_json(result: Result, energy: str) -> str:
 def _command(options: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    signal.signal(signal.SIGTERM, _as_interrupt)
     name = options.name or default_name()
 
     def make_task(info: FederationInfo) -> Task:
@@ -444,10 +441,6 @@ def _command(options: argparse.Namespace) -> None:
         raise KeyboardInterrupt("left the federation; the same command goes on where this device was") from None
     with EnergyMeter(model=options.watts) as meter:
         print((as_json if options.json else report)(result, meter.describe()))
-
-
-def _as_interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _options(parser: Parser) -> None:

@@ -68,13 +68,24 @@ class Traffic:
 
 
 def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
-    """A client of the coordinator at this address. Raises BadArgument for an address or certificates of no use."""
+    """A client of the coordinator at this address, perhaps one with a path that a proxy takes away.
+
+    Raises BadArgument for an address or certificates of no use.
+    """
     try:
         url = httpx.URL(server)
     except httpx.InvalidURL as error:
         raise no_address(server, str(error)) from None
     if url.scheme not in ("http", "https") or not url.host:
         raise no_address(server, "it names no host" if url.scheme in ("http", "https") else "http:// is missing")
+    if url.port is not None and not 0 < url.port < 65536:
+        raise no_address(server, f"there is no port {url.port}, they go from 1 to 65535")
+    if url.userinfo:
+        raise no_address(
+            url.copy_with(userinfo=b""), "it held a name or password; tokens are given as SPARROW_..._TOKEN"
+        )
+    if url.query or url.fragment:
+        raise no_address(server, "it goes on behind the path")
     if trust in (None, tls.Tls()):
         return httpx.Client(base_url=server, timeout=TIMEOUT)
     assert trust is not None

@@ -104,6 +104,8 @@ def test_two_coordinators_have_folders_of_their_own():
     one, other = (default_root(f"http://{host}:8000", "f") for host in ("a", "b"))
     assert one != other
     assert one.parts[-3:] == ("sparrow", "a_8000", "f")
+    assert default_root("http://a:8000/", "f") == one
+    assert default_root("http://a:8000/lab", "f").parts[-2] == "a_8000_lab"
 
 
 def test_settings_that_contradict_each_other_are_said_without_an_option(capsys):
