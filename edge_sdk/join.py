@@ -55,8 +55,6 @@ from edge_sdk.watch import Watch, read_spent
 from export.errors import ExportError
 from export.metadata import properties
 
-log = logging.getLogger(__name__)
-
 LONG_POLL_SECONDS = 30.0
 EXITS: Exits = {
     **TASKS,
@@ -146,7 +144,7 @@ def join(
             transport.token = enrolment_token
             read_conditions = conditions or ConditionsReader(System.here(), storage=folder.path).read
             asked = policy if policy is not None and policy.asks else None
-            watch = _watch(asked, read_conditions, folder, log.warning if quiet else bar.say) if asked else None
+            watch = _watch(asked, read_conditions, folder, bar.say) if asked else None
             session = Session(
                 transport,
                 folder,
@@ -324,9 +322,8 @@ class _Bar:
         self.say(f"the coordinator does not answer ({reason}); trying again in {seconds:.1f} s")
 
     def say(self, text: str) -> None:
-        """A line of its own."""
-        if not self._quiet:
-            tqdm.write(text, file=sys.stderr)
+        """Write a line of its own, also where the bar is hidden: it is no progress."""
+        tqdm.write(text, file=sys.stderr)
 
     def close(self) -> None:
         """Leave the bar as it is."""
@@ -487,7 +484,9 @@ def _options(parser: Parser) -> None:
         metavar="MIB",
         help="what this process may hold; a budget that needs more is refused (default: what there is)",
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument(
+        "--quiet", action="store_true", help="no progress bar; what needs attention is said all the same"
+    )
     parser.add_argument("--verbose", action="store_true", help="say more")
     add_json(parser)
     tls.add_options(parser)

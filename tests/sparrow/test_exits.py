@@ -186,6 +186,20 @@ def test_so_is_a_port_that_there_is_not(fails, tmp_path, monkeypatch):
     assert "80000" in fails(Exit.USAGE, "status", "http://127.0.0.1:80000")
 
 
+def test_so_is_a_part_of_the_data_that_there_is_not(fails, guarded, calls, monkeypatch):
+    monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", ENROLMENT)
+    line = fails(Exit.USAGE, "join", *calls(guarded, "join"), "--data", "index=7,of=2")
+    assert "index=7 of 2 parts; parts are counted from 0 to 1" in line
+    line = fails(Exit.USAGE, "join", *calls(guarded, "join"), "--data", "partition=dirichlett")
+    assert "there is no partition 'dirichlett'; is 'dirichlet' meant?" in line
+
+
+def test_so_is_a_setting_that_the_coordinator_refuses(fails, guarded, calls, monkeypatch):
+    monkeypatch.setenv("SPARROW_ADMIN_TOKEN", ADMIN)
+    line = fails(Exit.USAGE, "publish", *calls(guarded, "publish"), "--method-set", "foo=3")
+    assert "method_settings.foo" in line
+
+
 def test_so_is_a_misspelt_setting_or_option(fails, sparrow, monkeypatch):
     monkeypatch.setenv("COORDINATOR_DEFUALT_TASK", "")
     line = fails(Exit.USAGE, "serve")
@@ -270,6 +284,15 @@ def test_a_federation_that_there_is_not(fails, guarded, monkeypatch):
     assert "there is no federation 'none'" in fails(Exit.NOT_FOUND, "track", guarded, "none", "--json")
 
 
+def test_a_misspelt_method_task_or_experiment_is_told_with_the_nearest(fails, guarded, calls, monkeypatch):
+    monkeypatch.setenv("SPARROW_ADMIN_TOKEN", ADMIN)
+    words = calls(guarded, "publish")
+    line = fails(Exit.NOT_FOUND, "publish", *words, "--method", "fedspuu")
+    assert "'fedspuu' is not installed here; is 'fedspu' meant?" in line
+    assert "is 'digits' meant?" in fails(Exit.NOT_FOUND, "publish", *words, "--task", "digit")
+    assert "is 'fedsgc-mnist' meant?" in fails(Exit.NOT_FOUND, "bench", "run", "fedsg-mnist", "--data", "x")
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -302,6 +325,14 @@ def model(tmp_path):
     (tmp_path / "model.onnx").write_bytes(fill_skeleton(digits.skeleton, digits.manifest, values))
     np.save(tmp_path / "samples.npy", np.zeros((2, 1, 8, 8), np.float32))
     return [tmp_path / "model.onnx", "--input", tmp_path / "samples.npy"]
+
+
+def test_samples_that_are_no_numbers_are_named_and_not_predicted(fails, model, tmp_path):
+    samples = np.zeros((8, 1, 8, 8), np.float32)
+    samples[3, 0, 1, 2], samples[5, 0, 0, 0] = np.nan, np.inf
+    np.save(tmp_path / "samples.npy", samples)
+    line = fails(Exit.FAILED, "predict", *model)
+    assert "no finite numbers in 2 of 8 samples (3, 5, counted from 0)" in line
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
