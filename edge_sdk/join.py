@@ -115,8 +115,9 @@ def join(
 
     task: the learning problem, or a function that makes it from the federation's settings. name: unique in the
     federation, the host's name by default. state_dir: where the device keeps its personal model and identity; a second
-    call with the same folder goes on where the first was. budget: share of a full training step this device can afford,
-    in (0, 1]; None has it find out, and look again after every round (``edge_sdk.budget``). policy: when it may work;
+    call with the same folder goes on where the first was. budget: share of each layer's neurons that it trains, in
+    (0, 1], which bounds bytes more than time (docs/budget.md); None has it find out what it can afford, and look again
+    after every round (``edge_sdk.budget``). policy: when it may work;
     None: always. conditions: what it is like now, this machine's sensors by default. export: where to write the
     personal model as ONNX. enrolment_token: where the coordinator asks for one. patience_seconds: how long to wait for
     a coordinator that does not answer; None: for ever. watts: power model for estimated joules on a board without a
@@ -449,7 +450,8 @@ def _options(parser: Parser) -> None:
     parser.add_argument(
         "--budget",
         type=_budget,
-        help="share of a full training step, 0 < B <= 1, or auto: what this device can afford (default: auto)",
+        help="share of each layer's neurons to train, 0 < B <= 1: it bounds bytes, time falls less (sparrow profile "
+        "measures it); auto: what this device can afford (default: auto)",
     )
     parser.add_argument(
         "--policy",
