@@ -13,6 +13,7 @@ import sysconfig
 from command_line.exits import Exit
 
 OLDEST_PYTHON = (3, 10)
+INSTALL = "pip install torch --extra-index-url https://download.pytorch.org/whl/cpu, and then pip install 'sparrow-fl[device]'"
 ADVICE = "it can predict with an exported model: docs/devices.md says how, and what can be installed here"
 
 
@@ -47,7 +48,7 @@ def check(
         importlib.import_module(module)
     except ImportError as error:
         lacks = isinstance(error, ModuleNotFoundError) and error.name == module
-        why = "is not installed" if lacks else f"does not load ({error})"
+        why = f"is not installed; {INSTALL}" if lacks else f"does not load ({error})"
     except OSError as error:  # a library of the system's that is not there, or is of another kind of processor
         why = f"does not load ({error})"
     else:
