@@ -118,7 +118,7 @@ class Settings(BaseSettings):
             if rest == upper or upper in known or SERVICE.fullmatch(rest):
                 continue
             if not (rest.endswith("PORT") and "://" in text):
-                raise ValueError(f"{name} is no setting{nearest(upper, known)} docs/settings.md lists them; unset it")
+                raise ValueError(f"{name} is no setting{nearest(upper, known)}; correct or unset it")
         return self
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from click import ClickException
 
-from coordinator.settings import DATA_DIR, Settings
+from coordinator.settings import Settings
 from coordinator.storage.store import RECORDS_FILE
 
 FORMER = Path("sparrow-data")
@@ -74,7 +74,10 @@ def forgotten(settings: Settings) -> str | None:
     former = FORMER.absolute()
     if "data_dir" in settings.model_fields_set or not (former / RECORDS_FILE).exists():
         return None
-    return f"{former} has a coordinator's data and is not used; COORDINATOR_DATA_DIR={former} uses it, not {DATA_DIR}"
+    return (
+        f"{former} has a coordinator's data and is not used, {settings.data_dir} is; to go on with it, set "
+        f"COORDINATOR_DATA_DIR={former}"
+    )
 
 
 def _in_network(host: str) -> str:

@@ -39,7 +39,7 @@ def test_data_of_an_earlier_version_in_this_folder_are_told_of(home, monkeypatch
     former = home / "here/sparrow-data"
     former.mkdir()
     (former / "coordinator.sqlite3").touch()
-    assert f"COORDINATOR_DATA_DIR={former} uses it" in forgotten(Settings())
+    assert f"set COORDINATOR_DATA_DIR={former}" in forgotten(Settings())
     monkeypatch.setenv("COORDINATOR_DATA_DIR", "sparrow-data")
     assert forgotten(Settings()) is None
 
