@@ -51,7 +51,8 @@ class Reader:
         base = Path(getattr(sys, "_base_executable", sys.executable)).resolve().parent
         kept = {key: text for key, text in os.environ.items() if key.startswith("PIP_") or "proxy" in key.lower()}
         path = f"{base}:/usr/bin:/bin"
-        self.environment = {**kept, "HOME": str(home), "PATH": path, "PIP_RETRIES": "0", "OMP_NUM_THREADS": "1"}
+        quick = {"PIP_RETRIES": "0", "PIP_NO_COMPILE": "1", "OMP_NUM_THREADS": "1"}
+        self.environment = {**kept, **quick, "HOME": str(home), "PATH": path}
         self.servers: list[tuple[str, subprocess.Popen[bytes], Path]] = []
         self.devices: list[tuple[str, subprocess.Popen[bytes], Path]] = []
         self.started = 0
@@ -67,7 +68,7 @@ class Reader:
                 if what != "run":
                     (folder / what.removeprefix("save as ")).write_text(self._here(text))
                 elif installs or not INSTALLS.match(text):
-                    self._do(self._here(text))
+                    self.do(self._here(text))
             self._wait_for_devices()
             assert self.servers
             for command, process, log in self.servers:
@@ -81,7 +82,8 @@ class Reader:
         text = text.replace("SERVER:8000", f"127.0.0.1:{self.port}").replace("127.0.0.1:8000", f"127.0.0.1:{self.port}")
         return SERVER.sub(lambda found: f"{found[0]} --port {self.port}", text)
 
-    def _do(self, line: str) -> None:
+    def do(self, line: str) -> None:
+        """Run one line, as printed."""
         command = re.sub(r"\s*&\s*(#.*)?$", "", line)
         print(f"$ {command}", flush=True)
         begun = time.monotonic()
@@ -168,6 +170,9 @@ def test_it_works_as_printed_in_an_empty_environment_without_and_with_tokens(tmp
     assert re.search(r"^sample 2: class \d", printed, re.MULTILINE)
     assert re.search(r"^bob: \d+% before, \d+% after", printed, re.MULTILINE)
     second.mkdir()
+    reader.folder = second
+    reader.do("pip install 'sparrow-fl[completion]'")  # what commands advise, of which a message names the extra
+    reader.do("sparrow completion bash")
     admin, enrolment = "an-admin-token", "an-enrolment-token"
     printed = reader.follow(
         second,
