@@ -1,5 +1,6 @@
 # make demo   set up, run the main job, show what came out; with KEEP=1 its page stays open
 # make test   set up, run the tests
+# make dist   a wheel in dist/, to install on other machines
 # make site   docs/ as a site, in .site
 # make test-arm64   the device's side on aarch64, emulated; as root, with debootstrap and qemu-user-static
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TORCH  := torch==2.13.0
 
-.PHONY: demo test test-slow test-arm64 check format setup builtin demo-seeds pictures site clean
+.PHONY: demo dist test test-slow test-arm64 check format setup builtin demo-seeds pictures site clean
 
 demo: setup
 	$(BIN)/python -m benchmarks.demo $(if $(KEEP),--keep)
@@ -41,6 +42,12 @@ demo-seeds: setup
 pictures: setup
 	$(BIN)/python docs/pictures.py
 
+# What an earlier build left would come into the wheel as well. It needs no set-up: nothing of ours is imported.
+dist:
+	rm -rf build dist
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
 # Broken links fail it; tests/docs finds most of them sooner.
 site: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -61,4 +68,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .arm64 .site runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .arm64 .site runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

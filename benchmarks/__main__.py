@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import rows, runner
-from benchmarks.experiment import FOLDER, Experiment, load_experiment
+from benchmarks.experiment import FOLDER, BadExperiment, Experiment, UnknownExperiment, load_experiment
 from benchmarks.report import write_report
 from benchmarks.runner import Where
 from command_line.command import Command, Exits, Parser
@@ -22,6 +22,8 @@ from edge_sdk.tasks.exits import EXITS as TASKS
 
 EXITS: Exits = {
     **TASKS,
+    UnknownExperiment: Exit.NOT_FOUND,
+    BadExperiment: Exit.USAGE,
     ValueError: Exit.FAILED,
 }
 
@@ -32,7 +34,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.command == "report":
         recorded = rows.read(options.results or folder / "results.jsonl")
         if not recorded:
-            raise SystemExit(f"{folder} holds no results; run `python -m benchmarks run {name}` first")
+            raise FileNotFoundError(f"{folder} holds no results; run `python -m benchmarks run {name}` first")
         recorded = list(rows.latest(recorded).values())
         command = f"python -m benchmarks run {name} --data DIR` and `python -m benchmarks report {name}"
         _report(experiment, recorded, options.out or folder, command)

@@ -54,6 +54,7 @@ from pydantic import (
     model_validator,
 )
 
+from command_line.nearest import nearest
 from devices.simulation import load_boards
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tasks.corruption import SEVERITIES, check_corruption
@@ -256,8 +257,19 @@ def merged(*parts: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
+class UnknownExperiment(LookupError):
+    """There is no experiment of this name."""
+
+
+class BadExperiment(ValueError):
+    """The experiment's file cannot be used; the text says why."""
+
+
 def load_experiment(name: str) -> Experiment:
-    """The experiment ``name`` of ``benchmarks/experiments``, or of the file at that path. Raises SystemExit."""
+    """The experiment ``name`` of ``benchmarks/experiments``, or of the file at that path.
+
+    Raises UnknownExperiment, BadExperiment.
+    """
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
         experiment = Experiment.model_validate(tomllib.loads(path.read_text()))
@@ -269,10 +281,12 @@ def load_experiment(name: str) -> Experiment:
             for _ in tuning_trials(experiment, name):
                 pass
     except FileNotFoundError:
-        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.toml")))
-        raise SystemExit(f"there is no experiment {name!r}; there are {known}, or give a .toml file") from None
+        known = sorted(file.stem for file in FOLDER.glob("*.toml"))
+        raise UnknownExperiment(
+            f"there is no experiment {name!r}{nearest(name, known)}; there are {', '.join(known)}, or give a .toml file"
+        ) from None
     except (OSError, ValueError) as error:  # TOML's and pydantic's are ValueErrors
-        raise SystemExit(f"{path}: {error}") from None
+        raise BadExperiment(f"{path}: {error}") from None
     return experiment
 
 

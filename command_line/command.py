@@ -9,14 +9,18 @@ import argparse
 import errno
 import os
 import select
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NoReturn
 
 from command_line.exits import Exit
+from command_line.nearest import nearest
 
 Exits = Mapping[type[BaseException], "Exit | Callable[[Any], Exit]"]
 """Errors that a user can do something about -> their exit codes; a subclass has that of its nearest base."""
@@ -60,6 +64,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End with the mistake and where to read on, in one line."""
+        for word in message.removeprefix("unrecognized arguments: ").split() if "unrecognized" in message else ():
+            if word.startswith("--"):
+                message += nearest(word.partition("=")[0], self._option_string_actions)
+                break
         self.exit(Exit.USAGE, f"{short(self.prog)}: {_one_line(message)}; see {self.prog} --help\n")
 
 
@@ -105,12 +113,13 @@ def add_json(parser: argparse.ArgumentParser, more: str = "") -> None:
 
 
 def ended(prog: str, work: Callable[[], int | None], exits: Exits, *, shown: bool = False) -> int:
-    """Do ``work`` and return its exit code; an error is one line on stderr.
+    """Do ``work`` and return its exit code; an error is one line on stderr, and SIGTERM ends it as Ctrl-C does.
 
     shown: whether its traceback is, too; ``SPARROW_TRACEBACK=1`` asks for that as well.
     """
     try:
-        code = work() or Exit.DONE
+        with interruptible():
+            code = work() or Exit.DONE
         sys.stdout.flush()  # a full disk is noticed now, not when the interpreter ends
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, BrokenPipeError) and _reader_gone():
@@ -121,6 +130,34 @@ def ended(prog: str, work: Callable[[], int | None], exits: Exits, *, shown: boo
         code, text = explain(error, exits)
         sys.stderr.write(f"{short(prog)}: {text}\n")
     return int(code)
+
+
+@contextmanager
+def interruptible(line: str | None = None) -> Iterator[None]:
+    """Let SIGTERM within do what Ctrl-C does, unless whoever runs this process handles it.
+
+    line: given while packages are imported, where nothing is begun yet: then both write it and end the process at once.
+    Some packages turn an exception that is raised while they are imported into another error.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if line is None:
+            raise KeyboardInterrupt
+        sys.stderr.write(line)
+        sys.stderr.flush()
+        os._exit(Exit.INTERRUPTED)
+
+    usual = {signal.SIGTERM: signal.SIG_DFL, **({} if line is None else {signal.SIGINT: signal.default_int_handler})}
+    if threading.current_thread() is not threading.main_thread():
+        usual = {}
+    ours = {number: handler for number, handler in usual.items() if signal.getsignal(number) is handler}
+    for number in ours:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
 
 
 def explain(error: BaseException, exits: Exits) -> tuple[Exit, str]:

@@ -29,7 +29,7 @@ MEANINGS = {
     Exit.REFUSED: "a token is missing, wrong, or not for this; set the right one",
     Exit.NOT_FOUND: "what was named does not exist: a file, federation, task, method, model or token",
     Exit.FULL: "no room left to write, here or at the coordinator; make some, and give the same command again",
-    Exit.INTERRUPTED: "interrupted by Ctrl-C; nothing is lost",
+    Exit.INTERRUPTED: "interrupted by Ctrl-C or SIGTERM; nothing is lost",
 }
 
 

@@ -17,6 +17,7 @@ CoordinatorError
 ├── WrongRange            ask how much of the update is here, and send the rest
 ├── LengthRequired, TooLarge, WrongMediaType      the request's envelope is wrong
 └── BadContent            what was sent breaks the contract; the text says where and what to do
+    └── UnknownMethod     the method that was named is not installed at the coordinator
 """
 
 from pydantic import ValidationError
@@ -84,6 +85,10 @@ class WrongMediaType(CoordinatorError):
 
 class BadContent(CoordinatorError):
     """What was sent breaks the contract."""
+
+
+class UnknownMethod(BadContent):
+    """The method that was named is not installed here."""
 
 
 class Unavailable(CoordinatorError):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
@@ -14,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from command_line.command import Exits, WrongUsage
 from command_line.exits import Exit
 from coordinator.errors import CoordinatorError, DiskFull, NotFound, Unavailable
-from coordinator.settings import Settings
+from coordinator.settings import PREFIX, Settings
 from coordinator.storage.database import BadDatabase
 from coordinator.storage.failing import of_database
 from coordinator.storage.mounts import NetworkFolder
@@ -49,8 +50,13 @@ def read_settings() -> Settings:
         return Settings()
     except ValidationError as error:
         faults = error.errors(include_url=False, include_input=False)
-        said = (f"{'_'.join(('COORDINATOR', *map(str, fault['loc']))).upper()}: {fault['msg']}" for fault in faults)
-        raise WrongUsage("; ".join(said)) from None
+        raise WrongUsage("; ".join(map(_told_of, faults))) from None
+
+
+def _told_of(fault: Mapping[str, Any]) -> str:
+    """A setting that cannot be, after the variable's name; what concerns several names them itself."""
+    said = fault["msg"].removeprefix("Value error, ")
+    return f"{(PREFIX + '_'.join(map(str, fault['loc']))).upper()}: {said}" if fault["loc"] else said
 
 
 @contextmanager

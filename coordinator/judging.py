@@ -60,6 +60,9 @@ def _read(body: bytes, manifest: Manifest, dtype: np.dtype[np.generic]) -> tuple
     classes = manifest.output_shape[0]
     if targets.shape != (len(inputs),) or len(inputs) == 0 or targets.dtype.kind not in "iu":
         raise BadContent(f"targets: {targets.dtype} {targets.shape}; give one whole number for each of the inputs")
-    if targets.min() < 0 or targets.max() >= classes:
-        raise BadContent(f"targets: classes lie in 0..{classes - 1}, not in {targets.min()}..{targets.max()}")
-    return inputs, targets.astype(np.intp)
+    labels = targets.astype(np.intp)
+    beyond = labels[(labels < 0) | (labels >= classes)]
+    if len(beyond):
+        named = ", ".join(map(str, np.unique(beyond)[:5]))
+        raise BadContent(f"targets: {len(beyond)} of them are no class from 0 to {classes - 1}, such as {named}")
+    return inputs, labels

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
 
 from fastapi import FastAPI
+from starlette.concurrency import run_in_threadpool
 
-from coordinator import allocator, logs
+from coordinator import allocator, logs, starting
 from coordinator.api import devices, federations, pages, problems, status
 from coordinator.api.access import OpenHouseWarning
 from coordinator.api.bodies import SmallBodies
@@ -18,10 +21,16 @@ from coordinator.api.door import Door
 from coordinator.api.parts import House
 from coordinator.api.slow import SlowBodies
 from coordinator.settings import Settings
+from coordinator.starting import Listening
+
+log = logging.getLogger(__name__)
 
 
-def create_app(settings: Settings | None = None) -> FastAPI:
-    """The application over the given settings, or those of the environment."""
+def create_app(settings: Settings | None = None, listening: Listening | None = None) -> FastAPI:
+    """The application over the given settings, or those of the environment.
+
+    listening: where its server does, to say how a device joins; by default as uvicorn's command line says.
+    """
     settings = settings or Settings()
 
     @asynccontextmanager
@@ -32,6 +41,13 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.state.house = house
         try:
             await house.open()
+            former = starting.forgotten(settings)
+            if former is not None:
+                log.warning("%s", former)
+            guarded = await run_in_threadpool(house.tokens.guarded)
+            where = listening or starting.by_uvicorn(sys.argv)
+            for line in starting.introduction(settings, where, enrolment_guarded="enrolment" in guarded):
+                log.info("%s", line)
             with _before_stop(house.leave):
                 yield
         finally:

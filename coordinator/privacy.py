@@ -145,8 +145,8 @@ def epsilon(noise_multiplier: float, delta: float, times: int) -> float:
         from dp_accounting.rdp import RdpAccountant
     except ImportError:
         raise BadContent(
-            "noise_multiplier: this coordinator has no accountant, and would not know what it promises; install "
-            "sparrow-fl[privacy]"
+            "noise_multiplier: this coordinator has no accountant, and would not know what it promises; there, "
+            "pip install 'sparrow-fl[privacy]'"
         ) from None
     if not times:
         return 0.0

@@ -22,6 +22,9 @@ from command_line.command import Command, Exits, Parser, WrongUsage
 from command_line.exits import Exit
 from coordinator.exits import EXITS as COMMON
 from coordinator.exits import read_settings, told
+from coordinator.starting import Listening
+
+LAST_PORT = 65535
 
 
 class NoPort(RuntimeError):
@@ -56,6 +59,8 @@ class _Observed:
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens there; port 0 has the system choose. Raises WrongUsage, NoPort."""
+    if not 0 <= port <= LAST_PORT:  # the system's resolver would take the rest of a division by 65536
+        raise WrongUsage(f"--port {port}: there is no such port; choose one from 1 to {LAST_PORT}, or 0 for any")
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # asyncio sends at once only on what says that it is TCP
@@ -90,7 +95,9 @@ def _run(options: argparse.Namespace) -> None:
     with listen(options.host, options.port) as door:
         from coordinator.main import create_app  # it looks at the environment when it is imported
 
-        observed = _Observed(create_app(settings))
+        host, port = door.getsockname()[:2]
+        listening = Listening(host, port, options.ssl_certfile is not None)
+        observed = _Observed(create_app(settings, listening))
         server = uvicorn.Server(
             uvicorn.Config(
                 observed,
@@ -99,9 +106,6 @@ def _run(options: argparse.Namespace) -> None:
                 ssl_keyfile=options.ssl_keyfile,
             )
         )
-        host, port = door.getsockname()[:2]
-        scheme = "http" if options.ssl_certfile is None else "https"
-        print(f"listening at {scheme}://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr)
         try:
             with suppress(SystemExit):  # it says so where it did not start
                 server.run([door])
@@ -122,7 +126,7 @@ COMMAND = Command(
     _run,
     EXITS,
     epilog="Its settings are COORDINATOR_* (docs/settings.md); without any it makes a federation called default and "
-    "keeps its data in ./sparrow-data.",
+    "keeps its data in ~/.local/state/sparrow-coordinator.",
 )
 main = COMMAND.main
 

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from command_line.nearest import nearest
 from coordinator.access import KINDS, Kind
 from edge_sdk.protocol.messages import FederationSettings
+
+PREFIX = "COORDINATOR_"
+
+DATA_DIR = Path("~/.local/state/sparrow-coordinator")
+"""The same from whichever folder the coordinator is started: else it would begin anew in each, without a word."""
+
+SERVICE = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+"""What Kubernetes and Docker set for a service called ``coordinator``, besides ``PORT`` with an address in it."""
 
 
 class Settings(BaseSettings):
     """Where the coordinator keeps its data, who may call it, and what it serves at first start."""
 
-    model_config = SettingsConfigDict(env_prefix="COORDINATOR_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
 
-    data_dir: Path = Field(default=Path("sparrow-data"), description="Folder of the database, models and updates")
+    data_dir: Path = Field(
+        default=DATA_DIR,
+        description="Folder of the database, models and updates; by default in `$XDG_STATE_HOME`, if that is set",
+    )
     database_url: SecretStr | None = Field(
         default=None,
         description="PostgreSQL for the records, postgresql://USER:PASSWORD@HOST/DATABASE; unset: SQLite in the folder",
@@ -82,13 +96,37 @@ class Settings(BaseSettings):
         default="text", description="text, with key=value at the end of a line, or json, one object a line"
     )
 
+    @field_validator("data_dir")
+    @classmethod
+    def _absolute(cls, folder: Path) -> Path:
+        state = os.environ.get("XDG_STATE_HOME")
+        if folder == DATA_DIR and state:
+            return Path(state).absolute() / DATA_DIR.name
+        try:
+            return folder.expanduser().absolute()
+        except RuntimeError:
+            raise ValueError("this user has no home folder; set it to a folder") from None
+
+    @model_validator(mode="after")
+    def _no_others(self) -> Settings:
+        """Refuse a variable that is meant as a setting and is none: it would have no effect."""
+        known = {PREFIX + name.upper() for name in type(self).model_fields}
+        for name, text in os.environ.items():
+            upper = name.upper()
+            rest = upper.removeprefix(PREFIX)
+            if rest == upper or upper in known or SERVICE.fullmatch(rest):
+                continue
+            if not (rest.endswith("PORT") and "://" in text):
+                raise ValueError(f"{name} is no setting{nearest(upper, known)}; correct or unset it")
+        return self
+
     @model_validator(mode="after")
     def _rotates_in_time(self) -> Settings:
         lifetime = self.device_token_lifetime_days
         if lifetime is not None and not 0 < self.device_token_rotation_days < lifetime:
             raise ValueError(
-                "device_token_lifetime_days: tokens would expire before they are renewed; set a shorter "
-                "device_token_rotation_days above 0"
+                "COORDINATOR_DEVICE_TOKEN_LIFETIME_DAYS: tokens would expire before they are renewed; set a shorter "
+                "COORDINATOR_DEVICE_TOKEN_ROTATION_DAYS above 0"
             )
         return self
 

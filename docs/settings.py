@@ -21,7 +21,8 @@ Made by `python docs/settings.py`; do not edit by hand.
 
 ## The coordinator's
 
-Environment variables, read at start.
+Environment variables, read at start. A variable that begins with `COORDINATOR_` and is not in the table is refused, for
+it would have no effect; what Kubernetes and Docker set for a service called `coordinator` is left aside.
 
 """
 

@@ -9,7 +9,7 @@ MIB = 2**20
 
 
 def budget(text: str) -> float:
-    """A share of a full training step, in (0, 1]."""
+    """Return a budget: a share of each layer's neurons to train, in (0, 1]."""
     with suppress(ValueError):
         if 0 < float(text) <= 1:
             return float(text)

@@ -7,6 +7,8 @@ SdkError
 │   ├── RoundOver      this assignment takes no update any more (409): ask for the next one
 │   ├── FederationOver nothing is left to do (410)
 │   ├── TokenExpired   this device must enrol again (401)
+│   ├── WrongSettings  a federation cannot be created with these settings (422): correct them
+│   ├── NotInstalled   the method is not installed at the coordinator (422)
 │   └── NoCoordinator  what answers there is something else
 ├── BadArgument        something the user gave cannot work, found before anything was done
 ├── Damaged            what was downloaded is not what was announced, repeatedly
@@ -51,6 +53,14 @@ class FederationOver(Refused):
 
 class TokenExpired(Refused):
     """The device's token is too old."""
+
+
+class WrongSettings(Refused):
+    """A federation cannot be created with these settings."""
+
+
+class NotInstalled(Refused):
+    """The method that was named is not installed at the coordinator."""
 
 
 class NoCoordinator(Refused):

@@ -6,7 +6,16 @@ import httpx
 
 from command_line.command import Exits
 from command_line.exits import Exit, of_status
-from edge_sdk.errors import BadArgument, CoordinatorFull, NoCoordinator, Refused, SdkError, Unreachable
+from edge_sdk.errors import (
+    BadArgument,
+    CoordinatorFull,
+    NoCoordinator,
+    NotInstalled,
+    Refused,
+    SdkError,
+    Unreachable,
+    WrongSettings,
+)
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.tls import BadCertificate
 
@@ -18,6 +27,8 @@ EXITS: Exits = {
     CoordinatorFull: Exit.FULL,
     Refused: lambda refused: of_status(refused.status),
     NoCoordinator: Exit.UNREACHABLE,
+    NotInstalled: Exit.NOT_FOUND,
+    WrongSettings: Exit.USAGE,
     ProtocolError: Exit.FAILED,
     httpx.TransportError: Exit.UNREACHABLE,
 }

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import signal
 import socket
 import sys
 import tempfile
@@ -21,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from edge_sdk.trainable import exit_unless_trainable
@@ -57,8 +55,6 @@ from edge_sdk.transport import Transport, connect
 from edge_sdk.watch import Watch, read_spent
 from export.errors import ExportError
 from export.metadata import properties
-
-log = logging.getLogger(__name__)
 
 LONG_POLL_SECONDS = 30.0
 EXITS: Exits = {
@@ -126,8 +122,9 @@ def join(
 
     task: the learning problem, or a function that makes it from the federation's settings. name: unique in the
     federation, the host's name by default. state_dir: where the device keeps its personal model and identity; a second
-    call with the same folder goes on where the first was. budget: share of a full training step this device can afford,
-    in (0, 1]; None has it find out, and look again after every round (``edge_sdk.budget``). policy: when it may work;
+    call with the same folder goes on where the first was. budget: share of each layer's neurons that it trains, in
+    (0, 1], which bounds bytes more than time (docs/budget.md); None has it find out what it can afford, and look again
+    after every round (``edge_sdk.budget``). policy: when it may work;
     None: always. conditions: what it is like now, this machine's sensors by default. export: where to write the
     personal model as ONNX. enrolment_token: where the coordinator asks for one. patience_seconds: how long to wait for
     a coordinator that does not answer; None: for ever. watts: power model for estimated joules on a board without a
@@ -155,7 +152,7 @@ def join(
             transport.token = enrolment_token
             read_conditions = conditions or ConditionsReader(System.here(), storage=folder.path).read
             asked = policy if policy is not None and policy.asks else None
-            watch = _watch(asked, read_conditions, folder, log.warning if quiet else bar.say) if asked else None
+            watch = _watch(asked, read_conditions, folder, bar.say) if asked else None
             session = Session(
                 transport,
                 folder,
@@ -365,9 +362,8 @@ class _Bar:
         self.say(f"the coordinator does not answer ({reason}); trying again in {seconds:.1f} s")
 
     def say(self, text: str) -> None:
-        """A line of its own."""
-        if not self._quiet:
-            tqdm.write(text, file=sys.stderr)
+        """Write a line of its own, also where the bar is hidden: it is no progress."""
+        tqdm.write(text, file=sys.stderr)
 
     def close(self) -> None:
         """Leave the bar as it is."""
@@ -455,7 +451,6 @@ def as_json(result: Result, energy: str) -> str:
 def _command(options: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    signal.signal(signal.SIGTERM, _as_interrupt)
     name = options.name or default_name()
 
     def make_task(info: FederationInfo) -> Task:
@@ -491,10 +486,6 @@ def _command(options: argparse.Namespace) -> None:
         print((as_json if options.json else report)(result, meter.describe()))
 
 
-def _as_interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 def _options(parser: Parser) -> None:
     parser.add_argument("--server", required=True, help="the coordinator's address, http://HOST:PORT or https://HOST")
     parser.add_argument("--federation", default="default", help="which federation to join (default: %(default)s)")
@@ -504,7 +495,8 @@ def _options(parser: Parser) -> None:
     parser.add_argument(
         "--budget",
         type=_budget,
-        help="share of a full training step, 0 < B <= 1, or auto: what this device can afford (default: auto)",
+        help="share of each layer's neurons to train, 0 < B <= 1: it bounds bytes, time falls less (sparrow profile "
+        "measures it); auto: what this device can afford (default: auto)",
     )
     parser.add_argument(
         "--policy",
@@ -539,7 +531,9 @@ def _options(parser: Parser) -> None:
         metavar="MIB",
         help="what this process may hold; a budget that needs more is refused (default: what there is)",
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument(
+        "--quiet", action="store_true", help="no progress bar; what needs attention is said all the same"
+    )
     parser.add_argument("--verbose", action="store_true", help="say more")
     add_json(parser)
     tls.add_options(parser)

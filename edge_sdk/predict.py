@@ -48,6 +48,9 @@ ENERGY_SECONDS = 0.5
 WATCH_SECONDS = 1.0
 """How often a model file is looked at."""
 
+NAMED = 5
+"""How many samples a message names."""
+
 _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
 
 
@@ -135,7 +138,7 @@ class Predictor:
     def __call__(self, inputs: Array) -> Array:
         """Outputs [N, *output_shape] of the samples ``inputs`` [N, *input_shape] of type ``dtype``, N >= 1.
 
-        Raises PredictError when shape or type differ.
+        Raises PredictError when shape or type differ, or a value is not finite.
         """
         self._check(inputs)
         chunks = [self._run(inputs[start : start + self._chunk]) for start in range(0, len(inputs), self._chunk)]
@@ -207,6 +210,13 @@ class Predictor:
             )
         if len(inputs) == 0:
             raise PredictError("the input holds no sample; give at least one")
+        if not np.isfinite(inputs).all():  # the model would answer a class all the same
+            unusable = np.flatnonzero(~np.isfinite(inputs).reshape(len(inputs), -1).all(axis=1))
+            names = ", ".join(map(str, unusable[:NAMED])) + (", ..." if len(unusable) > NAMED else "")
+            raise PredictError(
+                f"the input has values that are no finite numbers in {len(unusable)} of {len(inputs)} samples "
+                f"({names}, counted from 0); replace the values or leave these samples out"
+            )
 
 
 class Watched:

@@ -190,7 +190,7 @@ class Session:
 
     @property
     def budget(self) -> float:
-        """The share of a full training step that this device can afford now."""
+        """The share of each layer's neurons that this device trains now."""
         return self._prepared.share
 
     @property

@@ -74,7 +74,7 @@ def _export(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
                 dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
             )
     except ImportError as error:
-        raise ImportError("export needs onnx and onnxscript: pip install sparrow-fl[publish]") from error
+        raise ImportError("export needs onnx and onnxscript: pip install 'sparrow-fl[publish]'") from error
     except torch.onnx.OnnxExporterError as error:
         raise UnsupportedLayer(f"{type(model).__name__} cannot be exported to ONNX: {error}") from error
     if program is None:

@@ -182,7 +182,9 @@ class FolderLock:
 def default_root(server: str, federation: str) -> Path:
     """Where the state of devices lies unless told otherwise: under the user's state folder (XDG)."""
     home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(home) / "sparrow" / re.sub(r"[^A-Za-z0-9.-]+", "_", urlsplit(server).netloc) / federation
+    address = urlsplit(server)
+    place = re.sub(r"[^A-Za-z0-9.-]+", "_", address.netloc + address.path.rstrip("/"))
+    return Path(home) / "sparrow" / place / federation
 
 
 class StateFolder:

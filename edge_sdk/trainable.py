@@ -13,6 +13,10 @@ import sysconfig
 from command_line.exits import Exit
 
 OLDEST_PYTHON = (3, 10)
+INSTALL = (
+    "pip install torch --extra-index-url https://download.pytorch.org/whl/cpu "
+    "and then pip install 'sparrow-fl[device]' bring it"
+)
 ADVICE = "it can predict with an exported model: docs/devices.md says how, and what can be installed here"
 
 
@@ -47,12 +51,13 @@ def check(
         importlib.import_module(module)
     except ImportError as error:
         lacks = isinstance(error, ModuleNotFoundError) and error.name == module
+        how = f"{INSTALL}; without, " if lacks else ""
         why = "is not installed" if lacks else f"does not load ({error})"
     except OSError as error:  # a library of the system's that is not there, or is of another kind of processor
-        why = f"does not load ({error})"
+        how, why = "", f"does not load ({error})"
     else:
         return
-    raise CannotTrain(f"this device cannot train, because PyTorch {why} (Python of {platform}); {ADVICE}")
+    raise CannotTrain(f"this device cannot train, because PyTorch {why} (Python of {platform}); {how}{ADVICE}")
 
 
 def exit_unless_trainable(program: str) -> None:

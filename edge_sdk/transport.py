@@ -25,10 +25,12 @@ from edge_sdk.errors import (
     Damaged,
     FederationOver,
     NoCoordinator,
+    NotInstalled,
     Refused,
     RoundOver,
     TokenExpired,
     Unreachable,
+    WrongSettings,
 )
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.manifest import Manifest, Tensors
@@ -68,13 +70,24 @@ class Traffic:
 
 
 def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
-    """A client of the coordinator at this address. Raises BadArgument for an address or certificates of no use."""
+    """A client of the coordinator at this address, perhaps one with a path that a proxy takes away.
+
+    Raises BadArgument for an address or certificates of no use.
+    """
     try:
         url = httpx.URL(server)
     except httpx.InvalidURL as error:
         raise no_address(server, str(error)) from None
     if url.scheme not in ("http", "https") or not url.host:
         raise no_address(server, "it names no host" if url.scheme in ("http", "https") else "http:// is missing")
+    if url.port is not None and not 0 < url.port < 65536:
+        raise no_address(server, f"there is no port {url.port}, they go from 1 to 65535")
+    if url.userinfo:
+        raise no_address(
+            url.copy_with(userinfo=b""), "it held a name or password; tokens are given as SPARROW_..._TOKEN"
+        )
+    if url.query or url.fragment:
+        raise no_address(server, "it goes on behind the path")
     if trust in (None, tls.Tls()):
         return httpx.Client(base_url=server, timeout=TIMEOUT)
     assert trust is not None
@@ -147,8 +160,13 @@ class Transport:
         return self._call("GET", f"/v1/federations/{name}/skeleton.onnx").content
 
     def create_federation(self, body: bytes, media_type: str) -> FederationInfo:
-        """Create a federation."""
-        answer = self._call("POST", "/v1/federations", content=body, headers={"Content-Type": media_type})
+        """Create a federation. Raises WrongSettings, NotInstalled."""
+        try:
+            answer = self._call("POST", "/v1/federations", content=body, headers={"Content-Type": media_type})
+        except Refused as refused:
+            if refused.status == 422 and not isinstance(refused, NotInstalled):
+                raise WrongSettings(refused.status, refused.detail) from None
+            raise
         return _read(FederationInfo, answer)
 
     def enrol(self, federation: str, request: Enrol) -> Enrolled:
@@ -380,8 +398,9 @@ def _pause(answer: httpx.Response, usual: float) -> float:
 def _refusal(answer: httpx.Response) -> Refused:
     kinds: dict[int, type[Refused]] = {409: RoundOver, 410: FederationOver}
     kind = kinds.get(answer.status_code, Refused if _is_problem(answer) else NoCoordinator)
-    if answer.status_code == 401 and _is_problem(answer) and answer.json().get("title") == "TokenExpired":
-        kind = TokenExpired
+    if _is_problem(answer):
+        titles = {"TokenExpired": TokenExpired, "UnknownMethod": NotInstalled}
+        kind = titles.get(answer.json().get("title"), kind)
     return kind(answer.status_code, _detail(answer))
 
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from command_line.command import Command, Exits, MissingPart, Parser, ended
+from command_line.command import Command, Exits, MissingPart, Parser, ended, interruptible
 from command_line.exits import Exit
+from command_line.nearest import nearest
 from edge_sdk import trainable
 
 OURS = ("benchmarks", "command_line", "coordinator", "devices", "edge_sdk", "export", "sparrow")
@@ -94,14 +95,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or words[0] not in PARTS:
         parser = build()
         if words and not words[0].startswith("-"):
-            parser.error(f"there is no command {words[0]!r}")
+            parser.error(f"there is no command {words[0]!r}{nearest(words[0], PARTS)}")
         parser.parse_args(words or ["--help"])
         return Exit.USAGE  # not reached: help, version and options that there are not end above
     name, rest = words[0], words[1:]
     prog = f"sparrow {name}"
     loaded: list[Command] = []
     known: Exits = {MissingPart: Exit.CANNOT, trainable.CannotTrain: Exit.CANNOT}
-    code = ended(prog, lambda: loaded.append(PARTS[name].load()), known, shown="--traceback" in rest)
+    with interruptible(f"{prog}: interrupted\n"):
+        code = ended(prog, lambda: loaded.append(PARTS[name].load()), known, shown="--traceback" in rest)
     return loaded[0].main(rest, prog) if loaded else code
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
 import random
+import shutil
 import struct
 import sys
+import tempfile
 
 # Tests run as many at a time as there are cores, and start processes of their own: threads of each for every core
 # would wait for one another longer than they work. Before torch is imported, and for the processes, too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# No test writes into the state folder of whoever runs it: coordinators and devices keep theirs here.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="sparrow-tests-")
 
 import numpy as np
 import pytest
@@ -20,6 +26,8 @@ from edge_sdk.protocol import bundle
 from edge_sdk.protocol.manifest import Constant, Layer, Manifest, NeuronGroup, Segment, TensorSpec, Uniform
 from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons
 from edge_sdk.protocol.messages import Assignment, Telemetry, UpdateReport
+
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

@@ -42,6 +42,7 @@ STATUS: dict[type[Exception], int] = {
     errors.WrongMediaType: 415,
     errors.WrongRange: 416,
     errors.BadContent: 422,
+    errors.UnknownMethod: 422,
     errors.TooManyRequests: 429,
     errors.Unavailable: 503,
     errors.DiskFull: 507,
@@ -97,11 +98,12 @@ async def _invalid_content(_: Request, error: Exception) -> JSONResponse:
     return problem(422, "BadContent", explain(error))
 
 
-async def _framework(_: Request, error: Exception) -> JSONResponse:
+async def _framework(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     title = HTTPStatus(error.status_code).phrase.replace(" ", "")
     advised = isinstance(error, TooSlow)
-    detail = error.detail if advised else f"{error.detail}; the OpenAPI page at /docs lists the calls"
+    what = f"there is nothing at {request.url.path}" if error.status_code == 404 else error.detail
+    detail = error.detail if advised else f"{what}; check the address; the OpenAPI page at /docs lists the calls"
     return problem(error.status_code, title, detail, dict(error.headers or {}))
 
 

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from command_line.nearest import nearest
 from coordinator.aggregation import MaskedSums, Sums
-from coordinator.errors import BadContent
+from coordinator.errors import BadContent, UnknownMethod
 from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.elements import ElementMask
@@ -218,9 +219,11 @@ class CoordinatorMethod(Protocol):
 
 @cache  # methods keep no state, and looking through the installed packages takes milliseconds
 def load_method(name: str) -> CoordinatorMethod:
-    """The server half registered as ``name``. Raises BadContent, which names what is installed."""
+    """The server half registered as ``name``. Raises UnknownMethod, which names what is installed."""
     found = {entry.name: entry for entry in entry_points(group="sparrow.coordinator_methods")}
     if name not in found:
-        raise BadContent(f"method: {name!r} is not installed here; choose one of {', '.join(sorted(found))}")
+        raise UnknownMethod(
+            f"method: {name!r} is not installed here{nearest(name, found)}; there are {', '.join(sorted(found))}"
+        )
     method: CoordinatorMethod = found[name].load()()
     return method

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from command_line.nearest import nearest
 from edge_sdk.protocol.bundle import Bundle
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.flops import training_flops
@@ -304,8 +305,8 @@ def load_method(name: str) -> DeviceMethod:
     found = {entry.name: entry for entry in entry_points(group="sparrow.device_methods")}
     if name not in found:
         raise UnknownMethod(
-            f"the federation uses the method {name!r}, installed are {', '.join(sorted(found))}; update this SDK, "
-            f"or install the package that provides it"
+            f"the federation uses the method {name!r}{nearest(name, found)}; installed are "
+            f"{', '.join(sorted(found))}; update this SDK, or install the package that provides it"
         )
     method: DeviceMethod = found[name].load()()
     return method

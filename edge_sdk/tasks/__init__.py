@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from command_line.nearest import nearest
 from edge_sdk.training.compute import USUAL, Compute
 
 
@@ -85,7 +86,7 @@ def load_task(name: str, data: str | None, *, device: str, seed: int, batch_size
     if not colon:
         return loader(data, device=device, seed=seed, batch_size=batch_size)
     if "model" not in signature(loader).parameters:
-        raise UnknownTask(f"the federation's task is {name!r}, but {task} has one model only; call it {task}")
+        raise UnknownTask(f"there is no task {name!r}: {task} has one model only; call it {task}")
     return loader(data, device=device, seed=seed, batch_size=batch_size, model=model)
 
 
@@ -95,8 +96,8 @@ def _find_loader(task: str) -> Callable[..., Task]:
     found = {entry.name: entry for entry in entry_points(group="sparrow.tasks")}
     if task not in found:
         raise UnknownTask(
-            f"the federation's task is {task!r}, built in are {', '.join(sorted(found))}; join it from Python with a "
-            f"Task of your own (README, 'Your own model')"
+            f"there is no task {task!r} here{nearest(task, found)}; there are {', '.join(sorted(found))}; one of "
+            f"your own is joined from Python, or installed (docs/own-model.md)"
         )
     loader: TaskLoader = found[task].load()
     return loader

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.protocol.manifest import Array
-from edge_sdk.tasks.loading import DataError
+from edge_sdk.tasks.loading import BadOption, DataError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -45,10 +45,10 @@ def corrupt(images: Images, name: str, severity: int, *, seed: int, device: int)
     not computed, a severity that there is not, or images that the kind is not for.
     """
     if name not in CORRUPTIONS:
-        raise DataError(f"--data: {_unknown(name)}")
+        raise BadOption(f"--data: {_unknown(name)}")
     check_severity(severity)
     if images.ndim != 4 or images.dtype != np.uint8 or images.shape[3] not in (1, 3):
-        raise DataError(
+        raise BadOption(
             f"--data: corruption={name} is for images of bytes, grey or in colour; these samples are {images.dtype} "
             f"of shape {images.shape[1:]}, leave it out"
         )
@@ -59,18 +59,18 @@ def corrupt(images: Images, name: str, severity: int, *, seed: int, device: int)
 def check_corruption(name: str, *, published: bool) -> None:
     """Raise DataError, which says what can be done, unless ``name`` can be had; published: of published test images."""
     if name in PUBLISHED and not published:
-        raise DataError(
+        raise BadOption(
             f"--data: corruption={name} is not computed, but read from the published arrays, which are of the "
             f"published test images alone; add test=published, or choose one of {', '.join(CORRUPTIONS)}"
         )
     if name not in PUBLISHED and name not in CORRUPTIONS:
-        raise DataError(f"--data: {_unknown(name)}")
+        raise BadOption(f"--data: {_unknown(name)}")
 
 
 def check_severity(severity: int) -> None:
     """Raise DataError unless there is such a severity."""
     if not 1 <= severity <= SEVERITIES:
-        raise DataError(f"--data: severity={severity}; choose 1 to {SEVERITIES}")
+        raise BadOption(f"--data: severity={severity}; choose 1 to {SEVERITIES}")
 
 
 def _unknown(name: str) -> str:
@@ -186,7 +186,7 @@ def saturate(images: Images, severity: int, random: np.random.RandomState) -> Im
     DataError for grey images.
     """
     if images.shape[3] != 3:
-        raise DataError("--data: corruption=saturate is for images in colour, these are grey; choose another")
+        raise BadOption("--data: corruption=saturate is for images in colour, these are grey; choose another")
     factor, added = ((0.3, 0.0), (0.1, 0.0), (1.5, 0.0), (2.0, 0.1), (2.5, 0.2))[severity - 1]
     values = _values(images)
     value = values.max(axis=3, keepdims=True)

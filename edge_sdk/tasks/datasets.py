@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks.formats import Wanted, read
-from edge_sdk.tasks.loading import DataError, NoData
+from edge_sdk.tasks.loading import BadOption, DataError, NoData
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ def read_dataset(path: str | None, wanted: Wanted) -> Dataset:
     Raises DataError, which names what was looked for and where the public set is described.
     """
     if not path:
-        raise DataError(f"the task {wanted.task} needs to know where its data are: add --data PATH; {wanted.advice}")
+        raise BadOption(f"the task {wanted.task} needs to know where its data are: add --data PATH; {wanted.advice}")
     place = Path(path).expanduser().resolve()
     try:
         stamp = place.stat().st_mtime_ns

@@ -8,13 +8,14 @@ from edge_sdk.exits import EXITS as CALLS
 from edge_sdk.methods import BudgetTooSmall, UnknownMethod
 from edge_sdk.preparing import DoesNotFit
 from edge_sdk.tasks import UnknownTask
-from edge_sdk.tasks.loading import DataError, NoData
+from edge_sdk.tasks.loading import BadOption, DataError, NoData
 
 EXITS: Exits = {
     **CALLS,
     UnknownMethod: Exit.NOT_FOUND,
     UnknownTask: Exit.NOT_FOUND,
     DataError: Exit.FAILED,
+    BadOption: Exit.USAGE,
     NoData: Exit.NOT_FOUND,
     DoesNotFit: Exit.CANNOT,
     BudgetTooSmall: Exit.CANNOT,

@@ -24,10 +24,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks.decoding import IMAGES, decode_files, decode_jpegs
-from edge_sdk.tasks.loading import DataError, NoData
+from edge_sdk.tasks.loading import DataError, NoData, label_names
 
 PEOPLE = ("person", "subject")
 """What the entry or column is called that says who made a sample."""
@@ -358,16 +359,17 @@ def _checked(source: str, inputs: Array, labels: Array, people: Array | None, pu
     if len(inputs) != len(labels) or len(labels) == 0:
         raise DataError(f"{source}: {len(inputs)} samples have {len(labels)} labels; give one each, and at least one")
     targets = _numbered(source, labels, wanted)
-    if targets.min() < 0 or targets.max() >= wanted.classes:
+    beyond = targets[(targets < 0) | (targets >= wanted.classes)]
+    if len(beyond):
         raise DataError(
-            f"{source}: labels go from {targets.min()} to {targets.max()}; {wanted.task} has {wanted.classes} classes, "
-            f"numbered from 0"
+            f"{source}: has {label_names(beyond)} in {len(beyond)} of {len(targets)} samples, but {wanted.task} has "
+            f"{wanted.classes} classes, 0 to {wanted.classes - 1}; correct them or leave these samples out"
         )
     codes = None if people is None else np.unique(people, return_inverse=True)[1]
     return Parts(inputs, targets, codes, published)
 
 
-def _numbered(source: str, labels: Array, wanted: Wanted) -> Array:
+def _numbered(source: str, labels: Array, wanted: Wanted) -> NDArray[np.int64]:
     """Classes as int64: numbers as they are, names by their order."""
     if labels.dtype.kind in "iub":
         return labels.astype(np.int64)

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks import Task
 
 EVALUATION_BATCH = 256
@@ -27,8 +29,19 @@ class DataError(ValueError):
     """The data that the user named cannot be used; the text says what was met, what was wanted and what to do."""
 
 
+class BadOption(DataError):
+    """What the user said of the data cannot work, whatever the data are."""
+
+
 class NoData(DataError):
     """There is no such file or folder."""
+
+
+def label_names(labels: Array) -> str:
+    """Name labels for a message, each once: ``label 7`` or ``labels 7, 9``; of many the first five."""
+    found = np.unique(labels)
+    names = ", ".join(map(str, found[:5])) + (", ..." if len(found) > 5 else "")
+    return f"label{'s' if len(found) > 1 else ''} {names}"
 
 
 class Samples(Protocol):

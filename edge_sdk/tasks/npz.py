@@ -28,7 +28,7 @@ from torch import nn
 
 from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks import Task
-from edge_sdk.tasks.loading import Arrays, DataError, NoData, build_seeded, classification
+from edge_sdk.tasks.loading import Arrays, BadOption, DataError, NoData, build_seeded, classification, label_names
 from edge_sdk.tasks.partition import split
 
 SAME_CLASSES = (
@@ -44,7 +44,7 @@ WIDTHS = (16, 32, 64)
 def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
     """The task over the arrays of the file ``data``, the model made by ``build_model``. Raises DataError."""
     if not data:
-        raise DataError("the task npz needs the device's own arrays: add --data path.npz")
+        raise BadOption("the task npz needs the device's own arrays: add --data path.npz")
     arrays = _read(data)
     train = _pair(arrays, "train")
     validation = _pair(arrays, "val") if _has_pair(arrays, "val") else None
@@ -54,7 +54,8 @@ def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
             raise DataError(
                 f"x_{name}: samples have shape {_shape(pair)}, those of x_train {_shape(train)}; they must be alike"
             )
-    classes = _classes(arrays, [pair for pair in (train, validation, test) if pair is not None])
+    pairs = {"y_train": train, "y_val": validation, "y_test": test}
+    classes = _classes(arrays, {key: pair for key, pair in pairs.items() if pair is not None})
     shape = _shape(train)
     if validation is None:
         parts = split(len(train.inputs), seed)
@@ -135,8 +136,9 @@ def _pair(arrays: Mapping[str, Array], name: str) -> Arrays:
         )
     if labels.dtype.kind not in "iu":
         raise DataError(f"y_{name}: is of {labels.dtype}; number the classes from 0 and store them as int64")
-    if labels.min() < 0:
-        raise DataError(f"y_{name}: the smallest label is {labels.min()}; number the classes from 0")
+    below = labels < 0  # type: ignore[operator]
+    if below.any():
+        raise DataError(f"y_{name}: has {label_names(labels[below])}; number the classes from 0")
     return Arrays(_inputs(inputs, f"x_{name}"), torch.from_numpy(labels.astype(np.int64)))
 
 
@@ -157,11 +159,10 @@ def _inputs(array: Array, key: str) -> torch.Tensor:
     return torch.from_numpy(values[:, None] if array.ndim == 3 else values)
 
 
-def _classes(arrays: Mapping[str, Array], pairs: list[Arrays]) -> int:
+def _classes(arrays: Mapping[str, Array], pairs: Mapping[str, Arrays]) -> int:
     """How many classes there are: what the file says, or else one more than the largest label."""
-    needed = 1 + max(int(pair.targets.max()) for pair in pairs)
     if "classes" not in arrays:
-        return max(needed, 2)
+        return max(2, 1 + max(int(pair.targets.max()) for pair in pairs.values()))
     entry = arrays["classes"]
     if entry.ndim == 0 and entry.dtype.kind in "iu":
         classes = int(entry)
@@ -171,8 +172,15 @@ def _classes(arrays: Mapping[str, Array], pairs: list[Arrays]) -> int:
         raise DataError(
             f"classes: has shape {entry.shape} of {entry.dtype}; give their number, or a list of their names"
         )
-    if classes < max(needed, 2):
-        raise DataError(f"classes: there are {classes}, but the largest label is {needed - 1}; {SAME_CLASSES}")
+    if classes < 2:
+        raise DataError(f"classes: there are {classes}, at least 2 are needed; {SAME_CLASSES}")
+    for key, pair in pairs.items():
+        beyond = pair.targets[pair.targets >= classes]
+        if len(beyond):
+            raise DataError(
+                f"{key}: has {label_names(beyond.numpy())}, but there are {classes} classes, 0 to {classes - 1}; "
+                f"{SAME_CLASSES}"
+            )
     return classes
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.protocol.manifest import Array
-from edge_sdk.tasks.loading import DataError
+from edge_sdk.tasks.loading import BadOption, DataError
 
 Index = NDArray[np.intp]
 
@@ -78,7 +78,7 @@ def grouped(
     """
     _check(labels, of, minimum)
     if not 1 <= groups <= of:
-        raise DataError(f"{of} devices cannot form {groups} groups; give at least 1 group and a device for each")
+        raise BadOption(f"{of} devices cannot form {groups} groups; give at least 1 group and a device for each")
     largest = -(-of // groups)
     dealt: list[Index] = [np.empty(0, np.intp)] * of
     random = _random(seed, 1)
@@ -100,7 +100,7 @@ def shards(labels: Array, people: Array | None, *, of: int, seed: int, shards: i
     numbers do not divide. Every sample is dealt.
     """
     if shards < 1:
-        raise DataError(f"shards is {shards}; a device needs at least 1")
+        raise BadOption(f"shards is {shards}; a device needs at least 1")
     _check(labels, of, shards)
     pieces = np.array_split(np.argsort(labels, kind="stable"), of * shards)
     hands = _random(seed).permutation(of * shards).reshape(of, shards)
@@ -119,7 +119,7 @@ def classes(
     """
     _check(labels, of, minimum)
     if classes < 1:
-        raise DataError(f"classes is {classes}; a device needs at least 1")
+        raise BadOption(f"classes is {classes}; a device needs at least 1")
     random = _random(seed)
     attempts = 100  # a draw of this kind costs a loop over the devices
     for _ in range(attempts):
@@ -167,7 +167,7 @@ def quantity(
     """
     _check(labels, of, minimum)
     if not (sigma >= 0 and math.isfinite(sigma)):
-        raise DataError(f"sigma is {sigma}; it must be a number of at least 0, such as 0.3")
+        raise BadOption(f"sigma is {sigma}; it must be a number of at least 0, such as 0.3")
     random = _random(seed)
     mixed = random.permutation(len(labels))
     for _ in range(REDRAWS):
@@ -181,7 +181,7 @@ def quantity(
 def person(labels: Array, people: Array | None, *, of: int, seed: int) -> list[Index]:
     """Every device is one person: device i holds what the i-th one made, in the order of their names or numbers."""
     if people is None:
-        raise DataError("partition=person: this set does not say who made its samples; choose another partition")
+        raise BadOption("partition=person: this set does not say who made its samples; choose another partition")
     found = np.unique(people)
     if of != len(found):
         raise DataError(
@@ -204,7 +204,7 @@ def split(count: int, seed: int, held_out: float = 0.3, validation: float = 0.15
     Each set gets at least one sample. Raises DataError for fewer than three, or shares outside (0, 1).
     """
     if not (0 < held_out < 1 and 0 < validation < 1):
-        raise DataError(f"held_out is {held_out} and validation {validation}; both must lie between 0 and 1")
+        raise BadOption(f"held_out is {held_out} and validation {validation}; both must lie between 0 and 1")
     if count < 3:
         raise DataError(f"{count} samples cannot be split into training, validation and test; give at least 3")
     order = _random(seed).permutation(count)
@@ -223,7 +223,7 @@ def shifted(own: Index, union: Index, *, seed: int, device: int, degree: float) 
     Returns as many indices as ``own`` has, the kept ones first. Raises DataError for a degree outside [0, 1].
     """
     if not 0 <= degree <= 1:
-        raise DataError(f"the shift is {degree}; it is a share between 0 and 1")
+        raise BadOption(f"the shift is {degree}; it is a share between 0 and 1")
     replaced = math.floor(degree * len(own) + 0.5)
     order = _random(seed, device).permutation(own)  # without the degree: that is what nests the kept sets
     drawn = _random(seed, device, round(degree * 10**6)).permutation(union)[:replaced]
@@ -233,7 +233,7 @@ def shifted(own: Index, union: Index, *, seed: int, device: int, degree: float) 
 def _check(labels: Array, of: int, minimum: int) -> None:
     """Refuse a partition that no draw could make."""
     if of < 1 or minimum < 0:
-        raise DataError(f"{of} devices of at least {minimum} samples each; give at least 1 device and 0 samples")
+        raise BadOption(f"{of} devices of at least {minimum} samples each; give at least 1 device and 0 samples")
     if of * minimum > len(labels):
         raise DataError(f"{len(labels)} samples cannot give {of} devices {minimum} each; use fewer devices")
 
@@ -247,10 +247,10 @@ def _too_few(attempts: int, drawn: str, of: int, minimum: int, labels: Array, in
 
 def _check_alpha(alpha: float) -> None:
     if not (alpha > 0 and math.isfinite(alpha)):
-        raise DataError(f"alpha is {alpha}; it must be a number above 0, such as 0.3")
+        raise BadOption(f"alpha is {alpha}; it must be a number above 0, such as 0.3")
 
 
 def _random(seed: int, *more: int) -> np.random.RandomState:
     if not 0 <= seed < 2**63:
-        raise DataError(f"the seed is {seed}; it must lie in 0..2^63-1")
+        raise BadOption(f"the seed is {seed}; it must lie in 0..2^63-1")
     return np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, *more])

@@ -20,10 +20,11 @@ from typing import Literal, Protocol, cast, get_type_hints
 
 import numpy as np
 
+from command_line.nearest import nearest
 from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks.corruption import check_corruption, check_severity
 from edge_sdk.tasks.datasets import Dataset
-from edge_sdk.tasks.loading import DataError
+from edge_sdk.tasks.loading import BadOption, DataError
 from edge_sdk.tasks.partition import Index, Split, shifted, split
 
 DEVICES = 10
@@ -69,32 +70,32 @@ class Sharing:
 
     def __post_init__(self) -> None:
         if self.of is not None and self.of < 1:
-            raise DataError(f"--data: of={self.of}; the samples are dealt to at least 1 device")
+            raise BadOption(f"--data: of={self.of}; the samples are dealt to at least 1 device")
         if self.index is not None and self.index < 0:
-            raise DataError(f"--data: index={self.index}; parts are counted from 0")
+            raise BadOption(f"--data: index={self.index}; parts are counted from 0")
         if self.part not in ("train", "all"):
-            raise DataError(f"--data: part={self.part}; choose train or all")
+            raise BadOption(f"--data: part={self.part}; choose train or all")
         if self.test not in ("own", "published"):
-            raise DataError(f"--data: test={self.test}; choose own or published")
+            raise BadOption(f"--data: test={self.test}; choose own or published")
         if not 0 <= self.shift <= 1:
-            raise DataError(f"--data: shift={self.shift:g}; it is a share between 0 and 1")
+            raise BadOption(f"--data: shift={self.shift:g}; it is a share between 0 and 1")
         if self.test == "published" and self.part == "all":
-            raise DataError(
+            raise BadOption(
                 "--data: part=all deals the published test part to be trained on, and test=published tests on it; "
                 "leave one of them out"
             )
         if self.test == "published" and self.shift:
-            raise DataError(
+            raise BadOption(
                 f"--data: shift={self.shift:g} draws from the devices' own test samples, and with test=published they "
                 "have none; leave one of them out"
             )
         if (self.corruption is None) != (self.severity == 0):
-            raise DataError("--data: corruption and severity belong together, as in corruption=contrast,severity=3")
+            raise BadOption("--data: corruption and severity belong together, as in corruption=contrast,severity=3")
         if self.corruption is not None:
             check_corruption(self.corruption, published=self.test == "published")
             check_severity(self.severity)
             if self.shift:
-                raise DataError(
+                raise BadOption(
                     f"--data: corruption={self.corruption} is of a device's own test images, and shift="
                     f"{self.shift:g} replaces them; leave one of them out"
                 )
@@ -106,7 +107,7 @@ class Sharing:
         """
         if self.index is not None:
             if self.index >= of:
-                raise DataError(
+                raise BadOption(
                     f"--data: index={self.index} of {of} parts; parts are counted from 0 to {of - 1}, "
                     f"choose one of them or set of="
                 )
@@ -140,9 +141,9 @@ def read_sharing(
     for entry in entries:
         key, equals, text = (word.strip() for word in entry.partition("="))
         if not equals:
-            raise DataError(f"--data: {entry!r} is not understood; {task} takes {_grammar(needs_path)}")
+            raise BadOption(f"--data: {entry!r} is not understood; {task} takes {_grammar(needs_path)}")
         if key in texts:
-            raise DataError(f"--data: {key} is given twice; give it once")
+            raise BadOption(f"--data: {key} is given twice; give it once")
         texts[key] = text
     name = texts.pop("partition", partition)
     option_types = _option_types(find_partition(name))
@@ -156,14 +157,14 @@ def read_sharing(
         elif key in _TEXTS:
             fields[key] = text
         else:
-            raise DataError(
+            raise BadOption(
                 f"--data: {key + '=' + text!r} is not understood; {task} takes {_grammar(needs_path)}, and "
                 f"partition={name} takes {', '.join(option_types) or 'no options'}"
             )
     if "held_out" in fields and fields.get("test") == "published":
-        raise DataError("--data: with test=published no sample of the device's own is held out; leave held_out out")
+        raise BadOption("--data: with test=published no sample of the device's own is held out; leave held_out out")
     if "corruption" in fields and not corruptible:
-        raise DataError(f"--data: corruption={fields['corruption']} is for images of bytes, which {task} has not")
+        raise BadOption(f"--data: corruption={fields['corruption']} is for images of bytes, which {task} has not")
     return Sharing(**{"path": path, "seed": seed, **fields, "partition": name, "options": tuple(sorted(options))})  # type: ignore[arg-type]
 
 
@@ -195,7 +196,7 @@ def _number(key: str, text: str, kind: type) -> float:
         value = math.nan
     if not math.isfinite(value):
         wanted = "a whole number" if kind is int else "a number"
-        raise DataError(f"--data: {key}={text}; {key} must be {wanted}, as in index=2,of=5,alpha=0.3")
+        raise BadOption(f"--data: {key}={text}; {key} must be {wanted}, as in index=2,of=5,alpha=0.3")
     return value
 
 
@@ -207,7 +208,9 @@ def find_partition(name: str) -> Partition:
     """
     found = {entry.name: entry for entry in entry_points(group="sparrow.partitions")}
     if name not in found:
-        raise DataError(f"--data: there is no partition {name!r}; there are {', '.join(sorted(found))}")
+        raise BadOption(
+            f"--data: there is no partition {name!r}{nearest(name, found)}; there are {', '.join(sorted(found))}"
+        )
     return cast(Partition, found[name].load())
 
 
@@ -265,13 +268,13 @@ def _recorded_with(dataset: Dataset, samples: Index, source: str | None, use: st
         return samples
     option = f"{'test_on' if use == 'test' else 'train_on'}={source}"
     if dataset.sources is None:
-        raise DataError(f"--data: {option}, but the data do not say what a sample was recorded with; leave it out")
+        raise BadOption(f"--data: {option}, but the data do not say what a sample was recorded with; leave it out")
     known = np.unique(dataset.sources)
     if source not in known:
-        raise DataError(f"--data: {option}, but the data are of {' and '.join(known)}; choose one of them")
+        raise BadOption(f"--data: {option}, but the data are of {' and '.join(known)}; choose one of them")
     kept: Index = samples[dataset.sources[samples] == source]
     if len(kept) == 0:
-        raise DataError(f"--data: {option}, but this device has no {use} sample of a {source}; leave it out")
+        raise BadOption(f"--data: {option}, but this device has no {use} sample of a {source}; leave it out")
     return kept
 
 
@@ -320,14 +323,14 @@ def _tested_on_published(dataset: Dataset, samples: Index, sharing: Sharing, *, 
     """
     count = len(dataset.targets) - dataset.published
     if count == 0:
-        raise DataError("--data: test=published, but the data have no published test part; give one, or leave it out")
+        raise BadOption("--data: test=published, but the data have no published test part; give one, or leave it out")
     if count < of:
-        raise DataError(
+        raise BadOption(
             f"--data: test=published, but {count} published test samples are too few for {of} devices; use fewer "
             "devices, or leave it out"
         )
     if not 0 < sharing.validation < 1:
-        raise DataError(f"--data: validation={sharing.validation:g}; it must lie between 0 and 1")
+        raise BadOption(f"--data: validation={sharing.validation:g}; it must lie between 0 and 1")
     if len(samples) < 2:
         raise DataError(f"{len(samples)} samples cannot be split into training and validation; give at least 2")
     # The stream and the rounding of ``partition.split``, of which this is the case without a test share.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import pytest
 
 from benchmarks import rows
 from benchmarks.__main__ import main
-from benchmarks.experiment import FOLDER, load_experiment, trials, tuning_trials
+from benchmarks.experiment import FOLDER, BadExperiment, load_experiment, trials, tuning_trials
+from command_line.exits import Exit
 from edge_sdk.tasks.sharing import read_sharing
 
 TINY = """
@@ -300,7 +302,7 @@ def test_last_models_are_judged_on_other_test_sets_without_training(tmp_path):
 def test_test_sets_that_cannot_be_had_are_told_before_anything_is_trained(tmp_path, capsys):
     file = tmp_path / "tiny.toml"
     file.write_text('corruptions = ["contrast"]\n' + TINY)
-    assert main(command("run", file, tmp_path / "work", "--processes", "1")) == 1
+    assert main(command("run", file, tmp_path / "work", "--processes", "1")) == Exit.USAGE
     assert "corruption=contrast is for images of bytes, which digits has not" in capsys.readouterr().err
     assert not (tmp_path / "work" / "results.jsonl").exists()
     assert not list((tmp_path / "work").glob("trials/*/coordinator*")), "nor has a coordinator been started"
@@ -337,45 +339,48 @@ def test_test_sets_that_cannot_be_had_are_told_before_anything_is_trained(tmp_pa
         (("new = 1", "shifts = [0, 1]\ndata = { shift = 0.5 }"), "data: shift is what the test sets change"),
     ],
 )
-def test_a_file_that_describes_no_experiment_is_refused_with_what_is_wrong(tmp_path, change, said):
+def test_a_file_that_describes_no_experiment_is_refused_with_what_is_wrong(tmp_path, change, said, capsys):
     file = tmp_path / "wrong.toml"
     assert change[0] in TINY
     file.write_text(TINY.replace(*change))
-    with pytest.raises(SystemExit) as refused:
-        main(command("run", file, tmp_path / "work"))
-    assert str(refused.value).startswith(f"{file}: ")
-    assert said in str(refused.value)
+    assert main(command("run", file, tmp_path / "work")) == Exit.USAGE
+    line = capsys.readouterr().err
+    assert line.startswith(f"benchmarks: {file}: ")
+    assert " ".join(said.split()) in line
     assert not (tmp_path / "work").exists()
 
 
 def test_a_setting_is_given_or_tuned(tmp_path):
     file = tmp_path / "wrong.toml"
     file.write_text(TINY + "settings = { learning_rate = 0.3 }\n" + TUNED)
-    with pytest.raises(SystemExit, match="FedAvg: learning_rate is set and is to be tuned; leave one of them out"):
+    with pytest.raises(BadExperiment, match="FedAvg: learning_rate is set and is to be tuned; leave one of them out"):
         load_experiment(str(file))
     own = 'settings = { method_settings.a = 1 }\ngrid = { "method_settings.a" = [1, 2] }\n'
     file.write_text(TINY + own + TUNED)
-    with pytest.raises(SystemExit, match=r"FedAvg: method_settings\.a is set and is to be tuned"):
+    with pytest.raises(BadExperiment, match=r"FedAvg: method_settings\.a is set and is to be tuned"):
         load_experiment(str(file))
 
 
 @pytest.mark.parametrize("name", ["nothing", "nothing.toml"])
-def test_an_unknown_experiment_is_told_with_those_there_are(name):
-    with pytest.raises(SystemExit, match=rf"there is no experiment '{name}'; there are .*fedspu-cifar10.*, or give a"):
-        main(["run", name, "--data", "x"])
+def test_an_unknown_experiment_is_told_with_those_there_are(name, capsys):
+    assert main(["run", name, "--data", "x"]) == Exit.NOT_FOUND
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(rf"there is no experiment '{name}'; there are .*fedspu-cifar10.*, or give a .toml file$", line)
+    assert main(["report", "fedspu-cifar11"]) == Exit.NOT_FOUND
+    assert "is 'fedspu-cifar10' meant?" in capsys.readouterr().err
 
 
-def test_what_is_not_there_is_told(file, tmp_path):
+def test_what_is_not_there_is_told(file, tmp_path, capsys):
     with pytest.raises(SystemExit, match=r"tiny has no \[tune\]; add the grid"):
         main(command("tune", file, tmp_path))
-    with pytest.raises(SystemExit, match="holds no results; run `python -m benchmarks run tiny` first"):
-        main(["report", str(file), "--folder", str(tmp_path)])
+    assert main(["report", str(file), "--folder", str(tmp_path)]) == Exit.NOT_FOUND
+    assert "holds no results; run `python -m benchmarks run tiny` first" in capsys.readouterr().err
 
 
 def test_data_that_cannot_be_used_end_the_run_with_a_word(tmp_path, capsys):
     file = tmp_path / "tiny.toml"
     file.write_text(TINY.replace("alpha = [0.5]", "alhpa = [0.5]"))
-    assert main(command("run", file, tmp_path / "work", "--processes", "1")) == 1
+    assert main(command("run", file, tmp_path / "work", "--processes", "1")) == Exit.USAGE
     assert "benchmarks: " in capsys.readouterr().err
 
 

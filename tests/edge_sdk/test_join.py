@@ -123,10 +123,19 @@ def test_a_state_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
     assert "give another --state-dir" in capsys.readouterr().err
 
 
+def test_quiet_hides_the_bar_and_nothing_that_needs_attention(capsys):
+    bar = join._Bar(quiet=True)
+    bar.start(session=None)
+    bar.waiting("connection refused", 2.0)
+    assert capsys.readouterr().err == ("the coordinator does not answer (connection refused); trying again in 2.0 s\n")
+
+
 def test_two_coordinators_have_folders_of_their_own():
     one, other = (default_root(f"http://{host}:8000", "f") for host in ("a", "b"))
     assert one != other
     assert one.parts[-3:] == ("sparrow", "a_8000", "f")
+    assert default_root("http://a:8000/", "f") == one
+    assert default_root("http://a:8000/lab", "f").parts[-2] == "a_8000_lab"
 
 
 def test_settings_that_contradict_each_other_are_said_without_an_option(capsys):

@@ -115,11 +115,11 @@ def test_a_name_may_carry_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("imagenet", "'imagenet', built in are cifar10, digits, har, mnist, npz"),
-        ("imagenet:small", "'imagenet', built in are"),
+        ("imagenet", "there is no task 'imagenet' here; there are cifar10, digits, har, mnist, npz"),
+        ("imagenet:small", "there is no task 'imagenet' here"),
         ("mnist:big", "no model 'big'; there are mnist, mnist:fedsgc, mnist:leaf"),
         ("mnist:", "no model ''"),
-        ("digits:small", "'digits:small', but digits has one model only; call it digits"),
+        ("digits:small", "there is no task 'digits:small': digits has one model only; call it digits"),
     ],
 )
 def test_unknown_tasks_and_models_are_explained(name, message):

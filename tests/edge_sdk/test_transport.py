@@ -10,9 +10,9 @@ import socket
 import httpx
 import pytest
 
-from edge_sdk.errors import Damaged, FederationOver, Refused, RoundOver, SdkError, Unreachable
+from edge_sdk.errors import BadArgument, Damaged, FederationOver, Refused, RoundOver, SdkError, Unreachable
 from edge_sdk.protocol.messages import ChangeDevice, Enrol, Payload, Phase, UploadCost
-from edge_sdk.transport import FIRST_WAIT, LONGEST_WAIT, Transport
+from edge_sdk.transport import FIRST_WAIT, LONGEST_WAIT, Transport, connect
 
 BODY = bytes(range(256)) * 40
 PAYLOAD = Payload(bytes=len(BODY), sha256=hashlib.sha256(BODY).hexdigest())
@@ -326,6 +326,28 @@ def test_a_stranger_who_comes_in_between_is_waited_out_but_not_at_first():
     network.transport.change_device("d", CHANGE)
     network.transport.change_device("d", CHANGE)
     assert len(network.slept) == 2
+
+
+@pytest.mark.parametrize(
+    ("server", "why"),
+    [
+        ("http://here:80000", "there is no port 80000, they go from 1 to 65535"),
+        ("http://here:0", "there is no port 0"),
+        ("http://me:secret@here", "it held a name or password; tokens are given as SPARROW_..._TOKEN"),
+        ("http://here/?federation=f", "it goes on behind the path"),
+        ("http://here/#f", "it goes on behind the path"),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused(server, why):
+    with pytest.raises(BadArgument, match="is no address") as refused:
+        connect(server)
+    assert why in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+def test_an_address_may_have_a_path_that_a_proxy_takes_away():
+    with connect("https://here/lab") as client:
+        assert str(client.build_request("GET", "/v1/federations").url) == "https://here/lab/v1/federations"
 
 
 @pytest.mark.parametrize("server", ["127.0.0.1:8000", "ftp://here"])

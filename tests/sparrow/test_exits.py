@@ -179,6 +179,35 @@ def test_so_is_a_setting_that_cannot_be(fails, monkeypatch, name):
     assert "COORDINATOR_TICK_SECONDS: Input should be a valid number" in line
 
 
+def test_so_is_a_port_that_there_is_not(fails, tmp_path, monkeypatch):
+    monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path))
+    line = fails(Exit.USAGE, "serve", "--port", "80000")
+    assert line == "sparrow serve: --port 80000: there is no such port; choose one from 1 to 65535, or 0 for any"
+    assert "80000" in fails(Exit.USAGE, "status", "http://127.0.0.1:80000")
+
+
+def test_so_is_a_part_of_the_data_that_there_is_not(fails, guarded, calls, monkeypatch):
+    monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", ENROLMENT)
+    line = fails(Exit.USAGE, "join", *calls(guarded, "join"), "--data", "index=7,of=2")
+    assert "index=7 of 2 parts; parts are counted from 0 to 1" in line
+    line = fails(Exit.USAGE, "join", *calls(guarded, "join"), "--data", "partition=dirichlett")
+    assert "there is no partition 'dirichlett' (is 'dirichlet' meant?)" in line
+
+
+def test_so_is_a_setting_that_the_coordinator_refuses(fails, guarded, calls, monkeypatch):
+    monkeypatch.setenv("SPARROW_ADMIN_TOKEN", ADMIN)
+    line = fails(Exit.USAGE, "publish", *calls(guarded, "publish"), "--method-set", "foo=3")
+    assert "method_settings.foo" in line
+
+
+def test_so_is_a_misspelt_setting_or_option(fails, sparrow, monkeypatch):
+    monkeypatch.setenv("COORDINATOR_DEFUALT_TASK", "")
+    line = fails(Exit.USAGE, "serve")
+    assert "COORDINATOR_DEFUALT_TASK is no setting (is 'COORDINATOR_DEFAULT_TASK' meant?)" in line
+    assert "--rouds 3 (is '--rounds' meant?)" in sparrow("publish", "--server", "x", "--name", "x", "--rouds", "3")[2]
+    assert "there is no command 'jion' (is 'join' meant?)" in sparrow("jion")[2]
+
+
 # --- 3 ---------------------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +284,15 @@ def test_a_federation_that_there_is_not(fails, guarded, monkeypatch):
     assert "there is no federation 'none'" in fails(Exit.NOT_FOUND, "track", guarded, "none", "--json")
 
 
+def test_a_misspelt_method_task_or_experiment_is_told_with_the_nearest(fails, guarded, calls, monkeypatch):
+    monkeypatch.setenv("SPARROW_ADMIN_TOKEN", ADMIN)
+    words = calls(guarded, "publish")
+    line = fails(Exit.NOT_FOUND, "publish", *words, "--method", "fedspuu")
+    assert "'fedspuu' is not installed here (is 'fedspu' meant?)" in line
+    assert "is 'digits' meant?" in fails(Exit.NOT_FOUND, "publish", *words, "--task", "digit")
+    assert "is 'fedsgc-mnist' meant?" in fails(Exit.NOT_FOUND, "bench", "run", "fedsg-mnist", "--data", "x")
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -287,6 +325,14 @@ def model(tmp_path):
     (tmp_path / "model.onnx").write_bytes(fill_skeleton(digits.skeleton, digits.manifest, values))
     np.save(tmp_path / "samples.npy", np.zeros((2, 1, 8, 8), np.float32))
     return [tmp_path / "model.onnx", "--input", tmp_path / "samples.npy"]
+
+
+def test_samples_that_are_no_numbers_are_named_and_not_predicted(fails, model, tmp_path):
+    samples = np.zeros((8, 1, 8, 8), np.float32)
+    samples[3, 0, 1, 2], samples[5, 0, 0, 0] = np.nan, np.inf
+    np.save(tmp_path / "samples.npy", samples)
+    line = fails(Exit.FAILED, "predict", *model)
+    assert "no finite numbers in 2 of 8 samples (3, 5, counted from 0)" in line
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
@@ -350,17 +396,43 @@ def test_a_coordinator_without_room_says_so_itself(fails, monkeypatch):
     ("name", "says"),
     [("join", "the same command goes on where this device was"), ("fleet", "its devices lay in memory and are gone")],
 )
-def test_a_device_that_waits_can_be_interrupted(fails, calls, closed, name, says, monkeypatch):
+def test_a_device_that_waits_can_be_interrupted(sparrow, calls, closed, name, says, monkeypatch):
     def interrupt(seconds):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(transport.Transport.__init__, "__kwdefaults__", {**KEEP, "sleep": interrupt})
-    handler = signal.getsignal(signal.SIGTERM)
     words = [word for word in calls(closed, name) if word not in ("--patience", "0")]
+    code, out, err = sparrow(name, *words)
+    assert (code, out) == (Exit.INTERRUPTED, "")
+    assert says in err.splitlines()[-1]
+
+
+LOADING = """
+import importlib, os, signal, sys
+from sparrow.main import main
+
+def load(module):  # some packages turn what is raised while they are imported into something else
     try:
-        assert says in fails(Exit.INTERRUPTED, name, *words)
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    except BaseException:
+        raise RecursionError
+importlib.import_module = load
+sys.exit(main(["join"]))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_ends_a_command_whose_packages_are_still_imported(name):
+    command = [sys.executable, "-c", LOADING, name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (Exit.INTERRUPTED, "", "sparrow join: interrupted\n")
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(capsys):
+    terminated = Command("some.module", "For this test.", lambda parser: None, lambda _: os.kill(os.getpid(), 15))
+    assert terminated.main([]) == Exit.INTERRUPTED
+    assert capsys.readouterr().err == "some.module: interrupted\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -398,10 +470,14 @@ def serve(tmp_path):
             process.kill()
 
 
-def test_a_coordinator_goes_on_where_ctrl_c_stopped_it_and_keeps_a_second_one_out(serve):
+def test_a_coordinator_goes_on_where_ctrl_c_stopped_it_and_keeps_a_second_one_out(serve, tmp_path):
     first = serve()
-    lines = iter(first.stderr.readline, "")
-    (address,) = re.findall(r"listening at (http://127\.0\.0\.1:\d+)", next(lines))
+    said = []
+    while not (said and "this machine" in said[-1]):
+        said.append(first.stderr.readline())
+    assert f"data folder: {tmp_path / 'data'}\n" in "".join(said)
+    (address,) = re.findall(r"page: (http://127\.0\.0\.1:\d+)/\n", "".join(said))
+    assert f"devices join with: sparrow join --server {address}\n" in "".join(said)
     assert httpx.get(f"{address}/v1/federations", timeout=60).json()[0]["name"] == "default"
     _, err = serve().communicate(timeout=60)
     assert err.splitlines()[-1].startswith("sparrow serve: another coordinator")

@@ -8,7 +8,7 @@ const IDLE_SECONDS = 30; // where nothing does: when a device was last seen chan
 const [RETRY_SECONDS, LONGEST_RETRY_SECONDS] = [3, 60];
 const $ = (id) => document.getElementById(id);
 const name = new URLSearchParams(location.search).get("federation") || document.documentElement.dataset.federation;
-const api = `/v1/federations/${encodeURIComponent(name)}`;
+const api = `v1/federations/${encodeURIComponent(name)}`;
 
 // --- words and numbers ----------------------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ function rowOf(device) {
     revoke.dataset.device = device.device_id;
     revoke.addEventListener("click", async () => {
       if (!(await sure(`Take ${device.name}'s token away for good? It can then do nothing here any more.`, "Revoke"))) return;
-      if (await call("PATCH", `/v1/devices/${device.device_id}`, { revoked: true })) await showDevices();
+      if (await call("PATCH", `v1/devices/${device.device_id}`, { revoked: true })) await showDevices();
     });
     cells.push(element("td", {}, [revoke]));
   }

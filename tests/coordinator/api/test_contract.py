@@ -149,7 +149,9 @@ def test_every_error_of_the_coordinator_has_a_status():
 
 
 def test_what_the_framework_refuses_is_a_problem_document_too(client):
-    assert_problem(client.get("/v1/nonsense"), 404, "the OpenAPI page at /docs lists the calls")
+    assert_problem(
+        client.get("/v1/nonsense"), 404, "there is nothing at /v1/nonsense; check the address; the OpenAPI page"
+    )
     assert_problem(client.post("/healthz"), 405, "/docs")
     assert_problem(client.get("/v1/federations/default/rounds?format=xml"), 422, "format", "/docs")
 

@@ -1,0 +1,100 @@
+"""Where a coordinator keeps its data unless told, which variables it takes, and what it says when it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from coordinator.settings import Settings
+from coordinator.starting import Listening, by_uvicorn, forgotten, introduction
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    """A home folder and nothing set; in it, the folder where the coordinator is started."""
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path
+
+
+def test_the_data_folder_is_the_same_from_everywhere(home, monkeypatch):
+    found = home / ".local/state/sparrow-coordinator"
+    assert Settings().data_dir == found
+    monkeypatch.chdir(home)
+    assert Settings().data_dir == found
+    monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
+    assert Settings().data_dir == home / "state/sparrow-coordinator"
+    monkeypatch.setenv("COORDINATOR_DATA_DIR", "~/mine")
+    assert Settings().data_dir == home / "mine"
+    monkeypatch.setenv("COORDINATOR_DATA_DIR", "mine")
+    assert Settings().data_dir == Path.cwd() / "mine"
+
+
+def test_data_of_an_earlier_version_in_this_folder_are_told_of(home, monkeypatch):
+    assert forgotten(Settings()) is None
+    former = home / "here/sparrow-data"
+    former.mkdir()
+    (former / "coordinator.sqlite3").touch()
+    assert f"set COORDINATOR_DATA_DIR={former}" in forgotten(Settings())
+    monkeypatch.setenv("COORDINATOR_DATA_DIR", "sparrow-data")
+    assert forgotten(Settings()) is None
+
+
+@pytest.mark.parametrize("name", ["COORDINATOR_DEFUALT_TASK", "coordinator_data_dri", "COORDINATOR_PORT"])
+def test_a_variable_that_is_no_setting_is_refused(monkeypatch, name):
+    monkeypatch.setenv(name, "8000")
+    with pytest.raises(ValidationError, match=f"{name} is no setting"):
+        Settings()
+
+
+def test_what_kubernetes_sets_for_a_service_of_that_name_is_not(monkeypatch):
+    for name in ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_8000_TCP", "PORT_8000_TCP_ADDR"):
+        monkeypatch.setenv(f"COORDINATOR_{name}", "10.0.0.1")
+        monkeypatch.setenv(f"COORDINATOR_POSTGRES_{name}", "10.0.0.2")
+    monkeypatch.setenv("COORDINATOR_PORT", "tcp://10.0.0.1:8000")
+    monkeypatch.setenv("COORDINATOR_POSTGRES_PORT", "tcp://10.0.0.2:5432")
+    monkeypatch.setenv("COORDINATOR_TICK_SECONDS", "2")
+    assert Settings().tick_seconds == 2
+
+
+def test_a_coordinator_says_how_to_join_it(home):
+    (data, page, join, only) = introduction(Settings(), Listening("127.0.0.1", 8000), enrolment_guarded=False)
+    assert data == f"data folder: {home / '.local/state/sparrow-coordinator'}"
+    assert page == "page: http://127.0.0.1:8000/"
+    assert join == "devices join with: sparrow join --server http://127.0.0.1:8000"
+    assert "--host 0.0.0.0" in only
+    settings = Settings(default_task="")
+    (_, _, join) = introduction(settings, Listening("10.0.0.7", 8443, tls=True), enrolment_guarded=True)
+    assert join.endswith("--server https://10.0.0.7:8443 --federation NAME, with SPARROW_ENROLMENT_TOKEN set")
+    assert len(list(introduction(Settings(), None, enrolment_guarded=False))) == 1
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_who_listens_on_all_addresses_names_one_that_others_can_use(host):
+    url = Listening(host, 8000).url
+    assert url.startswith("http://")
+    assert url.endswith(":8000")
+    assert "//0.0.0.0" not in url
+    assert "[::]" not in url
+
+
+def test_where_uvicorn_listens_is_read_from_its_command_line(monkeypatch):
+    assert by_uvicorn(["/x/bin/uvicorn", "coordinator.main:app"]) == Listening("127.0.0.1", 8000)
+    words = [
+        "/x/uvicorn/__main__.py",
+        "--host",
+        "::1",
+        "coordinator.main:app",
+        "--port=9000",
+        "--ssl-certfile",
+        __file__,
+    ]
+    assert by_uvicorn(words) == Listening("::1", 9000, tls=True)
+    monkeypatch.setenv("UVICORN_PORT", "9001")
+    assert by_uvicorn(["uvicorn", "coordinator.main:app"]) == Listening("127.0.0.1", 9001)
+    for unknown in (["uvicorn", "a:b", "--uds", "s"], ["uvicorn", "a:b", "--port", "0"], ["uvicorn"], ["pytest"]):
+        assert by_uvicorn(unknown) is None
