@@ -38,10 +38,10 @@ class Plan:
 
     devices: how many train. new: how many more only adapt the finished model, numbered after the others. data: what a
     device's ``--data`` would be; ``{index}``, ``{of}`` and ``{name}`` are filled in, and where it has none of them
-    ``,index=i,of=N`` is appended, as the built-in tasks want it; or the text of each device, taken as it is. budgets: shares of a full training step; the first
-    devices have the first budget, and so on, in equal parts; empty: what each one's board can afford
-    (``budget``). boards: likewise, the boards whose seconds and joules the devices report, as estimates; where there
-    are none they report this machine's. compute: how all of them train.
+    ``,index=i,of=N`` is appended, as the built-in tasks want it; or the text of each device, taken as it is. budgets:
+    shares of a full training step; the first devices have the first budget, and so on, in equal parts; empty: what each
+    one's board can afford (``budget``). boards: likewise, the boards whose seconds and joules the devices report, as
+    estimates; where there are none they report this machine's. compute: how all of them train.
     make_task: (index, what is known of the federation) -> Task, instead of ``data``, for a task of one's own.
     """
 
