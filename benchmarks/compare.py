@@ -51,10 +51,16 @@ def compared(
     """
     if seeds < 1:
         raise WrongUsage(f"--seeds {seeds}: give at least 1")
-    number, about = _devices(task, data, devices)
-    rule, options = _partition(partition)
+    number, about, usual = _devices(task, data, devices)
+    if partition and files_of_devices(task, data, devices):
+        raise WrongUsage(
+            f"--partition {partition}: each device has a file of its own and nothing is dealt; leave it out"
+        )
+    rule, options = _partition(partition or usual)
     try:
-        given = FederationSettings.model_validate({"rounds": rounds, **(settings or {})} if rounds else settings or {})
+        given = FederationSettings.model_validate(
+            {**({} if rounds is None else {"rounds": rounds}), **(settings or {})}
+        )
         common = given.model_dump(mode="json", include=set(settings or {}))
         experiment = Experiment(
             title=f"Methods on {Path(data).name or task}",
@@ -73,20 +79,20 @@ def compared(
         for _ in trials(experiment, "", {}):
             pass  # each checks its settings
     except ValidationError as error:
-        raise wrong_settings(error) from None
+        raise wrong_settings(error, "--set ") from None
     return experiment
 
 
-def _devices(task: str, data: str, wanted: int | None) -> tuple[int, str]:
-    """How many devices there are, and a sentence about their data."""
+def _devices(task: str, data: str, wanted: int | None) -> tuple[int, str, str]:
+    """How many devices there are, a sentence about their data, and how these are dealt where nobody says it."""
     if wanted is not None and wanted < 2:
         raise WrongUsage(f"--devices {wanted}: a comparison takes at least 2")
     files = files_of_devices(task, data, wanted)
     if files:
-        return len(files), "Each device has a file of its own, whose numbers are taken as they are."
+        return len(files), "Each device has a file of its own, whose numbers are taken as they are.", DEFAULT
     if task != "npz" or not data:
-        return wanted or DEVICES, ""
-    whole = read_whole(data.partition(",")[0])
+        return wanted or DEVICES, "", DEFAULT
+    whole = read_whole(data)
     samples = len(whole.targets)
     scale = (
         "bytes are divided by 255"
@@ -96,13 +102,11 @@ def _devices(task: str, data: str, wanted: int | None) -> tuple[int, str]:
     about = f"{samples:,} samples of {whole.classes} classes, shape {whole.inputs.shape[1:]}; {scale}."
     if whole.people is not None:
         people = len(np.unique(whole.people))
-        return wanted or people, f"{about} They are of {people} people."
-    return wanted or max(2, min(DEVICES, samples // SAMPLES_EACH)), about
+        return wanted or people, f"{about} They are of {people} people.", "person"
+    return wanted or max(2, min(DEVICES, samples // SAMPLES_EACH)), about, "dirichlet"
 
 
-def _partition(text: str | None) -> tuple[str, dict[str, Value]]:
-    if text is None:
-        return DEFAULT, {}
+def _partition(text: str) -> tuple[str, dict[str, Value]]:
     rule, *rest = (part.strip() for part in text.split(","))
     options: dict[str, Value] = {}
     for part in rest:
@@ -115,7 +119,10 @@ def _partition(text: str | None) -> tuple[str, dict[str, Value]]:
 
 def _methods(text: str, settings: FederationSettings) -> Iterator[MethodRun]:
     installed = sorted(entry.name for entry in entry_points(group="sparrow.device_methods"))
-    for label in (part.strip() for part in text.split(",")):
+    labels = [part.strip() for part in text.split(",")]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise WrongUsage(f"--methods {text}: {label} is named twice; name it once")
         name = label.removesuffix(FINE_TUNED)
         if name not in installed:
             close = difflib.get_close_matches(name, installed, 1)

@@ -284,10 +284,16 @@ def _means(done: Sequence[Recorded]) -> list[float]:
     return [100 * each.mean for each in (_accuracy(_participants(trial)) for trial in done) if each]
 
 
+def _interval_of(means: Sequence[float]) -> tuple[float, float]:
+    """Student's 95 % interval of a mean accuracy, cut at 0 and 100 %; the mean itself for one seed."""
+    low, high = students(means) or (means[0], means[0])
+    return max(low, 0.0), min(high, 100.0)
+
+
 def _with_interval(means: Sequence[float]) -> str:
     if not means:
         return ABSENT
-    interval = students(means)
+    interval = _interval_of(means) if len(means) > 1 else None
     return f"{fmean(means):.1f}" + (f" ({interval[0]:.1f} to {interval[1]:.1f})" if interval else "")
 
 
@@ -922,10 +928,6 @@ def draw(experiment: Experiment, found: Sequence[Group], folder: Path, name: str
     plots.bars({what: _panels(found, _cost_of(cost)) for what, cost in costs.items()}, colour, path)
     pictures.append(("Costs of a trial, mean over seeds; of traffic, up is strong and down pale", path))
     return pictures
-
-
-def _interval_of(means: Sequence[float]) -> tuple[float, float]:
-    return students(means) or (means[0], means[0])
 
 
 def _panels(
