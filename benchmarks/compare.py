@@ -49,6 +49,8 @@ def compared(
     partition: its name and options, as in ``dirichlet,alpha=0.3``. settings: of all methods. Raises WrongUsage,
     UnknownMethod, DataError.
     """
+    if task == "npz" and not data:
+        raise WrongUsage("add --data, an npz or CSV file or a folder; --task digits has data of its own")
     if seeds < 1:
         raise WrongUsage(f"--seeds {seeds}: give at least 1")
     number, about, usual = _devices(task, data, devices)
@@ -90,7 +92,7 @@ def _devices(task: str, data: str, wanted: int | None) -> tuple[int, str, str]:
     files = files_of_devices(task, data, wanted)
     if files:
         return len(files), "Each device has a file of its own, whose numbers are taken as they are.", DEFAULT
-    if task != "npz" or not data:
+    if task != "npz":
         return wanted or DEVICES, "", DEFAULT
     whole = read_whole(data)
     samples = len(whole.targets)

@@ -17,7 +17,7 @@ def files_of_devices(task: str, data: str, devices: int | None = None) -> tuple[
     are 0, 1, ... and device-0, device-1, .... Files of a folder or pattern are in the order of their names. Only the
     task npz has such files. Raises DataError, NoData.
     """
-    if task != "npz":
+    if task != "npz" or not data:
         return ()
     if any(place in data for place in PLACES):
         found = _numbered(data, devices)

@@ -868,7 +868,7 @@ def draw(experiment: Experiment, found: Sequence[Group], folder: Path, name: str
     colour = plots.colours(labels)
     pictures = []
 
-    path = folder / f"{name}.png"
+    path = folder / f"{name}-accuracy.png"
     seen = _panels(found, lambda group, label: _means(group.trials[label]))
     if any(seen.values()):
         intervals = {

@@ -238,7 +238,7 @@ def _shifts(trial: Trial, found: Sequence[Sequence[Evaluated]]) -> tuple[Shifted
 
 
 def _data_text(where: Where, dealt: str) -> str:
-    return f"{where.data},{dealt}".lstrip(",")  # some tasks bring their data along
+    return ",".join(part for part in (where.data, dealt) if part)  # some tasks bring their data along
 
 
 def collect(server: str, trial: Trial, wall_seconds: float) -> Recorded:
