@@ -87,7 +87,7 @@ class Ended:
             f"{name} {100 * accuracy:.1f} %"
             for name, accuracy in (
                 ("personal models", self.accuracy_personal),
-                ("worst tenth below", self.accuracy_personal_decile),
+                ("worst tenth at most", self.accuracy_personal_decile),
                 ("global model", self.accuracy_global),
             )
             if accuracy is not None
