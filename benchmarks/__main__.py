@@ -1,5 +1,6 @@
-"""``python -m benchmarks run|tune|report EXPERIMENT``: comparisons of methods, and the papers' tables.
+"""``python -m benchmarks compare|run|tune|report``: comparisons of methods, and the papers' tables.
 
+python -m benchmarks compare --data mine.npz            methods side by side on one's own data
 python -m benchmarks tune fedspu-cifar10 --data DIR     choose settings on validation data
 python -m benchmarks run fedspu-cifar10 --data DIR      run every trial; --resume goes on after Ctrl-C
 python -m benchmarks report fedspu-cifar10              tables and plots of what has been run
@@ -13,11 +14,14 @@ import sys
 from pathlib import Path
 
 from benchmarks import rows, runner
+from benchmarks.compare import METHODS, compared, name_of
 from benchmarks.experiment import FOLDER, BadExperiment, Experiment, UnknownExperiment, load_experiment
-from benchmarks.report import write_report
+from benchmarks.markdown import write_html
+from benchmarks.report import summary, write_report
 from benchmarks.runner import Where
 from command_line.command import Command, Exits, Parser
 from command_line.exits import Exit
+from edge_sdk.publish import read_setting
 from edge_sdk.tasks.exits import EXITS as TASKS
 
 EXITS: Exits = {
@@ -27,9 +31,15 @@ EXITS: Exits = {
     ValueError: Exit.FAILED,
 }
 
+REPEATED = ("task", "data", "methods", "devices", "rounds", "seeds", "partition", "scale", "processes", "folder")
+"""The options that the page's command repeats."""
+
 
 def _run(options: argparse.Namespace) -> None:
-    experiment, name = load_experiment(options.experiment), Path(options.experiment).stem
+    if options.command == "compare":
+        experiment, name = _compared(options), name_of(options.task, options.data)
+    else:
+        experiment, name = load_experiment(options.experiment), Path(options.experiment).stem
     folder: Path = options.folder or Path("runs") / name
     if options.command == "report":
         recorded = rows.read(options.results or folder / "results.jsonl")
@@ -40,7 +50,8 @@ def _run(options: argparse.Namespace) -> None:
         _report(experiment, recorded, options.out or folder, command)
         return
     where = Where(data=options.data, folder=folder, processes=options.processes)
-    how = {"scale": options.scale, "resume": options.resume, "only": options.only or ()}
+    scale = 1.0 if options.scale is None else options.scale
+    how = {"scale": scale, "resume": options.resume, "only": options.only or ()}
     try:
         if options.command == "tune":
             tuned = runner.tune(experiment, name, where, **how)
@@ -50,44 +61,90 @@ def _run(options: argparse.Namespace) -> None:
         recorded = runner.run(experiment, name, where, **how)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; the same command with --resume goes on") from None
-    _report(experiment, recorded, folder, _again(options))
+    page, *_ = _report(experiment, recorded, folder, _again(options))
+    print(f"{write_html(page)}\n\n{summary(experiment, recorded)}")
+
+
+def _compared(options: argparse.Namespace) -> Experiment:
+    return compared(
+        options.task,
+        options.data,
+        methods=options.methods,
+        devices=options.devices,
+        rounds=options.rounds,
+        seeds=options.seeds,
+        partition=options.partition,
+        settings=dict(options.set),
+    )
 
 
 def _again(options: argparse.Namespace) -> str:
     """The command that runs the same trials once more."""
-    words = [options.command, options.experiment, "--data", options.data]
-    if options.scale != 1:
-        words += ["--scale", f"{options.scale:g}"]
-    for label in options.only or ():
-        words += ["--only", label]
-    for option in ("processes", "folder"):
-        if getattr(options, option) is not None:
-            words += [f"--{option}", str(getattr(options, option))]
-    return f"python -m benchmarks {shlex.join(words)}"
+    words = [options.command, *([options.experiment] if options.command != "compare" else [])]
+    for name in REPEATED:
+        value = getattr(options, name, None)
+        if value not in (None, ""):
+            words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+    words += [word for label in options.only or () for word in ("--only", label)]
+    words += [word for pair in getattr(options, "set", ()) for word in ("--set", "=".join(pair))]
+    return f"sparrow bench {shlex.join(words)}"
 
 
-def _report(experiment: Experiment, recorded: list[rows.Recorded], folder: Path, command: str) -> None:
-    for path in write_report(experiment, recorded, folder, command=command):
+def _report(experiment: Experiment, recorded: list[rows.Recorded], folder: Path, command: str) -> list[Path]:
+    """Write the page and its pictures, and print which files they are."""
+    written = write_report(experiment, recorded, folder, command=command)
+    for path in written:
         print(path)
+    return written
 
 
 def _options(parser: Parser) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.toml")))
+    own = commands.add_parser("compare", help="methods side by side on your own data")
+    own.add_argument("--task", default="npz", help="a task built in or installed (default: %(default)s)")
+    own.add_argument(
+        "--data",
+        default="",
+        help="an npz or CSV file with the samples of all devices; a folder, a pattern or a path with {index} or {name} "
+        "for an npz file of each; of other tasks what they take",
+    )
+    own.add_argument(
+        "--methods",
+        default=METHODS,
+        help="separated by commas; +ft: with an epoch of fine-tuning on each device (default: %(default)s)",
+    )
+    own.add_argument("--devices", type=int, help="how many (default: people or files, where they are told apart)")
+    own.add_argument("--rounds", type=int, help="rounds of every method (default: as of sparrow publish)")
+    own.add_argument("--seeds", type=int, default=3, help="how often all is repeated (default: %(default)s)")
+    own.add_argument(
+        "--partition", metavar="RULE", help="how one file is dealt: dirichlet,alpha=0.3, ... (docs/tasks.md)"
+    )
+    own.add_argument(
+        "--set", type=read_setting, action="append", default=[], metavar="KEY=VALUE", help="a setting of every method"
+    )
+    own.set_defaults(scale=None, only=None)
+    _add_work(own)
     for command, help_text in (("run", "run every trial"), ("tune", "choose settings on validation data")):
         each = commands.add_parser(command, help=help_text)
         each.add_argument("experiment", help=f"one of {known}, or a .toml file")
-        each.add_argument("--data", required=True, help="where the task's data are: a folder or file ('' for digits)")
-        each.add_argument("--scale", type=float, default=1.0, help="factor on the number of rounds, for a quick look")
-        each.add_argument("--resume", action="store_true", help="keep what is there and go on")
-        each.add_argument("--processes", type=int, help="processes that host devices (default: one per core)")
-        each.add_argument("--folder", type=Path, help="where to work (default: runs/EXPERIMENT)")
+        each.add_argument("--data", default="", help="where the task's data are: a folder or file; none for digits")
+        each.add_argument("--scale", type=float, help="factor on the number of rounds, for a quick look")
         each.add_argument("--only", action="append", metavar="LABEL", help="only this method; may be repeated")
+        _add_work(each)
     report = commands.add_parser("report", help="tables and plots of what has been run")
     report.add_argument("experiment", help=f"one of {known}, or a .toml file")
     report.add_argument("--folder", type=Path, help="where it was run (default: runs/EXPERIMENT)")
     report.add_argument("--results", type=Path, help="rows elsewhere, such as docs/results/NAME.jsonl")
     report.add_argument("--out", type=Path, help="where the report goes (default: beside the results)")
+
+
+def _add_work(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--resume", action="store_true", help="keep what is there and go on")
+    parser.add_argument("--processes", type=int, help="processes that host devices (default: one per core)")
+    parser.add_argument(
+        "--folder", type=Path, help="where to work (default: runs/ and the experiment's or data's name)"
+    )
 
 
 COMMAND = Command("benchmarks", "Comparisons of methods.", _options, _run, EXITS)

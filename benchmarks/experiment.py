@@ -2,11 +2,13 @@
 
     title = "FedSPU on CIFAR-10"
     task = "cifar10"
-    partition = "dirichlet"         its options are axes, or stand behind commas
+    partition = "dirichlet"         its options are axes, or stand behind commas; "default": as the task deals where
+                                    --data does not say it, or each device has a file of its own
     devices = 100
     rounds = 150
     evaluate_every = 25
     seeds = [0, 1, 2]
+    as_published = true             settings that are not named are those of ``sparrow publish``; else ``AS_IN_PAPERS``
     data = { test = "published" }   further options of --data, for every trial
     upload_caps = [100, 200]        MiB: one more table, the best accuracy so far at these cumulative uploads
     shifts = [0, 0.5, 1]            when a trial has ended its models are judged on these test sets too: shares of the
@@ -78,6 +80,9 @@ Value = bool | int | float | str
 Options = dict[str, Value]
 """Options of ``--data`` by name."""
 
+DEFAULT = "default"
+"""The partition of data that the task deals by itself, or that are not dealt: each device has a file of its own."""
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -125,6 +130,7 @@ class Experiment(_Part):
     corruptions: tuple[str, ...] = ()
     severities: tuple[Annotated[int, Field(ge=1, le=SEVERITIES)], ...] = ()
     test_on: tuple[str, ...] = ()
+    as_published: bool = False
     settings: dict[str, Any] = {}
     axes: dict[str, tuple[Value, ...]] = {}
     methods: tuple[MethodRun, ...] = Field(min_length=1)
@@ -230,7 +236,8 @@ class Trial(_Part):
     def data_text(self) -> str:
         """How the data are dealt, as ``--data`` of the tasks has it; the path goes before it."""
         options = [f"{key}={value}" for key, value in {**self.axes, **self.data}.items()]
-        return ",".join([f"partition={self.partition}", *options, f"seed={self.seed}"])
+        dealt = self.partition != DEFAULT
+        return ",".join([*[f"partition={self.partition}"] * dealt, *options, *[f"seed={self.seed}"] * dealt])
 
     def tested_on(self, options: Options) -> str:
         """``data_text`` with another test set: what a device trains on stays as it is."""
@@ -329,9 +336,10 @@ def tuning_trials(
 def _trial(
     experiment: Experiment, name: str, run: MethodRun, axes: dict[str, Value], seed: int, settings: dict[str, Any]
 ) -> Trial:
-    complete = {**AS_IN_PAPERS, "min_devices": experiment.devices, "deadline_seconds": 86400.0, **settings}
-    # A method is judged by both models at every evaluation, by everybody.
-    complete = {"global_evaluation_interval": complete["evaluation_interval"], **complete}
+    complete = {"min_devices": experiment.devices, "deadline_seconds": 86400.0, **settings}
+    if not experiment.as_published:  # a method is judged by both models at every evaluation, by everybody
+        every = complete.get("evaluation_interval", FederationSettings().evaluation_interval)
+        complete = {**AS_IN_PAPERS, "global_evaluation_interval": every, **complete}
     complete |= {"method": run.method, "seed": seed}
     FederationSettings.model_validate(complete)
     return Trial(

@@ -57,6 +57,41 @@ def curves(panels: Panels[Curve], colour: Colours, path: Path, *, x: str, y: str
     _finish(figure, [label for label in colour if any(label in each for each in panels.values())], colour, path)
 
 
+def dots(
+    panels: Panels[Sequence[float]],
+    intervals: Panels[tuple[float, float]],
+    colour: Colours,
+    path: Path,
+    *,
+    x: str,
+) -> None:
+    """A row per label: its values as dots, their mean as a stroke, and a line over the interval."""
+    labels = [label for label in colour if any(label in by_label for by_label in panels.values())]
+    figure, grid = pyplot.subplots(
+        1,
+        len(panels),
+        figsize=(1.8 + 3.6 * len(panels), 0.9 + 0.42 * len(labels)),
+        dpi=DPI,
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+    )
+    for axes, (title, by_label) in zip(grid[0], panels.items(), strict=True):
+        for height, label in enumerate(labels):
+            values = by_label.get(label, ())
+            if not len(values):
+                continue
+            low, high = intervals[title][label]
+            axes.plot([low, high], [height, height], lw=2, color=colour[label], alpha=0.45, solid_capstyle="butt")
+            axes.plot([np.mean(values)], [height], "|", ms=16, mew=2, color=colour[label])
+            axes.plot(values, [height] * len(values), "o", ms=4, color=colour[label], alpha=0.8)
+        axes.set(title=title, xlabel=x, yticks=range(len(labels)), yticklabels=labels)
+        axes.set_ylim(len(labels) - 0.5, -0.5)
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+    _save(figure, path)
+
+
 def sorted_differences(panels: Panels[Sequence[float]], colour: Colours, path: Path, *, y: str) -> None:
     """Each label's differences from the smallest to the largest, over the share of devices, with a line at zero."""
     figure, row = _row(panels)

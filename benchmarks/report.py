@@ -18,9 +18,10 @@ import numpy as np
 from scipy import stats
 
 from benchmarks import plots
-from benchmarks.experiment import Experiment, MethodRun, Options, Trial, Value, flat, trials
+from benchmarks.experiment import DEFAULT, Experiment, MethodRun, Options, Trial, Value, flat, trials
 from benchmarks.metrics import Accuracy, Point, Shifted, accuracy_over, best_within, rounds_to
 from benchmarks.rows import DeviceResult, Recorded
+from command_line.table import table
 
 RESAMPLES = 10_000
 STOP_RULE = {"early_stopping", "patience", "min_participations", "min_improvement", "stop_weight"}
@@ -103,7 +104,7 @@ def paired(first: Sequence[Recorded], other: Sequence[Recorded]) -> Paired | Non
         seeds=len(means),
         pairs=len(values),
         mean=mean,
-        interval=_students(means) or bootstrap,
+        interval=students(means) or bootstrap,
         bootstrap=bootstrap,
         better=sum(value > 0 for value in values) / len(values),
         equal=sum(value == 0 for value in values) / len(values),
@@ -111,7 +112,7 @@ def paired(first: Sequence[Recorded], other: Sequence[Recorded]) -> Paired | Non
     )
 
 
-def _students(means: Sequence[float]) -> tuple[float, float] | None:
+def students(means: Sequence[float]) -> tuple[float, float] | None:
     """Student's 95 % interval of the mean over seeds; None for one seed, of which it knows nothing."""
     if len(means) < 2:
         return None
@@ -244,6 +245,58 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
+# --- at a glance -------------------------------------------------------------------------------------------------
+
+
+def summary(experiment: Experiment, recorded: Sequence[Recorded]) -> str:
+    """The figures that matter most as a table of text, a line per label and point of the axes."""
+    found = groups(experiment, recorded)
+    first = experiment.methods[0].label
+    head = ["", "accuracy, %", "worst tenth, %", f"{first} minus it, points", "up, MB", "down, MB", "device seconds"]
+    rows = []
+    for group in found:
+        for label, done in group.trials.items():
+            if not done:
+                continue
+            difference = None if label == first else paired(group.trials[first], done)
+            rows.append(
+                [
+                    f"{group.title}: {label}" if group.title else label,
+                    _with_interval(_means(done)),
+                    _of_accuracy(lambda each: each.bottom_decile)(done),
+                    _plain_interval(difference.mean, difference.interval) if difference else ABSENT,
+                    _mean_of(lambda trial: _end(trial).bytes_up, 1e6)(done),
+                    _mean_of(lambda trial: _end(trial).bytes_down, 1e6)(done),
+                    _mean_of(lambda trial: _end(trial).seconds)(done),
+                ]
+            )
+    seeds = len(experiment.seeds)
+    between = "Student's over the seeds" if seeds > 1 else "a bootstrap over devices, for there is one seed"
+    return (
+        f"{table(head, rows)}\n\nMeans over {experiment.devices} devices and {seeds} "
+        f"{'seed' if seeds == 1 else 'seeds'}, of the model that each device ends with on its own test data; in "
+        f"brackets 95 % intervals, {between}. MB are those of training."
+    )
+
+
+def _means(done: Sequence[Recorded]) -> list[float]:
+    """Mean accuracy over devices of each trial that was judged, in per cent."""
+    return [100 * each.mean for each in (_accuracy(_participants(trial)) for trial in done) if each]
+
+
+def _interval_of(means: Sequence[float]) -> tuple[float, float]:
+    """Student's 95 % interval of a mean accuracy, cut at 0 and 100 %; the mean itself for one seed."""
+    low, high = students(means) or (means[0], means[0])
+    return max(low, 0.0), min(high, 100.0)
+
+
+def _with_interval(means: Sequence[float]) -> str:
+    if not means:
+        return ABSENT
+    interval = _interval_of(means) if len(means) > 1 else None
+    return f"{fmean(means):.1f}" + (f" ({interval[0]:.1f} to {interval[1]:.1f})" if interval else "")
+
+
 # --- the page ----------------------------------------------------------------------------------------------------
 
 Column = tuple[str, Callable[[Sequence[Recorded]], str]]
@@ -368,8 +421,13 @@ def _by_label(by_label: dict[str, tuple[Recorded, ...]], columns: Sequence[Colum
     return _table(["", *(name for name, _ in columns)], rows)
 
 
+def _plain_interval(mean: float, interval: tuple[float, float]) -> str:
+    return f"{mean:+.1f} ({interval[0]:+.1f} to {interval[1]:+.1f})"
+
+
 def _interval(mean: float, interval: tuple[float, float]) -> str:
-    return f"**{mean:+.1f}** ({interval[0]:+.1f} to {interval[1]:+.1f})"
+    number, _, rest = _plain_interval(mean, interval).partition(" ")
+    return f"**{number}** {rest}"
 
 
 def _settings(settings: dict[str, Any]) -> str:
@@ -392,13 +450,14 @@ def _head(experiment: Experiment, recorded: Sequence[Recorded], command: str) ->
     parameters = sorted({trial.result.parameters for trial in recorded})
     facts = {
         "Task": f"{experiment.task}, {', '.join(f'{count:,}' for count in parameters)} parameters",
-        "Partition": f"{experiment.partition}{f'; {axes}' if axes else ''}",
+        "Partition": f"{_partition(experiment)}{f'; {axes}' if axes else ''}",
         "Data": _settings(experiment.data),
         "Devices": f"{experiment.devices}{f', and {experiment.new} new ones' if experiment.new else ''}",
         "Boards": ", ".join(experiment.boards),
         "Rounds": f"at most {experiment.rounds}, judged {judged}",
         "Seeds": ", ".join(map(str, experiment.seeds)),
         "Settings of all": _settings(experiment.settings),
+        "Other settings": "as `sparrow publish` has them, early stopping included" if experiment.as_published else "",
         "Tuned": "" if experiment.tune is None else _tuning(experiment),
         "Machine": "; ".join(sorted({trial.result.machine for trial in recorded})),
         "Command": f"`{command}`",
@@ -417,6 +476,10 @@ def _head(experiment: Experiment, recorded: Sequence[Recorded], command: str) ->
         for run in experiment.methods
     ]
     return [*lines, *_table(["", "method", "budgets", "own settings", "tuned settings"], rows)]
+
+
+def _partition(experiment: Experiment) -> str:
+    return "by default, as the task deals" if experiment.partition == DEFAULT else experiment.partition
 
 
 def _tuning(experiment: Experiment) -> str:
@@ -681,7 +744,7 @@ def _best_within(bytes_up: float, figure: Callable[[Accuracy], float]) -> Callab
         known = [100 * each for each in best if each is not None]
         if len(known) < len(best):
             return ABSENT
-        interval = _students(known)
+        interval = students(known)
         text = f"**{fmean(known):.1f}**" + (f" ({interval[0]:.1f} to {interval[1]:.1f})" if interval else "")
         return f"{text} {ENDED}" if any(_end(trial).bytes_up < bytes_up for trial in done) else text
 
@@ -805,6 +868,15 @@ def draw(experiment: Experiment, found: Sequence[Group], folder: Path, name: str
     colour = plots.colours(labels)
     pictures = []
 
+    path = folder / f"{name}-accuracy.png"
+    seen = _panels(found, lambda group, label: _means(group.trials[label]))
+    if any(seen.values()):
+        intervals = {
+            title: {label: _interval_of(each) for label, each in panel.items()} for title, panel in seen.items()
+        }
+        plots.dots(seen, intervals, colour, path, x="accuracy, %")
+        between = ", the line their mean and its 95 % interval over seeds" if len(experiment.seeds) > 1 else ""
+        pictures.append((f"Mean accuracy over devices: a dot for each seed{between}", path))
     figure, caps = _counting(experiment), experiment.upload_caps
     by_round = _panels(found, lambda group, label: curve(group.trials[label], lambda point: point.round, figure))
     by_upload = _panels(

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from torch import nn
 from tqdm import tqdm
 
 from benchmarks import rows
-from benchmarks.experiment import Experiment, Trial, Value, trials, tuning_trials
+from benchmarks.experiment import DEFAULT, Experiment, Trial, Value, trials, tuning_trials
+from benchmarks.files import files_of_devices
 from benchmarks.metrics import Shifted, judged, own, point_after, shifted
 from benchmarks.rows import DeviceResult, Recorded, TrialResult
 from benchmarks.server import coordinator, machine
@@ -27,7 +29,7 @@ from benchmarks.shift import check_test_sets, judge, read_finished
 from devices.simulation import load_boards
 from edge_sdk.fleet import run_fleet
 from edge_sdk.host import Plan
-from edge_sdk.methods import Evaluated
+from edge_sdk.methods import Evaluated, load_method
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import (
@@ -39,7 +41,10 @@ from edge_sdk.protocol.messages import (
     RoundRecord,
     UpdateReport,
 )
-from edge_sdk.publish import publish
+from edge_sdk.publish import load_to_publish, publish
+from edge_sdk.tasks import load_task
+from edge_sdk.tasks.loading import DataError
+from edge_sdk.tasks.npz import SAME_CLASSES
 
 FEDERATION = "trial"
 
@@ -68,6 +73,7 @@ def run(
     done = rows.latest(rows.read(file))
     every = list(trials(experiment, name, read_tuned(where.folder, name), scale))
     wanted = [trial for trial in every if not only or trial.label in only]
+    check([trial for trial in wanted if trial.name not in done or done[trial.name].trial != trial], where)
     with tqdm(wanted, desc=name, unit="trial", dynamic_ncols=True) as bar:
         for trial in bar:
             bar.set_postfix_str(trial.name)
@@ -156,19 +162,13 @@ def run_trial(trials: Sequence[Trial], where: Where) -> list[Recorded]:
     digest = hashlib.sha256(trial.model_dump_json().encode()).hexdigest()[:16]
     folder = where.folder / "trials" / digest
     begin = time.monotonic()
-    plan = Plan(
-        FEDERATION,
-        devices=trial.devices,
-        new=trial.new,
-        data=_data_text(where, trial.data_text),
-        budgets=trial.budgets,
-        boards=load_boards(",".join(trial.boards)) if trial.boards else (),
-    )
+    plan = plan_of(trial, where)
     test_sets = [(each, _data_text(where, trial.tested_on(each))) for each in trial.test_sets]
     check_test_sets(plan, trial.task, trial.seed, [text for _, text in test_sets])
     found: list[list[Evaluated]] = []
     with coordinator(folder) as server:
-        publish(server, FEDERATION, trial.task, exist_ok=True, **trial.settings)
+        task = load_to_publish(trial.task, plan.data_of(0), trial.settings, device=plan.name(0))
+        publish(server, FEDERATION, task, exist_ok=True, **trial.settings)
         run_fleet(server, plan, processes=where.processes, state_dir=folder / "devices")
         seconds = time.monotonic() - begin
         recorded = [collect(server, each, seconds) for each in trials]
@@ -179,6 +179,58 @@ def run_trial(trials: Sequence[Trial], where: Where) -> list[Recorded]:
     return [replace(each, shifts=_shifts(each.trial, found)) for each in recorded]
 
 
+def plan_of(trial: Trial, where: Where) -> Plan:
+    """The devices of a trial and their data. Raises DataError where these are not the experiment's."""
+    files = files_of_devices(trial.task, where.data, trial.devices + trial.new)
+    if files and trial.data_text:
+        raise DataError(
+            f"--data {where.data}: each device has a file of its own, so nothing is dealt, but the experiment says "
+            f'{trial.data_text}; set partition = "{DEFAULT}" in it, without axes and data'
+        )
+    return Plan(
+        FEDERATION,
+        devices=trial.devices,
+        new=trial.new,
+        data=files or _data_text(where, trial.data_text),
+        budgets=trial.budgets,
+        boards=load_boards(",".join(trial.boards)) if trial.boards else (),
+    )
+
+
+def check(trials: Iterable[Trial], where: Where) -> None:
+    """Load what devices would, so that what cannot be had is said before anything is trained.
+
+    That is one device of each way to deal the data; every device where they are not dealt, whose models must be alike.
+    Raises DataError, UnknownTask, UnknownMethod.
+    """
+    seen: set[tuple[object, int]] = set()
+    for trial in trials:
+        load_method(trial.method)
+        plan = plan_of(trial, where)
+        if (plan.data, trial.seed) in seen:
+            continue
+        every = range(plan.total) if trial.partition == DEFAULT and not seen else range(1)
+        seen.add((plan.data, trial.seed))
+        models = [
+            load_task(trial.task, plan.data_of(index), device=plan.name(index), seed=trial.seed, batch_size=1).model
+            for index in every
+        ]
+        check_alike(models, plan)
+
+
+def check_alike(models: Sequence[nn.Module], plan: Plan) -> None:
+    """Raise DataError unless all devices' models have the same parameters."""
+    shapes = [{name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} for model in models]
+    for index, found in enumerate(shapes):
+        if found != shapes[0]:
+            name = next(name for name in (*shapes[0], *found) if found.get(name) != shapes[0].get(name))
+            raise DataError(
+                f"{plan.data_of(index)}: its model has {name} of {found.get(name, 'no shape')}, that of "
+                f"{plan.data_of(0)} {shapes[0].get(name, 'no shape')}; samples must have the same shape on all "
+                f"devices, and {SAME_CLASSES}"
+            )
+
+
 def _shifts(trial: Trial, found: Sequence[Sequence[Evaluated]]) -> tuple[Shifted, ...]:
     return tuple(
         shifted(options, results, trial.judged_as) for options, results in zip(trial.test_sets, found, strict=False)
@@ -186,7 +238,7 @@ def _shifts(trial: Trial, found: Sequence[Sequence[Evaluated]]) -> tuple[Shifted
 
 
 def _data_text(where: Where, dealt: str) -> str:
-    return f"{where.data},{dealt}".lstrip(",")  # some tasks bring their data along
+    return ",".join(part for part in (where.data, dealt) if part)  # some tasks bring their data along
 
 
 def collect(server: str, trial: Trial, wall_seconds: float) -> Recorded:

@@ -207,6 +207,7 @@ def _sum(results: list[Result]) -> Result:
         seconds=max(each.seconds for each in results),
         seconds_to_first=min(firsts, default=None),
         status=results[0].status,
+        ended=results[0].ended,
     )
 
 

@@ -69,9 +69,63 @@ FORESEEN: tuple[type[BaseException], ...] = (*EXITS, OSError)
 """What a fleet raises that its user can do something about: the text says what."""
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A federation's last evaluation, means over devices (None for a model that there is not), and its bytes."""
+
+    round: int
+    accuracy_personal: float | None
+    accuracy_personal_decile: float | None
+    accuracy_global: float | None
+    bytes_up: int
+    bytes_down: int
+    evaluation_bytes_up: int
+    evaluation_bytes_down: int
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name} {100 * accuracy:.1f} %"
+            for name, accuracy in (
+                ("personal models", self.accuracy_personal),
+                ("worst tenth at most", self.accuracy_personal_decile),
+                ("global model", self.accuracy_global),
+            )
+            if accuracy is not None
+        ]
+        up, down, judged_up, judged_down = (
+            f"{count / 1e6:.1f} MB"
+            for count in (self.bytes_up, self.bytes_down, self.evaluation_bytes_up, self.evaluation_bytes_down)
+        )
+        return (
+            f"accuracy on the devices' own test data after round {self.round}: {', '.join(parts) or 'none'}\n"
+            f"training moved {up} up and {down} down, evaluation {judged_up} and {judged_down}"
+        )
+
+
+def read_ended(transport: Transport, federation: str) -> Ended | None:
+    """How a federation stands by its last evaluation; None before the first."""
+    records = transport.rounds(federation)
+    judged = next((record for record in reversed(records) if record.evaluated_devices), None)
+    if judged is None:
+        return None
+    return Ended(
+        round=judged.round,
+        accuracy_personal=judged.accuracy_personal,
+        accuracy_personal_decile=judged.accuracy_personal_decile,
+        accuracy_global=judged.accuracy_global,
+        bytes_up=sum(record.bytes_up for record in records),
+        bytes_down=sum(record.bytes_down for record in records),
+        evaluation_bytes_up=sum(record.evaluation_bytes_up for record in records),
+        evaluation_bytes_down=sum(record.evaluation_bytes_down for record in records),
+    )
+
+
 @dataclass
 class Result:
-    """What a fleet did in this run. ``seconds_to_first``: from its start to the first device trained."""
+    """What a fleet did in this run. ``seconds_to_first``: from its start to the first device trained.
+
+    ended: how the devices did, this fleet's and others', when the federation had ended; None before.
+    """
 
     devices: int
     device_rounds: int = 0
@@ -80,6 +134,7 @@ class Result:
     seconds: float = 0.0
     seconds_to_first: float | None = None
     status: FederationStatus = FederationStatus.waiting
+    ended: Ended | None = None
 
     def add(self, stepped: Stepped, now: float) -> None:
         """Count one step."""
@@ -285,6 +340,7 @@ class _Run:
         with self._bar(len(self.mine), "finishing", "device") as self.bar:
             self._all("finish", sorted(self.mine))
         self.result.seconds = time.monotonic() - self._begin
+        self.result.ended = read_ended(self.transport, self.plan.federation)
         return self.result
 
     def _work(self) -> None:
@@ -430,6 +486,8 @@ def _command(options: argparse.Namespace) -> None:
         f"{result.devices} devices, {result.device_rounds} device-rounds and {result.evaluations} evaluations in "
         f"{result.seconds:.1f} s ({rate:.1f} device-rounds/s); the federation is {result.status.value}"
     )
+    if result.ended is not None:
+        print(result.ended)
 
 
 def _run(options: argparse.Namespace, plan: Plan, app: Any) -> Result:

@@ -38,17 +38,17 @@ class Plan:
 
     devices: how many train. new: how many more only adapt the finished model, numbered after the others. data: what a
     device's ``--data`` would be; ``{index}``, ``{of}`` and ``{name}`` are filled in, and where it has none of them
-    ``,index=i,of=N`` is appended, as the built-in tasks want it. budgets: shares of each layer's neurons to train; the
-    first devices have the first budget, and so on, in equal parts; empty: what each one's board can afford
-    (``budget``). boards: likewise, the boards whose seconds and joules the devices report, as estimates; where there
-    are none they report this machine's. compute: how all of them train.
+    ``,index=i,of=N`` is appended, as the built-in tasks want it; or the text of each device, taken as it is. budgets:
+    shares of each layer's neurons to train; the first devices have the first budget, and so on, in equal parts; empty:
+    what each one's board can afford (``budget``). boards: likewise, the boards whose seconds and joules the devices
+    report, as estimates; where there are none they report this machine's. compute: how all of them train.
     make_task: (index, what is known of the federation) -> Task, instead of ``data``, for a task of one's own.
     """
 
     federation: str
     devices: int
     new: int = 0
-    data: str | None = None
+    data: str | tuple[str, ...] | None = None
     budgets: tuple[float, ...] = (1.0,)
     boards: tuple[Board, ...] = ()
     prefix: str = "device"
@@ -58,6 +58,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.devices < 1 or self.new < 0:
             raise ValueError(f"{self.devices} devices and {self.new} new ones; give at least 1 device and 0 new ones")
+        if isinstance(self.data, tuple) and len(self.data) < self.total:
+            raise ValueError(f"{self.total} devices have data for {len(self.data)}; give as many, or fewer devices")
         if not all(0 < budget <= 1 for budget in self.budgets):
             raise ValueError(f"budgets are {self.budgets}; give numbers above 0 and up to 1")
         if not self.budgets and not self.boards:
@@ -96,6 +98,8 @@ class Plan:
 
     def data_of(self, index: int) -> str:
         """What the ``--data`` of device ``index`` would be."""
+        if isinstance(self.data, tuple):
+            return self.data[index]
         text = self.data or ""
         if any(field in text for field in ("{index}", "{of}", "{name}")):
             filled = text.replace("{index}", str(index)).replace("{of}", str(self.total))

@@ -1,15 +1,16 @@
 """The file formats in which a task's samples may come; what is met in a folder decides which is read.
 
-    npz          x_train, y_train and perhaps x_test, y_test; or x, y; perhaps person or subject beside them, and watch
+    npz          x_train, y_train and perhaps x_test, y_test; or x, y; perhaps person beside them, and watch
                  (true: of a watch, false: of a phone). Images as files end to end: jpeg_train, offset_train (image i is
                  jpeg[offset[i]:offset[i+1]]), y_train; _test
     IDX          train-images-idx3-ubyte, train-labels-idx1-ubyte, perhaps t10k-..., each perhaps with .gz
     binary       data_batch_1.bin .. 5 and test_batch.bin: a byte of class and 3 x 1024 of an image each (CIFAR-10)
-    table        train.csv or .parquet, perhaps test.csv or .parquet; or one such file: a column label or y, perhaps
-                 person or subject, all other columns the values of a sample in order
+    table        train.csv or .parquet, perhaps test.csv or .parquet; or one such file: a column label, y or target,
+                 perhaps person, all other columns the values of a sample in order
     images       [train/ and test/]CLASS/*.png or .jpg
 
-Bytes stay bytes; nothing is ever unpickled.
+Instead of ``person`` it may be called ``subject``, ``people`` or ``device``. Bytes stay bytes; nothing is ever
+unpickled.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks.decoding import IMAGES, decode_files, decode_jpegs
 from edge_sdk.tasks.loading import DataError, NoData, label_names
 
-PEOPLE = ("person", "subject")
-"""What the entry or column is called that says who made a sample."""
+PEOPLE = ("person", "subject", "people", "device")
+"""What the entry or column is called that says who made a sample, or on which device."""
 
 WATCH = "watch"
 """The entry that says whether a sample is of a watch; those that are not are a phone's."""
 
-LABELS = ("label", "y")
+LABELS = ("label", "y", "target")
 """What the column with the classes is called."""
 
 
@@ -79,7 +80,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """One file's samples before they are checked; ``source`` is how a message calls them."""
 
     source: str
@@ -117,9 +118,9 @@ def _npz(place: Path, wanted: Wanted) -> Parts | None:
             if "jpeg_train" in names:
                 return _jpegs(path, archive, wanted)
             if "x" in names:
-                return _join([_archived(path, archive, "")], wanted)
+                return _join([archived(path, archive, "")], wanted)
             uses = ["_train", *(["_test"] if "x_test" in names else [])]
-            return _join([_archived(path, archive, use) for use in uses], wanted)
+            return _join([archived(path, archive, use) for use in uses], wanted)
     except KeyError as error:
         raise DataError(
             f"{path}: holds {', '.join(sorted(names)) or 'nothing'}, but {error.args[0]}; add it, or {wanted.advice}"
@@ -132,10 +133,20 @@ def _npz(place: Path, wanted: Wanted) -> Parts | None:
         raise DataError(f"{path}: holds pickled objects or is no npz file; write plain arrays of numbers") from None
 
 
-def _archived(path: Path, archive: Mapping[str, Array], use: str) -> _Part:
-    people = next((archive[name + use] for name in PEOPLE if name + use in archive), None)
-    watch = archive.get(WATCH + use)
-    return _Part(f"{path} (x{use})", _entry(archive, f"x{use}"), _entry(archive, f"y{use}"), people, watch)
+def archived(path: Path, archive: Mapping[str, Array], use: str) -> Part:
+    """The samples x, y and, where they have any, people and watches of ``use``: _train, _test, or nothing."""
+    people = _only(path, [name + use for name in PEOPLE if name + use in archive])
+    inputs, labels = _entry(archive, f"x{use}"), _entry(archive, f"y{use}")
+    return Part(
+        f"{path} (x{use})", inputs, labels, None if people is None else archive[people], archive.get(WATCH + use)
+    )
+
+
+def _only(path: Path, names: Sequence[str]) -> str | None:
+    """The one name of ``names``, None for none. Raises DataError for more: it is not known which counts."""
+    if len(names) > 1:
+        raise DataError(f"{path}: both {names[0]} and {names[1]} say who made a sample; keep one of them")
+    return names[0] if names else None
 
 
 def _entry(archive: Mapping[str, Array], name: str) -> Array:
@@ -172,7 +183,7 @@ def _idx(place: Path, wanted: Wanted) -> Parts | None:
                 lost = " or ".join(_idx_names(use, kind)[:2])
                 raise NoData(f"{folder}: there is no {lost} beside {found[0].name}; put both files there")
         images, labels = found
-        parts.append(_Part(str(images), _read_idx(images), _read_idx(labels)))
+        parts.append(Part(str(images), _read_idx(images), _read_idx(labels)))
         if len(parts) == 1 and use == "t10k":
             raise NoData(f"{folder}: there is no train-images-idx3-ubyte beside {images.name}; put all files there")
     return _join(parts, wanted) if parts else None
@@ -216,29 +227,30 @@ def _binary(place: Path, wanted: Wanted) -> Parts | None:
                 f"{path}: {values.size} bytes are no multiple of {size}, a class and an image; fetch it anew"
             )
         rows = values.reshape(-1, size)
-        parts.append(_Part(str(path), rows[:, 1:].reshape(-1, *wanted.shape), rows[:, 0]))
+        parts.append(Part(str(path), rows[:, 1:].reshape(-1, *wanted.shape), rows[:, 0]))
     return _join(parts, wanted, training=5)
 
 
 # --- tables ------------------------------------------------------------------------------------------------------
 
-_TABLES = (".csv", ".parquet")
+TABLES = (".csv", ".parquet")
 
 
 def _table(place: Path, wanted: Wanted) -> Parts | None:
     if place.is_dir():
-        train = _first(place, [f"train{ending}" for ending in _TABLES])
+        train = _first(place, [f"train{ending}" for ending in TABLES])
         if train is None:
             return None
-        paths = [train, _first(place, [f"test{ending}" for ending in _TABLES])]
-    elif place.suffix in _TABLES:
+        paths = [train, _first(place, [f"test{ending}" for ending in TABLES])]
+    elif place.suffix in TABLES:
         paths = [place]
     else:
         return None
-    return _join([_read_table(path) for path in paths if path is not None], wanted)
+    return _join([read_table(path) for path in paths if path is not None], wanted)
 
 
-def _read_table(path: Path) -> _Part:
+def read_table(path: Path) -> Part:
+    """The samples of a table, a row each: inputs [N, columns] as numbers. Raises DataError."""
     try:
         import pandas
     except ImportError:
@@ -247,16 +259,27 @@ def _read_table(path: Path) -> _Part:
         table = pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_parquet(path)
     except (OSError, ValueError, ImportError) as error:  # pandas' and pyarrow's own errors are ValueErrors
         raise DataError(f"{path}: cannot be read as a table ({error})") from None
-    label, person = (next((name for name in names if name in table.columns), None) for names in (LABELS, PEOPLE))
+    columns = [str(name) for name in table.columns]
+    label = next((name for name in LABELS if name in columns), None)
     if label is None:
         raise DataError(
-            f"{path}: has the columns {', '.join(map(str, table.columns[:4]))}, ..., but none called "
-            f"{' or '.join(LABELS)}; name the column with the classes so"
+            f"{path}: has the columns {', '.join(columns[:4])}, ..., but none called {' or '.join(LABELS)}; name the "
+            "column with the classes so"
         )
+    person = _only(path, [name for name in PEOPLE if name in columns])
     values = table.drop(columns=[name for name in (label, person) if name is not None])
-    return _Part(
-        str(path), values.to_numpy(), table[label].to_numpy(), None if person is None else table[person].to_numpy()
-    )
+    if "Unnamed: 0" in columns:
+        raise DataError(
+            f"{path}: its first column has no name, as an index has none; write it with to_csv(index=False)"
+        )
+    text = [name for name in values.columns if not pandas.api.types.is_numeric_dtype(values[name])]
+    if text:
+        raise DataError(f"{path}: the column {text[0]} holds no numbers; replace its values by numbers, or remove it")
+    for name in (label, person):
+        if name is not None and table[name].isna().any():
+            raise DataError(f"{path}: the column {name} lacks a value; remove such rows")
+    inputs = values.to_numpy(np.float64) if values.dtypes.nunique() > 1 else values.to_numpy()
+    return Part(str(path), inputs, table[label].to_numpy(), None if person is None else table[person].to_numpy())
 
 
 # --- folders of images -------------------------------------------------------------------------------------------
@@ -292,7 +315,7 @@ def _first(folder: Path, names: Iterable[str]) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def _join(parts: Sequence[_Part], wanted: Wanted, training: int = 1) -> Parts:
+def _join(parts: Sequence[Part], wanted: Wanted, training: int = 1) -> Parts:
     """The parts one after another; the first ``training`` are those to train on."""
     for part in parts:
         if len(part.inputs) != len(part.labels):
@@ -311,7 +334,7 @@ def _join(parts: Sequence[_Part], wanted: Wanted, training: int = 1) -> Parts:
     return replace(checked, sources=_sources(parts))
 
 
-def _sources(parts: Sequence[_Part]) -> Array | None:
+def _sources(parts: Sequence[Part]) -> Array | None:
     """What each sample was recorded with, ``phone`` or ``watch``; None where the set does not say."""
     flags = [part.watch for part in parts if part.watch is not None]
     if not flags:
@@ -370,19 +393,28 @@ def _checked(source: str, inputs: Array, labels: Array, people: Array | None, pu
 
 
 def _numbered(source: str, labels: Array, wanted: Wanted) -> NDArray[np.int64]:
-    """Classes as int64: numbers as they are, names by their order."""
+    targets, names = number_classes(source, labels)
+    if names not in (None, wanted.classes):
+        raise DataError(
+            f"{source}: has {names} names of classes, {wanted.task} has {wanted.classes}; number them from 0"
+        )
+    return targets
+
+
+def number_classes(source: str, labels: Array) -> tuple[NDArray[np.int64], int | None]:
+    """Return classes as int64, numbers as they are and names by their order; and how many names there are, None for
+    numbers.
+
+    Raises DataError.
+    """
     if labels.dtype.kind in "iub":
-        return labels.astype(np.int64)
+        return labels.astype(np.int64), None
     if labels.dtype.kind == "f":  # as pandas makes them of whole numbers where one is missing
         if not np.isfinite(labels).all() or (labels != np.floor(labels)).any():
             raise DataError(f"{source}: a label is missing or no whole number; number the classes from 0")
-        return labels.astype(np.int64)
+        return labels.astype(np.int64), None
     texts = np.array([str(label) for label in labels])
     names = np.unique(texts)
     if all(name.isdecimal() for name in names):
-        return texts.astype(np.int64)
-    if len(names) != wanted.classes:
-        raise DataError(
-            f"{source}: has {len(names)} names of classes, {wanted.task} has {wanted.classes}; number them from 0"
-        )
-    return np.searchsorted(names, texts).astype(np.int64)
+        return texts.astype(np.int64), None
+    return np.searchsorted(names, texts).astype(np.int64), len(names)

@@ -185,7 +185,8 @@ def person(labels: Array, people: Array | None, *, of: int, seed: int) -> list[I
     found = np.unique(people)
     if of != len(found):
         raise DataError(
-            f"partition=person: {of} devices for {len(found)} people; leave of= out, or set of={len(found)}"
+            f"partition=person: {of} devices for {len(found)} people; leave of= out, or set of={len(found)} (--devices "
+            f"{len(found)} of a fleet or the bench)"
         )
     return [np.flatnonzero(people == one) for one in found]
 

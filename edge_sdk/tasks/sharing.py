@@ -13,7 +13,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Literal, Protocol, cast, get_type_hints
@@ -242,8 +242,7 @@ def share(dataset: Dataset, sharing: Sharing, *, device: str) -> Split:
     )
     if sharing.shift == 0:
         return own
-    shares = (sharing.held_out, sharing.validation)
-    union = _test_union(dataset, sharing.part, sharing.partition, of, sharing.seed, sharing.options, *shares)
+    union = _union(dataset, replace(sharing, index=None), of, "test")
     union = _recorded_with(dataset, union, sharing.test_on, "test")
     return Split(
         own.train, own.validation, shifted(own.test, union, seed=sharing.seed, device=index, degree=sharing.shift)
@@ -294,20 +293,18 @@ def _deal(
     return dealt
 
 
+def all_training_samples(dataset: Dataset, sharing: Sharing, *, device: str) -> Index:
+    """The training samples of all devices, each once, as ``device`` knows them too: whatever deals, deals alike."""
+    _, of = place(dataset, sharing, device=device)
+    return _union(dataset, replace(sharing, index=None), of, "train")
+
+
 @lru_cache(maxsize=8)
-def _test_union(
-    dataset: Dataset,
-    part: str,
-    partition: str,
-    of: int,
-    seed: int,
-    options: tuple[tuple[str, float], ...],
-    held_out: float,
-    validation: float,
-) -> Index:
-    """The test samples of all devices, each once."""
-    dealt = _deal(dataset, part, partition, of, seed, options)
-    return np.sort(np.concatenate([_split(samples, seed, held_out, validation).test for samples in dealt]))
+def _union(dataset: Dataset, sharing: Sharing, of: int, use: Literal["train", "test"]) -> Index:
+    """The samples of all devices that they have for one use, each once."""
+    dealt = _deal(dataset, sharing.part, sharing.partition, of, sharing.seed, sharing.options)
+    split = [_split(samples, sharing.seed, sharing.held_out, sharing.validation) for samples in dealt]
+    return np.sort(np.concatenate([each.train if use == "train" else each.test for each in split]))
 
 
 def _split(samples: Index, seed: int, held_out: float, validation: float) -> Split:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.experiment import Experiment, trials
+from benchmarks.markdown import write_html
 from benchmarks.metrics import Accuracy, Point, shifted
-from benchmarks.report import curve, draw, groups, paired, report_text, savings, shift_curve, write_report
+from benchmarks.report import curve, draw, groups, paired, report_text, savings, shift_curve, summary, write_report
 from benchmarks.rows import DeviceResult, Recorded, TrialResult
 from edge_sdk.methods import Evaluated
 from edge_sdk.protocol.messages import Evaluation
@@ -129,6 +130,33 @@ def test_accuracy_is_mean_and_spread_over_seeds(plan, recorded):
     # Weighted: (0.6*10 + 0.8*30)/40 = 0.75 and 0.725; over devices: 0.1 and 0.15; worst device: 0.6 and 0.5.
     at_alpha = page[page.index("### alpha = 0.1") :]
     assert cells("## x\n" + at_alpha, "FedAvg", "x") == ["67.5 ± 3.5", "73.8", "12.5", "55.0", "–", "2 of 2"]
+
+
+def test_the_summary_has_each_label_with_its_interval_and_the_difference(plan, recorded):
+    head, *lines = summary(plan, recorded).splitlines()
+    assert "FedSPU minus it, points" in head
+    # FedAvg's seeds have means 70 and 65: 67.5 ± 12.706 * 2.5, cut at 100 above none; FedSPU's two are both 80.
+    assert re.match(r"alpha = 0.1: FedSPU +80.0 \(80.0 to 80.0\) +75.0 +– +20 +40 +60$", lines[0])
+    assert re.match(r"alpha = 0.1: FedAvg +67.5 \(35.7 to 99.3\) +55.0 +\+12.5 \(-19.3 to \+44.3\) ", lines[2])
+    assert "Means over 2 devices and 2 seeds" in lines[-1]
+
+
+def test_a_page_of_markdown_becomes_one_of_html(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"picture")
+    page = tmp_path / "a.md"
+    page.write_text(
+        "# A & B\n\n- one: `x<y`\n- two\n\n|  | a |\n|---|---|\n| b | **1** |\n\nText, *so*:\n\n![a](a.png)\n"
+    )
+    text = write_html(page).read_text()
+    for part in (
+        "<title>A &amp; B</title>",
+        "<h1>A &amp; B</h1>",
+        "<ul><li>one: <code>x&lt;y</code></li><li>two</li></ul>",
+        "<tr><th></th><th>a</th></tr><tr><td>b</td><td><b>1</b></td></tr>",
+        "<p>Text, <i>so</i>:</p>",
+        'src="data:image/png;base64,cGljdHVyZQ=="',
+    ):
+        assert part in text
 
 
 def test_costs_are_those_of_the_last_point_in_units(plan, recorded):
@@ -518,7 +546,7 @@ def is_png(path):
 def test_the_page_and_its_pictures_are_written(plan, recorded, tmp_path):
     page, *pictures = write_report(plan, recorded, tmp_path / "results", command=COMMAND)
     assert page == tmp_path / "results" / "tiny.md"
-    kinds = ("rounds", "upload", "devices", "differences", "costs")
+    kinds = ("accuracy", "rounds", "upload", "devices", "differences", "costs")
     assert [picture.name for picture in pictures] == [f"tiny-{kind}.png" for kind in kinds]
     assert all(is_png(picture) for picture in pictures)
     assert all(f"]({picture.name})" in page.read_text() for picture in pictures)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -123,6 +124,89 @@ def test_files_that_cannot_be_used_are_explained(tmp_path):
     np.savez(tmp_path / "cut.npz", x_train=RANDOM.random((50, 50)), y_train=labels(50))
     (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:9000])
     refused(tmp_path / "cut.npz", "cannot be read as an npz file")
+
+
+# --- one file for all devices
+
+
+def part(path, index, of, **options):
+    text = ",".join([str(path), f"index={index}", f"of={of}", *(f"{key}={value}" for key, value in options.items())])
+    return load(text, device="pi", seed=0, batch_size=8)
+
+
+def everything(task):
+    used = [samples.arrays for samples in (task.train, task.validation, task.test)]
+    return [each.take(slice(0, len(each))) for each in used]
+
+
+def test_a_table_is_dealt_and_its_features_are_on_one_scale(tmp_path):
+    values = RANDOM.normal([1000, 0.001, 7], [300, 0.0005, 0], (90, 3))
+    label = np.where(RANDOM.random(90) < 0.5, "ill", "well")
+    pandas.DataFrame(values, columns=["a", "b", "c"]).assign(label=label).to_csv(tmp_path / "t.csv", index=False)
+    tasks = [part(tmp_path / "t.csv", index, 3, partition="iid") for index in range(3)]
+    assert sum(sum(sizes(task)) for task in tasks) == 90
+    train = torch.cat([everything(task)[0][0] for task in tasks])
+    torch.testing.assert_close(train.mean(0), torch.zeros(3), atol=1e-4, rtol=0)
+    torch.testing.assert_close(train.std(0, correction=0), torch.tensor([1.0, 1.0, 0.0]), atol=1e-4, rtol=0)
+    assert tasks[0].model.out.out_features == 2, "two names of classes"
+    assert all(torch.equal(a, b) for a, b in zip(tasks[0].model.parameters(), tasks[2].model.parameters(), strict=True))
+
+
+def test_a_file_that_says_who_made_a_sample_is_dealt_by_person(tmp_path):
+    np.savez(tmp_path / "m.npz", x=images(60, 9, 9), y=labels(60), device=np.array(["b", "a", "c"])[np.arange(60) % 3])
+    of_a = part(tmp_path / "m.npz", 0, 3)
+    assert sum(sizes(of_a)) == 20
+    inputs, _ = everything(of_a)[0]
+    assert inputs.shape[1:] == (1, 9, 9)
+    assert 0 <= inputs.min() < inputs.max() <= 1, "bytes are divided by 255"
+    with np.load(tmp_path / "m.npz") as file:
+        mine = {image.tobytes() for image in file["x"][file["device"] == "a"]}
+    assert all((255 * image).round().byte().numpy().tobytes() in mine for image in inputs)
+    assert sum(sizes(part(tmp_path / "m.npz", 0, 2, partition="iid"))) == 30
+
+
+def test_pairs_of_one_file_are_dealt_together(tmp_path):
+    pairs = {f"{letter}_{use}": of(12) for use in ("train", "val", "test") for letter, of in PAIR.items()}
+    np.savez(tmp_path / "m.npz", **pairs, classes=9)
+    tasks = [part(tmp_path / "m.npz", index, 2, partition="iid") for index in range(2)]
+    assert sum(sum(sizes(task)) for task in tasks) == 36
+    assert tasks[0].model.out.out_features == 9
+
+
+PAIR = {"x": lambda count: RANDOM.random((count, 5)), "y": labels}
+TABLE = {"a": [1.0, 2.0, 3.0], "label": [0, 1, 0]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"a": [1, 2, 3]}, "none called label or y or target"),
+        ({**TABLE, "person": [1, 2, 3], "device": [1, 2, 3]}, "both person and device say who made a sample"),
+        ({**TABLE, "city": ["x", "y", "z"]}, "the column city holds no numbers"),
+        ({**TABLE, "Unnamed: 0": [0, 1, 2]}, r"to_csv\(index=False\)"),
+        ({**TABLE, "label": [0, None, 1]}, "the column label lacks a value"),
+        ({**TABLE, "a": [1, None, 2]}, "a value is missing or not finite"),
+        ({**TABLE, "label": [0.5, 1, 2]}, "number the classes from 0"),
+        ({**TABLE, "label": [0, 1, 70000]}, "labels go from 0 to 70000, and there are 3 samples"),
+    ],
+)
+def test_tables_that_cannot_be_used_are_explained(tmp_path, columns, message):
+    pandas.DataFrame(columns).to_csv(tmp_path / "t.csv", index=False)
+    with pytest.raises(DataError, match=message):
+        part(tmp_path / "t.csv", 0, 1, partition="iid")
+
+
+def test_what_one_file_for_all_cannot_be_is_explained(tmp_path):
+    pandas.DataFrame(TABLE).to_csv(tmp_path / "t.csv", index=False)
+    with pytest.raises(DataError, match=r"say which part is meant, as in .*t\.csv,index=0,of=5"):
+        load(str(tmp_path / "t.csv"), device="pi", seed=0, batch_size=8)
+    with pytest.raises(DataError, match="no such file"):
+        part(tmp_path / "none.npz", 0, 2)
+    with pytest.raises(DataError, match="is a folder; name one file"):
+        part(tmp_path, 0, 2)
+    np.savez(tmp_path / "m.npz", x=RANDOM.random((9, 5)), y=labels(8))
+    with pytest.raises(DataError, match=r"9 samples have labels of shape \(8,\)"):
+        part(tmp_path / "m.npz", 0, 2)
 
 
 def test_the_advice_shows_how_to_name_the_classes():

@@ -12,7 +12,7 @@ from sparrow.main import PARTS, main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 TOKENS = ("create", "list", "revoke")
-BENCH = ("run", "tune", "report")
+BENCH = ("compare", "run", "tune", "report")
 
 
 @pytest.fixture(autouse=True)

@@ -142,7 +142,10 @@ def test_in_two_processes(undisturbed, coordinator, command):
     coordinator.create(NAME, **SETTINGS)
     process = command(coordinator.url, "--processes", "2", "--memory")
     assert process.wait(60) == 0, command.output()
-    assert f"{DEVICES} devices, {ROUNDS * 4} device-rounds and {2 * DEVICES} evaluations in" in command.output()
+    said = command.output()
+    assert f"{DEVICES} devices, {ROUNDS * 4} device-rounds and {2 * DEVICES} evaluations in" in said
+    assert f"on the devices' own test data after round {ROUNDS}: personal models " in said
+    assert "training moved " in said
     assert "the federation is finished" in command.output()
     assert outcome_at(coordinator) == undisturbed
 

@@ -1,0 +1,146 @@
+"""``compare``: methods side by side on one's own data, without an experiment's file.
+
+Every device trains as after ``sparrow publish``: what is not given is the product's default, early stopping included,
+and alike for all methods.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from benchmarks.experiment import DEFAULT, Experiment, MethodRun, Value, trials
+from benchmarks.files import PLACES, files_of_devices
+from command_line.command import WrongUsage
+from coordinator.methods import load_method
+from edge_sdk.methods import UnknownMethod
+from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.publish import wrong_settings
+from edge_sdk.tasks.npz import read_whole
+
+METHODS = "fedspu,fedavg+ft,local"
+FINE_TUNED = "+ft"
+BUDGETS = (0.2, 0.4, 0.6, 0.8, 1.0)
+DEVICES = 10
+SAMPLES_EACH = 40
+"""With fewer samples for each, fewer devices share a file, unless a number is given."""
+
+
+def compared(
+    task: str,
+    data: str,
+    *,
+    methods: str = METHODS,
+    devices: int | None = None,
+    rounds: int | None = None,
+    seeds: int = 3,
+    partition: str | None = None,
+    settings: Mapping[str, str] | None = None,
+) -> Experiment:
+    """The experiment that compares ``methods`` on ``data``.
+
+    methods: names, separated by commas; ``+ft`` behind one judges each device's fine-tuned copy of the global model.
+    partition: its name and options, as in ``dirichlet,alpha=0.3``. settings: of all methods. Raises WrongUsage,
+    UnknownMethod, DataError.
+    """
+    if task == "npz" and not data:
+        raise WrongUsage("add --data, an npz or CSV file or a folder; --task digits has data of its own")
+    if seeds < 1:
+        raise WrongUsage(f"--seeds {seeds}: give at least 1")
+    number, about, usual = _devices(task, data, devices)
+    if partition and files_of_devices(task, data, devices):
+        raise WrongUsage(
+            f"--partition {partition}: each device has a file of its own and nothing is dealt; leave it out"
+        )
+    rule, options = _partition(partition or usual)
+    try:
+        given = FederationSettings.model_validate(
+            {**({} if rounds is None else {"rounds": rounds}), **(settings or {})}
+        )
+        common = given.model_dump(mode="json", include=set(settings or {}))
+        experiment = Experiment(
+            title=f"Methods on {Path(data).name or task}",
+            about=about,
+            task=task,
+            partition=rule,
+            devices=number,
+            rounds=given.rounds,
+            evaluate_every=given.evaluation_interval,
+            seeds=tuple(range(seeds)),
+            as_published=True,
+            data=options,
+            settings={key: value for key, value in common.items() if key not in ("rounds", "evaluation_interval")},
+            methods=tuple(_methods(methods, given)),
+        )
+        for _ in trials(experiment, "", {}):
+            pass  # each checks its settings
+    except ValidationError as error:
+        raise wrong_settings(error, "--set ") from None
+    return experiment
+
+
+def _devices(task: str, data: str, wanted: int | None) -> tuple[int, str, str]:
+    """How many devices there are, a sentence about their data, and how these are dealt where nobody says it."""
+    if wanted is not None and wanted < 2:
+        raise WrongUsage(f"--devices {wanted}: a comparison takes at least 2")
+    files = files_of_devices(task, data, wanted)
+    if files:
+        return len(files), "Each device has a file of its own, whose numbers are taken as they are.", DEFAULT
+    if task != "npz":
+        return wanted or DEVICES, "", DEFAULT
+    whole = read_whole(data)
+    samples = len(whole.targets)
+    scale = (
+        "bytes are divided by 255"
+        if whole.inputs.dtype == np.uint8
+        else "numbers are standardised by the mean and deviation of all devices' training samples"
+    )
+    about = f"{samples:,} samples of {whole.classes} classes, shape {whole.inputs.shape[1:]}; {scale}."
+    if whole.people is not None:
+        people = len(np.unique(whole.people))
+        return wanted or people, f"{about} They are of {people} people.", "person"
+    return wanted or max(2, min(DEVICES, samples // SAMPLES_EACH)), about, "dirichlet"
+
+
+def _partition(text: str) -> tuple[str, dict[str, Value]]:
+    rule, *rest = (part.strip() for part in text.split(","))
+    options: dict[str, Value] = {}
+    for part in rest:
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise WrongUsage(f"--partition {text}: give a name and options, as in dirichlet,alpha=0.3")
+        options[key.strip()] = value.strip()
+    return rule, options
+
+
+def _methods(text: str, settings: FederationSettings) -> Iterator[MethodRun]:
+    installed = sorted(entry.name for entry in entry_points(group="sparrow.device_methods"))
+    labels = [part.strip() for part in text.split(",")]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise WrongUsage(f"--methods {text}: {label} is named twice; name it once")
+        name = label.removesuffix(FINE_TUNED)
+        if name not in installed:
+            close = difflib.get_close_matches(name, installed, 1)
+            guess = f"did you mean {close[0]}? " if close else ""
+            raise UnknownMethod(
+                f"--methods {label}: there is no such method; {guess}installed are {', '.join(installed)}"
+            )
+        method = load_method(name)
+        tuned: dict[str, Any] = {"finetune_epochs": 1} if label != name else {}
+        everyone = method.smallest_budget(settings) <= BUDGETS[0]
+        yield MethodRun(label=label, method=name, settings=tuned, budgets=BUDGETS if everyone else (1.0,))
+
+
+def name_of(task: str, data: str) -> str:
+    """What the comparison's folder and files are called."""
+    path = Path(data.partition(",")[0])
+    if any(place in path.name for place in (*PLACES, "*", "?", "[")):
+        path = path.parent
+    return path.stem or task
