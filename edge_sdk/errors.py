@@ -6,6 +6,7 @@ SdkError
 ├── Refused            it answered no: its text says what to do
 │   ├── RoundOver      this assignment takes no update any more (409): ask for the next one
 │   ├── FederationOver nothing is left to do (410)
+│   ├── FederationDeleted  its federation is there no more (410)
 │   ├── TokenExpired   this device must enrol again (401)
 │   └── NoCoordinator  what answers there is something else
 ├── BadArgument        something the user gave cannot work, found before anything was done
@@ -47,6 +48,10 @@ class RoundOver(Refused):
 
 class FederationOver(Refused):
     """The federation is finished and has nothing left for this device."""
+
+
+class FederationDeleted(Refused):
+    """The device's federation was deleted by its operator."""
 
 
 class TokenExpired(Refused):

@@ -194,6 +194,7 @@ class Host:
                 profile=None if board is None else _profile(board),
                 known=self._known,
                 announce=announce,
+                hosted=True,
             )
         except BaseException:
             folder.close()

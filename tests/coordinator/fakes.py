@@ -8,6 +8,7 @@ from coordinator.devices import Devices
 from coordinator.dispatch import Dispatch
 from coordinator.errors import Finished
 from coordinator.federations import Federations
+from coordinator.heard import Heard
 from coordinator.metrics import Metrics
 from coordinator.models import Models
 from coordinator.overview import Overviews
@@ -38,8 +39,9 @@ def furnish(house, clock, models):
     house.dispatch = Dispatch(store, models, clock)
     house.acceptance = Acceptance(store, models)
     house.costs = UploadCosts(store)
-    house.rounds = Rounds(store, models, clock, house.costs)
-    house.records = Records(store, house.costs.write)
+    house.heard = Heard(store, clock)
+    house.rounds = Rounds(store, models, clock, house.costs, house.heard)
+    house.records = Records(store, house.costs.write, clock, house.heard)
     house.roster = Roster(store, clock)
     house.metrics = Metrics()
     house.overviews = Overviews(store, models, house.federations, house.records, house.metrics, clock)
