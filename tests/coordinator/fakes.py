@@ -82,22 +82,29 @@ class House:
 class FakeDevice:
     """Asks, and answers with values drawn from its name and the round."""
 
-    def __init__(self, house, name, federation, budget):
-        self.house, self.name, self.federation, self.budget = house, name, federation, budget
+    def __init__(self, house, name, federation, budget, hosted=False):
+        self.house, self.name, self.federation, self.budget, self.hosted = house, name, federation, budget, hosted
         self.key = name.ljust(32, "k")
 
     def enrol(self):
-        request = Enrol(name=self.name, enrolment_key=self.key, budget=self.budget)
+        request = Enrol(name=self.name, enrolment_key=self.key, budget=self.budget, hosted=self.hosted)
         enrolled = self.house.devices.enrol(self.federation, request)
         self.id, self.token = enrolled.device_id, enrolled.token
 
+    def beat(self, assignment):
+        self.house.heard.note(self.id)  # as the door does for every call
+        self.house.dispatch.check_open(assignment.assignment_id, self.id)
+
     def ask(self):
+        self.house.heard.note(self.id)
         return self.house.dispatch.next_assignment(self.id).assignment
 
     def payload(self, assignment):
+        self.house.heard.note(self.id)
         return self.house.dispatch.payload(assignment.assignment_id, self.id).body
 
     def send(self, assignment, body):
+        self.house.heard.note(self.id)
         return self.house.acceptance.accept_update(assignment.assignment_id, self.id, body)
 
     def hand_back(self, assignment, reason="too hot"):

@@ -66,7 +66,7 @@ def test_the_open_round_shows_who_is_being_waited_for(house, answer):
     two.hand_back(two.ask(), "too hot")
     running = house.overviews.look("f").open_round
     assert (running.round, running.cohort, running.done, running.returned, running.expired) == (1, 3, 1, 1, 0)
-    assert running.waiting_for == (three.name,)
+    assert [each.device for each in running.waiting_for] == [three.name]
 
 
 def test_a_buffered_round_counts_what_has_arrived_and_waits_for_whoever_trains(house, answer):
