@@ -528,7 +528,7 @@ def _options(parser: Parser) -> None:
     )
     parser.add_argument("--devices", type=int, required=True, help="how many devices train")
     parser.add_argument("--new", type=int, default=0, help="how many more only adapt the finished model")
-    parser.add_argument("--task", help="create the federation for this task, unless there is one of this name")
+    parser.add_argument("--task", help="create the federation for this task, unless it is there already")
     parser.add_argument(
         "--set", type=read_setting, action="append", default=[], metavar="KEY=VALUE", help="its settings, with --task"
     )
