@@ -28,6 +28,7 @@ from edge_sdk.protocol.overview import FederationLine, Notice, OpenRound, Overvi
 
 MOST_POINTS = 240
 MOST_NAMES = 100
+MOST_AWAITED = 25
 LOOK_BACK = 8
 """Closed rounds that are looked at again: what their uploads cost, and their last evaluations, come a little later."""
 
@@ -181,7 +182,7 @@ def _open_round(db: Session, federation: Federation, records: Records) -> OpenRo
         done=counts.get("done", 0),
         returned=counts.get("returned", 0),
         expired=counts.get("expired", 0),
-        waiting_for=records.awaited(db, *of_round, most=MOST_NAMES),
+        waiting_for=records.awaited(db, *of_round, most=MOST_AWAITED),
     )
 
 

@@ -59,7 +59,7 @@ class OpenRound(Answer):
     done: int
     returned: int
     expired: int
-    waiting_for: tuple[OpenAssignment, ...] = Field(description="The first hundred answers that are still to come")
+    waiting_for: tuple[OpenAssignment, ...] = Field(description="The first 25 answers that are still to come")
 
 
 class FederationLine(Answer):

@@ -188,7 +188,7 @@ def test_a_large_fleet_takes_no_more_queries_and_few_bytes(house, queries):
     assert (len(page), total) == (50, 10_000)
     assert sum(len(device.model_dump_json()) for device in page) < 50_000
     assert sum(whole.doing.values()) == 10_000
-    assert len(whole.open_round.waiting_for) == 100
+    assert len(whole.open_round.waiting_for) == 25
     assert whole.open_round.cohort == 2000
 
 

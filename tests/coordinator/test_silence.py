@@ -8,9 +8,10 @@ from sqlalchemy import event
 from coordinator.errors import Finished, RoundClosed
 from coordinator.heard import WRITE_SECONDS
 from coordinator.rounds import GAP_SECONDS
+from coordinator.storage.store import Store
 from edge_sdk.protocol.messages import ChangeFederation
 
-from .fakes import FakeDevice
+from .fakes import FakeDevice, House
 
 STEP = 5.0
 
@@ -185,3 +186,27 @@ def test_heartbeats_are_written_down_together_and_seldom(house, clock):
     house.heard.note(devices[0].id)
     seen = {device.name: device.seen_at for device in house.roster.list("f")[0]}
     assert seen["a"] == seen["b"] > "2023-11-14T22:14:00", "the records know, to within seconds"
+
+
+def test_what_another_process_has_heard_counts(postgresql, tmp_path, clock, answer):
+    url = postgresql.new_database()
+    mover = House(tmp_path / "data", clock, lambda folder: Store(folder, url))
+    mover.store.settled()
+    other = House(tmp_path / "data", clock, lambda folder: Store(folder, url))
+    try:
+        mover.create(deadline_seconds=1000)
+        works, gone = mover.enrol("a", "b")
+        mover.rounds.advance()
+        works.ask(), gone.ask()
+        for passed in range(5, 301, 5):
+            clock.pass_seconds(5)
+            if passed % 20 == 0:
+                other.heard.note(works.id)
+            for each in (mover, other):
+                each.heard.write()
+            mover.rounds.advance()
+            awaited = {each.device for each in mover.records.open_work("f").assignments}
+            assert awaited == ({"a", "b"} if passed < 60 + WRITE_SECONDS else {"a"}), passed
+    finally:
+        other.store.close()
+        mover.store.close()

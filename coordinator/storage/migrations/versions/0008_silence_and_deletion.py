@@ -16,7 +16,7 @@ def upgrade() -> None:
         "deleted_federations",
         sa.Column("id", sa.Integer(), autoincrement=False, nullable=False),
         sa.Column("name", sa.String(64), nullable=False),
-        sa.Column("deleted_at", sa.Float(), nullable=False),
+        sa.Column("deleted_at", sa.Double(), nullable=False),
         sa.PrimaryKeyConstraint("id"),
     )
     op.create_table(
