@@ -312,7 +312,9 @@ function showAdmin(federation) {
 async function remove(federation) {
   const whole = `${many(federation.devices, "device")}, ${many(federation.round, "round")} and all its models`;
   if (!(await sure(`Delete ${federation.name} for good, with ${whole}?`, "Delete"))) return;
-  if (await call("DELETE", api)) location.search = "";
+  disconnect(); // or its end would be told as an error
+  if (await call("DELETE", api)) location.replace(location.pathname); // to the newest of the others
+  else connect();
 }
 
 async function act(action) {
