@@ -133,7 +133,7 @@ def test_notices_tell_what_an_operator_should_know(house):
     notices = {notice.kind: notice.text for notice in house.overviews.look("f").notices}
     assert notices["refused"].endswith(": 2 (BadContent)")
     assert notices["left_out"].endswith(": 3")
-    assert notices["lost"].endswith("not come back: 1")
+    assert notices["lost"].endswith("are not back: 1")
 
 
 def test_no_federation_of_this_name(house):
