@@ -19,6 +19,7 @@ from .conftest import wait_until
 SECONDS = 1.0
 
 
+@pytest.mark.slow
 def test_a_long_training_is_waited_for_and_a_dead_device_is_not(coordinator, tmp_path):
     released = threading.Event()
 
