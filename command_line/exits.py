@@ -41,4 +41,4 @@ def of_status(status: int) -> Exit:
         return Exit.FULL
     if status in (408, 429) or status >= 500:
         return Exit.UNREACHABLE
-    return Exit.NOT_FOUND if status == 404 else Exit.FAILED
+    return Exit.NOT_FOUND if status in (404, 410) else Exit.FAILED

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from coordinator.aggregation import difference
 from coordinator.assignments import BUNDLE_KINDS, owned, touch, update_key
 from coordinator.buffer import number_arrival
-from coordinator.errors import BadContent, DifferentUpdate, RoundClosed, WrongMediaType, explain
+from coordinator.errors import BadContent, DifferentUpdate, NotFound, RoundClosed, WrongMediaType, explain
 from coordinator.leftovers import drop_unneeded
 from coordinator.methods import Situation, load_method
 from coordinator.models import Models, settings_of
@@ -130,7 +130,7 @@ class Acceptance:
 
         try:
             new = self._store.record(write_down, keys)
-        except (DifferentUpdate, RoundClosed):
+        except (DifferentUpdate, NotFound, RoundClosed):
             drop_unneeded(self._store, federation.id, keys)
             raise
         if not new:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sqlalchemy import and_, bindparam, select, update
 from sqlalchemy.orm import Session
 
-from coordinator.errors import NotAllowed, NotFound
+from coordinator.errors import FederationDeleted, NotAllowed, NotFound
 from coordinator.methods import load_method
 from coordinator.models import settings_of
 from coordinator.storage.tables import Assignment, Device, Federation, Round
@@ -66,8 +66,12 @@ def owned(db: Session, assignment_id: str, device_id: str) -> tuple[Assignment, 
 
 
 def oldest_open(db: Session, device_id: str) -> tuple[Device, Federation, Assignment | None]:
-    """A device, its federation and its oldest open assignment: an evaluation before the round after it."""
-    device, federation, assignment = db.execute(_OLDEST_OPEN, {"asking_id": device_id}).one()
+    """A device, its federation and its oldest open assignment: an evaluation before the round after it. Raises
+    FederationDeleted."""
+    row = db.execute(_OLDEST_OPEN, {"asking_id": device_id}).first()
+    if row is None:
+        raise FederationDeleted
+    device, federation, assignment = row
     return device, federation, assignment
 
 

@@ -16,11 +16,11 @@ from sqlalchemy.orm import Session
 from coordinator.access import MOST_REMEMBERED, REMEMBER_SECONDS, digest_of, new_secret, secret_after, spend
 from coordinator.assignments import touch
 from coordinator.candidates import reaches, smallest_budget
-from coordinator.errors import NameTaken, NotAuthenticated, NotFound, TokenExpired
+from coordinator.errors import FederationDeleted, NameTaken, NotAuthenticated, NotFound, TokenExpired
 from coordinator.federations import find
 from coordinator.methods import load_method
 from coordinator.storage.store import Store
-from coordinator.storage.tables import Assignment, Device, Federation
+from coordinator.storage.tables import Assignment, DeletedDevice, Device, Federation
 from edge_sdk.protocol.messages import (
     ChangeDevice,
     Enrol,
@@ -111,6 +111,7 @@ class Devices:
             device.profile = request.profile.model_dump(mode="json")
             device.budget, device.num_examples = request.budget, request.num_examples
             device.limited_by = request.limited_by.value if request.limited_by else None
+            device.hosted = request.hosted
             device.seen_at = now
             return Enrolled(device_id=device.id, token=token, notice=_notice(federation, device))
 
@@ -153,6 +154,11 @@ class Devices:
                 raise NotAuthenticated(UNKNOWN)
             device.next_token_sha256 = digest_of(token)
         return NewToken(token=token)
+
+    def forget(self) -> None:
+        """Look every token up anew: devices have gone."""
+        self._forget(None)
+        self._callers.clear()
 
     def _is_over(self, caller: Caller, now: float) -> bool:
         return self._lifetime_seconds is not None and now - caller.issued_at >= self._lifetime_seconds
@@ -236,6 +242,8 @@ def _holder(db: Session, digest: bytes) -> tuple[Device, Federation]:
     row = db.execute(
         select(Device, Federation).join(Federation, Federation.id == Device.federation_id).where(mine)
     ).first()
+    if row is None and db.get(DeletedDevice, digest) is not None:
+        raise FederationDeleted
     if row is None or row[0].status == "revoked":
         raise NotAuthenticated(UNKNOWN)
     return row[0], row[1]

@@ -54,9 +54,9 @@ class Dispatch:
         with self._store.reading() as db:
             device, federation, assignment = oldest_open(db, device_id)
         away = asked and not device.present
-        # A poll is no fact worth a write, unless the device was thought away, has not been seen for a while, or holds
-        # another mask or model than it did.
-        if away or (asked and (now - device.seen_at > 30 or (mask, model) != (device.mask, device.model))):
+        # A poll is no fact worth a write (``heard``), unless the device was thought away, or holds another mask or
+        # model than it did.
+        if away or (asked and (mask, model) != (device.mask, device.model)):
             holds = {"mask": mask, "model": model, "paused": None}
             with self._store.writing() as db:
                 db.execute(update(Device).where(Device.id == device_id).values(present=True, seen_at=now, **holds))
@@ -83,6 +83,13 @@ class Dispatch:
         if not self._has_payload(federation, assignment):
             raise NotFound("this assignment has no payload; carry it out with the personal model")
         return self._models.payload(federation, device, assignment)
+
+    def check_open(self, assignment_id: str, device_id: str) -> None:
+        """Raise RoundClosed where nobody waits for this assignment any more; NotFound, NotAllowed."""
+        with self._store.reading() as db:
+            assignment, _, _ = owned(db, assignment_id, device_id)
+        if assignment.status != "open":
+            raise RoundClosed(f"the assignment is {assignment.status}: nobody waits for it any more")
 
     def hand_back(self, assignment_id: str, device_id: str, reason: wire.PauseReason | str) -> None:
         """The device cannot do it: it is out of this round. Handing back twice is the same as once.
@@ -134,6 +141,7 @@ class Dispatch:
                 db.add(found)
             found.status = "open"
             found.model_version = federation.model_version
+            found.created_at = self._clock()
             found.deadline_at = self._clock() + settings_of(federation).deadline_seconds
             touch(db, federation.id, number)
             return found

@@ -2,12 +2,14 @@
 
 CoordinatorError
 ├── NotAuthenticated      send a valid token
-│   └── TokenExpired      the device's token is too old: enrol again
+│   ├── TokenExpired      the device's token is too old: enrol again
+│   └── FederationDeleted  the device's federation is there no more
 ├── TooManyRequests       come back later, as Retry-After says
 ├── NotAllowed            the token is valid, but not for this
 ├── NotFound              no such federation, device, assignment
 │   └── NoGlobalModel     this method has no global model that can be used alone
 ├── NameTaken             choose another name
+├── DifferentFederation   one of this name exists, and is not the one that was asked for
 ├── WrongState            the federation's status forbids this now
 ├── RoundClosed           the assignment is no longer open: fetch the next one
 ├── DifferentUpdate       another update was already accepted for this assignment
@@ -35,6 +37,16 @@ class TokenExpired(NotAuthenticated):
     """The device's token is too old."""
 
 
+class FederationDeleted(NotAuthenticated):
+    """The device's federation was deleted, and its token with it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the federation of this device was deleted by its operator, so there is nothing left to do; its personal "
+            "model stays with it. To join one that was made anew, start with another --state-dir"
+        )
+
+
 class TooManyRequests(CoordinatorError):
     """More calls than this caller may make."""
 
@@ -53,6 +65,10 @@ class NoGlobalModel(NotFound):
 
 class NameTaken(CoordinatorError):
     """A federation or device of this name exists."""
+
+
+class DifferentFederation(CoordinatorError):
+    """A federation of this name exists, with another method, model or other settings."""
 
 
 class WrongState(CoordinatorError):

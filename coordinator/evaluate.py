@@ -55,10 +55,11 @@ def evaluate(
     data: Path,
     inputs: str,
     targets: str,
-    token: str | None,
+    token: str | None = None,
     trust: tls.Tls | None = None,
 ) -> Evaluation:
-    """What the coordinator finds. trust: certificates for https.
+    """What the coordinator finds. token: an admin's; without, that of SPARROW_ADMIN_TOKEN. trust: certificates for
+    https.
 
     Raises FileNotFoundError, BadFile, WrongUsage for an address that is none, NoAnswer, Refused, tls.BadCertificate.
     """
@@ -71,6 +72,7 @@ def evaluate(
         raise BadFile(f"{data}: {missing}; name its arrays with --inputs and --targets") from None
     except (OSError, ValueError, EOFError, TypeError, BadZipFile) as error:
         raise BadFile(f"{data} is not a file that numpy.savez wrote: {error}") from None
+    token = token or os.environ.get("SPARROW_ADMIN_TOKEN")
     headers = {"Content-Type": checkpoint.MEDIA_TYPE, **({"Authorization": f"Bearer {token}"} if token else {})}
     url = f"{server.rstrip('/')}/v1/federations/{federation}/model/evaluation"
     try:
@@ -106,8 +108,7 @@ def _run(options: argparse.Namespace) -> None:
         options.data,
         options.inputs,
         options.targets,
-        os.environ.get("SPARROW_ADMIN_TOKEN"),
-        tls.from_options(options),
+        trust=tls.from_options(options),
     )
     text = f"{found.num_examples} samples: accuracy {found.accuracy:.4f}, loss {found.loss:.4f}"
     print(found.model_dump_json() if options.json else text)

@@ -6,28 +6,47 @@ import hashlib
 import logging
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 from pydantic import ValidationError
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from coordinator import rollback
 from coordinator.assignments import extend_deadlines, forget_adapted
 from coordinator.buffer import check_buffer
 from coordinator.candidates import what_is_missing, why_over
-from coordinator.errors import BadContent, NameTaken, NoGlobalModel, NotFound, WrongState, explain
+from coordinator.errors import (
+    BadContent,
+    DifferentFederation,
+    NameTaken,
+    NoGlobalModel,
+    NotFound,
+    WrongState,
+    explain,
+)
 from coordinator.judging import judge
+from coordinator.leftovers import clear_deleted
 from coordinator.methods import CoordinatorMethod, Situation, load_method
 from coordinator.models import Models, settings_of
 from coordinator.privacy import check_privacy, spent
 from coordinator.robust import check_robust
 from coordinator.storage.store import Store
-from coordinator.storage.tables import Device, Federation
+from coordinator.storage.tables import (
+    Assignment,
+    DeletedDevice,
+    DeletedFederation,
+    Device,
+    Federation,
+    Round,
+    Token,
+)
 from edge_sdk.protocol import checkpoint
-from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
+from edge_sdk.protocol.builtin import BuiltinTask, builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest, Tensors, initial_values
 from edge_sdk.protocol.messages import (
     ChangeFederation,
+    CompareFederation,
     CreateFederation,
     Evaluation,
     FederationInfo,
@@ -50,12 +69,7 @@ class Federations:
 
     def create(self, request: CreateFederation) -> FederationInfo:
         """A federation of a built-in task, with initial weights drawn here. Raises BadContent, NameTaken."""
-        if request.task not in builtin_tasks():
-            raise BadContent(
-                f"task: {request.task!r} is not built in; choose one of {', '.join(builtin_tasks())}, or publish a "
-                f"model of your own with python -m edge_sdk.publish"
-            )
-        task = load_builtin(request.task)
+        task = _built_in(request.task)
         return self._create(request, task.manifest, task.skeleton, None)
 
     def publish(self, body: bytes) -> FederationInfo:
@@ -84,6 +98,7 @@ class Federations:
         """published: the tensors that were sent, in so many bytes with all that came with them; None for a built-in
         task, which has nothing that could be hostile."""
         settings = completed(request.settings)
+        published_as = {"settings": settings.model_dump(mode="json"), "model_digest": manifest.model_digest}
         method = _check_model(settings.method, manifest)
         check_robust(method, settings)
         manifest = method.manifest(manifest, settings)
@@ -104,6 +119,7 @@ class Federations:
             if db.scalar(select(Federation).where(Federation.name == request.name)):
                 raise NameTaken(f"a federation called {request.name!r} exists; choose another name")
             federation = Federation(
+                id=_next_id(db),
                 uid=uuid.uuid4().hex,
                 name=request.name,
                 task=manifest.task,
@@ -117,6 +133,7 @@ class Federations:
                 round=0,
                 model_version=0,
                 created_at=self._clock(),
+                published=published_as,
             )
             db.add(federation)
             db.flush()
@@ -126,9 +143,9 @@ class Federations:
             return self.describe(db, federation)
 
     def ensure_default(self, task: str, settings: FederationSettings) -> None:
-        """Create the federation ``default`` when there is none at all: the first start."""
+        """Create the federation ``default`` when there never was any: the first start."""
         with self._store.reading() as db:
-            if db.scalar(select(func.count()).select_from(Federation)):
+            if _next_id(db) > 1:
                 return
         self.create(CreateFederation(name="default", task=task, settings=settings))
 
@@ -136,7 +153,7 @@ class Federations:
         """Pause, resume, stop, reopen, and change what holds from the next round on."""
         with self._store.writing() as db:
             federation = find(db, name)
-            changed = request.model_dump(include={"rounds", "cohort", "deadline_seconds"}, exclude_none=True)
+            changed = request.model_dump(exclude={"action", "model_version"}, exclude_none=True)
             federation.settings = {**federation.settings, **changed}
             try:
                 settings_of(federation)
@@ -159,6 +176,64 @@ class Federations:
             if request.action == "resume":
                 extend_deadlines(db, federation, self._clock())
             return self.describe(db, federation)
+
+    def compare(self, name: str, wanted: CompareFederation) -> FederationInfo:
+        """The federation of this name, where it is the one that ``wanted`` would make: the same method, model and
+        settings, as they were when it was published. What an operator changed since is no difference, nor is what the
+        model's weights begin as. Raises NotFound, DifferentFederation, BadContent."""
+        with self._store.reading() as db:
+            federation = find(db, name)
+            model = wanted.model_digest or _built_in(wanted.task).manifest.model_digest
+            published = federation.published or {"settings": federation.settings, "model_digest": None}
+            asked, has = _flat(completed(wanted.settings).model_dump(mode="json")), _flat(published["settings"])
+            differences = [
+                f"{setting}: asked for {_shown(value)}, it has {_shown(has[setting])}"
+                for setting, value in asked.items()
+                if setting in has and has[setting] != value
+            ]
+            if wanted.task != federation.task:
+                differences.append(f"task: asked for {wanted.task}, it has {federation.task}")
+            elif published["model_digest"] not in (None, model):
+                differences.append(
+                    "model: its layers, their shapes, or what of them stays on devices are others than those asked for"
+                )
+            if differences:
+                raise DifferentFederation(
+                    f"a federation {name!r} exists and is another: {'; '.join(differences)}. Choose another name, ask "
+                    f"for what it has, or delete it first (sparrow delete SERVER {name})"
+                )
+            return self.describe(db, federation)
+
+    def delete(self, name: str) -> None:
+        """Remove a federation that is not at work: its records, devices and models. Raises NotFound, WrongState.
+
+        Its devices' tokens are told so from then on. Tokens of operators that were for it alone are revoked, and stay:
+        that there was one keeps other federations' doors shut.
+        """
+        with self._store.writing() as db:
+            federation = find(db, name)
+            if federation.status in (FederationStatus.running.value, FederationStatus.paused.value):
+                raise WrongState(
+                    f"{name} is {federation.status}: its devices would lose their work. Stop it first (PATCH "
+                    f"/v1/federations/{name} with the action stop, or the page), then delete it"
+                )
+            now = self._clock()
+            db.add(DeletedFederation(id=federation.id, name=name, deleted_at=now))
+            db.flush()
+            for token in (Device.token_sha256, Device.next_token_sha256):
+                known = select(token, Device.federation_id).where(
+                    Device.federation_id == federation.id, token.is_not(None)
+                )
+                db.execute(insert(DeletedDevice).from_select(["token_sha256", "federation_id"], known))
+            for table in (Assignment, Round, Device):
+                db.execute(delete(table).where(table.federation_id == federation.id))
+            its_own = update(Token).where(Token.federation_id == federation.id)
+            db.execute(its_own.values(federation_id=None, revoked_at=func.coalesce(Token.revoked_at, now)))
+            db.delete(federation)
+            log.info("%s is deleted", name)
+        # Blobs after the commit: killed in between, the next start removes them.
+        clear_deleted(self._store, federation.id)
+        self._models.drop(federation.id)
 
     def models(self, name: str) -> list[ModelInfo]:
         """The global models that are kept, oldest first. Raises NotFound."""
@@ -254,6 +329,16 @@ class Federations:
             raise NoGlobalModel(reason)
 
 
+def _built_in(name: str | None) -> BuiltinTask:
+    """The built-in task of this name. Raises BadContent."""
+    if name not in builtin_tasks():
+        raise BadContent(
+            f"task: {name!r} is not built in; choose one of {', '.join(builtin_tasks())}, or publish a model of your "
+            f"own with python -m edge_sdk.publish"
+        )
+    return load_builtin(name)
+
+
 def completed(settings: FederationSettings) -> FederationSettings:
     """The settings with every one of the method's own, so that devices need not know their defaults.
 
@@ -278,6 +363,21 @@ def _check_model(name: str, manifest: Manifest) -> CoordinatorMethod:
             f"publish with --running-statistics shared"
         )
     return method
+
+
+def _next_id(db: Session) -> int:
+    """The id of the next federation: what a kill has left of a deleted one lies under its own."""
+    return 1 + max(db.scalar(select(func.max(table.id))) or 0 for table in (Federation, DeletedFederation))
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, the method's own ones among the others."""
+    own = {f"method_settings.{name}": value for name, value in settings["method_settings"].items()}
+    return {**{name: value for name, value in settings.items() if name != "method_settings"}, **own}
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"
 
 
 def find(db: Session, name: str) -> Federation:

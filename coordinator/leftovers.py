@@ -16,7 +16,7 @@ from coordinator.assignments import assignment_of, update_folder, update_key
 from coordinator.buffer import Arrival, arrivals
 from coordinator.models import Models
 from coordinator.storage.store import Store
-from coordinator.storage.tables import Assignment, Device, Federation, Round
+from coordinator.storage.tables import Assignment, DeletedFederation, Device, Federation, Round
 
 log = logging.getLogger(__name__)
 
@@ -49,15 +49,26 @@ def clear(store: Store, models: Models, federation_id: int) -> None:
 
 
 def clear_all(store: Store, models: Models) -> None:
-    """Remove what kills left behind, of every federation. What keeps one from being cleared is logged: it does no harm
-    to the others, nor to its rounds."""
+    """Remove what kills left behind, of every federation that is or was. What keeps one from being cleared is logged:
+    it does no harm to the others, nor to its rounds."""
     with store.reading() as db:
         federations = db.scalars(select(Federation.id)).all()
-    for federation_id in federations:
+        deleted = db.scalars(select(DeletedFederation.id)).all()
+    for federation_id in [*federations, *deleted]:
         try:
-            clear(store, models, federation_id)
+            if federation_id in deleted:
+                clear_deleted(store, federation_id)
+            else:
+                clear(store, models, federation_id)
         except Exception:
             log.exception("what is left over of federation %s could not be removed", federation_id)
+
+
+def clear_deleted(store: Store, federation_id: int) -> None:
+    """Remove all blobs of a federation that was deleted."""
+    folders = (f"{federation_id}/models", f"{federation_id}/masks", update_folder(federation_id))
+    for key in [f"{federation_id}/skeleton.onnx", *(key for folder in folders for key in store.blobs.keys(folder))]:
+        store.blobs.delete(key)
 
 
 def drop_unneeded(store: Store, federation_id: int, keys: Sequence[str]) -> None:
@@ -65,7 +76,8 @@ def drop_unneeded(store: Store, federation_id: int, keys: Sequence[str]) -> None
     if not keys:
         return
     with store.reading() as db:
-        needed = _needed(db, federation_id, arrivals(db, db.get_one(Federation, federation_id)))
+        federation = db.get(Federation, federation_id)  # None: deleted meanwhile
+        needed = _needed(db, federation_id, arrivals(db, federation)) if federation is not None else set()
     for key in keys:
         if key not in needed:
             store.blobs.delete(key)

@@ -143,6 +143,11 @@ class Models:
         mask = None if bits is None else from_bits(self.manifest(federation), bits.tobytes())
         return GlobalModel(tensors, mask, {name.removeprefix("own:"): array for name, array in state.items()})
 
+    def drop(self, federation_id: int) -> None:
+        """Forget a federation that was deleted."""
+        self._manifests.pop(federation_id, None)
+        self._latest.pop(federation_id, None)
+
     def forget(self, federation_id: int, in_use: set[int], masks: set[str]) -> None:
         """Delete the global models that are not in use and not to be kept, and the masks that nothing refers to."""
         kept = in_use | self._retention.kept(self.versions(federation_id))

@@ -28,6 +28,7 @@ from edge_sdk.protocol.overview import FederationLine, Notice, OpenRound, Overvi
 
 MOST_POINTS = 240
 MOST_NAMES = 100
+MOST_AWAITED = 25
 LOOK_BACK = 8
 """Closed rounds that are looked at again: what their uploads cost, and their last evaluations, come a little later."""
 
@@ -84,7 +85,7 @@ class Overviews:
                 federations=_lines(db),
                 span=span,
                 points=tuple(_points(_rows(db, federation, first), span, whole)),
-                open_round=_open_round(db, federation),
+                open_round=_open_round(db, federation, self._records),
                 everything_bytes=federation.published_bytes + _moved(db, federation),
                 evaluating=evaluating,
                 evaluating_since=since_round,
@@ -102,7 +103,7 @@ class Overviews:
             text = f"Updates left out of the model as outliers since this process began: {count}"
             yield Notice(kind="left_out", text=text)
         if doing.get(Doing.away):
-            text = f"Devices that missed a deadline or left, and have not come back: {doing[Doing.away]}"
+            text = f"Devices that missed a deadline, fell silent or left, and are not back: {doing[Doing.away]}"
             yield Notice(kind="lost", text=text)
 
 
@@ -162,7 +163,7 @@ def _points(rows: Sequence[dict[str, Any]], span: int, whole: int) -> Iterable[R
         )
 
 
-def _open_round(db: Session, federation: Federation) -> OpenRound | None:
+def _open_round(db: Session, federation: Federation, records: Records) -> OpenRound | None:
     current = open_round(db, federation)
     if current is None:
         return None
@@ -172,12 +173,6 @@ def _open_round(db: Session, federation: Federation) -> OpenRound | None:
     of_round = (Assignment.federation_id == federation.id, Assignment.kind.in_(COHORT_KINDS), its_own)
     by_status = select(Assignment.status, func.count()).where(*of_round).group_by(Assignment.status)
     counts = {row[0]: row[1] for row in db.execute(by_status)}
-    names = select(Device.name).join(Assignment, Assignment.device_id == Device.id)
-    waiting = db.scalars(
-        names.where(*of_round, Assignment.status == "open")
-        .order_by(Assignment.round, Assignment.position)
-        .limit(MOST_NAMES)
-    )
     return OpenRound(
         round=current.number,
         opened_at=iso(current.opened_at),
@@ -188,7 +183,7 @@ def _open_round(db: Session, federation: Federation) -> OpenRound | None:
         done=counts.get("done", 0),
         returned=counts.get("returned", 0),
         expired=counts.get("expired", 0),
-        waiting_for=tuple(waiting),
+        waiting_for=records.awaited(db, *of_round, most=MOST_AWAITED),
     )
 
 

@@ -46,6 +46,11 @@ class Pace:
         share = int.from_bytes(digest[:6], "big") / 2**48
         return math.ceil((number + share) * cycle - now)
 
+    def longest(self) -> float:
+        """The longest pause, s, that a device without work is asked for now."""
+        cycle = self._count(self._clock()) / self._calls
+        return self._least if cycle <= self._least else math.ceil(2 * cycle)
+
     def _count(self, now: float) -> int:
         """Devices that ask for work: those of federations that are not over."""
         if now - self._counted_at >= COUNT_SECONDS:

@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session
 from coordinator.assignments import COHORT_KINDS, UNCOUNTED
 from coordinator.errors import NotFound
 from coordinator.federations import find
+from coordinator.heard import Heard
 from coordinator.methods import load_method
 from coordinator.storage.store import Store
 from coordinator.storage.tables import Assignment, Device, Round
@@ -40,11 +41,14 @@ RECORDS_AT_A_TIME = 10
 
 
 class Records:
-    """The records of every round. ``bring``: writes down what waits in memory, before anybody looks."""
+    """The records of every round. bring: writes down what waits in memory, before anybody looks. heard: when devices
+    were."""
 
-    def __init__(self, store: Store, bring: Callable[[], None]) -> None:
+    def __init__(self, store: Store, bring: Callable[[], None], clock: Callable[[], float], heard: Heard) -> None:
         self._store = store
         self._bring = bring
+        self._clock = clock
+        self._heard = heard
 
     def rounds(self, federation_name: str) -> list[RoundRecord]:
         """A record per round, the open one last. Raises NotFound."""
@@ -101,18 +105,36 @@ class Records:
         """Who is being waited for, oldest work first. Raises NotFound."""
         with self._store.reading() as db:
             federation = find(db, federation_name)
-            rows = db.execute(
-                select(Assignment.id, Device.name, Assignment.kind, Assignment.round)
-                .join(Device, Device.id == Assignment.device_id)
-                .where(Assignment.federation_id == federation.id, Assignment.status == "open")
-                .order_by(Assignment.round, Assignment.kind, Assignment.position)
-            ).all()
+            assignments = self.awaited(db, Assignment.federation_id == federation.id)
         return OpenWork(
+            at=iso(self._clock()),
             status=FederationStatus(federation.status),
             round=federation.round,
-            assignments=tuple(
-                OpenAssignment(assignment_id=row[0], device=row[1], kind=Kind(row[2]), round=row[3]) for row in rows
-            ),
+            assignments=assignments,
+        )
+
+    def awaited(self, db: Session, *those: ColumnElement[bool], most: int | None = None) -> tuple[OpenAssignment, ...]:
+        """The first of those assignments that are open, oldest first."""
+        rows = db.execute(
+            select(
+                *(Assignment.id, Device.name, Assignment.kind, Assignment.round, Assignment.created_at),
+                *(Device.id, Device.seen_at),
+            )
+            .join(Device, Device.id == Assignment.device_id)
+            .where(Assignment.status == "open", *those)
+            .order_by(Assignment.round, Assignment.kind, Assignment.position)
+            .limit(most)
+        )
+        return tuple(
+            OpenAssignment(
+                assignment_id=assignment_id,
+                device=name,
+                kind=Kind(kind),
+                round=number,
+                since=iso(since),
+                heard_at=iso(self._heard.at(device_id, seen_at)),
+            )
+            for assignment_id, name, kind, number, since, device_id, seen_at in rows
         )
 
 

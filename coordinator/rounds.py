@@ -4,7 +4,8 @@
                  running <--> paused; waiting, running, paused --(operator)--> stopped; reopened: running again
     round        open --(all settled, quorum, or deadline)--> closed; then the next one opens
                  open --(too few updates)--> open, extended: more time, more devices; in the end closed, skipped
-    assignment   open --> done (update accepted) | returned (handed back) | expired (deadline, or the quorum was met)
+    assignment   open --> done (update accepted) | returned (handed back)
+                      --> expired (deadline, silence of its device, or the quorum was met)
 
 Buffered rounds, which do not wait for their cohort, are in ``buffer``.
 
@@ -23,9 +24,10 @@ whatever order they arrive, and memory does not grow with the cohort.
 A round closes in two steps: first the new model's files, then the commit of the transaction that moves everything on.
 Killed between them, the coordinator finds the round still open, and does the same again.
 
-Devices that miss a deadline are not drawn again until they ask for work, those that hand back not for a minute. A round
-whose cohort sent nothing is recorded with no updates and leaves the model as it was; the next opens when somebody is
-there.
+Devices that miss a deadline, or are not heard of for ``silence_seconds`` while somebody waits for them, are not drawn
+again until they ask for work, those that hand back not for a minute. Silence counts only while this process looks:
+after a restart, a pause, or a time in which no call could come, it counts anew. A round whose cohort sent nothing is
+recorded with no updates and leaves the model as it was; the next opens when somebody is there.
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import and_, delete, func, or_, select
+from sqlalchemy.exc import NoResultFound
 from sqlalchemy.orm import Session
 
 from coordinator.assignments import (
+    COHORT_KINDS,
     Drawable,
     Member,
     assign,
@@ -54,6 +58,7 @@ from coordinator.costs import UploadCosts
 from coordinator.errors import Unavailable
 from coordinator.evaluations import ask_for_evaluation
 from coordinator.folding import Folding
+from coordinator.heard import Heard
 from coordinator.leftovers import clear
 from coordinator.logs import about
 from coordinator.methods import GlobalModel, Situation, Work, load_method
@@ -70,12 +75,20 @@ ACCIDENT = 1e-9
 """Of binary floats: 0.28 * 25 is 7.000000000000001, and seven are enough."""
 
 LOOK_SECONDS = 0.5
-"""How often work without a round of its own is looked through for late devices, while updates keep coming."""
+"""How often open work is looked through for silent devices, and what has no round of its own for late ones, while
+updates keep coming."""
+
+MOST_SAID = 10
+"""Silent devices that a line of the log names."""
+
+GAP_SECONDS = 10.0
+"""Between two looks: after a longer one silence counts anew, for the process may have stood still, and heard nobody."""
 
 
 class Rounds:
-    """Runs the rounds of every federation. on_closed: told of each that closes: its seconds, and how
-    many of its updates were left out."""
+    """Runs the rounds of every federation. heard: when devices were. longest_pause: that a device without work may make
+    because it was asked to, s. on_closed: told of each that closes: its seconds, and how many of its updates were left
+    out."""
 
     def __init__(
         self,
@@ -83,18 +96,26 @@ class Rounds:
         models: Models,
         clock: Callable[[], float],
         costs: UploadCosts,
+        heard: Heard,
+        *,
+        longest_pause: Callable[[], float] = lambda: 0.0,
         on_closed: Callable[[str, float, int], None] = lambda federation, seconds, left_out: None,
     ) -> None:
         self._store = store
         self._models = models
         self._clock = clock
         self._costs = costs
+        self._heard = heard
+        self._longest_pause = longest_pause
         self._on_closed = on_closed
         self._advancing = threading.Lock()
         self._folding: dict[int, Folding] = {}
         self._opened: dict[int, int] = {}  # by federation: the round that this process opened last
         self._stuck: dict[int, float] = {}
         self._late_seen: dict[int, float] = {}
+        self._silent_seen: dict[int, float] = {}
+        self._looked_at = -math.inf
+        self._looking_since: dict[int, float] = {}  # by federation: without a gap, and while it was not paused
 
     def resume_after_restart(self) -> None:
         """Give open rounds their whole deadline again: the time without a coordinator was not the devices' fault."""
@@ -107,6 +128,7 @@ class Rounds:
         stored."""
         with self._advancing:
             self._folding.clear()
+            self._looking_since.clear()
 
     def advance(self) -> bool:
         """Turn what has happened into progress; True when something moved that a device or observer may wait for."""
@@ -117,12 +139,18 @@ class Rounds:
                     Federation.status.in_(("waiting", "running", "stopped"))
                 )
                 federations = db.execute(moving).all()
+            now = self._clock()
+            since = self._looking_since if now - self._looked_at <= GAP_SECONDS else {}
+            self._looking_since = {row[0]: since.get(row[0], now) for row in federations}
             for federation_id, name in federations:
                 with about(federation=name):
                     try:
                         while self._step(federation_id):
                             moved = True
                     except Unavailable:  # the store has said so, once; what is half folded is made again
+                        self._folding.pop(federation_id, None)
+                        self._looking_since.pop(federation_id, None)
+                    except NoResultFound:  # deleted meanwhile
                         self._folding.pop(federation_id, None)
                     except Exception:
                         # A lost file or an uninstalled method stops its federation, not the others. Its sums may hold
@@ -131,6 +159,7 @@ class Rounds:
                         self._say_stuck(federation_id)
                     else:
                         self._stuck.pop(federation_id, None)
+            self._looked_at = self._clock()
         return moved
 
     def _say_stuck(self, federation_id: int) -> None:
@@ -147,6 +176,8 @@ class Rounds:
             cohort = cohort_of(db, federation, current.number) if current else []
         if federation.status == "waiting" and self._start(federation_id):
             return True  # before its round, which may be open: paused in round 1, then resumed
+        if federation.status == "running" and self._withdraw_silent(federation, current):
+            return True
         if current is not None:
             if settings_of(federation).buffer is not None:
                 return self._step_buffered(federation, current)
@@ -346,6 +377,50 @@ class Rounds:
                     touch(db, federation.id, assignment.round)
                     if away:
                         db.get_one(Device, assignment.device_id).present = False
+
+    def _withdraw_silent(self, federation: Federation, current: Round | None) -> bool:
+        """Close what is waited for of devices that were not heard of for ``silence_seconds``; True where there was any.
+
+        What nobody waits for stays: adapting the finished model, and work for everyone of an earlier round.
+        """
+        now = self._clock()
+        if now - self._silent_seen.get(federation.id, -math.inf) < LOOK_SECONDS:
+            return False
+        self._silent_seen[federation.id] = now
+        settings = settings_of(federation)
+        before = now - settings.silence_seconds - self._longest_pause() - self._heard.lag
+        if self._looking_since.get(federation.id, now) > before:
+            return False
+        awaited = [Assignment.kind == wire.Kind.evaluate.value]
+        if current is not None:
+            awaited.append(and_(Assignment.kind.in_(COHORT_KINDS), Assignment.round == current.number))
+        if settings.buffer is not None:
+            awaited.append(Assignment.kind == wire.Kind.train.value)
+        with self._store.reading() as db:
+            rows = db.execute(
+                select(Assignment.id, Device.id, Device.name, Device.seen_at)
+                .join(Device, Device.id == Assignment.device_id)
+                .where(
+                    Assignment.federation_id == federation.id,
+                    Assignment.status == "open",
+                    or_(*awaited),
+                    Assignment.created_at <= before,
+                    Device.seen_at <= before,
+                    Device.hosted.is_(False),
+                )
+            ).all()
+        silent = {row[0]: row[2] for row in rows if self._heard.at(row[1], row[3]) <= before}
+        if not silent:
+            return False
+        self._expire(list(silent), away=True)
+        names = sorted(set(silent.values()))
+        log.warning(
+            "%s: silent for more than %g s, so nobody waits for %s%s",
+            *(federation.name, settings.silence_seconds, ", ".join(names[:MOST_SAID])),
+            f" and {len(names) - MOST_SAID} more" if len(names) > MOST_SAID else "",
+            extra={"round": federation.round + 1},
+        )
+        return True
 
     def _expire_late(self, federation_id: int) -> bool:
         """Close the evaluations whose deadline has passed, and what is trained for no round of its own."""

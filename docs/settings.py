@@ -30,14 +30,15 @@ TOKENS = """
 Where no token of a kind is set or was made, its calls are open: fine on one machine, and the coordinator says so
 loudly when it is reached from beyond it. Where all three are there, a caller without one learns nothing but `/healthz`
 and `/readyz`. Callers send `Authorization: Bearer <token>`; the SDK reads `SPARROW_ENROLMENT_TOKEN` (join, fleet),
-`SPARROW_ADMIN_TOKEN` (publish) and `SPARROW_OBSERVER_TOKEN` (fleet, status). Tokens limited in number and time are
+`SPARROW_ADMIN_TOKEN` (publish, delete, evaluate) and `SPARROW_OBSERVER_TOKEN` (fleet, status, track), its Python
+functions too, where they are given none. Tokens limited in number and time are
 made by `python -m coordinator.tokens`; [operating.md](operating.md) has that, TLS, rate limits, logs and metrics.
 
 ## A federation's
 
 Given when it is created: as options of `python -m edge_sdk.publish` (`--local-epochs 3`), as arguments of
-`publish(...)`, or as `settings` of `POST /v1/federations`. `rounds`, `cohort` and `deadline_seconds` can be changed
-later by `PATCH /v1/federations/{name}`.
+`publish(...)`, or as `settings` of `POST /v1/federations`. `rounds`, `cohort`, `deadline_seconds` and `silence_seconds`
+can be changed later by `PATCH /v1/federations/{name}`.
 
 """
 
@@ -75,6 +76,13 @@ devices judge the global model every `evaluation_interval` rounds. An operator w
 A round closes when `quorum` of its cohort have sent their updates, when everybody has sent one or handed back, or at
 its deadline. Later updates are refused, with the reason. A device that misses a deadline is not drawn again until it
 asks for work.
+
+- **Dead devices**: a device at work is heard of every third of `silence_seconds`, however long its training, a pause or
+  a transfer takes. One that is silent for that long while somebody waits for it (in a round, a buffer or an evaluation;
+  not when it adapts a finished model) has missed its deadline at once: the round goes on without it. To that time comes
+  the pause that devices without work are told to make (a second in fleets of up to 200), and 15 seconds where several
+  coordinator processes share a database. After a restart, a pause, or a time in which the coordinator heard nobody, it
+  counts anew. Simulated devices are exempt: they wait for their turn.
 
 - **Slow devices**: `over_selection` draws so many more (0.3: 13 for a `cohort` of 10), and the round closes when
   `cohort` of them have answered; the others are told that they are too late, and drawn again like all others.

@@ -24,7 +24,7 @@ from edge_sdk.fleet import FORESEEN, Result, run_fleet
 from edge_sdk.host import Plan
 from edge_sdk.protocol.tls import Tls
 from edge_sdk.state import default_root
-from edge_sdk.transport import Transport, connect
+from edge_sdk.transport import Transport, connect, token_of
 
 LOCAL = "local"
 LOOK_SECONDS = 1.0
@@ -111,6 +111,8 @@ def run_on_ray(
         raise BadArgument(f"{workers} workers; give at least 1")
     with connect(server, trust) as client:
         transport = Transport(client, patience_seconds=patience_seconds)
+        enrolment_token = enrolment_token or token_of("enrolment")  # here: the nodes have other environments
+        observer_token = observer_token or token_of("observer")
         transport.token = observer_token or enrolment_token
         transport.federation(plan.federation)  # its errors, before a cluster is started
         options = {

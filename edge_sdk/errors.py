@@ -6,6 +6,7 @@ SdkError
 ├── Refused            it answered no: its text says what to do
 │   ├── RoundOver      this assignment takes no update any more (409): ask for the next one
 │   ├── FederationOver nothing is left to do (410)
+│   ├── FederationDeleted  its federation is there no more (410)
 │   ├── TokenExpired   this device must enrol again (401)
 │   ├── WrongSettings  a federation cannot be created with these settings (422): correct them
 │   ├── NotInstalled   the method is not installed at the coordinator (422)
@@ -49,6 +50,10 @@ class RoundOver(Refused):
 
 class FederationOver(Refused):
     """The federation is finished and has nothing left for this device."""
+
+
+class FederationDeleted(Refused):
+    """The device's federation was deleted by its operator."""
 
 
 class TokenExpired(Refused):

@@ -54,7 +54,7 @@ from edge_sdk.session import Known
 from edge_sdk.state import FolderLock, Reference, default_root, write_atomically
 from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.training.compute import ACCELERATORS, Compute, choose_device
-from edge_sdk.transport import Transport, connect
+from edge_sdk.transport import Transport, connect, token_of
 
 LOOK_SECONDS = 10.0
 """How long the coordinator is asked to wait for news; a process that failed is noticed no later."""
@@ -170,7 +170,8 @@ def run_fleet(
     processes: how many host devices, one per core by default, one where they train on an accelerator. state_dir: where
     the devices keep their state; a second call with the same folder goes on. in_memory: keep it in memory instead, and
     forget it. indices: the devices of this fleet, where others simulate the rest. enrolment_token, observer_token:
-    where the coordinator asks for them, the latter to see who is being waited for. trust: certificates for https.
+    where the coordinator asks for them, the latter to see who is being waited for; without, those of
+    SPARROW_ENROLMENT_TOKEN and SPARROW_OBSERVER_TOKEN. trust: certificates for https.
     on_step: told of each step. interrupted: asked before each, and at least every ``LOOK_SECONDS``; true is as good as
     Ctrl-C, which reaches only a process's main thread. Raises SdkError, DataError and what else a device raises;
     KeyboardInterrupt once every device has finished the step it was in.
@@ -188,7 +189,8 @@ def run_fleet(
         client = stack.enter_context(_connect(server, app, trust))
         root = stack.enter_context(_root(state_dir, in_memory, server or inprocess.ADDRESS, plan.federation))
         transport = Transport(client, patience_seconds=patience_seconds)
-        transport.token = observer_token or enrolment_token
+        enrolment_token = enrolment_token or token_of("enrolment")
+        transport.token = observer_token or token_of("observer") or enrolment_token
         known = Known(transport.federation(plan.federation), transport.manifest(plan.federation))
         reference = _reference(root, transport, plan.federation)
 
@@ -344,7 +346,7 @@ class _Run:
         return self.result
 
     def _work(self) -> None:
-        etag, listed = "", OpenWork(status=self.info.status, round=0, assignments=())
+        etag, listed = "", OpenWork(at="", status=self.info.status, round=0, assignments=())
         try:
             while True:
                 work, etag = self.transport.open_work(self.plan.federation, LOOK_SECONDS, etag)
@@ -495,8 +497,6 @@ def _run(options: argparse.Namespace, plan: Plan, app: Any) -> Result:
     common: dict[str, Any] = {
         "state_dir": options.state_dir,
         "in_memory": options.memory,
-        "enrolment_token": os.environ.get("SPARROW_ENROLMENT_TOKEN"),
-        "observer_token": os.environ.get("SPARROW_OBSERVER_TOKEN"),
         "patience_seconds": options.patience,
         "trust": tls.from_options(options),
         "quiet": options.quiet,
@@ -509,7 +509,7 @@ def _run(options: argparse.Namespace, plan: Plan, app: Any) -> Result:
 
 
 def _create(options: argparse.Namespace, plan: Plan, app: Any) -> None:
-    """Create the federation, unless there is one of this name already; a task not built in is device 0's."""
+    """Create the federation, unless there is the same one already; a task not built in is device 0's."""
     settings = {"min_devices": options.devices, "method_settings": dict(options.method_set), **dict(options.set)}
     try:
         task = load_to_publish(options.task, plan.data_of(0), settings, device=plan.name(0))
@@ -518,19 +518,18 @@ def _create(options: argparse.Namespace, plan: Plan, app: Any) -> None:
         raise wrong_settings(error, "--set ") from None
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(_connect(options.server, app, tls.from_options(options)))
-        info = publish(
+        if "min_devices" not in dict(options.set):  # a further fleet joins what the first one has made
+            transport = Transport(client, patience_seconds=options.patience)
+            transport.token = token_of("admin", "observer", "enrolment")
+            with contextlib.suppress(Refused):
+                settings["min_devices"] = transport.federation(options.federation).settings.min_devices
+        publish(
             options.server or inprocess.ADDRESS,
             options.federation,
             task,
             exist_ok=True,
-            admin_token=os.environ.get("SPARROW_ADMIN_TOKEN"),
             client=client,
             **settings,
-        )
-    if info.task != options.task:
-        raise BadArgument(
-            f"--task {options.task}: {options.federation} is there already, for the task {info.task}; choose another "
-            f"--federation, or leave --task out"
         )
 
 
@@ -587,7 +586,7 @@ def _options(parser: Parser) -> None:
     )
     parser.add_argument("--devices", type=int, required=True, help="how many devices train")
     parser.add_argument("--new", type=int, default=0, help="how many more only adapt the finished model")
-    parser.add_argument("--task", help="create the federation for this task, unless there is one of this name")
+    parser.add_argument("--task", help="create the federation for this task, unless it is there already")
     parser.add_argument(
         "--set", type=read_setting, action="append", default=[], metavar="KEY=VALUE", help="its settings, with --task"
     )

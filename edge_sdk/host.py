@@ -198,6 +198,7 @@ class Host:
                 profile=None if board is None else _profile(board),
                 known=self._known,
                 announce=announce,
+                hosted=True,
             )
         except BaseException:
             folder.close()

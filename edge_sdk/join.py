@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import re
 import socket
 import sys
@@ -51,7 +50,7 @@ from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.telemetry import Telemetry
 from edge_sdk.training.compute import ACCELERATORS, Compute, choose_device
 from edge_sdk.training.early_stopping import is_better
-from edge_sdk.transport import Transport, connect
+from edge_sdk.transport import Transport, connect, token_of
 from edge_sdk.watch import Watch, read_spent
 from export.errors import ExportError
 from export.metadata import properties
@@ -126,7 +125,8 @@ def join(
     (0, 1], which bounds bytes more than time (docs/budget.md); None has it find out what it can afford, and look again
     after every round (``edge_sdk.budget``). policy: when it may work;
     None: always. conditions: what it is like now, this machine's sensors by default. export: where to write the
-    personal model as ONNX. enrolment_token: where the coordinator asks for one. patience_seconds: how long to wait for
+    personal model as ONNX. enrolment_token: where the coordinator asks for one; without, that of
+    SPARROW_ENROLMENT_TOKEN. patience_seconds: how long to wait for
     a coordinator that does not answer; None: for ever. watts: power model for estimated joules on a board without a
     sensor. accelerator: one of ``compute.ACCELERATORS``. threads: of the processor. bfloat16: forward passes in
     bfloat16 where torch's autocast thinks it safe. deterministic: on the processor, and in the memory format that
@@ -149,7 +149,7 @@ def join(
         stack.callback(bar.close)
         with EnergyMeter(model=watts) as meter:
             transport = Transport(own, patience_seconds=patience_seconds, on_wait=bar.waiting)
-            transport.token = enrolment_token
+            transport.token = enrolment_token or token_of("enrolment")
             read_conditions = conditions or ConditionsReader(System.here(), storage=folder.path).read
             asked = policy if policy is not None and policy.asks else None
             watch = _watch(asked, read_conditions, folder, bar.say) if asked else None
@@ -469,7 +469,6 @@ def _command(options: argparse.Namespace) -> None:
             budget=options.budget,
             policy=policy,
             export=options.export,
-            enrolment_token=os.environ.get("SPARROW_ENROLMENT_TOKEN"),
             patience_seconds=options.patience,
             watts=options.watts,
             accelerator=options.accelerator,

@@ -7,7 +7,6 @@ traced graph, its ONNX skeleton made by torch's exporter, and both are sent with
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -20,19 +19,21 @@ if __name__ == "__main__":
 import httpx
 import numpy as np
 from pydantic import ValidationError
+from torch import Tensor
 
 from command_line.command import Command, Exits, Parser, WrongUsage, add_json
 from command_line.exits import Exit
 from edge_sdk.errors import Refused
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.builtin import builtin_tasks
-from edge_sdk.protocol.messages import CreateFederation, FederationInfo, FederationSettings
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.messages import CompareFederation, CreateFederation, FederationInfo, FederationSettings
 from edge_sdk.skeleton import make_skeleton
 from edge_sdk.tasks import Task, load_task
 from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.tracing import UnsupportedLayer, describe
 from edge_sdk.training.local import get_tensors
-from edge_sdk.transport import Transport, connect
+from edge_sdk.transport import Transport, connect, token_of
 
 RunningStatistics = Literal["shared", "personal"]
 
@@ -63,10 +64,15 @@ def publish(
     settings: fields of ``FederationSettings``. running_statistics: whether batch-norm's are averaged over devices or
     stay personal. blocks: for methods that use blocks of a model, name of a parameter -> how many rows each of its
     blocks has, in order (heads of an attention, groups of filters); other parameters are cut as the method does.
-    exist_ok: return the one that exists instead of raising Refused (HTTP 409). trust: certificates for https.
-    patience_seconds: how long to wait for a coordinator that does not answer; None: for ever. Raises UnsupportedLayer,
-    naming the layer, for a model that cannot be handled; ValueError for blocks that do not add up to it; SdkError when
-    the coordinator refuses or does not answer.
+    exist_ok: ask first, and return the federation that exists instead of raising Refused (HTTP 409), where its method,
+    settings and model are those asked for. What the model's weights begin as is not compared, nor what an operator has
+    changed since. Nothing of the model is uploaded then, and an enrolment token is enough. admin_token: where the
+    coordinator asks for one; without, that of SPARROW_ADMIN_TOKEN. trust: certificates for https. patience_seconds:
+    how long to wait for a coordinator that does not answer; None: for ever.
+
+    Raises UnsupportedLayer, naming the layer, for a model that cannot be handled; ValueError for blocks that do not add
+    up to it; SdkError when the coordinator refuses or does not answer, Refused (HTTP 409) among them, which names each
+    difference.
     """
     request = CreateFederation(
         name=name, task=task if isinstance(task, str) else None, settings=FederationSettings.model_validate(settings)
@@ -76,36 +82,46 @@ def publish(
             raise ValueError(
                 f"blocks: the task {task!r} is built in, and cut by the method; publish a Task of your own"
             )
-        body, media_type = request.model_dump_json().encode(), "application/json"
+        wanted, manifest = CompareFederation(task=task, settings=request.settings), None
     else:
-        body, media_type = _checkpoint(request, task, running_statistics, blocks or {}), checkpoint.MEDIA_TYPE
+        example = next(iter(task.train))[0][:2]
+        manifest = _manifest(task, example, running_statistics, blocks or {})
+        wanted = CompareFederation(task=task.name, model_digest=manifest.model_digest, settings=request.settings)
     own = client or connect(server, trust)
     try:
         transport = Transport(own, patience_seconds=patience_seconds)
-        transport.token = admin_token
+        transport.token = admin_token or token_of("admin", "enrolment", "observer")
+        if exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
+            return info
+        if isinstance(task, str) or manifest is None:
+            body, media_type = request.model_dump_json().encode(), "application/json"
+        else:
+            body, media_type = _checkpoint(request, task, example, manifest), checkpoint.MEDIA_TYPE
         try:
             return transport.create_federation(body, media_type)
-        except Refused as refusal:
-            if refusal.status == 409 and exist_ok:
-                return transport.federation(name)
+        except Refused as refusal:  # another device may have been first, meanwhile
+            if refusal.status == 409 and exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
+                return info
             raise
     finally:
         if client is None:
             own.close()
 
 
-def _checkpoint(
-    request: CreateFederation, task: Task, running_statistics: RunningStatistics, blocks: Mapping[str, Sequence[int]]
-) -> bytes:
-    example = next(iter(task.train))[0][:2]
+def _manifest(
+    task: Task, example: Tensor, running_statistics: RunningStatistics, blocks: Mapping[str, Sequence[int]]
+) -> Manifest:
     manifest = describe(task.model, example, task=task.name, running_statistics=running_statistics)
-    skeleton = make_skeleton(task.model, example, manifest)
     rows = {spec.name: spec.size // spec.shape[0] for spec in manifest.shared if spec.shape}
     unknown = sorted(set(blocks) - set(rows))
     if unknown:
         raise ValueError(f"blocks: the model has no parameter {unknown[0]!r}")
-    cut = {name: [count * rows[name] for count in counts] for name, counts in blocks.items()}
-    manifest = manifest.with_blocks(cut).with_skeleton(skeleton)
+    return manifest.with_blocks({name: [count * rows[name] for count in counts] for name, counts in blocks.items()})
+
+
+def _checkpoint(request: CreateFederation, task: Task, example: Tensor, manifest: Manifest) -> bytes:
+    skeleton = make_skeleton(task.model, example, manifest)
+    manifest = manifest.with_skeleton(skeleton)
     everything = get_tensors(task.model, manifest)
     tensors = {spec.name: everything[spec.name] for spec in manifest.shared}
     tensors["sparrow.manifest"] = np.frombuffer(manifest.model_dump_json().encode(), dtype=np.uint8)
@@ -164,7 +180,7 @@ def _run(options: argparse.Namespace) -> None:
             options.name,
             task,
             running_statistics=options.running_statistics,
-            admin_token=os.environ.get("SPARROW_ADMIN_TOKEN"),
+            exist_ok=options.exist_ok,
             trust=tls.from_options(options),
             patience_seconds=options.wait,
             **settings,
@@ -197,6 +213,9 @@ def _options(parser: Parser) -> None:
         choices=get_args(RunningStatistics),
         default="shared",
         help="of batch norm: averaged, or kept by each device (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--exist-ok", action="store_true", help="where the same federation exists already, leave it at that"
     )
     parser.add_argument(
         "--wait",

@@ -14,6 +14,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -25,6 +26,7 @@ from torch import nn
 from devices import EnergyMeter
 from edge_sdk.budget import Choice
 from edge_sdk.errors import FederationOver, Refused, RoundOver, SdkError, TokenExpired
+from edge_sdk.heartbeat import Heartbeat
 from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update, load_method
 from edge_sdk.preparing import Prepared
 from edge_sdk.protocol import bundle, personal
@@ -41,6 +43,7 @@ from edge_sdk.protocol.messages import (
     Enrol,
     Evaluation,
     FederationInfo,
+    FederationSettings,
     Kind,
     Moved,
     PauseReason,
@@ -117,8 +120,9 @@ class Session:
     steps in all, loss) while the device trains. prepare: given task, manifest and federation before the device enrols;
     returns the task as it is to be computed, or raises where that cannot be. known: what else would be asked for; the
     task is then trusted to fit. announce: whether a device that is enrolled says that it is there. watch: holds the
-    device to its policy, between assignments and between batches. Raises what ``errors`` lists; the state folder stays
-    usable.
+    device to its policy, between assignments and between batches. hosted: whether it is one of many that a process
+    hosts in turn: such a device may be silent, and sends no heartbeats. Raises what ``errors`` lists; the state folder
+    stays usable.
     """
 
     def __init__(
@@ -137,8 +141,10 @@ class Session:
         known: Known | None = None,
         announce: bool = True,
         watch: Watch | None = None,
+        hosted: bool = False,
     ) -> None:
         self._transport = transport
+        self._hosted = hosted
         self._watch = watch
         self._away: PauseReason | None = None  # what the coordinator was told last
         self._uploading = 0.0  # seconds that the last upload took
@@ -232,6 +238,7 @@ class Session:
             budget=self.budget,
             limited_by=self._prepared.limited_by,
             num_examples=count_examples(self.task.train) or None,
+            hosted=self._hosted,
             profile=self._profile or own_profile(self._telemetry.describe()),
         )
         enrolled = self._transport.enrol(self._federation, request)
@@ -290,7 +297,8 @@ class Session:
             return Step(Outcome.idle, pause_seconds=LOOK_SECONDS, paused=reason)
         self._away = None  # asking for work says that it is back
         if self.progress.pending is not None:
-            self._send(self.progress.pending)
+            with self._heard(self.progress.pending.assignment_id, self.info.settings):
+                self._send(self.progress.pending)
         try:
             assignment, pause = self._or_enrol_again(
                 lambda: self._transport.assignment(
@@ -311,7 +319,8 @@ class Session:
             return Step(Outcome.idle, pause_seconds=pause)
         self._working_on = assignment
         try:
-            self._work(assignment, self._stint(assignment))
+            with self._heard(assignment.assignment_id, assignment.settings):
+                self._work(assignment, self._stint(assignment))
         except (TrainingDiverged, ProtocolError) as error:
             log.warning("round %s: %s", assignment.round, error)
             self._give_up(assignment, str(error))
@@ -326,6 +335,10 @@ class Session:
             self._tell(ChangeDevice(conditions=Conditions()))  # it may have been thought away
         self._working_on = None  # not in a finally: after an interrupt or error ``leave`` must know what to hand back
         return Step(Outcome.worked, assignment)
+
+    def _heard(self, assignment_id: str, settings: FederationSettings) -> AbstractContextManager[None]:
+        """Have the coordinator hear of this device while it works, transfers included."""
+        return nullcontext() if self._hosted else Heartbeat(self._transport, assignment_id, settings.silence_seconds)
 
     def _reassess(self, assignment: Assignment) -> None:
         """What this device can afford from the next round on."""

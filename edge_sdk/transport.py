@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -23,6 +24,7 @@ from edge_sdk.errors import (
     BadArgument,
     CoordinatorFull,
     Damaged,
+    FederationDeleted,
     FederationOver,
     NoCoordinator,
     NotInstalled,
@@ -37,6 +39,7 @@ from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import (
     Assignment,
     ChangeDevice,
+    CompareFederation,
     DeviceInfo,
     Enrol,
     Enrolled,
@@ -57,6 +60,7 @@ RESUMED = 1024 * 1024
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 30.0
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
+HEARTBEAT_TIMEOUT = httpx.Timeout(10.0)
 
 Message = TypeVar("Message", bound=BaseModel)
 
@@ -95,6 +99,11 @@ def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
         return httpx.Client(base_url=server, timeout=TIMEOUT, verify=trust.context())
     except tls.BadCertificate as error:
         raise BadArgument(str(error)) from None
+
+
+def token_of(*kinds: Literal["admin", "observer", "enrolment"]) -> str | None:
+    """The first token of these kinds that the environment holds, as SPARROW_ADMIN_TOKEN and so on."""
+    return next(filter(None, (os.environ.get(f"SPARROW_{kind.upper()}_TOKEN") for kind in kinds)), None)
 
 
 def no_address(server: object, why: str) -> BadArgument:
@@ -169,6 +178,20 @@ class Transport:
             raise
         return _read(FederationInfo, answer)
 
+    def compare_federation(self, name: str, wanted: CompareFederation) -> FederationInfo | None:
+        """The federation of this name where it is as ``wanted``; None where there is none. Raises Refused (409), which
+        names the differences."""
+        try:
+            return _read(FederationInfo, self._call("POST", f"/v1/federations/{name}/comparison", **_json(wanted)))
+        except Refused as refusal:
+            if refusal.status != 404 or isinstance(refusal, NoCoordinator):
+                raise
+            return None
+
+    def delete_federation(self, name: str) -> None:
+        """Delete a federation for good."""
+        self._call("DELETE", f"/v1/federations/{name}")
+
     def enrol(self, federation: str, request: Enrol) -> Enrolled:
         """Enrol this device."""
         answer = self._call("POST", f"/v1/federations/{federation}/devices", **_json(request))
@@ -222,6 +245,17 @@ class Transport:
         """Hand an assignment back."""
         said = reason if isinstance(reason, PauseReason) else reason[:500]
         self._call("DELETE", f"/v1/assignments/{assignment_id}", **_json(HandBack(reason=said)))
+
+    def heartbeat(self, assignment_id: str) -> bool:
+        """Say once, without waiting for who does not answer, that this device works on an assignment. False where that
+        need not be said again: nobody waits for it. May be called from another thread."""
+        try:
+            answer = self._client.post(
+                f"/v1/assignments/{assignment_id}/heartbeat", **self._with_token({}), timeout=HEARTBEAT_TIMEOUT
+            )
+        except (httpx.HTTPError, RuntimeError):  # the latter: the client was closed meanwhile
+            return True
+        return _passes(answer) or answer.is_success or not _is_problem(answer)
 
     def change_device(self, device_id: str, change: ChangeDevice) -> None:
         """Tell of a new budget or changed conditions."""
@@ -340,8 +374,7 @@ class Transport:
                     self._known = True
                     return answer
                 # Once a coordinator was here, a stranger's refusal (a captive portal, a proxy) will pass, too.
-                passing = answer.status_code in (408, 429) or answer.status_code >= 500
-                if not passing and (_is_problem(answer) or not self._known):
+                if not _passes(answer) and (_is_problem(answer) or not self._known):
                     raise _refusal(answer)
                 status, reason = answer.status_code, f"HTTP {answer.status_code}: {_detail(answer)}"
                 pause = _pause(answer, 0.0)
@@ -399,13 +432,29 @@ def _refusal(answer: httpx.Response) -> Refused:
     kinds: dict[int, type[Refused]] = {409: RoundOver, 410: FederationOver}
     kind = kinds.get(answer.status_code, Refused if _is_problem(answer) else NoCoordinator)
     if _is_problem(answer):
-        titles = {"TokenExpired": TokenExpired, "UnknownMethod": NotInstalled}
-        kind = titles.get(answer.json().get("title"), kind)
+        titles = {
+            "TokenExpired": TokenExpired,
+            "UnknownMethod": NotInstalled,
+            "FederationDeleted": FederationDeleted,
+        }
+        kind = titles.get(_title(answer), kind)
     return kind(answer.status_code, _detail(answer))
+
+
+def _passes(answer: httpx.Response) -> bool:
+    """Whether what was answered may be another answer in a while."""
+    return answer.status_code in (408, 429) or answer.status_code >= 500
 
 
 def _is_problem(answer: httpx.Response) -> bool:
     return str(answer.headers.get("Content-Type", "")).startswith("application/problem+json")
+
+
+def _title(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["title"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _detail(answer: httpx.Response) -> str:

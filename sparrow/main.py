@@ -60,6 +60,7 @@ PARTS = {
     "restore": Part("coordinator.restore", "bring such a copy back", "coordinator"),
     "evaluate": Part("coordinator.evaluate", "judge a global model on your test file"),
     "publish": Part("edge_sdk.publish", "create a federation", "device,publish", trains=True),
+    "delete": Part("sparrow.delete", "delete a federation"),
     "join": Part("edge_sdk.join", "take part in a federation, as a device", "device", trains=True),
     "fleet": Part("edge_sdk.fleet", "many simulated devices", "device,publish", trains=True),
     "profile": Part("edge_sdk.profile", "what a training step takes at a budget", "device,publish", trains=True),
@@ -76,8 +77,8 @@ def build(parents: Callable[[str], Sequence[Parser]] = lambda name: ()) -> Parse
     parser = Parser(
         prog="sparrow",
         usage="sparrow [--version] COMMAND [options]",
-        description="Sparse personalised federated learning on real devices.",
-        epilog="sparrow COMMAND --help says more; docs/cli.md has the exit codes.",
+        description="Sparse personalised federated learning on real devices. "
+        "sparrow COMMAND --help says more; docs/cli.md has the exit codes.",
         traceable=False,
         add_help=False,
     )

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from command_line.command import Command, Parser, WrongUsage, add_json
 from command_line.table import table
 from edge_sdk.exits import EXITS
 from edge_sdk.protocol import tls
-from edge_sdk.protocol.messages import DeviceInfo, FederationInfo, RoundRecord
-from edge_sdk.transport import Transport, connect
+from edge_sdk.protocol.messages import DeviceInfo, FederationInfo, FederationStatus, OpenWork, RoundRecord
+from edge_sdk.transport import Transport, connect, token_of
 
 WATCH_SECONDS = 2.0
 ROUNDS_SHOWN, DEVICES_SHOWN = 10, 20
@@ -24,13 +24,15 @@ CLEAR = "\033[2J\033[H"
 
 @dataclass(frozen=True)
 class Status:
-    """What a coordinator said. trouble: why it is not ready; rounds and devices: of the one federation asked for."""
+    """What a coordinator said. trouble: why it is not ready; rounds and devices: of the one federation asked for;
+    open_work: by federation, where one waits for devices."""
 
     server: str
     trouble: str | None
     federations: list[FederationInfo]
     rounds: list[RoundRecord] | None = None
     devices: list[DeviceInfo] | None = None
+    open_work: dict[str, OpenWork] = field(default_factory=dict)
 
 
 def look(server: str, transport: Transport, federation: str | None = None) -> Status:
@@ -40,7 +42,10 @@ def look(server: str, transport: Transport, federation: str | None = None) -> St
     else:
         found = [transport.federation(federation)]
         rounds, devices = transport.rounds(federation), transport.devices(federation)
-    return Status(server, transport.trouble(), found, rounds, devices)
+    running = [info.name for info in found if info.status is FederationStatus.running]
+    work = {name: transport.open_work(name, 0, "")[0] for name in running}
+    awaited = {name: each for name, each in work.items() if each is not None and each.assignments}
+    return Status(server, transport.trouble(), found, rounds, devices, awaited)
 
 
 def as_json(status: Status) -> str:
@@ -50,6 +55,7 @@ def as_json(status: Status) -> str:
         messages = getattr(status, name)
         if messages is not None:
             found[name] = [message.model_dump(mode="json") for message in messages]
+    found["open_work"] = {name: work.model_dump(mode="json") for name, work in status.open_work.items()}
     return json.dumps(found)
 
 
@@ -61,6 +67,7 @@ def as_text(status: Status) -> str:
     )
     for info in status.federations:
         parts += [f"{info.name}: {text}" for text in (info.waiting_for, info.warning) if text]
+    parts += [_awaited(name, work) for name, work in status.open_work.items()]
     if status.rounds:
         parts.append(_rounds(status.rounds))
     if status.devices:
@@ -105,6 +112,23 @@ def _rounds(found: list[RoundRecord]) -> str:
         for record in found[-ROUNDS_SHOWN:]
     ]
     return table(head, rows)
+
+
+def _awaited(federation: str, work: OpenWork) -> str:
+    """Who a federation waits for, who was heard of longest ago first."""
+
+    def past(then: str) -> str:
+        passed = datetime.fromisoformat(work.at) - datetime.fromisoformat(then)
+        return f"{max(0.0, passed.total_seconds()):.0f} s"
+
+    silent = sorted(work.assignments, key=lambda each: each.heard_at)
+    rows = [
+        (each.device, each.kind.value, str(each.round), past(each.since), f"{past(each.heard_at)} ago")
+        for each in silent[:DEVICES_SHOWN]
+    ]
+    more = len(silent) - len(rows)
+    head = (f"{federation} waits for", "asked to", "round", "since", "last heard")
+    return table(head, rows) + (f"\nand {more:,} more: --json has all" if more else "")
 
 
 def _devices(found: list[DeviceInfo]) -> str:
@@ -175,7 +199,7 @@ def _run(options: argparse.Namespace) -> None:
         raise WrongUsage(f"--watch {options.watch}: give seconds above 0")
     with connect(options.server, tls.from_options(options)) as client:
         transport = Transport(client, patience_seconds=options.wait)
-        transport.token = os.environ.get("SPARROW_OBSERVER_TOKEN")
+        transport.token = token_of("observer")
         while True:
             status = look(options.server, transport, options.federation)
             fresh = CLEAR if options.watch is not None and not options.json and sys.stdout.isatty() else ""

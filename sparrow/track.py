@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -20,7 +19,7 @@ from command_line.exits import Exit
 from edge_sdk.exits import EXITS as COORDINATOR
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import FederationStatus, RoundRecord
-from edge_sdk.transport import Transport, connect
+from edge_sdk.transport import Transport, connect, token_of
 from sparrow.trackers import MLflow, TensorBoard, Tracker, TrackerFailed
 
 EVERY_SECONDS = 5.0
@@ -122,7 +121,7 @@ def _run(options: argparse.Namespace) -> None:
     with ExitStack() as stack:
         client = stack.enter_context(connect(options.server, tls.from_options(options)))
         transport = Transport(client, patience_seconds=options.wait, on_wait=_say_waiting)
-        transport.token = os.environ.get("SPARROW_OBSERVER_TOKEN")
+        transport.token = token_of("observer")
         info = transport.federation(options.federation)
         transport.patience_seconds = None  # it was there: it will come back
         trackers: list[Tracker] = []

@@ -107,7 +107,9 @@ def _need(visit: Visit, name: str | None, kind: Kind, *others: Kind) -> None:
     holder = visit.caller
     if isinstance(holder, Holder) and holder.kind in (kind, *others) and holder.reaches(name):
         return
-    raise NotAuthenticated(f"an {kind} token is needed here: Authorization: Bearer <token>")
+    raise NotAuthenticated(
+        f"an {kind} token is needed here: set SPARROW_{kind.upper()}_TOKEN, or send Authorization: Bearer <token>"
+    )
 
 
 class OpenHouseWarning:

@@ -166,6 +166,12 @@ def get_payload(assignment_id: str, device: KnownDevice, house: TheHouse, reques
     return answer
 
 
+@router.post("/assignments/{assignment_id}/heartbeat", status_code=204)
+def heartbeat(assignment_id: str, device: KnownDevice, house: TheHouse) -> None:
+    """Say that the device still works on an assignment. 409: nobody waits for it any more."""
+    house.dispatch.check_open(assignment_id, device.device_id)  # that the device is there, the door has noted
+
+
 @router.delete("/assignments/{assignment_id}", status_code=204)
 def hand_back(assignment_id: str, device: KnownDevice, house: TheHouse, request: HandBack) -> None:
     """Hand an assignment back, with a reason."""

@@ -24,7 +24,7 @@ from coordinator.access import KINDS, Holder, Kind
 from coordinator.api.parts import House
 from coordinator.api.problems import challenge, problem
 from coordinator.devices import Caller
-from coordinator.errors import NotAuthenticated, TokenExpired
+from coordinator.errors import FederationDeleted, NotAuthenticated, TokenExpired
 from coordinator.limits import RateLimit, address_key
 from coordinator.logs import about
 
@@ -99,6 +99,7 @@ class Door:
         refused = _in_debt(house, address, secret)
         if refused is None:
             visit = await identify(house, secret)
+            receive = _heard(house, visit, receive)
             refused = _too_often(house, address, visit) or _stranger(house, visit, scope["path"])
         if refused is not None:
             return await refused(scope, receive, send)
@@ -148,6 +149,22 @@ async def identify(house: House, secret: str | None) -> Visit:
     return Visit(caller, failure, house.tokens.guarded() if known else await run_in_threadpool(house.tokens.guarded))
 
 
+def _heard(house: House, visit: Visit, receive: Receive) -> Receive:
+    """Note that a device is there, at once and with each piece of a body that it sends."""
+    if not isinstance(visit.caller, Caller):
+        return receive
+    device_id = visit.caller.device_id
+    house.heard.note(device_id)
+
+    async def noted() -> Message:
+        message = await receive()
+        if message["type"] == "http.request":
+            house.heard.note(device_id)
+        return message
+
+    return noted
+
+
 def _look_up(house: House, secret: str) -> Caller | Holder:
     return house.tokens.find(secret) or house.devices.authenticate(secret)
 
@@ -186,6 +203,8 @@ def _later(wait: float) -> Response:
 def _stranger(house: House, visit: Visit, path: str) -> Response | None:
     if isinstance(visit.failure, TokenExpired):
         return problem(401, "TokenExpired", str(visit.failure), challenge(path))
+    if isinstance(visit.failure, FederationDeleted):
+        return problem(410, "FederationDeleted", str(visit.failure))
     if visit.caller is None and len(visit.guarded) == len(KINDS) and path not in HEALTH:
         return problem(401, "NotAuthenticated", STRANGER, challenge(path))
     return None

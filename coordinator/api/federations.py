@@ -23,6 +23,7 @@ from coordinator.errors import WrongMediaType
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.messages import (
     ChangeFederation,
+    CompareFederation,
     CreateFederation,
     DeviceReport,
     Evaluation,
@@ -86,6 +87,21 @@ def change_federation(name: str, change: ChangeFederation, house: TheHouse) -> F
     return info
 
 
+@router.post("/{name}/comparison", dependencies=[JoinerOnly])
+def compare_federation(name: str, wanted: CompareFederation, house: TheHouse) -> FederationInfo:
+    """Where a federation stands that is what the caller would publish; 409 with the differences where it is not."""
+    return house.federations.compare(name, wanted)
+
+
+@router.delete("/{name}", status_code=204, dependencies=[AdminOnly])
+def delete_federation(name: str, house: TheHouse) -> None:
+    """Delete a federation that waits, is finished or stopped, with its records, devices and models, for good."""
+    house.federations.delete(name)
+    house.devices.forget()
+    house.something_happened()
+    house.wake()
+
+
 @router.get("/{name}/rounds", dependencies=[ObserverOnly], response_model=list[RoundRecord])
 def get_rounds(name: str, house: TheHouse, format: Literal["json", "csv"] = "json") -> list[RoundRecord] | Response:
     """A record per round, as JSON or CSV."""
@@ -111,10 +127,12 @@ async def get_open_work(
     until = loop.time() + min(wait, house.settings.max_wait_seconds)
     while True:
         ring = house.bell.next_ring()
-        body = (await run_in_threadpool(house.records.open_work, name)).model_dump_json().encode()
-        headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"'}
+        work = await run_in_threadpool(house.records.open_work, name)
+        # Without times that change while nothing does: when the coordinator looked, and last heard of a device.
+        lasting = work.model_dump_json(exclude={"at": True, "assignments": {"__all__": {"heard_at"}}})
+        headers = {"ETag": f'"{hashlib.sha256(lasting.encode()).hexdigest()}"'}
         if request.headers.get("if-none-match") != headers["ETag"]:
-            return Response(body, media_type="application/json", headers=headers)
+            return Response(work.model_dump_json(), media_type="application/json", headers=headers)
         remaining = until - loop.time()
         if remaining <= 0 or house.closing:
             return Response(status_code=304, headers=headers)

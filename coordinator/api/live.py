@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from coordinator.api.access import is_admin, own_federation
 from coordinator.api.door import Visit
 from coordinator.api.watch import Watch
-from coordinator.errors import NotAuthenticated, Unavailable
+from coordinator.errors import NotAuthenticated, NotFound, Unavailable
 from edge_sdk.protocol.overview import Overview, RoundPoint
 
 STILL_HERE_SECONDS = 15.0
@@ -19,7 +19,7 @@ async def follow(watch: Watch, admit: Callable[[], Awaitable[Visit]]) -> AsyncIt
     or changed. In between, comments keep proxies from closing an idle stream.
 
     It ends where ``admit`` raises NotAuthenticated, which is asked each time, for a token may be taken away; and where
-    the records cannot be read: whoever asks again is told why.
+    the records cannot be read, or the federation is deleted: whoever asks again is told why.
     """
     loop = asyncio.get_running_loop()
     had: Overview | None = None
@@ -31,7 +31,7 @@ async def follow(watch: Watch, admit: Callable[[], Awaitable[Visit]]) -> AsyncIt
             if overview is None:
                 return
             visit = await admit()
-        except (NotAuthenticated, Unavailable):
+        except (NotAuthenticated, NotFound, Unavailable):
             return
         fresh = tuple(point for point in overview.points if told.get(point.first) is not point)
         told = {point.first: point for point in overview.points}

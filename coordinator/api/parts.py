@@ -23,6 +23,7 @@ from coordinator.devices import Devices
 from coordinator.dispatch import Dispatch
 from coordinator.errors import Unavailable
 from coordinator.federations import Federations
+from coordinator.heard import Heard
 from coordinator.leftovers import clear_all
 from coordinator.limits import RateLimit
 from coordinator.metrics import Metrics
@@ -92,12 +93,21 @@ class House:
         self.dispatch = Dispatch(self.store, self.models, clock)
         self.acceptance = Acceptance(self.store, self.models)
         self.costs = UploadCosts(self.store)
-        self.rounds = Rounds(self.store, self.models, clock, self.costs, on_closed=self._count_round)
-        self.records = Records(self.store, self.costs.write)
+        self.heard = Heard(self.store, clock)
+        self.pace = Pace(self.store, clock, least=settings.retry_after_seconds, calls=settings.polls_per_second)
+        self.rounds = Rounds(
+            self.store,
+            self.models,
+            clock,
+            self.costs,
+            self.heard,
+            longest_pause=self.pace.longest,
+            on_closed=self._count_round,
+        )
+        self.records = Records(self.store, self.costs.write, clock, self.heard)
         self.uploads = Uploads(settings.data_dir / "uploads", self.store, clock)
         self.roster = Roster(self.store, clock)
         self.overviews = Overviews(self.store, self.models, self.federations, self.records, self.metrics, clock)
-        self.pace = Pace(self.store, clock, least=settings.retry_after_seconds, calls=settings.polls_per_second)
         self.closing = False
         self.bell = Bell()
         self.stir = Bell()
@@ -175,6 +185,7 @@ class House:
         """What is to be done at every fact and tick; True when something moved."""
         self.store.check()
         self.uploads.sweep()
+        self.heard.write()
         return self._advance()
 
     def _advance(self) -> bool:

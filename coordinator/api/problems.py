@@ -29,10 +29,12 @@ RETRY_SECONDS = 5
 STATUS: dict[type[Exception], int] = {
     errors.NotAuthenticated: 401,
     errors.TokenExpired: 401,
+    errors.FederationDeleted: 410,
     errors.NotAllowed: 403,
     errors.NotFound: 404,
     errors.NoGlobalModel: 404,
     errors.NameTaken: 409,
+    errors.DifferentFederation: 409,
     errors.WrongState: 409,
     errors.RoundClosed: 409,
     errors.DifferentUpdate: 409,

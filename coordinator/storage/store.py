@@ -198,13 +198,14 @@ class Store:
         """Raise WrongBlobs where records and blobs are not of one coordinator: its rounds would delete the other's."""
         with self._engine.connect() as connection:
             known = connection.scalars(text("SELECT id FROM federations ORDER BY id")).all()
+            before = connection.scalar(text("SELECT count(*) FROM deleted_federations"))
         if known and not self.blobs.keys(f"{known[0]}/models"):
             raise WrongBlobs(
                 "the records name models that are not among the blobs: set COORDINATOR_BLOBS and COORDINATOR_DATA_DIR "
                 "to where they were, or bring both back from a backup with python -m coordinator.restore"
             )
         # A first model alone may be from a start that was cut off.
-        if not known and not all("/000000000." in key for key in self.blobs.keys("1/models")):
+        if not known and not before and not all("/000000000." in key for key in self.blobs.keys("1/models")):
             raise WrongBlobs(
                 "the blobs are another coordinator's, of which the records know nothing: give an empty folder, or "
                 "another prefix in COORDINATOR_BLOBS, or the database that belongs to them"

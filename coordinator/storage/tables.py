@@ -21,7 +21,8 @@ class Federation(Base):
     ``uid`` tells it from another of the same name on a coordinator that was set up anew. ``round`` counts closed
     rounds; ``model_version`` the global models, 0 being w^0; ``rollback_version`` is one to go back to when the open
     round has closed. ``warning`` is what its method found wrong, last. ``published_bytes`` is the size of its
-    publication, 0 for a built-in task. ``arrivals`` numbers the updates of buffered rounds.
+    publication, 0 for a built-in task; ``published``: its settings as they were asked for, completed, and the digest of
+    its model. ``arrivals`` numbers the updates of buffered rounds. An ``id`` is never given twice.
     """
 
     __tablename__ = "federations"
@@ -44,12 +45,33 @@ class Federation(Base):
     published_bytes: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     created_at: Mapped[float]
     finished_at: Mapped[float | None]
+    published: Mapped[dict[str, Any] | None] = mapped_column(JSON, deferred=True)  # only who publishes again asks
+
+
+class DeletedFederation(Base):
+    """A federation that there was. Its id stays taken: what a kill left of its blobs lies under it."""
+
+    __tablename__ = "deleted_federations"
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    name: Mapped[str] = mapped_column(String(64))
+    deleted_at: Mapped[float]
+
+
+class DeletedDevice(Base):
+    """The token of a device whose federation was deleted: it shall be told so, and not that its token is unknown."""
+
+    __tablename__ = "deleted_devices"
+
+    token_sha256: Mapped[bytes] = mapped_column(LargeBinary(32), primary_key=True)
+    federation_id: Mapped[int] = mapped_column(ForeignKey("deleted_federations.id"))
 
 
 class Device(Base):
     """A device of one federation.
 
-    ``present`` is False from a missed deadline or a leave-taking until the device asks again: it is not drawn.
+    ``present`` is False from a missed deadline, silence or a leave-taking until the device asks again: it is not drawn.
+    ``seen_at`` is when it was last heard of, to about 15 seconds; ``hosted`` says that its silence means nothing.
     After it handed an assignment back it is not drawn before ``rest_until``.
     ``holds_model`` says that an answer of the device proved that it has downloaded the whole model once. ``mask`` is
     the digest of the mask that it last said it holds, ``model`` that of the global model that it can rebuild;
@@ -92,6 +114,7 @@ class Device(Base):
     num_examples: Mapped[int | None] = mapped_column(BigInteger)
     bytes_down: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     bytes_up: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    hosted: Mapped[bool] = mapped_column(default=False, server_default=false())
     enrolled_at: Mapped[float]
     seen_at: Mapped[float]
 
@@ -184,7 +207,7 @@ class Token(Base):
     """A token that an operator made (``python -m coordinator.tokens``); of its secret only the SHA-256.
 
     ``kind``: admin, observer, enrolment. ``uses``: devices that an enrolment token has let in, at most ``max_uses``.
-    None is ever deleted: that there was one keeps its doors shut.
+    None is ever deleted, not even with its federation: that there was one keeps its doors shut.
     """
 
     __tablename__ = "tokens"

@@ -22,6 +22,7 @@ For conv(1->3), flatten of 2x2 maps, linear(12->5), linear(5->2):
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
@@ -238,6 +239,15 @@ class Manifest(_Record):
     def digest(self) -> str:
         """SHA-256 of the manifest's JSON: two parties with the same digest speak of the same model."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+    @cached_property
+    def model_digest(self) -> str:
+        """SHA-256 of the model itself: the same for who begins with other weights, or has its skeleton exported by
+        another version of torch."""
+        model = self.model_dump(
+            mode="json", exclude={"task": True, "skeleton_sha256": True, "tensors": {"__all__": {"init"}}}
+        )
+        return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 
     def with_skeleton(self, skeleton: bytes) -> Manifest:
         """The same manifest, naming this ONNX skeleton. (``model_copy`` would take the old digest along.)"""

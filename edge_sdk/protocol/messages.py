@@ -58,6 +58,12 @@ class FederationSettings(_Request):
         description="Devices drawn beyond cohort, as a share of it, so that a round need not wait for the slowest",
     )
     deadline_seconds: float = Field(default=300.0, gt=0, le=7 * 86400, description="Longest duration of a round, s")
+    silence_seconds: float = Field(
+        default=60.0,
+        ge=1,
+        le=7 * 86400,
+        description="Silence after which a round goes on without a device, s; at work it is heard every third of it",
+    )
     min_updates: int = Field(
         default=1, ge=1, le=1_000_000, description="Updates below which a round is extended, and in the end skipped"
     )
@@ -247,6 +253,17 @@ class CreateFederation(_Request):
     settings: FederationSettings = FederationSettings()
 
 
+class CompareFederation(_Request):
+    """``POST /v1/federations/{name}/comparison``: what its publisher would ask for.
+
+    ``model_digest`` is the manifest's (``Manifest.model_digest``), left out for a built-in task.
+    """
+
+    task: str
+    model_digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    settings: FederationSettings = FederationSettings()
+
+
 class ChangeFederation(_Request):
     """``PATCH /v1/federations/{name}``."""
 
@@ -255,6 +272,7 @@ class ChangeFederation(_Request):
     rounds: int | None = Field(default=None, ge=1, le=1_000_000)
     cohort: int | None = Field(default=None, ge=1, le=1_000_000)
     deadline_seconds: float | None = Field(default=None, gt=0, le=7 * 86400)
+    silence_seconds: float | None = Field(default=None, ge=1, le=7 * 86400)
 
 
 class ModelInfo(Answer):
@@ -341,6 +359,10 @@ class Enrol(_Request):
     budget: Share = 1.0
     limited_by: BudgetLimit | None = None
     num_examples: int | None = Field(default=None, ge=1, le=2**40, description="Samples in the device's training data")
+    hosted: bool = Field(
+        default=False,
+        description="One of many that a process hosts in turn: until its turn it may be silent, so only deadlines hold",
+    )
     profile: DeviceProfile = DeviceProfile()
 
 
@@ -415,7 +437,7 @@ class Doing(str, Enum):
     stopped = "stopped"  # it has stopped early: it is only asked to evaluate
     training = "training"
     paused = "paused"  # by its policy
-    away = "away"  # it missed a deadline, or left
+    away = "away"  # it missed a deadline, fell silent, or left
     small_budget = "small_budget"  # too small for its federation's method
     evaluating = "evaluating"
     resting = "resting"  # it has handed its work back
@@ -430,7 +452,7 @@ class DeviceInfo(Answer):
     status: Literal["active", "stopped", "revoked"]
     stopped_round: int | None
     doing: Doing
-    present: bool = Field(description="False after a missed deadline or a goodbye, until it asks for work again")
+    present: bool = Field(description="False after a missed deadline, silence or a goodbye, until it asks for work")
     paused: PauseReason | None = Field(default=None, description="Why its policy keeps it from working, if it does")
     budget: float
     limited_by: BudgetLimit | None = Field(
@@ -439,7 +461,7 @@ class DeviceInfo(Answer):
     profile: DeviceProfile
     everything: Moved = Field(description="Bodies of all its calls so far, as it counted them")
     enrolled_at: str
-    seen_at: str = Field(description="Last sign of life, to about half a minute")
+    seen_at: str = Field(description="Last sign of life, to about 15 seconds")
 
 
 # --- assignments -------------------------------------------------------------------------------------------------
@@ -496,11 +518,14 @@ class OpenAssignment(Answer):
     device: str = Field(description="The device's name")
     kind: Kind
     round: int
+    since: str = Field(description="When it was given")
+    heard_at: str = Field(description="When the device was last heard of, by any call of its own")
 
 
 class OpenWork(Answer):
     """``GET /v1/federations/{name}/assignments``: who is being waited for, oldest work first."""
 
+    at: str = Field(description="When the coordinator looked")
     status: FederationStatus
     round: int = Field(description="Rounds closed so far")
     assignments: tuple[OpenAssignment, ...]

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from edge_sdk.protocol.messages import Answer, Doing, FederationInfo, FederationStatus
+from edge_sdk.protocol.messages import Answer, Doing, FederationInfo, FederationStatus, OpenAssignment
 
 
 class RoundPoint(Answer):
@@ -59,7 +59,7 @@ class OpenRound(Answer):
     done: int
     returned: int
     expired: int
-    waiting_for: tuple[str, ...] = Field(description="The first hundred devices whose answer is still to come")
+    waiting_for: tuple[OpenAssignment, ...] = Field(description="The first 25 answers that are still to come")
 
 
 class FederationLine(Answer):

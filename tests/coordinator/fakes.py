@@ -8,6 +8,7 @@ from coordinator.devices import Devices
 from coordinator.dispatch import Dispatch
 from coordinator.errors import Finished
 from coordinator.federations import Federations
+from coordinator.heard import Heard
 from coordinator.metrics import Metrics
 from coordinator.models import Models
 from coordinator.overview import Overviews
@@ -38,8 +39,9 @@ def furnish(house, clock, models):
     house.dispatch = Dispatch(store, models, clock)
     house.acceptance = Acceptance(store, models)
     house.costs = UploadCosts(store)
-    house.rounds = Rounds(store, models, clock, house.costs)
-    house.records = Records(store, house.costs.write)
+    house.heard = Heard(store, clock)
+    house.rounds = Rounds(store, models, clock, house.costs, house.heard)
+    house.records = Records(store, house.costs.write, clock, house.heard)
     house.roster = Roster(store, clock)
     house.metrics = Metrics()
     house.overviews = Overviews(store, models, house.federations, house.records, house.metrics, clock)
@@ -80,22 +82,29 @@ class House:
 class FakeDevice:
     """Asks, and answers with values drawn from its name and the round."""
 
-    def __init__(self, house, name, federation, budget):
-        self.house, self.name, self.federation, self.budget = house, name, federation, budget
+    def __init__(self, house, name, federation, budget, hosted=False):
+        self.house, self.name, self.federation, self.budget, self.hosted = house, name, federation, budget, hosted
         self.key = name.ljust(32, "k")
 
     def enrol(self):
-        request = Enrol(name=self.name, enrolment_key=self.key, budget=self.budget)
+        request = Enrol(name=self.name, enrolment_key=self.key, budget=self.budget, hosted=self.hosted)
         enrolled = self.house.devices.enrol(self.federation, request)
         self.id, self.token = enrolled.device_id, enrolled.token
 
+    def beat(self, assignment):
+        self.house.heard.note(self.id)  # as the door does for every call
+        self.house.dispatch.check_open(assignment.assignment_id, self.id)
+
     def ask(self):
+        self.house.heard.note(self.id)
         return self.house.dispatch.next_assignment(self.id).assignment
 
     def payload(self, assignment):
+        self.house.heard.note(self.id)
         return self.house.dispatch.payload(assignment.assignment_id, self.id).body
 
     def send(self, assignment, body):
+        self.house.heard.note(self.id)
         return self.house.acceptance.accept_update(assignment.assignment_id, self.id, body)
 
     def hand_back(self, assignment, reason="too hot"):

@@ -1,4 +1,4 @@
-"""Publishing a model that its owner has cut into blocks."""
+"""Publishing one's own model: cut into blocks, again, and by whom."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import nn
 from coordinator.main import create_app
 from coordinator.settings import Settings
 from edge_sdk import inprocess
+from edge_sdk.errors import Refused
+from edge_sdk.join import join
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 
@@ -54,3 +56,87 @@ def test_blocks_that_do_not_add_up_are_refused(client, two_layers, blocks, messa
 def test_a_built_in_task_is_cut_by_the_method(client):
     with pytest.raises(ValueError, match="publish a Task of your own"):
         publish(inprocess.ADDRESS, "cut", "digits", client=client, blocks={"fc1.weight": (1,)})
+
+
+# --- again, and by whom ----------------------------------------------------------------------------------------------
+
+
+def wide(seed):
+    """A task whose model takes 28 kB, its weights drawn from this seed."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(OrderedDict(body=nn.Linear(4, 1000), act=nn.ReLU(), head=nn.Linear(1000, 2)))
+    data = [(torch.randn(3, 4), torch.zeros(3, dtype=torch.long))]
+    return Task("wide", model, F.cross_entropy, data, data)
+
+
+@pytest.fixture
+def guarded(tmp_path, monkeypatch):
+    """A client of a coordinator whose doors are all shut, and the bytes of bodies that went through it."""
+    for kind in ("ADMIN", "OBSERVER", "ENROLMENT"):
+        monkeypatch.delenv(f"SPARROW_{kind}_TOKEN", raising=False)
+    tokens = {f"{kind}_token": f"{kind}-secret" for kind in ("admin", "observer", "enrolment")}
+    with inprocess.running(create_app(Settings(data_dir=tmp_path / "data", default_task="", **tokens))) as client:
+        client.moved = 0
+
+        def count(message):
+            client.moved += int(message.headers.get("Content-Length", 0))
+
+        client.event_hooks = {"request": [count], "response": [count]}
+        yield client
+
+
+def test_a_script_that_publishes_and_joins_needs_an_admin_token_on_the_first_device_alone(
+    guarded, monkeypatch, tmp_path
+):
+    def script(name, seed):
+        settings = {"method": "fedavg", "rounds": 1, "min_devices": 1, "local_epochs": 1, "finetune_epochs": 1}
+        publish(inprocess.ADDRESS, "wide", wide(seed), exist_ok=True, client=guarded, **settings)
+        return join(
+            inprocess.ADDRESS,
+            wide(seed),
+            federation="wide",
+            name=name,
+            budget=1.0,
+            state_dir=tmp_path / name,
+            client=guarded,
+            quiet=True,
+        )
+
+    monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", "enrolment-secret")
+    with pytest.raises(Refused, match="an admin token is needed here"):
+        script("first", 0)
+    monkeypatch.setenv("SPARROW_ADMIN_TOKEN", "admin-secret")
+    assert script("first", 0).rounds == 1
+    monkeypatch.delenv("SPARROW_ADMIN_TOKEN")
+    assert script("second", 1).adapted, "it came after the end"
+
+
+def test_what_is_there_already_is_not_uploaded_again(guarded, monkeypatch):
+    monkeypatch.setenv("SPARROW_ADMIN_TOKEN", "admin-secret")
+    first = publish(inprocess.ADDRESS, "wide", wide(0), exist_ok=True, client=guarded, rounds=2)
+    assert guarded.moved > 28_000
+    guarded.moved = 0
+    assert publish(inprocess.ADDRESS, "wide", wide(1), exist_ok=True, client=guarded, rounds=2).uid == first.uid
+    assert 0 < guarded.moved < 5_000
+    guarded.moved = 0
+    with pytest.raises(Refused, match="method: asked for fedavg, it has fedspu; rounds: asked for 50, it has 2"):
+        publish(inprocess.ADDRESS, "wide", wide(1), exist_ok=True, client=guarded, method="fedavg", rounds=50)
+    assert guarded.moved < 5_000
+    narrow = Task("wide", nn.Sequential(nn.Linear(4, 2)), F.cross_entropy, wide(0).train, wide(0).train)
+    with pytest.raises(Refused, match="model: its layers, their shapes"):
+        publish(inprocess.ADDRESS, "wide", narrow, exist_ok=True, client=guarded, rounds=2)
+
+
+def test_of_two_that_publish_at_once_the_second_is_given_the_first_ones(client, monkeypatch):
+    from edge_sdk.transport import Transport
+
+    compare, asked = Transport.compare_federation, []
+
+    def late(self, name, wanted):
+        found = compare(self, name, wanted)
+        if not asked:
+            asked.append(publish(inprocess.ADDRESS, name, wide(0), client=client, rounds=2))
+        return found
+
+    monkeypatch.setattr(Transport, "compare_federation", late)
+    assert publish(inprocess.ADDRESS, "wide", wide(1), exist_ok=True, client=client, rounds=2).uid == asked[0].uid

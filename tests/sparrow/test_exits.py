@@ -494,7 +494,7 @@ def test_a_coordinator_goes_on_where_ctrl_c_stopped_it_and_keeps_a_second_one_ou
 
 @pytest.mark.parametrize(
     ("status", "code"),
-    [(401, 5), (403, 5), (404, 6), (409, 1), (410, 1), (422, 1), (429, 4), (500, 4), (503, 4), (507, 7)],
+    [(401, 5), (403, 5), (404, 6), (409, 1), (410, 6), (422, 1), (429, 4), (500, 4), (503, 4), (507, 7)],
 )
 def test_statuses_of_http(status, code):
     assert of_status(status) == code

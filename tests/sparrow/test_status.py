@@ -37,7 +37,7 @@ def lab(tmp_path_factory):
 def test_all_federations_in_a_table(sparrow, lab):
     code, out, err = sparrow("status", lab)
     assert (code, err) == (0, "")
-    first, _, head, *rows = out.splitlines()
+    first, _, head, *rows = out.partition("\n\nlab waits for")[0].splitlines()
     assert first == f"{lab}: ready"
     assert head.split() == ["federation", "status", "method", "task", "round", "devices", "stopped", "parameters"]
     assert {row.split()[0]: row.split()[1:4] for row in rows if row} == {
@@ -54,6 +54,18 @@ def test_one_of_them_with_its_rounds_and_devices(sparrow, lab):
     rows = [line.split() for line in out.splitlines() if line]
     assert ["1", "open", "0", "of", "2"] in [row[:5] for row in rows]
     assert ["one", "active", "0.4", "-", "pi5"] in [row[:5] for row in rows]
+
+
+def test_who_is_waited_for_is_named_and_since_when(sparrow, lab):
+    for words in ((), ("lab",)):
+        _, out, _ = sparrow("status", lab, *words)
+        head, *rows = next(part for part in out.split("\n\n") if part.startswith("lab waits for")).splitlines()
+        assert head.split()[3:] == ["asked", "to", "round", "since", "last", "heard"]
+        assert sorted(row.split()[:3] for row in rows) == [["one", "train", "1"], ["two", "train", "1"]]
+        assert all(row.endswith(" s ago") for row in rows)
+    found = json.loads(sparrow("status", lab, "lab", "--json")[1])["open_work"]["lab"]
+    assert {each["device"] for each in found["assignments"]} == {"one", "two"}
+    assert all(each["since"] <= found["at"] and each["heard_at"] <= found["at"] for each in found["assignments"])
 
 
 def test_a_program_is_given_one_document_as_the_contract_has_it(sparrow, lab):

@@ -260,6 +260,16 @@ def test_an_administrator_changes_things(trained, open_page, tmp_path):
         assert (tmp_path / "got").stat().st_size > 1000
 
 
+def test_an_administrator_deletes_a_federation(coordinator, open_page):
+    for name in ("lab", "night"):
+        coordinator.create(name, rounds=1)
+    page = open_page(f"{coordinator.url}/?federation=night")
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    playwright.expect(page.locator("#name")).to_have_text("lab")
+    assert [each["name"] for each in coordinator.get("/v1/federations").json()] == ["lab"]
+
+
 def test_a_change_that_cannot_be_made_is_said(coordinator, open_page):
     coordinator.create("lab", rounds=1)
     page = open_page(coordinator.url)

@@ -14,7 +14,7 @@ const api = `v1/federations/${encodeURIComponent(name)}`;
 
 const DOING = {
   training: "training", evaluating: "evaluating", ready: "ready, not drawn", resting: "resting: handed its work back",
-  paused: "paused by its policy", away: "away: missed a deadline or left", small_budget: "budget too small",
+  paused: "paused by its policy", away: "away: missed a deadline, fell silent or left", small_budget: "budget too small",
   stopped: "stopped early", revoked: "revoked",
 };
 const PAUSED = {
@@ -48,8 +48,12 @@ function put(id, text) {
   if ($(id).textContent !== text) $(id).textContent = text;
 }
 
+function since(iso) {
+  return Math.max(0, (Date.now() + skew - Date.parse(iso)) / 1000);
+}
+
 function ago(iso) {
-  const past = Math.max(0, (Date.now() + skew - Date.parse(iso)) / 1000);
+  const past = since(iso);
   return past < 60 ? "less than a minute ago" : `${seconds(past)} ago`;
 }
 
@@ -174,7 +178,9 @@ function showRunning() {
   $("progress").value = Math.min(running.done, running.target);
   const more = running.cohort - running.done - running.returned - running.expired - running.waiting_for.length;
   $("waiting").hidden = !running.waiting_for.length;
-  $("waiting-names").textContent = running.waiting_for.join(", ") + (more > 0 ? ` and ${more} more` : "");
+  const names = running.waiting_for.map((each) =>
+    `${each.device} (${each.kind} since ${seconds(Math.round(since(each.since)))}, heard ${seconds(Math.round(since(each.heard_at)))} ago)`);
+  $("waiting-names").textContent = names.join(", ") + (more > 0 ? ` and ${more} more` : "");
 }
 
 function showDownloads(federation) {
@@ -277,9 +283,10 @@ $("next").addEventListener("click", () => turn(PAGE));
 // --- changes --------------------------------------------------------------------------------------------------------
 
 const ACTIONS = {
-  waiting: ["pause", "stop"], running: ["pause", "stop"], paused: ["resume", "stop"], finished: ["reopen"], stopped: ["reopen"],
+  waiting: ["pause", "stop", "delete"], running: ["pause", "stop"], paused: ["resume", "stop"],
+  finished: ["reopen", "delete"], stopped: ["reopen", "delete"],
 };
-const LABELS = { pause: "Pause", resume: "Resume", stop: "Stop", reopen: "Reopen" };
+const LABELS = { pause: "Pause", resume: "Resume", stop: "Stop", reopen: "Reopen", delete: "Delete" };
 
 function showAdmin(federation) {
   $("administer").hidden = overview.may_change;
@@ -303,8 +310,17 @@ function showAdmin(federation) {
   }
 }
 
+async function remove(federation) {
+  const whole = `${many(federation.devices, "device")}, ${many(federation.round, "round")} and all its models`;
+  if (!(await sure(`Delete ${federation.name} for good, with ${whole}?`, "Delete"))) return;
+  disconnect(); // or its end would be told as an error
+  if (await call("DELETE", api)) location.replace(location.pathname); // to the newest of the others
+  else connect();
+}
+
 async function act(action) {
   const { federation } = overview;
+  if (action === "delete") return remove(federation);
   const change = { action };
   if (action === "stop" && !(await sure(`Stop ${federation.name}? Its devices export what they have and leave.`, "Stop"))) return;
   const field = $("settings").elements.rounds;

@@ -988,7 +988,11 @@ def test_events_tell_what_happens(client):
         for name in ("one", "two"):
             enrol(client, name)
         running = next(overview["open_round"] for _, overview in told if overview["open_round"])
-        assert (running["round"], running["cohort"], running["waiting_for"]) == (1, 2, ["one", "two"])
+        assert (running["round"], running["cohort"]) == (1, 2)
+        assert [(each["device"], each["kind"]) for each in running["waiting_for"]] == [
+            ("one", "train"),
+            ("two", "train"),
+        ]
 
 
 def test_later_events_bring_only_the_points_that_changed(client, train):
