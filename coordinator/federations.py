@@ -25,6 +25,7 @@ from coordinator.storage.store import Store
 from coordinator.storage.tables import Device, Federation
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
+from edge_sdk.protocol.faults import faults
 from edge_sdk.protocol.manifest import Manifest, Tensors, initial_values
 from edge_sdk.protocol.messages import (
     ChangeFederation,
@@ -256,7 +257,8 @@ def completed(settings: FederationSettings) -> FederationSettings:
         own = settings_type.model_validate(settings.method_settings)
     except ValidationError as error:
         known = ", ".join(settings_type.model_fields) or "no settings of its own"
-        raise BadContent(f"method_settings.{explain(error)}; {settings.method} takes {known}") from None
+        wrong = "; ".join(f"method_settings.{name}: {text}" for name, text in faults(error, settings_type.model_fields))
+        raise BadContent(f"{wrong}; {settings.method} takes {known}") from None
     return settings.model_copy(update={"method_settings": own.model_dump(mode="json")})
 
 

@@ -54,6 +54,7 @@ from edge_sdk.protocol.quantization import Quantised
 from edge_sdk.rounding import round_update
 from edge_sdk.state import Identity, Pending, StateFolder, Totals
 from edge_sdk.tasks import Task
+from edge_sdk.tasks.checking import check_task
 from edge_sdk.telemetry import Telemetry as Meter
 from edge_sdk.training.local import TrainingDiverged, count_examples, evaluate, get_tensors, set_tensors
 from edge_sdk.training.merging import is_whole, whole_model
@@ -84,12 +85,13 @@ class Outcome(Enum):
 @dataclass(frozen=True)
 class Step:
     """Outcome of one step. ``assignment`` is what was worked on; ``pause_seconds`` what an idle device is asked for,
-    ``paused`` why its policy keeps it idle."""
+    ``paused`` why its policy keeps it idle; ``failed`` why nothing came of the work."""
 
     outcome: Outcome
     assignment: Assignment | None = None
     pause_seconds: float = 0.0
     paused: PauseReason | None = None
+    failed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ class Session:
         self._federation = federation
         self._profile = profile
         self._report_progress = progress
+        self.failed_rounds = 0  # in a row, since this process began
+        self.last_failure: str | None = None
         self._working_on: Assignment | None = None  # stays when a step is interrupted: leave() hands it back
         self._telemetry = telemetry(transport.traffic)
         self._enrolment_token = transport.token
@@ -155,6 +159,7 @@ class Session:
         self.task = make_task(self.info)
         if known is None:
             check_model(self.task.model, self.manifest)
+            check_task(self.task, self.manifest)
         self._method = load_method(self.info.method)
         self._prepared = (
             prepare(self.task, self.manifest, self.info) if prepare is not None else Prepared(self.task, budget)
@@ -176,6 +181,11 @@ class Session:
                 holds_model=self.personal is not None,
             )
             self._or_enrol_again(lambda: self._tell(change))
+
+    @property
+    def name(self) -> str:
+        """What this device is called in its federation."""
+        return self._identity.name
 
     @property
     def budget(self) -> float:
@@ -294,11 +304,13 @@ class Session:
         if assignment is None:
             return Step(Outcome.idle, pause_seconds=pause)
         self._working_on = assignment
+        failed = None
         try:
             self._work(assignment, self._stint(assignment))
         except (TrainingDiverged, ProtocolError) as error:
+            failed = str(error)
             log.warning("round %s: %s", assignment.round, error)
-            self._give_up(assignment, str(error))
+            self._give_up(assignment, failed)
         except Paused as pause_:
             log.warning("round %s is handed back: the pause would last beyond its deadline", assignment.round)
             self._give_up(assignment, pause_.reason)
@@ -309,7 +321,10 @@ class Session:
             log.info("round %s: %s", assignment.round, error.detail)
             self._tell(ChangeDevice(conditions=Conditions()))  # it may have been thought away
         self._working_on = None  # not in a finally: after an interrupt or error ``leave`` must know what to hand back
-        return Step(Outcome.worked, assignment)
+        if assignment.kind is not Kind.evaluate:
+            self.failed_rounds = self.failed_rounds + 1 if failed else 0
+            self.last_failure = failed or self.last_failure
+        return Step(Outcome.worked, assignment, failed=failed)
 
     def _reassess(self, assignment: Assignment) -> None:
         """What this device can afford from the next round on."""

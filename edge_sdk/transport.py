@@ -31,6 +31,7 @@ from edge_sdk.errors import (
     Unreachable,
 )
 from edge_sdk.protocol import checkpoint, tls
+from edge_sdk.protocol.faults import did_you_mean
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import (
     Assignment,
@@ -71,7 +72,7 @@ def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
     """A client of the coordinator at this address. Raises BadArgument for an address or certificates of no use."""
     try:
         url = httpx.URL(server)
-    except httpx.InvalidURL as error:
+    except (httpx.InvalidURL, TypeError) as error:
         raise no_address(server, str(error)) from None
     if url.scheme not in ("http", "https") or not url.host:
         raise no_address(server, "it names no host" if url.scheme in ("http", "https") else "http:// is missing")
@@ -118,8 +119,18 @@ class Transport:
     # --- calls ---------------------------------------------------------------------------------------------------
 
     def federation(self, name: str) -> FederationInfo:
-        """Where a federation stands."""
-        return _read(FederationInfo, self._call("GET", f"/v1/federations/{name}"))
+        """Where a federation stands. Raises Refused where there is none, naming those that this caller may see."""
+        try:
+            return _read(FederationInfo, self._call("GET", f"/v1/federations/{name}"))
+        except Refused as refusal:
+            if refusal.status != 404 or isinstance(refusal, NoCoordinator):
+                raise
+            try:
+                there = sorted(info.name for info in self.federations())
+            except Refused:  # not for everybody's eyes
+                raise refusal from None
+        said = f"there are {', '.join(there)}{did_you_mean(name, there)}" if there else "there is none yet; publish one"
+        raise Refused(404, f"there is no federation {name!r}; {said}")
 
     def federations(self) -> list[FederationInfo]:
         """Every federation of the coordinator."""

@@ -20,6 +20,7 @@ from coordinator.errors import BadContent
 from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.elements import ElementMask
+from edge_sdk.protocol.faults import did_you_mean
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import FederationSettings, Kind
@@ -221,6 +222,9 @@ def load_method(name: str) -> CoordinatorMethod:
     """The server half registered as ``name``. Raises BadContent, which names what is installed."""
     found = {entry.name: entry for entry in entry_points(group="sparrow.coordinator_methods")}
     if name not in found:
-        raise BadContent(f"method: {name!r} is not installed here; choose one of {', '.join(sorted(found))}")
+        installed = ", ".join(sorted(found))
+        raise BadContent(
+            f"method: {name!r} is not installed here; choose one of {installed}{did_you_mean(name, found)}"
+        )
     method: CoordinatorMethod = found[name].load()()
     return method
