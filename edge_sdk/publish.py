@@ -101,6 +101,8 @@ def publish(
         except Refused as refusal:
             if refusal.status == 409 and exist_ok:
                 return transport.federation(name)
+            if refusal.status == 422:  # the method is not known there, or cannot take these settings or this model
+                raise BadArgument(refusal.detail) from None
             raise
     finally:
         if client is None:

@@ -669,7 +669,7 @@ def check_model(model: nn.Module, manifest: Manifest) -> None:
     state = {name: np.asarray(tensor.detach().cpu().numpy()) for name, tensor in model.state_dict().items()}
     dropped = {spec.name for spec in manifest.tensors if spec.policy == "dropped"}
     manifest.check_tensors(
-        {name: tensor for name, tensor in state.items() if name not in dropped}, what="this device's model"
+        {name: tensor for name, tensor in state.items() if name not in dropped}, what="the tensors of this device's model"
     )
 
 

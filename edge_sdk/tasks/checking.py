@@ -8,6 +8,7 @@ same seed stay the same bit for bit. Where all samples lie in tensors, all of th
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -114,15 +115,17 @@ class _Check:
     # --- what the loader gives -----------------------------------------------------------------------------------
 
     def _first(self) -> tuple[Tensor, Tensor]:
-        loader, kind = self.loader, type(self.loader).__name__
+        loader, kind = self.loader, f"a {type(self.loader).__name__}"
+        if isinstance(loader, DataLoader):
+            kind += f" over a {type(loader.dataset).__name__}"
         if not hasattr(loader, "__iter__"):
-            raise self._wrong(f"a {kind} cannot be iterated over; give a DataLoader, or a list of {PAIR}")
+            raise self._wrong(f"{kind} cannot be iterated over; give a DataLoader, or a list of {PAIR}")
         try:
             length = len(loader)
         except TypeError:
             raise self._wrong(
-                f"a {kind} of this kind has no length (an IterableDataset?), so that a pass over it has no end that is "
-                f"known; give its data set a __len__, or a DataLoader over a data set that has one"
+                f"{kind} has no length; give a DataLoader over a data set that has a __len__, so that it is known where "
+                f"a pass over it ends, and that can be read again and again"
             ) from None
         try:
             batch = next(iter(loader), None)
@@ -221,7 +224,9 @@ class _Check:
 
     def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         try:
-            loss = self.task.loss(outputs, targets)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message="Using a target size")  # broadcast: wrong, and silently so
+                loss = self.task.loss(outputs, targets)
         except Exception as error:
             said, advice = _said(error), "make them fit each other"
             if "scalar type" in said or "dtype" in said or "not implemented for" in said:
