@@ -32,7 +32,7 @@ from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import Mask, NeuronMask, same_mask
+from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, same_mask
 from edge_sdk.protocol.messages import (
     Assignment,
     ChangeDevice,
@@ -624,12 +624,17 @@ class Session:
     # --- looking at models ---------------------------------------------------------------------------------------
 
     def _accuracy_of_first(self, job: Job) -> float | None:
-        """Accuracy of the model as first received, before any local training; None where it has come in part."""
+        """Accuracy of the model as first received, before any local training: where a part of it has come, of the
+        narrow network that this is; and where nothing has, of the model that the device has."""
         if self.progress.rounds or self.progress.accuracy_before is not None:
             return self.progress.accuracy_before
-        if job.received is None or not is_whole(self.manifest, job.received):
-            return None
-        tensors = get_tensors(job.model, self.manifest) | whole_model(self.manifest, job.received)
+        tensors = get_tensors(job.model, self.manifest) if self.personal is None else dict(self.personal)
+        if job.received is not None and is_whole(self.manifest, job.received):
+            tensors |= whole_model(self.manifest, job.received)
+        elif job.received is not None:
+            # Zeroed anew, for what was in the shared tensors is none of this federation's.
+            tensors |= {spec.name: np.zeros(spec.shape, np.float32) for spec in self.manifest.shared}
+            merge_in_place(self.manifest, tensors, job.received.values, job.received.mask)
         return self.evaluate(tensors).accuracy
 
     def evaluate(self, tensors: Tensors) -> Evaluation:
@@ -669,7 +674,8 @@ def check_model(model: nn.Module, manifest: Manifest) -> None:
     state = {name: np.asarray(tensor.detach().cpu().numpy()) for name, tensor in model.state_dict().items()}
     dropped = {spec.name for spec in manifest.tensors if spec.policy == "dropped"}
     manifest.check_tensors(
-        {name: tensor for name, tensor in state.items() if name not in dropped}, what="the tensors of this device's model"
+        {name: tensor for name, tensor in state.items() if name not in dropped},
+        what="the tensors of this device's model",
     )
 
 

@@ -124,8 +124,8 @@ class _Check:
             length = len(loader)
         except TypeError:
             raise self._wrong(
-                f"{kind} has no length; give a DataLoader over a data set that has a __len__, so that it is known where "
-                f"a pass over it ends, and that can be read again and again"
+                f"{kind} has no length; give a DataLoader over a data set that has a __len__ and can be read again "
+                f"and again, so that it is known where a pass over it ends"
             ) from None
         try:
             batch = next(iter(loader), None)
