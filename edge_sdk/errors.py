@@ -9,6 +9,7 @@ SdkError
 │   ├── TokenExpired   this device must enrol again (401)
 │   └── NoCoordinator  what answers there is something else
 ├── BadArgument        something the user gave cannot work, found before anything was done
+├── TrainingDiverged   a loss or weight is not finite (``training.local``): the round is handed back
 ├── NothingTrained     a device comes to its end without a model of its own; its text says why
 ├── Damaged            what was downloaded is not what was announced, repeatedly
 └── StateError         the state folder is in use, belongs to another device, or cannot be read
