@@ -82,6 +82,7 @@ def test_a_budget_that_a_fleet_cannot_mean_is_refused():
         Plan("f", 2, budgets=(0.0,))
 
 
+@pytest.mark.slow  # the coordinator looks again after a long poll
 def test_a_device_whose_rounds_all_fail_ends_with_the_reason(client, tmp_path, monkeypatch):
     monkeypatch.setattr("coordinator.dispatch.REST_SECONDS", 0.0)  # after each failure it rests: here there is no need
     publish(inprocess.ADDRESS, "default", exploding(), client=client, rounds=50, min_devices=1)
