@@ -6,7 +6,6 @@ and alike for all methods.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,10 +17,13 @@ from pydantic import ValidationError
 from benchmarks.experiment import DEFAULT, Experiment, MethodRun, Value, trials
 from benchmarks.files import PLACES, files_of_devices
 from command_line.command import WrongUsage
+from command_line.faults import faults
+from command_line.nearest import nearest
 from coordinator.methods import load_method
+from edge_sdk.errors import BadArgument
 from edge_sdk.methods import UnknownMethod
 from edge_sdk.protocol.messages import FederationSettings
-from edge_sdk.publish import wrong_settings
+from edge_sdk.publish import read_settings
 from edge_sdk.tasks.npz import read_whole
 
 METHODS = "fedspu,fedavg+ft,local"
@@ -59,10 +61,8 @@ def compared(
             f"--partition {partition}: each device has a file of its own and nothing is dealt; leave it out"
         )
     rule, options = _partition(partition or usual)
+    given = read_settings({**({} if rounds is None else {"rounds": rounds}), **(settings or {})}, "--set ")
     try:
-        given = FederationSettings.model_validate(
-            {**({} if rounds is None else {"rounds": rounds}), **(settings or {})}
-        )
         common = given.model_dump(mode="json", include=set(settings or {}))
         experiment = Experiment(
             title=f"Methods on {Path(data).name or task}",
@@ -81,7 +81,7 @@ def compared(
         for _ in trials(experiment, "", {}):
             pass  # each checks its settings
     except ValidationError as error:
-        raise wrong_settings(error, "--set ") from None
+        raise BadArgument("; ".join(f"--set {name}: {text}" for name, text in faults(error))) from None
     return experiment
 
 
@@ -127,10 +127,9 @@ def _methods(text: str, settings: FederationSettings) -> Iterator[MethodRun]:
             raise WrongUsage(f"--methods {text}: {label} is named twice; name it once")
         name = label.removesuffix(FINE_TUNED)
         if name not in installed:
-            close = difflib.get_close_matches(name, installed, 1)
-            guess = f"did you mean {close[0]}? " if close else ""
             raise UnknownMethod(
-                f"--methods {label}: there is no such method; {guess}installed are {', '.join(installed)}"
+                f"--methods {label}: there is no such method{nearest(name, installed)}; installed are "
+                f"{', '.join(installed)}"
             )
         method = load_method(name)
         tuned: dict[str, Any] = {"finetune_epochs": 1} if label != name else {}

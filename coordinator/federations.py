@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
+from command_line.faults import faults
 from coordinator import rollback
 from coordinator.assignments import extend_deadlines, forget_adapted
 from coordinator.buffer import check_buffer
@@ -349,7 +350,8 @@ def completed(settings: FederationSettings) -> FederationSettings:
         own = settings_type.model_validate(settings.method_settings)
     except ValidationError as error:
         known = ", ".join(settings_type.model_fields) or "no settings of its own"
-        raise BadContent(f"method_settings.{explain(error)}; {settings.method} takes {known}") from None
+        wrong = "; ".join(f"method_settings.{name}: {text}" for name, text in faults(error, settings_type.model_fields))
+        raise BadContent(f"{wrong}; {settings.method} takes {known}") from None
     return settings.model_copy(update={"method_settings": own.model_dump(mode="json")})
 
 

@@ -206,6 +206,7 @@ def _sum(results: list[Result]) -> Result:
         device_rounds=sum(each.device_rounds for each in results),
         evaluations=sum(each.evaluations for each in results),
         adapted=sum(each.adapted for each in results),
+        failed=sum(each.failed for each in results),
         seconds=max(each.seconds for each in results),
         seconds_to_first=min(firsts, default=None),
         status=results[0].status,

@@ -12,6 +12,8 @@ SdkError
 │   ├── NotInstalled   the method is not installed at the coordinator (422)
 │   └── NoCoordinator  what answers there is something else
 ├── BadArgument        something the user gave cannot work, found before anything was done
+├── TrainingDiverged   a loss or weight is not finite (``training.local``): the round is handed back
+├── NothingTrained     a device comes to its end without a model of its own; its text says why
 ├── Damaged            what was downloaded is not what was announced, repeatedly
 └── StateError         the state folder is in use, belongs to another device, or cannot be read
 """
@@ -74,6 +76,10 @@ class NoCoordinator(Refused):
 
 class BadArgument(SdkError):
     """Something the user gave cannot work."""
+
+
+class NothingTrained(SdkError):
+    """A device has trained in no round, or could not make its personal model in the end."""
 
 
 class Damaged(SdkError):

@@ -38,18 +38,17 @@ if __name__ == "__main__":
 
 import httpx
 import torch
-from pydantic import ValidationError
 from tqdm import tqdm
 
 from command_line.command import Command, Exits, Parser, WrongUsage, add_json
 from command_line.exits import Exit
 from devices.simulation import BOARDS, Board, load_boards
 from edge_sdk import inprocess
-from edge_sdk.errors import BadArgument, Refused, SdkError
+from edge_sdk.errors import BadArgument, NothingTrained, Refused, SdkError
 from edge_sdk.host import Host, Plan, Stepped
 from edge_sdk.protocol import checkpoint, tls
-from edge_sdk.protocol.messages import FederationInfo, FederationSettings, FederationStatus, Kind, OpenWork
-from edge_sdk.publish import add_method_set, load_to_publish, publish, read_setting, wrong_settings
+from edge_sdk.protocol.messages import FederationInfo, FederationStatus, Kind, OpenWork
+from edge_sdk.publish import add_method_set, load_to_publish, publish, read_setting, read_settings
 from edge_sdk.session import Known
 from edge_sdk.state import FolderLock, Reference, default_root, write_atomically
 from edge_sdk.tasks.exits import EXITS as TASKS
@@ -59,6 +58,8 @@ from edge_sdk.transport import Transport, connect, token_of
 LOOK_SECONDS = 10.0
 """How long the coordinator is asked to wait for news; a process that failed is noticed no later."""
 
+FAILURES = 3
+"""Times as many failures as there are devices, and no success, after which a fleet gives up."""
 OVER = (FederationStatus.finished, FederationStatus.stopped)
 MEMORY = Path("/dev/shm")
 EXITS: Exits = {
@@ -122,7 +123,8 @@ def read_ended(transport: Transport, federation: str) -> Ended | None:
 
 @dataclass
 class Result:
-    """What a fleet did in this run. ``seconds_to_first``: from its start to the first device trained.
+    """What a fleet did in this run. ``seconds_to_first``: from its start to the first device trained. ``failed``: how
+    often a device's work came to nothing.
 
     ended: how the devices did, this fleet's and others', when the federation had ended; None before.
     """
@@ -131,6 +133,7 @@ class Result:
     device_rounds: int = 0
     evaluations: int = 0
     adapted: int = 0
+    failed: int = 0
     seconds: float = 0.0
     seconds_to_first: float | None = None
     status: FederationStatus = FederationStatus.waiting
@@ -138,7 +141,9 @@ class Result:
 
     def add(self, stepped: Stepped, now: float) -> None:
         """Count one step."""
-        if stepped.kind in (Kind.train, Kind.personalise):
+        if stepped.failed is not None:
+            self.failed += 1
+        elif stepped.kind in (Kind.train, Kind.personalise):
             self.device_rounds += 1
             self.seconds_to_first = now if self.seconds_to_first is None else self.seconds_to_first
         elif stepped.kind is Kind.evaluate:
@@ -323,6 +328,7 @@ class _Run:
     _ending: bool = False
     _lock: threading.Condition = field(default_factory=threading.Condition)  # over all of these; rung when a step ends
     _failed: list[BaseException] = field(default_factory=list)
+    _last_failure: str | None = None
     _seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -341,6 +347,7 @@ class _Run:
             self._work()
         with self._bar(len(self.mine), "finishing", "device") as self.bar:
             self._all("finish", sorted(self.mine))
+        self._raise_nothing_trained(1)
         self.result.seconds = time.monotonic() - self._begin
         self.result.ended = read_ended(self.transport, self.plan.federation)
         return self.result
@@ -351,6 +358,7 @@ class _Run:
             while True:
                 work, etag = self.transport.open_work(self.plan.federation, LOOK_SECONDS, etag)
                 self._raise_failure()
+                self._raise_nothing_trained(FAILURES * len(self.mine))
                 self._raise_interrupt()
                 if work is not None:
                     listed = work
@@ -432,6 +440,15 @@ class _Run:
             self.on_step(stepped)
         if stepped is None or stepped.kind in (Kind.train, Kind.personalise, Kind.adapt):
             self.bar.update()
+        if stepped is not None and stepped.failed is not None:
+            self._last_failure = stepped.failed
+
+    def _raise_nothing_trained(self, times: int) -> None:
+        """Where nothing has come of work ``times`` times, and something of none."""
+        done = self.result
+        if done.failed >= times and not done.device_rounds and not done.adapted:
+            self._cancel()
+            raise NothingTrained(f"no device has trained, {done.failed} times it failed: {self._last_failure}")
 
     def _raise_interrupt(self) -> None:
         if self.interrupted():
@@ -511,11 +528,8 @@ def _run(options: argparse.Namespace, plan: Plan, app: Any) -> Result:
 def _create(options: argparse.Namespace, plan: Plan, app: Any) -> None:
     """Create the federation, unless there is the same one already; a task not built in is device 0's."""
     settings = {"min_devices": options.devices, "method_settings": dict(options.method_set), **dict(options.set)}
-    try:
-        task = load_to_publish(options.task, plan.data_of(0), settings, device=plan.name(0))
-        FederationSettings.model_validate(settings)
-    except ValidationError as error:
-        raise wrong_settings(error, "--set ") from None
+    read_settings(settings, "--set ")
+    task = load_to_publish(options.task, plan.data_of(0), settings, device=plan.name(0))
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(_connect(options.server, app, tls.from_options(options)))
         if "min_devices" not in dict(options.set):  # a further fleet joins what the first one has made

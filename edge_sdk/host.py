@@ -25,6 +25,7 @@ from edge_sdk.protocol.messages import DeviceProfile, FederationInfo, Kind
 from edge_sdk.session import Known, Outcome, Session, check_model
 from edge_sdk.state import Reference, StateFolder
 from edge_sdk.tasks import Task, load_task
+from edge_sdk.tasks.checking import check_task
 from edge_sdk.telemetry import SimulatedTelemetry, Telemetry
 from edge_sdk.training.compute import USUAL, Compute
 from edge_sdk.transport import Traffic, Transport
@@ -109,12 +110,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Stepped:
-    """What one step of one device came to; ``seconds`` is what it took here, everything included."""
+    """What one step of one device came to; ``seconds`` is what it took here, everything included; ``failed`` why
+    nothing came of its work."""
 
     index: int
     outcome: Outcome
     kind: Kind | None
     seconds: float
+    failed: str | None = None
 
 
 class Host:
@@ -145,8 +148,10 @@ class Host:
         self._meter = EnergyMeter()
         self._tasks: dict[int, Task] = {}
         self._chosen: dict[int, float] = {}
-        first = plan.task(0, known.info).on(plan.compute)
+        first = plan.task(0, known.info)
         check_model(first.model, known.manifest)
+        check_task(first, known.manifest)
+        first = first.on(plan.compute)
         load_method(known.info.method)
         self._model = first.model
         shared = {spec.name for spec in known.manifest.shared}
@@ -166,7 +171,7 @@ class Host:
         finally:
             folder.close()
         kind = step.assignment.kind if step.assignment else None
-        return Stepped(index, step.outcome, kind, time.monotonic() - begin)
+        return Stepped(index, step.outcome, kind, time.monotonic() - begin, step.failed)
 
     def finish(self, index: int) -> Stepped | None:
         """Let a device do whatever is left after the end: send what was not sent, adapt the finished model.
@@ -208,7 +213,7 @@ class Host:
     def _budget(self, index: int, board: Board | None) -> float:
         given = self._plan.budget(index)
         if given is not None or board is None:
-            return given or 1.0
+            return 1.0 if given is None else given
         if index not in self._chosen:
             choice = board_budget(board, self._task(index), self._known.manifest, self._known.info)
             self._chosen[index] = choice.budget

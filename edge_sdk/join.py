@@ -27,6 +27,7 @@ if __name__ == "__main__":
     exit_unless_trainable("edge_sdk.join")  # before what follows imports torch
 
 import httpx
+import torch
 from tqdm import tqdm
 
 from command_line.command import Command, Exits, Parser, add_json
@@ -36,13 +37,13 @@ from devices.conditions import Conditions, ConditionsReader
 from devices.system import System
 from edge_sdk import arguments as read
 from edge_sdk.budget import Choice, read_learned
-from edge_sdk.errors import BadArgument, SdkError
+from edge_sdk.errors import BadArgument, NothingTrained, SdkError
 from edge_sdk.exporting import Export, NotTheSame, export_personal
 from edge_sdk.policy import Policy, policy_here, read_policy
-from edge_sdk.preparing import Preparation
+from edge_sdk.preparing import Preparation, check_budget
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, FederationInfo, Moved
-from edge_sdk.publish import read_setting
+from edge_sdk.publish import check_federation_name, read_setting
 from edge_sdk.session import Outcome, Session
 from edge_sdk.state import Progress, StateFolder, Totals, default_root
 from edge_sdk.tasks import Task, load_task
@@ -56,6 +57,8 @@ from export.errors import ExportError
 from export.metadata import properties
 
 LONG_POLL_SECONDS = 30.0
+FAILURES = 3
+"""Rounds in a row that fail, of a device that has trained in none, after which it gives up."""
 EXITS: Exits = {
     **TASKS,
     ExportError: Exit.FAILED,
@@ -133,11 +136,16 @@ def join(
     follows from the model, not in what was measured to be fastest. memory_limit: bytes that training may take, all that
     the process holds included; by default what there is. trust: certificates for https.
 
-    Raises SdkError, DoesNotFit among them where the budget needs more memory; when something else ends it, Ctrl-C or a
-    failing loss, it says goodbye to the coordinator first.
+    Raises SdkError: BadArgument among them for an argument, or a task, that cannot work (``tasks.checking``),
+    DoesNotFit where the budget needs more memory, NothingTrained where the device has no model of its own in the end,
+    or ``FAILURES`` rounds in a row have failed and none has been trained. When something else ends it, such as Ctrl-C,
+    it says goodbye to the coordinator first.
     """
+    make_task = _task_maker(task)
+    _check_numbers(budget, threads, memory_limit, patience_seconds)
     compute = Compute(choose_device(accelerator, deterministic=deterministic), threads, bfloat16=bfloat16)
-    name = name or default_name()
+    check_federation_name(federation)
+    name = default_name() if name is None else name
     check_name(name)
     if export is not None:
         check_writable(Path(export))
@@ -158,7 +166,7 @@ def join(
                 folder,
                 federation=federation,
                 name=name,
-                make_task=task if callable(task) else lambda info: task,
+                make_task=make_task,
                 telemetry=lambda traffic: Telemetry(meter, traffic, read=read_conditions),
                 progress=bar.training,
                 prepare=Preparation(
@@ -176,6 +184,8 @@ def join(
             _say_budget(session.choice, bar)
             try:
                 _run(session, bar, lambda: _export(session, name, export))
+                if session.personal is None:
+                    raise _nothing_trained(session, name)
             except SdkError:
                 raise
             except KeyboardInterrupt:
@@ -193,6 +203,50 @@ def join(
             for text in result.warnings:
                 bar.say(text)
             return result
+
+
+def _task_maker(task: object) -> Callable[[FederationInfo], Task]:
+    """What makes the task. Raises BadArgument for what is none and makes none."""
+    if isinstance(task, Task):
+        return lambda info: task
+    if isinstance(task, torch.nn.Module) or not callable(task):
+        raise BadArgument(
+            f"task is a {type(task).__name__}; give a Task: Task(name, model, loss, train, validation), or a function "
+            f"that makes one from the federation's settings"
+        )
+
+    def make(info: FederationInfo) -> Task:
+        made = task(info)
+        if not isinstance(made, Task):
+            raise BadArgument(f"the function given as task returns a {type(made).__name__}; have it return a Task")
+        return made
+
+    return make
+
+
+def _check_numbers(budget: object, threads: object, memory_limit: object, patience_seconds: object) -> None:
+    """Raise BadArgument, naming the argument, for a number that cannot be meant."""
+    if budget is not None:
+        check_budget(budget)
+    for what, value in (("threads", threads), ("memory_limit", memory_limit)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise BadArgument(f"{what}={value!r} cannot work; give a whole number above 0, or None")
+    if patience_seconds is not None and not (isinstance(patience_seconds, int | float) and patience_seconds >= 0):
+        raise BadArgument(
+            f"patience_seconds={patience_seconds!r} cannot work; give seconds of at least 0, or None to wait for ever"
+        )
+
+
+def _nothing_trained(session: Session, name: str) -> NothingTrained:
+    """Why this device comes to its end without a model of its own."""
+    rounds = session.progress.rounds
+    did = f"{name} took part in {rounds} rounds, but has no personal model" if rounds else f"{name} has trained nothing"
+    if session.last_failure is None:
+        return NothingTrained(
+            f"{did}: the federation was over before; join one that runs, or ask its operator to reopen it"
+        )
+    where = "its last try ended so" if session.failed_rounds < FAILURES else f"{session.failed_rounds} times in a row"
+    return NothingTrained(f"{did}: {where}: {session.last_failure}")
 
 
 def _watch(policy: Policy, read: Callable[[], Conditions], folder: StateFolder, say: Callable[[str], None]) -> Watch:
@@ -220,6 +274,10 @@ def _run(session: Session, bar: _Bar, export: Callable[[], Export | None]) -> No
     stopped = session.progress.stopped_round is not None
     while (step := session.step(LONG_POLL_SECONDS)).outcome is not Outcome.over:
         bar.after(session)
+        if session.failed_rounds >= FAILURES and not session.progress.rounds:
+            error = _nothing_trained(session, session.name)
+            session.leave(str(error))
+            raise error
         if session.progress.stopped_round is not None and not stopped:
             stopped = True
             try:
@@ -323,6 +381,8 @@ def check_name(name: str) -> None:
 
 def check_writable(path: Path) -> None:
     """Raise BadArgument unless a file can be written at ``path``: better now than after the training."""
+    if path.is_dir():
+        raise BadArgument(f"{path} is a folder; give --export a file in it, such as {path / 'model.onnx'}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):

@@ -68,6 +68,15 @@ class Preparation:
     learned: Learned = NOTHING
     keep: Callable[[Learned], None] = lambda learned: None
 
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            check_budget(self.budget)
+
+    @property
+    def _share(self) -> float:
+        """The budget that was given, or until it is found out the whole."""
+        return 1.0 if self.budget is None else self.budget
+
     def __call__(self, task: Task, manifest: Manifest, info: FederationInfo) -> Prepared:
         """``task``, computed so, and its budget. Raises DoesNotFit, which names a budget that does."""
         task = task.on(self.compute)
@@ -77,12 +86,12 @@ class Preparation:
             if self.budget is not None:
                 self._check(self.budget, rehearsal, manifest, method)
             if not self.deterministic:
-                task = task.on(quickest(rehearsal, info.settings, method.sample_mask(manifest, self.budget or 1.0)))
+                task = task.on(quickest(rehearsal, info.settings, method.sample_mask(manifest, self._share)))
             budgets = None if self.budget is not None else self._find_out(task, rehearsal, manifest, info)
-            return Prepared(task, self.budget or 1.0, budgets)
+            return Prepared(task, self._share, budgets)
         except (TrainingDiverged, Unpredictable) as error:
             log.warning("what training takes on this device could not be tried beforehand: %s", error)
-            return Prepared(task, self.budget or 1.0)
+            return Prepared(task, self._share)
 
     def _find_out(self, task: Task, rehearsal: Rehearsal, manifest: Manifest, info: FederationInfo) -> Budgets:
         """What this device can afford. Raises DoesNotFit where it has not the memory for the smallest budget."""
@@ -137,6 +146,15 @@ class Preparation:
         raise DoesNotFit(
             f"{said}; no budget fits: free memory, or join a federation with smaller batches (here "
             f"{rehearsal.samples} samples) or a smaller model"
+        )
+
+
+def check_budget(budget: object) -> None:
+    """Raise BadArgument unless ``budget`` is a share of a full training step."""
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
+        raise BadArgument(
+            f"budget={budget!r} cannot work; give a number above 0 and up to 1, the share of a full training step that "
+            f"this device can afford, or None to have it find out"
         )
 
 

@@ -25,7 +25,6 @@ if __name__ == "__main__":
 
 import torch
 import torch.nn.functional as F
-from pydantic import ValidationError
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
@@ -38,7 +37,7 @@ from edge_sdk.methods import load_method
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings
-from edge_sdk.publish import add_method_set, read_setting, wrong_settings
+from edge_sdk.publish import add_method_set, read_setting, read_settings
 from edge_sdk.tasks import Task, load_task
 from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, build_seeded
@@ -270,17 +269,15 @@ def as_json(found: Profile) -> str:
 
 
 def _command(options: argparse.Namespace) -> None:
-    try:
-        settings = FederationSettings.model_validate(
-            {
-                **dict(options.set),
-                "method": options.method,
-                "batch_size": options.batch_size,
-                "method_settings": dict(options.method_set),
-            }
-        )
-    except ValidationError as error:
-        raise wrong_settings(error) from None
+    settings = read_settings(
+        {
+            **dict(options.set),
+            "method": options.method,
+            "batch_size": options.batch_size,
+            "method_settings": dict(options.method_set),
+        },
+        options=True,
+    )
     compute = Compute(choose_device(options.accelerator), options.threads, bfloat16=options.bfloat16)
     subject = Subject(options.task, settings, options.data, compute)
     budgets = options.budget or BUDGETS

@@ -7,8 +7,9 @@ traced graph, its ONNX skeleton made by torch's exporter, and both are sent with
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from edge_sdk.trainable import exit_unless_trainable
@@ -21,15 +22,23 @@ import numpy as np
 from pydantic import ValidationError
 from torch import Tensor
 
-from command_line.command import Command, Exits, Parser, WrongUsage, add_json
+from command_line.command import Command, Exits, Parser, add_json
 from command_line.exits import Exit
-from edge_sdk.errors import Refused
+from command_line.faults import faults
+from edge_sdk.errors import BadArgument, NotInstalled, Refused
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.builtin import builtin_tasks
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import CompareFederation, CreateFederation, FederationInfo, FederationSettings
+from edge_sdk.protocol.messages import (
+    NAME_PATTERN,
+    CompareFederation,
+    CreateFederation,
+    FederationInfo,
+    FederationSettings,
+)
 from edge_sdk.skeleton import make_skeleton
 from edge_sdk.tasks import Task, load_task
+from edge_sdk.tasks.checking import check_task
 from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.tracing import UnsupportedLayer, describe
 from edge_sdk.training.local import get_tensors
@@ -38,6 +47,8 @@ from edge_sdk.transport import Transport, connect, token_of
 RunningStatistics = Literal["shared", "personal"]
 
 PATIENCE_SECONDS = 30.0
+ARGUMENTS = ("running_statistics", "blocks", "exist_ok", "admin_token", "trust", "client", "patience_seconds")
+"""What ``publish`` takes beside settings: a misspelt one looks like a setting."""
 
 EXITS: Exits = {
     **TASKS,
@@ -70,20 +81,27 @@ def publish(
     coordinator asks for one; without, that of SPARROW_ADMIN_TOKEN. trust: certificates for https. patience_seconds:
     how long to wait for a coordinator that does not answer; None: for ever.
 
-    Raises UnsupportedLayer, naming the layer, for a model that cannot be handled; ValueError for blocks that do not add
-    up to it; SdkError when the coordinator refuses or does not answer, Refused (HTTP 409) among them, which names each
-    difference.
+    Raises BadArgument for a setting that is none, and for a task whose data, model and loss do not work together
+    (``tasks.checking``); UnsupportedLayer, naming the layer, for a model that cannot be handled; SdkError when the
+    coordinator refuses or does not answer, Refused (HTTP 409) among them, which names each difference.
     """
-    request = CreateFederation(
-        name=name, task=task if isinstance(task, str) else None, settings=FederationSettings.model_validate(settings)
-    )
+    asked = read_settings(settings, known=ARGUMENTS)
+    check_federation_name(name)
+    if running_statistics not in get_args(RunningStatistics):
+        raise BadArgument(f"running_statistics={running_statistics!r} cannot work; give shared or personal")
+    if not isinstance(task, str | Task):
+        raise BadArgument(
+            f"task is a {type(task).__name__}; give a Task, or the name of a built-in one, such as digits"
+        )
+    request = CreateFederation(name=name, task=task if isinstance(task, str) else None, settings=asked)
     if isinstance(task, str):
         if blocks:
-            raise ValueError(
+            raise BadArgument(
                 f"blocks: the task {task!r} is built in, and cut by the method; publish a Task of your own"
             )
         wanted, manifest = CompareFederation(task=task, settings=request.settings), None
     else:
+        check_task(task)
         example = next(iter(task.train))[0][:2]
         manifest = _manifest(task, example, running_statistics, blocks or {})
         wanted = CompareFederation(task=task.name, model_digest=manifest.model_digest, settings=request.settings)
@@ -99,9 +117,14 @@ def publish(
             body, media_type = _checkpoint(request, task, example, manifest), checkpoint.MEDIA_TYPE
         try:
             return transport.create_federation(body, media_type)
-        except Refused as refusal:  # another device may have been first, meanwhile
+        except Refused as refusal:
+            # Another device may have been first, meanwhile.
             if refusal.status == 409 and exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
                 return info
+            if refusal.status == 422 and not isinstance(
+                refusal, NotInstalled
+            ):  # settings or model do not suit the method
+                raise BadArgument(refusal.detail) from None
             raise
     finally:
         if client is None:
@@ -115,7 +138,7 @@ def _manifest(
     rows = {spec.name: spec.size // spec.shape[0] for spec in manifest.shared if spec.shape}
     unknown = sorted(set(blocks) - set(rows))
     if unknown:
-        raise ValueError(f"blocks: the model has no parameter {unknown[0]!r}")
+        raise BadArgument(f"blocks: the model has no parameter {unknown[0]!r}")
     return manifest.with_blocks({name: [count * rows[name] for count in counts] for name, counts in blocks.items()})
 
 
@@ -129,14 +152,23 @@ def _checkpoint(request: CreateFederation, task: Task, example: Tensor, manifest
     return checkpoint.save(tensors, request.model_dump_json())
 
 
+def check_federation_name(name: object) -> None:
+    """Raise BadArgument unless ``name`` can be a federation's."""
+    if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
+        raise BadArgument(
+            f"{name!r} cannot be a federation's name: up to 64 letters, digits, dots, dashes and underscores, the "
+            f"first a letter or digit"
+        )
+
+
 def load_to_publish(task: str, data: str | None, settings: Mapping[str, Any], *, device: str) -> Task | str:
     """What ``publish`` wants of a task known by name: the name where it is built in, or else the task itself.
 
-    data: a sample, as ``device`` has it. Raises ValidationError for wrong settings, UnknownTask, DataError.
+    data: a sample, as ``device`` has it. Raises BadArgument for wrong settings, UnknownTask, DataError.
     """
     if task in builtin_tasks():
         return task
-    wanted = FederationSettings.model_validate(dict(settings))
+    wanted = read_settings(settings)
     return load_task(task, data, device=device, seed=wanted.seed, batch_size=wanted.batch_size)
 
 
@@ -160,33 +192,44 @@ def add_method_set(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def wrong_settings(error: ValidationError, prefix: str = "") -> WrongUsage:
-    """What is wrong with a federation's settings, each fault after its option: ``prefix`` and the field's name."""
-    faults = []
-    for fault in error.errors(include_url=False):
-        name = "-".join(map(str, fault["loc"])).replace("_", "-")
-        faults.append(f"{prefix}{name}: {fault['msg']}" if name else fault["msg"])
-    return WrongUsage("; ".join(faults))
+def read_settings(
+    given: Mapping[str, Any], prefix: str = "", *, options: bool = False, known: Iterable[str] = ()
+) -> FederationSettings:
+    """The settings of a federation, checked.
+
+    known: what else could have been meant by a misspelt one. Raises BadArgument, which names each wrong one after
+    ``prefix``, spelt as an option where these are ``options``.
+    """
+
+    def spelt(name: str) -> str:
+        return name.replace("_", "-") if options else name
+
+    try:
+        return FederationSettings.model_validate(dict(given))
+    except ValidationError as error:
+        names = map(spelt, (*FederationSettings.model_fields, *known))
+        found = faults(error, names)
+        raise BadArgument(
+            "; ".join(f"{prefix}{spelt(name)}: {text}" if name else text for name, text in found)
+        ) from None
 
 
 def _run(options: argparse.Namespace) -> None:
     given = {field: getattr(options, field) for field in _fields()}
     settings = {field: text for field, text in given.items() if text is not None}
     settings["method_settings"] = dict(options.method_set)
-    try:
-        task = load_to_publish(options.task, options.data, settings, device="publisher")
-        info = publish(
-            options.server,
-            options.name,
-            task,
-            running_statistics=options.running_statistics,
-            exist_ok=options.exist_ok,
-            trust=tls.from_options(options),
-            patience_seconds=options.wait,
-            **settings,
-        )
-    except ValidationError as error:
-        raise wrong_settings(error, "--") from None
+    read_settings(settings, "--", options=True)
+    task = load_to_publish(options.task, options.data, settings, device="publisher")
+    info = publish(
+        options.server,
+        options.name,
+        task,
+        running_statistics=options.running_statistics,
+        exist_ok=options.exist_ok,
+        trust=tls.from_options(options),
+        patience_seconds=options.wait,
+        **settings,
+    )
     print(
         info.model_dump_json()
         if options.json

@@ -34,7 +34,7 @@ from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import Mask, NeuronMask, same_mask
+from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, same_mask
 from edge_sdk.protocol.messages import (
     Assignment,
     ChangeDevice,
@@ -58,6 +58,7 @@ from edge_sdk.protocol.quantization import Quantised
 from edge_sdk.rounding import round_update
 from edge_sdk.state import Best, Identity, Pending, StateFolder, Totals
 from edge_sdk.tasks import Task
+from edge_sdk.tasks.checking import check_task
 from edge_sdk.telemetry import Telemetry as Meter
 from edge_sdk.training.early_stopping import is_better
 from edge_sdk.training.local import (
@@ -96,12 +97,13 @@ class Outcome(Enum):
 @dataclass(frozen=True)
 class Step:
     """Outcome of one step. ``assignment`` is what was worked on; ``pause_seconds`` what an idle device is asked for,
-    ``paused`` why its policy keeps it idle."""
+    ``paused`` why its policy keeps it idle; ``failed`` why nothing came of the work."""
 
     outcome: Outcome
     assignment: Assignment | None = None
     pause_seconds: float = 0.0
     paused: PauseReason | None = None
+    failed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,8 @@ class Session:
         self._federation = federation
         self._profile = profile
         self._report_progress = progress
+        self.failed_rounds = 0  # in a row, since this process began
+        self.last_failure: str | None = None
         self._working_on: Assignment | None = None  # stays when a step is interrupted: leave() hands it back
         self._telemetry = telemetry(transport.traffic)
         self._enrolment_token = transport.token
@@ -170,6 +174,7 @@ class Session:
         self.task = make_task(self.info)
         if known is None:
             check_model(self.task.model, self.manifest)
+            check_task(self.task, self.manifest)
         self._method = load_method(self.info.method)
         self._prepared = (
             prepare(self.task, self.manifest, self.info) if prepare is not None else Prepared(self.task, budget)
@@ -193,6 +198,11 @@ class Session:
                 holds_model=self.personal is not None,
             )
             self._or_enrol_again(lambda: self._tell(change))
+
+    @property
+    def name(self) -> str:
+        """What this device is called in its federation."""
+        return self._identity.name
 
     @property
     def budget(self) -> float:
@@ -318,12 +328,14 @@ class Session:
         if assignment is None:
             return Step(Outcome.idle, pause_seconds=pause)
         self._working_on = assignment
+        failed = None
         try:
             with self._heard(assignment.assignment_id, assignment.settings):
                 self._work(assignment, self._stint(assignment))
         except (TrainingDiverged, ProtocolError) as error:
+            failed = str(error)
             log.warning("round %s: %s", assignment.round, error)
-            self._give_up(assignment, str(error))
+            self._give_up(assignment, failed)
         except Paused as pause_:
             log.warning("round %s is handed back: the pause would last beyond its deadline", assignment.round)
             self._give_up(assignment, pause_.reason)
@@ -334,7 +346,10 @@ class Session:
             log.info("round %s: %s", assignment.round, error.detail)
             self._tell(ChangeDevice(conditions=Conditions()))  # it may have been thought away
         self._working_on = None  # not in a finally: after an interrupt or error ``leave`` must know what to hand back
-        return Step(Outcome.worked, assignment)
+        if assignment.kind is not Kind.evaluate:
+            self.failed_rounds = self.failed_rounds + 1 if failed else 0
+            self.last_failure = failed or self.last_failure
+        return Step(Outcome.worked, assignment, failed=failed)
 
     def _heard(self, assignment_id: str, settings: FederationSettings) -> AbstractContextManager[None]:
         """Have the coordinator hear of this device while it works, transfers included."""
@@ -655,13 +670,19 @@ class Session:
         return self._best[1]
 
     def _judge_first(self, job: Job) -> dict[str, Any]:
-        """The changes to progress that say how good the model is as first received, before any local training; nothing
-        where that is known, or where it has come in part."""
+        """The changes to progress that say how good the model is as first received, before any local training: where a
+        part of it has come, of the narrow network that this is; and where nothing has, of the model that the device
+        has. Nothing where that is known."""
         if self.progress.rounds or self.progress.accuracy_before is not None:
             return {}
-        if job.received is None or not is_whole(self.manifest, job.received):
-            return {}
-        set_tensors(self.task.model, get_tensors(job.model, self.manifest) | whole_model(self.manifest, job.received))
+        tensors = get_tensors(job.model, self.manifest) if self.personal is None else dict(self.personal)
+        if job.received is not None and is_whole(self.manifest, job.received):
+            tensors |= whole_model(self.manifest, job.received)
+        elif job.received is not None:
+            # Zeroed anew, for what was in the shared tensors is none of this federation's.
+            tensors |= {spec.name: np.zeros(spec.shape, np.float32) for spec in self.manifest.shared}
+            merge_in_place(self.manifest, tensors, job.received.values, job.received.mask)
+        set_tensors(self.task.model, tensors)
         held_out, validation = evaluate_held_out(self.task.model, self.task)
         return {"accuracy_before": held_out.accuracy, "validation_before": validation}
 
@@ -723,7 +744,8 @@ def check_model(model: nn.Module, manifest: Manifest) -> None:
     state = {name: np.asarray(tensor.detach().cpu().numpy()) for name, tensor in model.state_dict().items()}
     dropped = {spec.name for spec in manifest.tensors if spec.policy == "dropped"}
     manifest.check_tensors(
-        {name: tensor for name, tensor in state.items() if name not in dropped}, what="this device's model"
+        {name: tensor for name, tensor in state.items() if name not in dropped},
+        what="the tensors of this device's model",
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from command_line.nearest import nearest
 from edge_sdk.errors import (
     BadArgument,
     CoordinatorFull,
@@ -80,7 +81,7 @@ def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
     """
     try:
         url = httpx.URL(server)
-    except httpx.InvalidURL as error:
+    except (httpx.InvalidURL, TypeError) as error:
         raise no_address(server, str(error)) from None
     if url.scheme not in ("http", "https") or not url.host:
         raise no_address(server, "it names no host" if url.scheme in ("http", "https") else "http:// is missing")
@@ -140,8 +141,18 @@ class Transport:
     # --- calls ---------------------------------------------------------------------------------------------------
 
     def federation(self, name: str) -> FederationInfo:
-        """Where a federation stands."""
-        return _read(FederationInfo, self._call("GET", f"/v1/federations/{name}"))
+        """Where a federation stands. Raises Refused where there is none, naming those that this caller may see."""
+        try:
+            return _read(FederationInfo, self._call("GET", f"/v1/federations/{name}"))
+        except Refused as refusal:
+            if refusal.status != 404 or isinstance(refusal, NoCoordinator):
+                raise
+            try:
+                there = sorted(info.name for info in self.federations())
+            except Refused:  # not for everybody's eyes
+                raise refusal from None
+        said = f"there are {', '.join(there)}{nearest(name, there)}" if there else "there is none yet; publish one"
+        raise Refused(404, f"there is no federation {name!r}; {said}")
 
     def federations(self) -> list[FederationInfo]:
         """Every federation of the coordinator."""

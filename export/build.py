@@ -120,9 +120,9 @@ def _dynamic(source: Source, budget: float | None) -> ModelProto:
     if source.method == "pfedgate":
         from export.gated import gated_model
 
-        return gated_model(
-            source.skeleton, source.manifest, source.own, settings, budget or member.budget, personal=source.tensors
-        )
+        # A device whose budget was too small for rounds has adapted with a gate of the smallest one.
+        share = budget or max(member.budget, float(settings["smallest_budget"]))
+        return gated_model(source.skeleton, source.manifest, source.own, settings, share, personal=source.tensors)
     if source.method == "dmpfl":
         from export.adaptive import adaptive_model
 

@@ -91,6 +91,7 @@ class PFedGate(DeviceMethod):
         """The newest θ with the device's gate, in four ways; nothing where the device has no gate yet."""
         if job.state.personal is None:
             return Evaluated(None, None)
+        job = _reaching(job)
         newest = {name: np.array(tensor) for name, tensor in _newest(job).items()}
         gated, held_out = gated_model(job, newest), job.task.held_out
         judge = partial(evaluate, job.model, job.task)
@@ -108,7 +109,12 @@ class PFedGate(DeviceMethod):
         return _GatedEffort(rehearsal, budget)
 
     def adapt(self, job: Job) -> DeviceState:
-        """A device that came too late trains a gate for the finished θ, which stays as it is (card, 4.10)."""
+        """A device that came too late trains a gate for the finished θ, which stays as it is (card, 4.10).
+
+        So does one whose budget is too small for rounds; its gate then is of the federation's smallest budget, for θ
+        is cut for that: with less a model is left that answers worse than θ as it is.
+        """
+        job = _reaching(job)
         received = _newest(job)
         gated = gated_model(job, received)
         best = float("inf")
@@ -125,6 +131,11 @@ class PFedGate(DeviceMethod):
             best, kept = loss, (gate_tensors(gated.gate), gates)
         load_gate(gated.gate, kept[0])
         return _state(job, gated, kept[1], get_tensors(job.model, job.manifest), received)
+
+
+def _reaching(job: Job) -> Job:
+    """The same work with the federation's smallest budget where the device's own is below it."""
+    return replace(job, budget=max(job.budget, float(job.assignment.settings.method_settings["smallest_budget"])))
 
 
 def _newest(job: Job) -> Tensors:

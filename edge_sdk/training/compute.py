@@ -57,8 +57,10 @@ def choose_device(accelerator: str, *, deterministic: bool = False) -> torch.dev
     """The torch device that ``accelerator`` (one of ACCELERATORS) stands for; ``auto`` is CUDA where there is one.
 
     deterministic: results are to be the same bit for bit, which is promised on a processor only. Raises BadArgument
-    where CUDA is asked for and absent, or both are asked for.
+    where CUDA is asked for and absent, or both are asked for, and for a word that is none of them.
     """
+    if accelerator not in ACCELERATORS:
+        raise BadArgument(f"accelerator={accelerator!r} is not known; give one of {', '.join(ACCELERATORS)}")
     if accelerator == "cuda":
         if deterministic:
             raise BadArgument("the same bits are promised on a processor only; give --accelerator cpu")

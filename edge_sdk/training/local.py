@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from edge_sdk.errors import SdkError
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import Evaluation, FederationSettings
@@ -29,7 +30,7 @@ from edge_sdk.training.modes import evaluating
 from edge_sdk.training.optimisation import Change, Optimisation
 
 
-class TrainingDiverged(ArithmeticError):
+class TrainingDiverged(SdkError):
     """A loss or a weight is not finite: the round has failed, nothing of it is kept or sent."""
 
 
@@ -172,6 +173,10 @@ def take_steps(
                 loss = task.loss(forward(inputs, targets), targets)
             value = loss.item()
             if not math.isfinite(value):
+                if inputs.is_floating_point() and not torch.isfinite(inputs).all():
+                    raise TrainingDiverged(
+                        f"the inputs of training step {step} are NaN or infinite; replace or leave out such samples"
+                    )
                 raise TrainingDiverged(
                     f"the loss is {value} at step {step} of {total}; {_advice(settings, learning_rate)}"
                 )

@@ -154,8 +154,8 @@ def test_a_methods_own_settings_are_completed_and_reach_the_devices(house):
 @pytest.mark.parametrize(
     ("method", "own", "said"),
     [
-        ("fedprox", {"mu": 1.0}, r"method_settings\.mu: Extra inputs .* fedprox takes proximal_weight"),
-        ("fedprox", {"proximal_weight": -1}, r"method_settings\.proximal_weight: .* greater than or equal to 0"),
+        ("fedprox", {"mu": 1.0}, r"method_settings\.mu: there is no such setting; fedprox takes proximal_weight"),
+        ("fedprox", {"proximal_weight": -1}, r"method_settings\.proximal_weight: .* at least 0"),
         ("fedavg", {"proximal_weight": 1}, "fedavg takes no settings of its own"),
     ],
 )

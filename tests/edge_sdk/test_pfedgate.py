@@ -287,13 +287,25 @@ def test_seconds_of_a_layer_are_shared_by_its_weights():
     assert same(before, get_tensors(device.model, device.manifest)), "no running statistics move"
 
 
-@pytest.mark.parametrize("work", ["train", "evaluate", "adapt"])
-def test_a_budget_that_holds_no_first_blocks_hands_the_work_back(work):
+def test_a_budget_that_holds_no_first_blocks_hands_a_round_back():
     device = Device(budget=0.3)
     device.play()
     device.budget = 0.02
     with pytest.raises(BudgetTooSmall, match="the smallest is 0"):
-        getattr(PFedGate(), work)(device.job(work))
+        PFedGate().train(device.job("train"))
+
+
+def test_below_the_smallest_budget_a_device_adapts_and_is_judged_with_a_gate_of_that_budget():
+    device = Device(budget=0.3)
+    device.play()
+
+    def adapted_and_judged(budget):
+        device.budget = budget
+        return PFedGate().adapt(device.job("adapt")), PFedGate().evaluate(device.job("evaluate"))
+
+    (state, judged), (expected, as_expected) = adapted_and_judged(0.02), adapted_and_judged(0.3)
+    assert same(state.personal, expected.personal)
+    assert judged == as_expected
 
 
 # --- what goes down ---------------------------------------------------------------------------------------------------

@@ -159,8 +159,8 @@ def test_a_method_that_trains_the_whole_model_says_so(capsys):
         (["--task", "mnist:large"], Exit.NOT_FOUND, "large"),
         (["--method", "fedsup"], Exit.NOT_FOUND, "fedsup"),
         (["--data", "nowhere.npz"], Exit.NOT_FOUND, "nowhere.npz"),
-        (["--batch-size", "0"], Exit.USAGE, "batch-size: Input should be greater than or equal to 1"),
-        (["--set", "momentum=2"], Exit.USAGE, "momentum: Input should be less than 1"),
+        (["--batch-size", "0"], Exit.USAGE, "batch-size: 0 cannot work; give a number of at least 1"),
+        (["--set", "momentum=2"], Exit.USAGE, "momentum: 2 cannot work; give a number below 1"),
     ],
 )
 def test_what_cannot_be_is_said(arguments, status, said, capsys):

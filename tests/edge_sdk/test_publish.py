@@ -12,7 +12,7 @@ from torch import nn
 from coordinator.main import create_app
 from coordinator.settings import Settings
 from edge_sdk import inprocess
-from edge_sdk.errors import Refused
+from edge_sdk.errors import BadArgument, NotInstalled, Refused
 from edge_sdk.join import join
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
@@ -49,12 +49,12 @@ def test_who_publishes_may_cut_the_model_into_blocks(client, two_layers):
     ],
 )
 def test_blocks_that_do_not_add_up_are_refused(client, two_layers, blocks, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, BadArgument), match=message):
         publish(inprocess.ADDRESS, "cut", two_layers, client=client, blocks=blocks)
 
 
 def test_a_built_in_task_is_cut_by_the_method(client):
-    with pytest.raises(ValueError, match="publish a Task of your own"):
+    with pytest.raises(BadArgument, match="publish a Task of your own"):
         publish(inprocess.ADDRESS, "cut", "digits", client=client, blocks={"fc1.weight": (1,)})
 
 
@@ -140,3 +140,31 @@ def test_of_two_that_publish_at_once_the_second_is_given_the_first_ones(client, 
 
     monkeypatch.setattr(Transport, "compare_federation", late)
     assert publish(inprocess.ADDRESS, "wide", wide(1), exist_ok=True, client=client, rounds=2).uid == asked[0].uid
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"rouds": 3}, r"rouds: there is no such setting \(did you mean rounds\?\)"),
+        ({"exists_ok": True}, r"exists_ok: there is no such setting \(did you mean exist_ok\?\)"),
+        ({"rounds": -1}, r"rounds: -1 cannot work; give a number of at least 1"),
+        ({"optimizer": "adma"}, r"optimizer: adma cannot work; give 'sgd', 'adam' or 'adamw'"),
+        ({"method": "fedspuu"}, r"method: 'fedspuu' is not installed .* \(did you mean fedspu\?\)"),
+        (
+            {"method": "fedprox", "method_settings": {"proximal_wieght": 1}},
+            r"method_settings\.proximal_wieght: there is no such setting \(did you mean proximal_weight\?\)",
+        ),
+        ({"running_statistics": "peronal"}, "give shared or personal"),
+        ({"optimizer": "adam", "momentum": 0.9}, "momentum belongs to the optimizer sgd"),
+    ],
+)
+def test_a_wrong_setting_names_the_nearest_one_or_what_can_work(client, two_layers, wrong, said):
+    with pytest.raises((BadArgument, NotInstalled), match=said):
+        publish(inprocess.ADDRESS, "cut", two_layers, client=client, **wrong)
+
+
+def test_only_a_task_with_a_fitting_name_is_published(client, two_layers):
+    with pytest.raises(BadArgument, match="cannot be a federation's name"):
+        publish(inprocess.ADDRESS, "two words", two_layers, client=client)
+    with pytest.raises(BadArgument, match="task is a Sequential; give a Task"):
+        publish(inprocess.ADDRESS, "cut", two_layers.model, client=client)

@@ -191,7 +191,7 @@ def test_so_is_a_part_of_the_data_that_there_is_not(fails, guarded, calls, monke
     line = fails(Exit.USAGE, "join", *calls(guarded, "join"), "--data", "index=7,of=2")
     assert "index=7 of 2 parts; parts are counted from 0 to 1" in line
     line = fails(Exit.USAGE, "join", *calls(guarded, "join"), "--data", "partition=dirichlett")
-    assert "there is no partition 'dirichlett' (is 'dirichlet' meant?)" in line
+    assert "there is no partition 'dirichlett' (did you mean dirichlet?)" in line
 
 
 def test_so_is_a_setting_that_the_coordinator_refuses(fails, guarded, calls, monkeypatch):
@@ -203,9 +203,9 @@ def test_so_is_a_setting_that_the_coordinator_refuses(fails, guarded, calls, mon
 def test_so_is_a_misspelt_setting_or_option(fails, sparrow, monkeypatch):
     monkeypatch.setenv("COORDINATOR_DEFUALT_TASK", "")
     line = fails(Exit.USAGE, "serve")
-    assert "COORDINATOR_DEFUALT_TASK is no setting (is 'COORDINATOR_DEFAULT_TASK' meant?)" in line
-    assert "--rouds 3 (is '--rounds' meant?)" in sparrow("publish", "--server", "x", "--name", "x", "--rouds", "3")[2]
-    assert "there is no command 'jion' (is 'join' meant?)" in sparrow("jion")[2]
+    assert "COORDINATOR_DEFUALT_TASK is no setting (did you mean COORDINATOR_DEFAULT_TASK?)" in line
+    assert "--rouds 3 (did you mean --rounds?)" in sparrow("publish", "--server", "x", "--name", "x", "--rouds", "3")[2]
+    assert "there is no command 'jion' (did you mean join?)" in sparrow("jion")[2]
 
 
 # --- 3 ---------------------------------------------------------------------------------------------------------------
@@ -288,9 +288,9 @@ def test_a_misspelt_method_task_or_experiment_is_told_with_the_nearest(fails, gu
     monkeypatch.setenv("SPARROW_ADMIN_TOKEN", ADMIN)
     words = calls(guarded, "publish")
     line = fails(Exit.NOT_FOUND, "publish", *words, "--method", "fedspuu")
-    assert "'fedspuu' is not installed here (is 'fedspu' meant?)" in line
-    assert "is 'digits' meant?" in fails(Exit.NOT_FOUND, "publish", *words, "--task", "digit")
-    assert "is 'fedsgc-mnist' meant?" in fails(Exit.NOT_FOUND, "bench", "run", "fedsg-mnist", "--data", "x")
+    assert "'fedspuu' is not installed here (did you mean fedspu?)" in line
+    assert "did you mean digits?" in fails(Exit.NOT_FOUND, "publish", *words, "--task", "digit")
+    assert "did you mean fedsgc-mnist?" in fails(Exit.NOT_FOUND, "bench", "run", "fedsg-mnist", "--data", "x")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,167 @@
+"""What ``join`` refuses, returns and raises, against a coordinator in the same process."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import entry_points
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from coordinator.main import create_app
+from coordinator.settings import Settings
+from edge_sdk import inprocess
+from edge_sdk.errors import BadArgument, NothingTrained, Refused
+from edge_sdk.host import Plan
+from edge_sdk.join import FAILURES, join
+from edge_sdk.publish import publish
+from edge_sdk.tasks import Task, load_task
+
+NARROW = ("fedspu", "feddrop", "fjord", "heterofl", "hermes", "fedmp", "pfedgate", "prunefl_neurons")
+OWN = {
+    "dmpfl": {"rounds": 8, "method_settings": {"iterations": 2}},
+    "prunefl": {"method_settings": {"prepare_rounds": 1}},
+}
+
+
+@pytest.fixture
+def client(tmp_path):
+    with inprocess.running(create_app(Settings(data_dir=tmp_path / "coordinator", default_task=""))) as client:
+        yield client
+
+
+def digits(index: int, of: int = 2) -> Task:
+    return load_task("digits", f"index={index},of={of}", device=f"device-{index}", seed=0, batch_size=16)
+
+
+def exploding() -> Task:
+    """Finite at first, not after a step or two."""
+    inputs = 1e18 * torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    data = [(inputs, (inputs[:, 0] > 0).long())]
+    return Task("exploding", nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), F.cross_entropy, data, data)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        *(({"budget": budget}, r"budget=.* cannot work; give a number above 0") for budget in (0.0, 1.5, -1, "0.5")),
+        ({"budget": float("nan")}, "budget=nan cannot work"),
+        ({"threads": 0}, "threads=0 cannot work; give a whole number above 0"),
+        ({"memory_limit": -1}, "memory_limit=-1 cannot work"),
+        ({"patience_seconds": -1}, "patience_seconds=-1 cannot work"),
+        ({"accelerator": "gpu"}, "accelerator='gpu' is not known; give one of auto, cpu, cuda"),
+        ({"federation": "a/b"}, "cannot be a federation's name"),
+        ({"name": ""}, "cannot be a device's name"),
+        ({"task": nn.Linear(1, 1)}, "task is a Linear; give a Task"),
+        ({"task": lambda info: None}, "returns a NoneType; have it return a Task"),
+    ],
+)
+def test_an_argument_that_cannot_work_is_named(client, tmp_path, wrong, said):
+    publish(inprocess.ADDRESS, "default", "digits", client=client)
+    given = {"task": digits(0), "state_dir": tmp_path / "state", "client": client, "quiet": True, **wrong}
+    with pytest.raises(BadArgument, match=said):
+        join(inprocess.ADDRESS, **given)
+
+
+def test_files_in_the_wrong_place_are_refused(client, tmp_path):
+    with pytest.raises(BadArgument, match=r"is a folder; give --export a file in it"):
+        join(inprocess.ADDRESS, digits(0), client=client, export=tmp_path, quiet=True)
+
+
+def test_a_federation_that_is_not_there_brings_those_that_are(client, tmp_path):
+    publish(inprocess.ADDRESS, "kitchen", "digits", client=client)
+    with pytest.raises(Refused, match=r"no federation 'kitchn'; there are kitchen \(did you mean kitchen\?\)"):
+        join(inprocess.ADDRESS, digits(0), client=client, federation="kitchn", state_dir=tmp_path / "s", quiet=True)
+
+
+def test_a_budget_that_a_fleet_cannot_mean_is_refused():
+    with pytest.raises(ValueError, match="give numbers above 0"):
+        Plan("f", 2, budgets=(0.0,))
+
+
+@pytest.mark.slow  # the coordinator looks again after a long poll
+def test_a_device_whose_rounds_all_fail_ends_with_the_reason(client, tmp_path, monkeypatch):
+    monkeypatch.setattr("coordinator.dispatch.REST_SECONDS", 0.0)  # after each failure it rests: here there is no need
+    publish(inprocess.ADDRESS, "default", exploding(), client=client, rounds=50, min_devices=1)
+    where = {"client": client, "name": "pi", "state_dir": tmp_path / "state", "budget": 1.0, "deterministic": True}
+    with pytest.raises(
+        NothingTrained, match=rf"pi has trained nothing: {FAILURES} times in a row: the loss is nan .*lower"
+    ):
+        join(inprocess.ADDRESS, exploding(), quiet=True, **where)
+    records = client.get("/v1/federations/default/rounds").json()
+    assert len(records) <= FAILURES + 1  # it left: no round waits for it
+
+
+def test_a_device_that_comes_to_the_end_of_a_failed_federation_says_so(client, tmp_path):
+    publish(inprocess.ADDRESS, "default", exploding(), client=client, rounds=1, min_devices=1, finetune_epochs=1)
+    where = {"client": client, "name": "pi", "state_dir": tmp_path / "state", "budget": 1.0, "deterministic": True}
+    with pytest.raises(NothingTrained, match="pi has trained nothing: its last try ended so: the loss"):
+        join(inprocess.ADDRESS, exploding(), quiet=True, **where)
+
+
+def together(client, tmp_path, federation, budgets):
+    """The results of devices that join at the same time, one for each of ``budgets``."""
+
+    def run(index: int):
+        return join(
+            inprocess.ADDRESS,
+            digits(index, len(budgets)),
+            client=client,
+            federation=federation,
+            name=f"device-{index}",
+            state_dir=tmp_path / federation / str(index),
+            budget=budgets[index],
+            deterministic=True,
+            quiet=True,
+            export=tmp_path / f"{federation}-{index}.onnx",
+        )
+
+    with ThreadPoolExecutor(len(budgets)) as pool:
+        return list(pool.map(run, range(len(budgets))))
+
+
+def check_line(result):
+    """The README's own line."""
+    assert f"{result.accuracy_before:.0%} before, {result.accuracy_after:.0%} after, {result.export.bytes} bytes"
+
+
+def test_a_narrow_first_model_is_judged_too(client, tmp_path):
+    publish(inprocess.ADDRESS, "default", "digits", client=client, method="fjord", rounds=1)
+    for result in together(client, tmp_path, "default", [0.5, 0.5]):
+        check_line(result)
+        assert result.accuracy_before < result.accuracy_after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", sorted(entry.name for entry in entry_points(group="sparrow.device_methods")))
+def test_every_method_s_result_has_the_figures_that_a_classification_has(client, tmp_path, method):
+    publish(
+        inprocess.ADDRESS, "default", "digits", client=client, **{"method": method, "rounds": 2, **OWN.get(method, {})}
+    )
+    for result in together(client, tmp_path, "default", [0.5 if method in NARROW else 1.0] * 2):
+        check_line(result)
+
+
+@pytest.mark.slow
+def test_a_device_below_pfedgate_s_least_budget_is_told_and_adapts_a_model_worth_having(client, tmp_path, caplog):
+    """With a gate of its own tiny budget it would answer below the dense model that it received: 0 of 55 % here."""
+    publish(
+        inprocess.ADDRESS,
+        "default",
+        "digits",
+        client=client,
+        method="pfedgate",
+        method_settings={"smallest_budget": 0.5},
+        rounds=8,
+        early_stopping=False,
+    )
+    with caplog.at_level(logging.WARNING, "edge_sdk.session"):
+        *_, least, less = together(client, tmp_path, "default", [0.5, 0.5, 0.1, 0.2])
+    assert "your budget of 0.1 is below the 0.5 that pfedgate needs" in caplog.text
+    for result in (least, less):
+        assert result.adapted
+        assert result.accuracy_after > result.accuracy_before - 0.05
+        check_line(result)
