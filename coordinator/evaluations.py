@@ -3,7 +3,8 @@
 A device judges the personal model that it keeps, for which nothing goes down but the request. The global model travels
 to be judged, so a sample of the devices that are there judges it, seldom: ``global_evaluation_devices`` of them, every
 ``global_evaluation_interval`` rounds and at the end. Where devices keep no personal model there is nothing else to
-judge, and the sample does so every ``evaluation_interval`` rounds.
+judge, and the sample does so every ``evaluation_interval`` rounds. At the end, where a mixture with the global model
+may be the better personal model, every device is sent the finished one.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ from coordinator.storage.tables import Device, Federation
 from edge_sdk.protocol.messages import Kind
 
 
-def ask_for_evaluation(db: Session, federation: Federation, now: float, *, with_global: bool) -> bool:
+def ask_for_evaluation(
+    db: Session, federation: Federation, now: float, *, with_global: bool = False, last: bool = False
+) -> bool:
     """Ask the devices that are there, stopped or not, to judge models; returns False where nobody is asked.
 
-    with_global: a sample of them also judges the global model.
+    with_global: a sample of them also judges the global model. last: so it does, for no round follows.
     """
     method, settings = load_method(federation.method), settings_of(federation)
     present = sorted((each for each in devices_of(db, federation, ("active", "stopped")) if each.present), key=_name)
     sends = method.sends_values(Kind.evaluate, holds_model=True)
     sample: set[str] = set()
-    if sends and not method.usable_global_model:  # what a device keeps means nothing without the newest global model
+    mixes = last and method.mixes_global and settings.personal_model == "best"
+    if sends and (mixes or not method.usable_global_model):  # which means nothing without the newest global model
         sample = {device.name for device in present}
-    elif sends and (with_global or not method.personal_models):
+    elif sends and (with_global or last or not method.personal_models):
         sample = set(
             choose(
                 [Candidate(device.name) for device in present],

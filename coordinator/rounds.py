@@ -274,7 +274,7 @@ class Rounds:
         if db.scalar(evaluations.where(Assignment.status == "open").limit(1)):
             return False  # the last evaluation is still being answered
         judged = db.scalar(evaluations.where(Assignment.round == federation.round).limit(1))
-        if federation.round and not judged and ask_for_evaluation(db, federation, self._clock(), with_global=True):
+        if federation.round and not judged and ask_for_evaluation(db, federation, self._clock(), last=True):
             return True
         federation.status, federation.reason, federation.finished_at = "finished", reason, self._clock()
         log.info("%s: finished after %s rounds (%s)", federation.name, federation.round, reason)
@@ -540,4 +540,4 @@ class Rounds:
         with_global = is_due(settings.global_evaluation_interval)
         if with_global or is_due(settings.evaluation_interval):
             last = why_over(db, federation) is not None
-            ask_for_evaluation(db, federation, now, with_global=with_global or last)
+            ask_for_evaluation(db, federation, now, with_global=with_global, last=last)

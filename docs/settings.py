@@ -71,6 +71,10 @@ every `global_evaluation_interval` rounds where that is set. For methods without
 devices judge the global model every `evaluation_interval` rounds. An operator with test data needs no device for it:
 `sparrow evaluate`.
 
+With `fedspu`, `ditto` and `apfl` every device is sent the finished global model once, at the end: a mixture of it and
+the personal model (0.25, 0.5, 0.75 or all of it) takes the personal model's place where it is better on the device's
+validation data. It helps small budgets most, whose devices have never trained some of their weights.
+
 ### When a round closes, and who is waited for
 
 A round closes when `quorum` of its cohort have sent their updates, when everybody has sent one or handed back, or at

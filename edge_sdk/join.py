@@ -73,11 +73,11 @@ LEARNED, SPENT = "learned.json", "spent.json"
 class Result:
     """What a device did in a federation. Accuracies are on its held-out data, None where there are none.
 
-    ``best_round``: the round whose personal model is kept and exported, the best on validation data; None where it is
-    the last one. ``adapted``: it came after the end, and its personal model is the global one, fine-tuned on its data.
-    ``training`` and ``evaluation`` are what each cost; ``everything`` counts the bodies of all calls, these included.
-    ``budget`` is the last one, ``choice`` how the device came to it; None where it was given. ``warnings`` say what its
-    user should know of the personal model.
+    ``best_round``: the round whose personal model is kept and exported, the best on validation data, with
+    ``global_share`` of the global model mixed into it; None where it is the last one. ``adapted``: it came after the
+    end, and its personal model is the global one, fine-tuned on its data. ``training`` and ``evaluation`` are what each
+    cost; ``everything`` counts the bodies of all calls, these included. ``budget`` is the last one, ``choice`` how the
+    device came to it; None where it was given. ``warnings`` say what its user should know of the personal model.
     """
 
     name: str
@@ -85,6 +85,7 @@ class Result:
     steps: int
     stopped_round: int | None
     best_round: int | None
+    global_share: float
     adapted: bool
     accuracy_before: float | None
     accuracy_after: float | None
@@ -327,6 +328,7 @@ def _result(session: Session, name: str, exported: Export | None) -> Result:
         steps=progress.steps,
         stopped_round=progress.stopped_round,
         best_round=progress.best.round if progress.best else None,
+        global_share=progress.best.global_share if progress.best else 0.0,
         adapted=progress.adapted,
         accuracy_before=progress.accuracy_before,
         accuracy_after=after,
@@ -438,6 +440,7 @@ def report(result: Result, energy: str) -> str:
         f"{result.name}: {result.rounds} rounds, {result.steps} local steps"
         + (f", stopped early in round {result.stopped_round}" if result.stopped_round else "")
         + (f", best in round {result.best_round}" if result.best_round else "")
+        + (f" with {result.global_share:g} of the global model" if result.global_share else "")
         + (", adapted the finished global model" if result.adapted else ""),
         f"  accuracy, held-out data    {_percent(result.accuracy_before)} before, "
         f"{_percent(result.accuracy_after)} after",

@@ -121,9 +121,7 @@ def publish(
             # Another device may have been first, meanwhile.
             if refusal.status == 409 and exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
                 return info
-            if refusal.status == 422 and not isinstance(
-                refusal, NotInstalled
-            ):  # settings or model do not suit the method
+            if refusal.status == 422 and not isinstance(refusal, NotInstalled):
                 raise BadArgument(refusal.detail) from None
             raise
     finally:

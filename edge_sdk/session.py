@@ -69,7 +69,7 @@ from edge_sdk.training.local import (
     get_tensors,
     set_tensors,
 )
-from edge_sdk.training.merging import is_whole, whole_model
+from edge_sdk.training.merging import is_whole, mixed, whole_model
 from edge_sdk.transport import Traffic, Transport
 from edge_sdk.watch import LOOK_SECONDS, Paused, Stint, Watch
 
@@ -81,6 +81,8 @@ RESERVE_SECONDS = 5.0
 """Of a round's deadline, what is kept for judging and sending after the last step, at least."""
 MASK = "mask.bits"
 """The file of the mask that this device holds: of elements, as last received, or of the neurons that it has chosen."""
+GLOBAL_SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Shares of the global model that are tried in a mixture with the personal one; of equally good ones the first."""
 
 
 Answer = TypeVar("Answer")
@@ -183,7 +185,7 @@ class Session:
         if known is None:
             self._note_membership()
         self.personal, self.progress = folder.load(self.manifest)
-        self._best: tuple[int, Tensors] | None = None
+        self._best: tuple[Best, Tensors] | None = None
         self._moved_before = self.progress.everything
         self._as_new = {} if self.personal is not None else self._never_sent()
         self._mask = self._load_mask()
@@ -555,6 +557,7 @@ class Session:
 
     def _evaluate(self, job: Job, download: Phase) -> None:
         with self._telemetry.phase("evaluate") as measured:
+            self._mix_with_global(job)
             evaluated = self._method.evaluate(replace(job, state=replace(job.state, personal=self.best)))
             shared = self._validate_global(job, evaluated)
             found = (evaluated.personal, evaluated.global_model, evaluated.validation, shared)
@@ -611,9 +614,10 @@ class Session:
         if state.personal is self.personal and state.own is self._folder.own and feedback is None:
             self._save_progress(**changed)
         else:
-            self.personal = state.personal
+            before, self.personal = self.progress.best, state.personal
             self.progress = self.progress.model_copy(update=changed)
-            self._folder.save(self.manifest, self.personal, self.progress, state.own, feedback)
+            best = changed.get("best") not in (None, before)
+            self._folder.save(self.manifest, self.personal, self.progress, state.own, feedback, best=best)
         return self._send(pending, body)
 
     def _send(self, pending: Pending, body: bytes | None = None) -> Phase:
@@ -661,12 +665,11 @@ class Session:
         method can tell, or else the last one. None where there is none yet."""
         if self.progress.best is None:
             return self.personal
-        number = self.progress.best.round
-        if self._best is None or self._best[0] != number:
+        if self._best is None or self._best[0] != self.progress.best:
             found = self._folder.best(self.manifest)
             if found is None:  # somebody has removed the file
                 return self.personal
-            self._best = (number, found)
+            self._best = (self.progress.best, found)
         return self._best[1]
 
     def _judge_first(self, job: Job) -> dict[str, Any]:
@@ -694,6 +697,22 @@ class Session:
         found = trained.personal_validation or self._validate(state.personal)
         better = is_better(found, before.validation if before else None)
         return Best(round=job.assignment.round, validation=found) if better else before
+
+    def _mix_with_global(self, job: Job) -> None:
+        """Keep a mixture of the personal model and the global one just received as the best model, where validation
+        data speak for it: what a small budget has never trained is then the others'."""
+        if self.info.settings.personal_model == "last" or not self._method.mixes_global:
+            return
+        if job.received is None or self.personal is None or self.progress.best is None:
+            return
+        received = whole_model(self.manifest, job.received)
+        for share in GLOBAL_SHARES:
+            mixture = mixed(self.personal, received, share)
+            found = self._validate(mixture)
+            if is_better(found, self.progress.best.validation):
+                best = Best(round=job.assignment.round, validation=found, global_share=share)
+                self.progress = self.progress.model_copy(update={"best": best})
+                self._folder.save_best(self.manifest, mixture, self.progress)
 
     def _validate_global(self, job: Job, evaluated: Evaluated) -> Evaluation | None:
         """The global model on validation data, where it was just judged beside a personal one."""

@@ -24,7 +24,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -116,12 +116,14 @@ def _known(join: Callable[[float, float], float], one: float | None, other: floa
 
 
 class Best(BaseModel):
-    """The round whose personal model is the best so far, and that model on validation data."""
+    """The personal model that is the best so far: the round it is of, that model on validation data, and the share of
+    the global model that was mixed into it."""
 
     model_config = ConfigDict(frozen=True)
 
     round: int
     validation: Evaluation
+    global_share: float = 0.0
 
 
 class Progress(BaseModel):
@@ -255,8 +257,6 @@ class StateFolder:
             progress, digest = saved.progress, saved.file.manifest
             self._saves, self.own, self.feedback = saved.file.save, saved.file.own, saved.file.feedback
             tensors = saved.model
-            if progress.best is not None and progress.best.round == progress.last_round:
-                self._keep_as_best()  # killed before this was done, it is done now
         path = self.path / personal.PROGRESS
         try:
             later = personal.read_progress(path.read_bytes(), self._saves) if path.exists() else None
@@ -264,6 +264,8 @@ class StateFolder:
         except (ProtocolError, ValidationError, ValueError) as error:
             raise _damaged(path, error, "go on from its last round") from None
         self._check(manifest, digest, tensors)
+        if saved is not None and saved.file.best and progress.best == saved.progress.best:
+            self._keep_as_best()  # killed before this was done, it is done now
         return tensors, progress
 
     def best(self, manifest: Manifest) -> Tensors | None:
@@ -329,30 +331,41 @@ class StateFolder:
         progress: Progress,
         own: Tensors | None = None,
         feedback: Tensors | None = None,
+        *,
+        best: bool = False,
     ) -> None:
         """Keep personal model, progress, the method's arrays and what rounding took, durably, in one step.
 
-        The last two stay as they were where None is given. Where ``progress`` calls its last round the best, the model
-        is also kept as the best one.
+        The last two stay as they were where None is given. best: the model is also kept as the best one.
         """
         own, feedback = self.own if own is None else own, self.feedback if feedback is None else feedback
+        saved = self._saved(manifest, model, progress, self._saves + 1, best)
+        self._write(personal.MODEL, personal.write(replace(saved, own=own, feedback=feedback)))
+        self._saves, self.own, self.feedback = self._saves + 1, own, feedback  # not before: the disk may be full
+        if best:
+            self._keep_as_best()
+
+    def save_best(self, manifest: Manifest, model: Tensors, progress: Progress) -> None:
+        """Keep ``model`` as the best one, durably, beside the model that training goes on from."""
+        self._write(personal.BEST, personal.write(self._saved(manifest, model, progress, self._saves, best=True)))
+
+    def _saved(
+        self, manifest: Manifest, model: Tensors | None, progress: Progress, save: int, best: bool
+    ) -> personal.Saved:
         stored, reference = model or {}, None
         if model is not None and self._reference is not None:
             stored, reference = difference.subtract(model, self._reference), self._reference_digest
-        saved = personal.Saved(
+        return personal.Saved(
             stored=stored,
-            own=own,
-            feedback=feedback,
+            own={},
+            feedback={},
             manifest=manifest.digest,
-            save=self._saves + 1,
+            save=save,
             model=model is not None,
             reference=reference,
             progress=progress.model_dump(mode="json"),
+            best=best,
         )
-        self._write(personal.MODEL, personal.write(saved))
-        self._saves, self.own, self.feedback = self._saves + 1, own, feedback  # not before: the disk may be full
-        if model is not None and progress.best is not None and progress.best.round == progress.last_round:
-            self._keep_as_best()
 
     def save_progress(self, progress: Progress) -> None:
         """Keep later progress, durably, beside the model that was saved last."""

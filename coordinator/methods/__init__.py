@@ -94,6 +94,10 @@ class CoordinatorMethod(Protocol):
     """Whether devices keep a personal model from round to round. Where not, they are sent the whole global model each
     time, and asked to ``adapt`` the last one when the federation has ended."""
 
+    mixes_global: bool = False
+    """Whether a mixture of the personal and the whole global model is a personal model, too: then every device is sent
+    the finished global model, and takes of it as much as its validation data speak for."""
+
     narrow: bool = False
     """Whether devices train the network of their active neurons alone, and never need the rest: then even the first
     download is no more than these."""

@@ -23,3 +23,4 @@ class APFL(FedAvg):
 
     settings_type: type[BaseModel] = APFLSettings
     personal_models = True
+    mixes_global = True

@@ -26,3 +26,4 @@ class Ditto(FedAvg):
 
     settings_type: type[BaseModel] = DittoSettings
     personal_models = True
+    mixes_global = True

@@ -18,6 +18,7 @@ class FedSPU(CoordinatorMethod):
     """Server half of FedSPU: a masked weighted mean; a weight that nobody held keeps its value."""
 
     personal_models = True
+    mixes_global = True
 
     def active_ratio(self, budget: float) -> float | None:
         """A device's budget is its active ratio p_k."""

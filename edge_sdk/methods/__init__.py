@@ -162,6 +162,10 @@ class DeviceMethod(Protocol):
     picks_best: bool = True
     """Whether the personal model of any round can be used later just as it was. Where not, a device keeps the last."""
 
+    mixes_global: bool = False
+    """Whether a mixture of the personal and the whole global model is a personal model, too. The server half of the
+    same name says so as well, and sends the finished global model to every device."""
+
     narrow: bool = False
     """Whether what ``sample_mask`` leaves out is gone while training, and not frozen."""
 

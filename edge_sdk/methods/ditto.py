@@ -23,6 +23,8 @@ from edge_sdk.training.merging import whole_model
 class Ditto(FedAvg):
     """FedAvg, and a personal model; early stopping goes by FedAvg's losses."""
 
+    mixes_global = True
+
     def train(self, job: Job) -> Trained:
         """One round of both. Raises BundleError for a payload that does not fit, TrainingDiverged when it failed."""
         settings, received = job.assignment.settings, whole_model(job.manifest, job.received)

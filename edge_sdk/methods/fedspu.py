@@ -47,6 +47,7 @@ class FedSPU(DeviceMethod):
     model and is not drawn again."""
 
     forward_stays = True
+    mixes_global = True
 
     def train(self, job: Job) -> Trained:
         """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""

@@ -23,6 +23,7 @@ class FjORD(FedSPU):
     """A personal model that is narrow; the rest of it is zero."""
 
     narrow = True
+    mixes_global = False
 
     def train(self, job: Job) -> Trained:
         """One round. Raises BundleError for a payload that does not fit, CannotNarrow for a model that does not run

@@ -5,8 +5,9 @@
 a personal model is there at all, how far the device has come, and the digest of the model that it is a difference from,
 as simulated devices store theirs. The device writes the file (``edge_sdk.state``), ``export`` reads it.
 
-``best.safetensors`` is the same file as it was after the round whose personal model is the best on the device's
-validation data: the model to use. It is missing where the federation or its method has the last one used.
+``best.safetensors`` is the personal model to use, the best on the device's validation data: the same file as it was
+after a round, or one with a mixture of the personal and the global model. It is missing where the federation or its
+method has the last one used.
 
 Beside it lie ``progress.json``, how far the device has come since where the model stayed as it was, and
 ``manifest.json``, ``skeleton.onnx`` and ``federation.json``: what the device knows of its federation.
@@ -44,7 +45,8 @@ class Membership(BaseModel):
 
 @dataclass(frozen=True)
 class Saved:
-    """What lies in the file: ``stored`` is the model, or its difference from ``reference``, by name."""
+    """What lies in the file: ``stored`` is the model, or its difference from ``reference``, by name. ``best``: whether
+    it was the best one when it was written."""
 
     stored: Tensors
     own: Tensors
@@ -54,6 +56,7 @@ class Saved:
     model: bool
     reference: str | None
     progress: Mapping[str, Any]
+    best: bool = False
 
 
 def write(saved: Saved) -> bytes:
@@ -64,6 +67,7 @@ def write(saved: Saved) -> bytes:
         "model": saved.model,
         "reference": saved.reference,
         "progress": saved.progress,
+        "best": saved.best,
     }
     beside = {_OWN + name: array for name, array in saved.own.items()}
     beside |= {_FEEDBACK + name: tensor for name, tensor in saved.feedback.items()}
@@ -84,6 +88,7 @@ def read(body: bytes) -> Saved:
             model=bool(note["model"]),
             reference=note["reference"],
             progress=dict(note["progress"]),
+            best=bool(note["best"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise BundleError(f"the note of a device's model is not as it should be: {error!r}") from None

@@ -57,6 +57,18 @@ def merge(manifest: Manifest, personal: Tensors, received: Bundle | None, mask: 
     return merged
 
 
+def mixed(personal: Tensors, received: Tensors, share: float) -> Tensors:
+    """Return personal + share·(received - personal), float32 by name; what was not received stays personal.
+
+    share: 0 to 1. received: every shared tensor of the model.
+    """
+    mixture = dict(personal)
+    for name, tensor in received.items():
+        own, shared = personal[name].astype(np.float32), tensor.astype(np.float32)
+        mixture[name] = own + np.float32(share) * (shared - own)
+    return mixture
+
+
 def is_whole(manifest: Manifest, received: Bundle) -> bool:
     """Whether nothing is left out: a sparse model, no mask, or one whose neurons are all active."""
     return isinstance(received.mask, ElementMask) or received.values.size == manifest.shared_values

@@ -42,7 +42,13 @@ def test_the_global_model_is_judged_by_few_and_in_between_where_asked_for(house)
     assert {number for asked in found.values() for number, _ in asked} == {2, 3, 4, 5}
     assert all([number for number, _ in asked] == [2, 3, 4, 5] for asked in found.values())
     judges = {number: [name for name, asked in found.items() if (number, True) in asked] for number in (2, 3, 4, 5)}
-    assert [len(judges[number]) for number in (2, 3, 4, 5)] == [0, 1, 0, 1]
+    assert [len(judges[number]) for number in (2, 3, 4, 5)] == [0, 1, 0, 4], "everybody may mix it in at the end"
+
+
+def test_where_nobody_mixes_it_in_the_finished_model_is_judged_by_few(house):
+    settings = {"rounds": 2, "evaluation_interval": 0, "global_evaluation_devices": 1}
+    found = play(house, "abc", "fedspu", personal_model="last", **settings)
+    assert sorted(found.values()) == [[(2, False)], [(2, False)], [(2, True)]]
 
 
 def test_where_nobody_keeps_a_model_only_the_sample_is_asked(house):
@@ -53,7 +59,8 @@ def test_where_nobody_keeps_a_model_only_the_sample_is_asked(house):
 
 
 def test_a_device_that_keeps_no_model_yet_has_nothing_to_judge(house):
-    house.create("fedspu", rounds=1, cohort=1, min_devices=2, local_steps=1, global_evaluation_devices=0)
+    settings = {"global_evaluation_devices": 0, "personal_model": "last"}
+    house.create("fedspu", rounds=1, cohort=1, min_devices=2, local_steps=1, **settings)
     worked = house.play(house.open("a"), house.open("b"))
     asked = [evaluations(each) for each in worked]
     trained = [any(each.kind.value == "train" for each in work) for work in worked]

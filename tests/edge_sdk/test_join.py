@@ -41,6 +41,7 @@ def result(**given):
         "steps": 0,
         "stopped_round": None,
         "best_round": None,
+        "global_share": 0.0,
         "adapted": False,
         "accuracy_before": None,
         "accuracy_after": None,
