@@ -145,7 +145,7 @@ class Host:
         check_model(first.model, known.manifest)
         load_method(known.info.method)
         self._model = first.model
-        shared = {spec.name for spec in known.manifest.shared}
+        shared = {spec.name for spec in known.manifest.shared}.union(known.manifest.aliases)
         self._own = {name: tensor.clone() for name, tensor in first.model.state_dict().items() if name not in shared}
 
     def start(self, index: int) -> None:

@@ -1,7 +1,8 @@
 """``python -m edge_sdk.publish``: create a federation on a running coordinator.
 
-As a library: ``publish(server, name, task, ...)`` creates one for a ``Task`` of one's own: its manifest is found on the
-traced graph, its ONNX skeleton made by torch's exporter, and both are sent with the model's weights as they are.
+As a library: ``publish(server, name, task, ...)`` creates one for a ``Task`` of one's own: its manifest is found by
+running the model, its ONNX skeleton made by torch's exporter, and both are sent with the model's weights: as they are,
+or where the model is ``tasks.Seeded`` those of the federation's seed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from edge_sdk.trainable import exit_unless_trainable
 
@@ -23,6 +24,7 @@ from pydantic import ValidationError
 
 from command_line.command import Command, Exits, Parser, WrongUsage, add_json
 from command_line.exits import Exit
+from edge_sdk.describing import RunningStatistics, describe_for
 from edge_sdk.errors import Refused
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.builtin import builtin_tasks
@@ -30,11 +32,9 @@ from edge_sdk.protocol.messages import CreateFederation, FederationInfo, Federat
 from edge_sdk.skeleton import make_skeleton
 from edge_sdk.tasks import Task, load_task
 from edge_sdk.tasks.exits import EXITS as TASKS
-from edge_sdk.tracing import UnsupportedLayer, describe
+from edge_sdk.tracing import UnsupportedLayer
 from edge_sdk.training.local import get_tensors
 from edge_sdk.transport import Transport, connect
-
-RunningStatistics = Literal["shared", "personal"]
 
 PATIENCE_SECONDS = 30.0
 
@@ -65,8 +65,8 @@ def publish(
     blocks has, in order (heads of an attention, groups of filters); other parameters are cut as the method does.
     exist_ok: return the one that exists instead of raising Refused (HTTP 409). trust: certificates for https.
     patience_seconds: how long to wait for a coordinator that does not answer; None: for ever. Raises UnsupportedLayer,
-    naming the layer, for a model that cannot be handled; ValueError for blocks that do not add up to it; SdkError when
-    the coordinator refuses or does not answer.
+    naming method and layer, for a model that the method cannot train; UnknownMethod; ValueError for blocks that do not
+    add up to the model; SdkError when the coordinator refuses or does not answer.
     """
     request = CreateFederation(
         name=name, task=task if isinstance(task, str) else None, settings=FederationSettings.model_validate(settings)
@@ -97,8 +97,10 @@ def publish(
 def _checkpoint(
     request: CreateFederation, task: Task, running_statistics: RunningStatistics, blocks: Mapping[str, Sequence[int]]
 ) -> bytes:
+    task = task.seeded(request.settings.seed)
     example = next(iter(task.train))[0][:2]
-    manifest = describe(task.model, example, task=task.name, running_statistics=running_statistics)
+    method = request.settings.method
+    manifest = describe_for(method, task.model, example, task=task.name, running_statistics=running_statistics)
     skeleton = make_skeleton(task.model, example, manifest)
     rows = {spec.name: spec.size // spec.shape[0] for spec in manifest.shared if spec.shape}
     unknown = sorted(set(blocks) - set(rows))

@@ -8,6 +8,7 @@ without torch. What the exporter adds for debugging is taken out as well: it nam
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import warnings
 from collections.abc import Iterator
@@ -30,6 +31,12 @@ third of the nodes). Later ones bring our layers nothing."""
 
 IR_VERSION = 10
 
+_REMARKS: tuple[tuple[str, type[Warning]], ...] = (
+    (r".*isinstance\(treespec, LeafSpec\)", FutureWarning),
+    (r".*_check_is_size will be removed", FutureWarning),
+    (r".*were assigned during export", UserWarning),  # of recurrent layers, in the copy that is exported
+)
+
 
 def make_skeleton(model: nn.Module, example: torch.Tensor, manifest: Manifest) -> bytes:
     """The forward pass of ``model`` in evaluation mode, as serialised ONNX with input ``input`` and output ``output``.
@@ -38,7 +45,9 @@ def make_skeleton(model: nn.Module, example: torch.Tensor, manifest: Manifest) -
     as it was. Raises UnsupportedLayer when torch cannot export the model, and ManifestError, naming the tensor, when a
     tensor of the manifest does not survive as an initialiser. Needs onnx and onnxscript.
     """
-    proto = _export(model, example)
+    proto = _export(copy.deepcopy(model), example)  # exporting leaves stand-ins in recurrent layers
+    for alias, name in manifest.aliases.items():
+        _rename(proto.graph, alias, name)
     initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
     for spec in manifest.kept:
         tensor = initializers.get(spec.name)
@@ -90,10 +99,23 @@ def _quiet() -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", category=FutureWarning)
+            for message, category in _REMARKS:
+                warnings.filterwarnings("ignore", message, category)
             yield
     finally:
         logger.setLevel(level)
+
+
+def _rename(graph: onnx.GraphProto, alias: str, name: str) -> None:
+    """Read ``name`` wherever ``alias`` is read: a tied tensor, which the exporter may call by any of its names."""
+    names = {tensor.name for tensor in graph.initializer}
+    for tensor in [tensor for tensor in graph.initializer if tensor.name == alias]:
+        if name in names:
+            graph.initializer.remove(tensor)
+        else:
+            tensor.name = name
+    for node in graph.node:
+        node.input[:] = [name if read == alias else read for read in node.input]
 
 
 def _remove_data(tensor: onnx.TensorProto) -> None:

@@ -93,6 +93,10 @@ class CoordinatorMethod(Protocol):
     """Whether devices keep a personal model from round to round. Where not, they are sent the whole global model each
     time, and asked to ``adapt`` the last one when the federation has ended."""
 
+    needs_coupling: bool = False
+    """Whether devices train some neurons of a layer and not others, so that the manifest must say which neurons feed
+    which weights. Its device half says the same."""
+
     narrow: bool = False
     """Whether devices train the network of their active neurons alone, and never need the rest: then even the first
     download is no more than these."""

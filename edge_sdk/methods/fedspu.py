@@ -45,6 +45,7 @@ class FedSPU(DeviceMethod):
     """Merge, masked local training, early stopping: a device that stops sends this round's values, keeps its personal
     model and is not drawn again."""
 
+    needs_coupling = True
     forward_stays = True
 
     def train(self, job: Job) -> Trained:
