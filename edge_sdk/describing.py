@@ -137,6 +137,10 @@ def _specs(model: nn.Module, aliases: Mapping[str, str], running_statistics: str
         )
 
 
+_LOOKS = {"__get__", "__len__", "size", "dim", "numel"}
+"""What asks a parameter for its shape, type or place, and does not use its values."""
+
+
 class _Watch(TorchFunctionMode):
     """Notes what runs of ``model`` while it is entered; ``names`` are its tensors', ``samples`` the example's."""
 
@@ -170,7 +174,7 @@ class _Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call ``func``, and note the parameters that it takes outside of a layer."""
-        if not self._within and getattr(func, "__name__", "") != "__get__":  # a look at its shape or device is no use
+        if not self._within and getattr(func, "__name__", "") not in _LOOKS:
             for value in tree_leaves((args, kwargs)):
                 name = self._parameters.get(id(value))
                 if name is not None:
@@ -194,17 +198,17 @@ class _Watch(TorchFunctionMode):
 
 def _positions(module: Any, inputs: Any, output: Any) -> int:
     """At how many positions a layer has multiplied its weights, those of all samples together."""
-    given = next((each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)), None)
-    made = next(each for each in tree_leaves(output) if isinstance(each, torch.Tensor))
-    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and given is not None:
-        return given.numel() // int(module.input_size)
-    if isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)) and given is not None:
-        return given.numel() // module.in_channels
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return made.numel() // module.embedding_dim
-    if isinstance(module, nn.MultiheadAttention):
-        return made.numel() // module.embed_dim
-    if isinstance(module, nn.LayerNorm):
-        return made.numel() // math.prod(module.normalized_shape)
-    first: nn.Parameter = next(module.parameters(recurse=False))
-    return made.numel() // len(first)
+    given = next((each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)), torch.empty(0))
+    made: torch.Tensor = next(each for each in tree_leaves(output) if isinstance(each, torch.Tensor))
+    channels: int = next(module.parameters(recurse=False)).shape[0]
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        made, channels = given, module.input_size
+    elif isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
+        made, channels = given, module.in_channels
+    elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        channels = module.embedding_dim
+    elif isinstance(module, nn.MultiheadAttention):
+        channels = module.embed_dim
+    elif isinstance(module, nn.LayerNorm):
+        channels = math.prod(module.normalized_shape)
+    return made.numel() // channels

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import logging
 import warnings
 from collections.abc import Iterator
@@ -85,7 +86,11 @@ def _export(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
     except ImportError as error:
         raise ImportError("export needs onnx and onnxscript: pip install sparrow-fl[publish]") from error
     except torch.onnx.OnnxExporterError as error:
-        raise UnsupportedLayer(f"{type(model).__name__} cannot be exported to ONNX: {error}") from error
+        reason = next(iter(str(error.__cause__ or error).splitlines()), "")
+        raise UnsupportedLayer(
+            f"{type(model).__name__} cannot be exported to ONNX: {reason}. Let forward decide by shapes, not by values, "
+            f"and use operations that torch.onnx.export knows"
+        ) from error
     if program is None:
         raise AssertionError("the exporter answers with a program whenever dynamo is True")
     return program.model_proto
@@ -94,16 +99,19 @@ def _export(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the exporter's remarks on itself (torchvision missing, its own deprecations) from the user."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.fx", "torch._dynamo", "torch.export")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        # Where it fails it writes out graphs, past every logger.
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             for message, category in _REMARKS:
                 warnings.filterwarnings("ignore", message, category)
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _rename(graph: onnx.GraphProto, alias: str, name: str) -> None:
