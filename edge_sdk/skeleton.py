@@ -88,7 +88,7 @@ def _export(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
     except torch.onnx.OnnxExporterError as error:
         reason = next(iter(str(error.__cause__ or error).splitlines()), "")
         raise UnsupportedLayer(
-            f"{type(model).__name__} cannot be exported to ONNX: {reason}. Let forward decide by shapes, not by values, "
+            f"{type(model).__name__} cannot be exported to ONNX: {reason}. Let forward decide by shapes, not values, "
             f"and use operations that torch.onnx.export knows"
         ) from error
     if program is None:
