@@ -356,13 +356,19 @@ def completed(settings: FederationSettings) -> FederationSettings:
 
 
 def _check_model(name: str, manifest: Manifest) -> CoordinatorMethod:
-    """The method. Raises BadContent for statistics that are to stay on devices which keep nothing between rounds."""
+    """The method. Raises BadContent for a manifest without the coupling that it needs, and for statistics that are to
+    stay on devices which keep nothing between rounds."""
     method = load_method(name)
+    if method.needs_coupling and not manifest.coupling:
+        raise BadContent(
+            f"{name} trains some neurons of each layer, and this manifest does not say which neurons feed which "
+            f"weights; publish the model again, for this method"
+        )
     stays = [spec for spec in manifest.tensors if spec.policy == "personal" and spec.dtype == "float32" and spec.shape]
     if stays and not method.personal_models:
         raise BadContent(
             f"{stays[0].name}: {name} keeps no model on a device from round to round, so this cannot stay there; "
-            f"publish with --running-statistics shared"
+            f"publish with --running-statistics shared, or register a buffer that never changes with persistent=False"
         )
     return method
 

@@ -88,7 +88,7 @@ class Plan:
     def task(self, index: int, info: FederationInfo) -> Task:
         """The task of device ``index`` on its own data. Raises DataError."""
         if self.make_task is not None:
-            return self.make_task(index, info)
+            return self.make_task(index, info).seeded(info.settings.seed)
         return load_task(
             info.task,
             self.data_of(index),
@@ -154,7 +154,7 @@ class Host:
         first = first.on(plan.compute)
         load_method(known.info.method)
         self._model = first.model
-        shared = {spec.name for spec in known.manifest.shared}
+        shared = {spec.name for spec in known.manifest.shared}.union(known.manifest.aliases)
         self._own = {name: tensor.clone() for name, tensor in first.model.state_dict().items() if name not in shared}
 
     def start(self, index: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -161,4 +162,9 @@ def check_budget(budget: object) -> None:
 def _outputs_bytes(manifest: Manifest) -> int:
     """Bytes of what the layers that have weights answer to one sample."""
     shapes = {spec.name: spec.shape for spec in manifest.tensors}
-    return sum(4 * layer.positions * shapes[layer.tensors[0]][0] for layer in manifest.layers if layer.tensors)
+    channels = {  # of its output: an embedding's are the columns of its table; a parameter of one number has one
+        layer.name: math.prod(shapes[layer.tensors[0]][slice(-1, None) if layer.kind == "embedding" else slice(1)])
+        for layer in manifest.layers
+        if layer.tensors
+    }
+    return sum(4 * layer.positions * channels.get(layer.name, 0) for layer in manifest.layers)

@@ -33,6 +33,7 @@ from command_line.exits import Exit
 from devices import memory
 from edge_sdk import arguments as read
 from edge_sdk.arguments import MIB
+from edge_sdk.describing import describe_for
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest
@@ -42,7 +43,7 @@ from edge_sdk.tasks import Task, load_task
 from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, build_seeded
 from edge_sdk.tasks.models import MODELS
-from edge_sdk.tracing import UnsupportedLayer, describe
+from edge_sdk.tracing import UnsupportedLayer
 from edge_sdk.training.compute import ACCELERATORS, USUAL, Compute, choose_device
 from edge_sdk.training.footprint import Unpredictable, held, predict_evaluation, predict_training, room, whole_round
 from edge_sdk.training.local import TrainingDiverged
@@ -75,7 +76,7 @@ class Subject:
         if task.name in builtin_tasks():
             return task, load_builtin(task.name).manifest
         example = next(iter(task.train))[0][:2].to(self.compute.device)
-        return task, describe(task.model, example, task=task.name)
+        return task, describe_for(self.settings.method, task.model, example, task=task.name)
 
     def _task(self) -> Task:
         name, _, model = self.task.partition(":")

@@ -1,7 +1,8 @@
 """``python -m edge_sdk.publish``: create a federation on a running coordinator.
 
-As a library: ``publish(server, name, task, ...)`` creates one for a ``Task`` of one's own: its manifest is found on the
-traced graph, its ONNX skeleton made by torch's exporter, and both are sent with the model's weights as they are.
+As a library: ``publish(server, name, task, ...)`` creates one for a ``Task`` of one's own: its manifest is found by
+running the model, its ONNX skeleton made by torch's exporter, and both are sent with the model's weights: as they are,
+or where the model is ``tasks.Seeded`` those of the federation's seed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from edge_sdk.trainable import exit_unless_trainable
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from command_line.command import Command, Exits, Parser, add_json
 from command_line.exits import Exit
 from command_line.faults import faults
+from edge_sdk.describing import RunningStatistics, describe_for
 from edge_sdk.errors import BadArgument, NotInstalled, Refused
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.builtin import builtin_tasks
@@ -40,11 +42,9 @@ from edge_sdk.skeleton import make_skeleton
 from edge_sdk.tasks import Task, load_task
 from edge_sdk.tasks.checking import check_task
 from edge_sdk.tasks.exits import EXITS as TASKS
-from edge_sdk.tracing import UnsupportedLayer, describe
+from edge_sdk.tracing import UnsupportedLayer
 from edge_sdk.training.local import get_tensors
 from edge_sdk.transport import Transport, connect, token_of
-
-RunningStatistics = Literal["shared", "personal"]
 
 PATIENCE_SECONDS = 30.0
 ARGUMENTS = ("running_statistics", "blocks", "exist_ok", "admin_token", "trust", "client", "patience_seconds")
@@ -82,8 +82,9 @@ def publish(
     how long to wait for a coordinator that does not answer; None: for ever.
 
     Raises BadArgument for a setting that is none, and for a task whose data, model and loss do not work together
-    (``tasks.checking``); UnsupportedLayer, naming the layer, for a model that cannot be handled; SdkError when the
-    coordinator refuses or does not answer, Refused (HTTP 409) among them, which names each difference.
+    (``tasks.checking``); UnsupportedLayer, naming method and layer, for a model that the method cannot train;
+    UnknownMethod; SdkError when the coordinator refuses or does not answer, Refused (HTTP 409) among them, which names
+    each difference.
     """
     asked = read_settings(settings, known=ARGUMENTS)
     check_federation_name(name)
@@ -101,9 +102,10 @@ def publish(
             )
         wanted, manifest = CompareFederation(task=task, settings=request.settings), None
     else:
+        task = task.seeded(asked.seed)
         check_task(task)
         example = next(iter(task.train))[0][:2]
-        manifest = _manifest(task, example, running_statistics, blocks or {})
+        manifest = _manifest(task, example, asked.method, running_statistics, blocks or {})
         wanted = CompareFederation(task=task.name, model_digest=manifest.model_digest, settings=request.settings)
     own = client or connect(server, trust)
     try:
@@ -130,9 +132,13 @@ def publish(
 
 
 def _manifest(
-    task: Task, example: Tensor, running_statistics: RunningStatistics, blocks: Mapping[str, Sequence[int]]
+    task: Task,
+    example: Tensor,
+    method: str,
+    running_statistics: RunningStatistics,
+    blocks: Mapping[str, Sequence[int]],
 ) -> Manifest:
-    manifest = describe(task.model, example, task=task.name, running_statistics=running_statistics)
+    manifest = describe_for(method, task.model, example, task=task.name, running_statistics=running_statistics)
     rows = {spec.name: spec.size // spec.shape[0] for spec in manifest.shared if spec.shape}
     unknown = sorted(set(blocks) - set(rows))
     if unknown:

@@ -31,7 +31,7 @@ from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update, load_
 from edge_sdk.preparing import Prepared
 from edge_sdk.protocol import bundle, personal
 from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.errors import ManifestError, ProtocolError
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, same_mask
@@ -173,7 +173,7 @@ class Session:
             self.info = transport.federation(federation)
         self._identity = folder.identity(federation, self.info.uid, name)
         self.manifest = known.manifest if known else self._load_manifest()
-        self.task = make_task(self.info)
+        self.task = make_task(self.info).seeded(self.info.settings.seed)
         if known is None:
             check_model(self.task.model, self.manifest)
             check_task(self.task, self.manifest)
@@ -760,12 +760,14 @@ def _bytes_of(state: DeviceState) -> int:
 
 def check_model(model: nn.Module, manifest: Manifest) -> None:
     """Raise ManifestError, naming the tensor, unless the task's model is the federation's."""
-    state = {name: np.asarray(tensor.detach().cpu().numpy()) for name, tensor in model.state_dict().items()}
-    dropped = {spec.name for spec in manifest.tensors if spec.policy == "dropped"}
-    manifest.check_tensors(
-        {name: tensor for name, tensor in state.items() if name not in dropped},
-        what="the tensors of this device's model",
-    )
+    state = model.state_dict(keep_vars=True)
+    untied = [alias for alias, name in manifest.aliases.items() if state.get(alias) is not state.get(name)]
+    if untied:
+        name = manifest.aliases[untied[0]]
+        raise ManifestError(f"{untied[0]}: must be the same tensor as {name} (tied weights), as in the published model")
+    left_out = {spec.name for spec in manifest.tensors if spec.policy == "dropped"}.union(manifest.aliases)
+    arrays = {name: np.asarray(tensor.detach().cpu().numpy()) for name, tensor in state.items() if name not in left_out}
+    manifest.check_tensors(arrays, what="the tensors of this device's model")
 
 
 def own_profile(energy: str) -> DeviceProfile:

@@ -8,6 +8,8 @@ without torch. What the exporter adds for debugging is taken out as well: it nam
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
 import logging
 import warnings
 from collections.abc import Iterator
@@ -30,6 +32,12 @@ third of the nodes). Later ones bring our layers nothing."""
 
 IR_VERSION = 10
 
+_REMARKS: tuple[tuple[str, type[Warning]], ...] = (
+    (r".*isinstance\(treespec, LeafSpec\)", FutureWarning),
+    (r".*_check_is_size will be removed", FutureWarning),
+    (r".*were assigned during export", UserWarning),  # of recurrent layers, in the copy that is exported
+)
+
 
 def make_skeleton(model: nn.Module, example: torch.Tensor, manifest: Manifest) -> bytes:
     """The forward pass of ``model`` in evaluation mode, as serialised ONNX with input ``input`` and output ``output``.
@@ -38,7 +46,9 @@ def make_skeleton(model: nn.Module, example: torch.Tensor, manifest: Manifest) -
     as it was. Raises UnsupportedLayer when torch cannot export the model, and ManifestError, naming the tensor, when a
     tensor of the manifest does not survive as an initialiser. Needs onnx and onnxscript.
     """
-    proto = _export(model, example)
+    proto = _export(copy.deepcopy(model), example)  # exporting leaves stand-ins in recurrent layers
+    for alias, name in manifest.aliases.items():
+        _rename(proto.graph, alias, name)
     initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
     for spec in manifest.kept:
         tensor = initializers.get(spec.name)
@@ -76,7 +86,11 @@ def _export(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
     except ImportError as error:
         raise ImportError("export needs onnx and onnxscript: pip install 'sparrow-fl[publish]'") from error
     except torch.onnx.OnnxExporterError as error:
-        raise UnsupportedLayer(f"{type(model).__name__} cannot be exported to ONNX: {error}") from error
+        reason = next(iter(str(error.__cause__ or error).splitlines()), "")
+        raise UnsupportedLayer(
+            f"{type(model).__name__} cannot be exported to ONNX: {reason}. Let forward decide by shapes, not values, "
+            f"and use operations that torch.onnx.export knows"
+        ) from error
     if program is None:
         raise AssertionError("the exporter answers with a program whenever dynamo is True")
     return program.model_proto
@@ -85,15 +99,31 @@ def _export(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the exporter's remarks on itself (torchvision missing, its own deprecations) from the user."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.fx", "torch._dynamo", "torch.export")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", category=FutureWarning)
+        # Where it fails it writes out graphs, past every logger.
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            for message, category in _REMARKS:
+                warnings.filterwarnings("ignore", message, category)
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _rename(graph: onnx.GraphProto, alias: str, name: str) -> None:
+    """Read ``name`` wherever ``alias`` is read: a tied tensor, which the exporter may call by any of its names."""
+    names = {tensor.name for tensor in graph.initializer}
+    for tensor in [tensor for tensor in graph.initializer if tensor.name == alias]:
+        if name in names:
+            graph.initializer.remove(tensor)
+        else:
+            tensor.name = name
+    for node in graph.node:
+        node.input[:] = [name if read == alias else read for read in node.input]
 
 
 def _remove_data(tensor: onnx.TensorProto) -> None:

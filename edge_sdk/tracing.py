@@ -74,7 +74,7 @@ def describe(
 
     Raises UnsupportedLayer, naming the layer by its module path.
     """
-    _refuse_types(model)
+    refuse_types(model)
     _refuse_tied(model)
     if _Tracer().is_leaf_module(model, ""):  # else its own forward would be traced, which is torch's
         raise UnsupportedLayer(f"the model is one {type(model).__name__}; publish it as torch.nn.Sequential(model)")
@@ -131,7 +131,8 @@ def _specs(model: nn.Module, coupling: _Coupling, running_statistics: str, recip
 _DTYPES = (torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
-def _refuse_types(model: nn.Module) -> None:
+def refuse_types(model: nn.Module) -> None:
+    """Raise UnsupportedLayer, naming the tensor, for one that cannot cross the wire or be kept."""
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             raise UnsupportedLayer(
@@ -153,7 +154,22 @@ def _refuse_tied(model: nn.Module) -> None:
             raise UnsupportedLayer(f"{name}: the same parameter as {other} (tied weights); give each layer its own")
 
 
-class _Tracer(fx.Tracer):
+class DefaultsTracer(fx.Tracer):
+    """Traces ``forward`` with its first argument alone, as models are called: the others have their defaults."""
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None
+    ) -> tuple[Any, list[Any]]:
+        """The function and what it is called with, a proxy only where there is no default."""
+        function, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
+        for place, argument in enumerate(arguments[2:], start=2):  # behind the module and the batch
+            if isinstance(argument, fx.Proxy) and argument.node.args:
+                arguments[place] = argument.node.args[0]
+                self.graph.erase_node(argument.node)
+        return function, arguments
+
+
+class _Tracer(DefaultsTracer):
     """Looks into torch's transformer encoders, whose own forward decides between kernels and cannot be traced."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:

@@ -98,6 +98,10 @@ class CoordinatorMethod(Protocol):
     """Whether a mixture of the personal and the whole global model is a personal model, too: then every device is sent
     the finished global model, and takes of it as much as its validation data speak for."""
 
+    needs_coupling: bool = False
+    """Whether devices train some neurons of a layer and not others, so that the manifest must say which neurons feed
+    which weights. Its device half says the same."""
+
     narrow: bool = False
     """Whether devices train the network of their active neurons alone, and never need the rest: then even the first
     download is no more than these."""

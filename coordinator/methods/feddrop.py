@@ -14,6 +14,7 @@ from coordinator.methods import CoordinatorMethod
 class FedDrop(CoordinatorMethod):
     """Server half of random federated dropout; a weight that nobody held keeps its value."""
 
+    needs_coupling = True
     narrow = True
 
     def active_ratio(self, budget: float) -> float | None:

@@ -7,6 +7,8 @@ the federation is created with, and so never on a wire. What is averaged is no m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from coordinator.errors import BadContent
 from coordinator.methods import CoordinatorMethod
 from edge_sdk.protocol.manifest import Layer, Manifest
@@ -25,12 +27,28 @@ class FedPer(CoordinatorMethod):
 
     def manifest(self, published: Manifest, settings: FederationSettings) -> Manifest:
         """The last linear layer is private."""
-        return published.with_private(linear_layers(published)[-1].tensors)
+        return published.with_private(check_apart(published, linear_layers(published)[-1:]))
+
+
+def check_apart(manifest: Manifest, part: Sequence[Layer]) -> set[str]:
+    """The tensors of some layers. Raises BadContent, naming it, for one that another layer uses, too (tied weights)."""
+    names = {name for layer in part for name in layer.tensors}
+    for layer in manifest.layers:
+        shared = names.intersection(layer.tensors) if layer not in part else ()
+        if shared:
+            raise BadContent(
+                f"the model cannot be cut into a body and a head: {min(shared)} is used by {layer.name} as well (tied "
+                f"weights); choose a method that shares the whole model, such as fedavg, ditto or apfl"
+            )
+    return names
 
 
 def linear_layers(manifest: Manifest) -> list[Layer]:
     """The model's linear layers, in forward order. Raises BadContent where there are fewer than two layers in all."""
     layers = [layer for layer in manifest.layers if layer.kind == "linear"]
     if not layers or len(manifest.layers) < 2:
-        raise BadContent("the model cannot be cut into a body and a head: it needs a linear layer, and another layer")
+        raise BadContent(
+            "the model cannot be cut into a body and a head: it needs a linear layer, and another layer; choose a "
+            "method that shares the whole model, such as fedavg, ditto or apfl"
+        )
     return layers

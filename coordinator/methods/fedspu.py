@@ -17,6 +17,7 @@ from coordinator.methods import CoordinatorMethod
 class FedSPU(CoordinatorMethod):
     """Server half of FedSPU: a masked weighted mean; a weight that nobody held keeps its value."""
 
+    needs_coupling = True
     personal_models = True
     mixes_global = True
 

@@ -7,7 +7,7 @@ network of linear layers alone the first one is (DM-PFL's method card, section 5
 
 from __future__ import annotations
 
-from coordinator.methods.fedper import FedPer, linear_layers
+from coordinator.methods.fedper import FedPer, check_apart, linear_layers
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings
 
@@ -18,6 +18,6 @@ class LGFedAvg(FedPer):
     def manifest(self, published: Manifest, settings: FederationSettings) -> Manifest:
         """All but the linear layers, or the first of them, is private."""
         linear = linear_layers(published)
-        head = {name for layer in linear for name in layer.tensors}
+        head = check_apart(published, linear)
         body = {spec.name for spec in published.shared} - head
-        return published.with_private(body or linear[0].tensors)
+        return published.with_private(body or check_apart(published, linear[:1]))

@@ -39,6 +39,7 @@ from edge_sdk.training.local import (
     train_locally,
 )
 from edge_sdk.training.merging import whole_model
+from edge_sdk.training.narrow import check_narrow
 from edge_sdk.training.rehearsal import Effort, MaskedEffort, Rehearsal
 
 
@@ -166,8 +167,17 @@ class DeviceMethod(Protocol):
     """Whether a mixture of the personal and the whole global model is a personal model, too. The server half of the
     same name says so as well, and sends the finished global model to every device."""
 
+    needs_coupling: bool = False
+    """Whether it trains some neurons of a layer and not others, so that the manifest must say which neurons feed which
+    weights. Its server half says the same."""
+
     narrow: bool = False
     """Whether what ``sample_mask`` leaves out is gone while training, and not frozen."""
+
+    def check_model(self, model: nn.Module, manifest: Manifest, example: torch.Tensor) -> None:
+        """Raise ManifestError where rounds would fail with ``model``, tried on ``example`` [N, ...] at publication."""
+        if self.narrow:
+            check_narrow(model, manifest, example)
 
     def train(self, job: Job) -> Trained:
         """Merge the payload, train under the assignment's mask, and say what to keep and to send."""
@@ -301,6 +311,16 @@ def evaluate_both(job: Job) -> Evaluated:
 
 class UnknownMethod(LookupError):
     """The federation uses a method that this installation does not have."""
+
+
+def methods_for_any_model() -> list[str]:
+    """The names of the installed methods that take any model."""
+    methods = {entry.name: entry.load() for entry in entry_points(group="sparrow.device_methods")}
+    return sorted(
+        name
+        for name, method in methods.items()
+        if not method.needs_coupling and method.check_model is DeviceMethod.check_model
+    )
 
 
 @cache  # methods keep no state, and looking through the installed packages takes 20 ms: a device-round of a fleet

@@ -25,6 +25,7 @@ from edge_sdk.protocol.masks import FULL_RATIO, NeuronDraw, NeuronMask, draw_neu
 class FedDrop(FedAvg):
     """FedAvg of narrow networks; a device keeps nothing between rounds but its notes for early stopping."""
 
+    needs_coupling = True
     narrow = True
 
     def train(self, job: Job) -> Trained:

@@ -46,6 +46,7 @@ class FedSPU(DeviceMethod):
     """Merge, masked local training, early stopping: a device that stops sends this round's values, keeps its personal
     model and is not drawn again."""
 
+    needs_coupling = True
     forward_stays = True
     mixes_global = True
 

@@ -43,6 +43,7 @@ from edge_sdk.training.modes import evaluating
 class HeteroFL(FedAvg):
     """FedAvg of networks of different widths, each a part of the next."""
 
+    needs_coupling = True
     narrow = True
 
     def train(self, job: Job) -> Trained:

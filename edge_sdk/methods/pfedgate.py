@@ -26,6 +26,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import nn
 
 from edge_sdk.methods import (
     BudgetTooSmall,
@@ -39,7 +40,7 @@ from edge_sdk.methods import (
 )
 from edge_sdk.protocol.blocks import BlockMask, Costs
 from edge_sdk.protocol.flops import block_flops
-from edge_sdk.protocol.manifest import Tensors
+from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import merge_in_place, pack, unpack_whole
 from edge_sdk.protocol.messages import Assignment, Kind
 from edge_sdk.training.gated import (
@@ -51,6 +52,7 @@ from edge_sdk.training.gated import (
     gate_tensors,
     load_gate,
 )
+from edge_sdk.training.gates import check_gated
 from edge_sdk.training.gating import GatingLayer, fitting_pool
 from edge_sdk.training.layer_seconds import block_nanoseconds
 from edge_sdk.training.local import LocalResult, derive_seed, evaluate, get_tensors, set_tensors, take_steps
@@ -66,6 +68,10 @@ class PFedGate(DeviceMethod):
     """A gate between rounds in ``own``, and θ as it was left and as it came."""
 
     picks_best = False  # the gate belongs to the newest θ
+
+    def check_model(self, model: nn.Module, manifest: Manifest, example: torch.Tensor) -> None:
+        """Raise CannotGate for a model that cannot be run block by block: torch.fx must be able to trace it."""
+        check_gated(model, example)
 
     def train(self, job: Job) -> Trained:
         """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed,

@@ -1,12 +1,15 @@
 """What a model computes, counted from its manifest: floating-point operations, two per multiplication with a weight.
 
-A layer with W weights that answers at P positions (output pixels of a convolution, 1 for a linear layer of one vector)
-costs, per sample,
+A layer with W weights that answers at P positions (output pixels of a convolution, steps of a recurrent layer, 1 for a
+linear layer of one vector) costs, per sample,
 
     2·P·W   forward,   2·P·W   for the gradient of its weights,   2·P·W   for that of its input,
 
 so a step costs three times the forward pass less one part of the first layer, whose input needs no gradient. Counted
-are linear layers and convolutions, depthwise ones too. What has no matrix of weights (biases, norms, activations,
+are linear layers, convolutions, depthwise and transposed ones too, recurrent layers, and the projections of attention
+(whose key and value are taken to be as long as its query). Not counted, because nobody knows its cost, is what a model
+does with parameters outside of torch's layers, and products of activations, such as attention's scores. What has no
+matrix of weights (biases, norms, activations,
 pooling, look-ups of an embedding, the optimiser) is left out, as papers on sparse training and
 ``torch.utils.flop_counter`` do: it is O(activations) or O(parameters), and these are O(activations x neurons).
 """
@@ -17,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.manifest import MULTIPLYING, Manifest
+from edge_sdk.protocol.manifest import COUNTED, Manifest
 from edge_sdk.protocol.masks import Mask, block_of
 
 
@@ -53,9 +56,7 @@ def growth_flops(manifest: Manifest, samples: int, mask: ElementMask) -> int:
 
 def block_flops(manifest: Manifest) -> NDArray[np.int64]:
     """FLOPs of one sample's forward pass that each block of the manifest stands for, [L]: 0 of biases and norms."""
-    positions = {
-        name: layer.positions for layer in manifest.layers if layer.kind in MULTIPLYING for name in layer.tensors
-    }
+    positions = {name: layer.positions for layer in manifest.layers if layer.kind in COUNTED for name in layer.tensors}
     matrices = {spec.name for spec in manifest.shared if len(spec.shape) > 1}
     return np.array(
         [
@@ -72,7 +73,7 @@ def _layer_flops(manifest: Manifest, mask: Mask | None) -> list[int]:
     specs = {spec.name: spec for spec in manifest.tensors}
     flops = []
     for layer in manifest.layers:
-        if layer.kind in MULTIPLYING:
+        if layer.kind in COUNTED:
             weights = [specs[name] for name in layer.tensors if len(specs[name].shape) > 1]
             flops.append(2 * layer.positions * sum(block_of(manifest, spec, mask).size for spec in weights))
     return flops

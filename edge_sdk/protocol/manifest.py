@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Literal
@@ -126,6 +127,12 @@ class TensorSpec(_Record):
 MULTIPLYING = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
 """Kinds of layers that multiply every input with a weight."""
 
+COUNTED = MULTIPLYING | {
+    *("rnn", "gru", "lstm", "rnncell", "grucell", "lstmcell", "multiheadattention"),
+    *("convtranspose1d", "convtranspose2d", "convtranspose3d"),
+}
+"""Kinds of layers that multiply each of their matrices once for every position: those whose FLOPs are known."""
+
 InputError = Literal["none", "active", "all"]
 
 
@@ -133,7 +140,7 @@ class Layer(_Record):
     """A layer with weights: what counting FLOPs, and training that skips what is frozen, need to know about it.
 
     ``positions`` is the number of output positions per sample (H*W of a convolution's output map, 1 for a linear
-    layer): one sample costs 2 * positions * active weights FLOPs forward.
+    layer, the steps of a recurrent one): one sample costs 2 * positions * active weights FLOPs forward.
 
     ``input_error`` says which part of the gradient with respect to the layer's input anything below it can use, where
     only weights between active neurons are trained. ``none``: the input is data. ``active``: the entries of active
@@ -155,6 +162,10 @@ class Manifest(_Record):
     pass that is published beside it. ``blocks`` cut tensors into runs of values, of which a method may use some
     (``blocks``): name -> sizes, for as many tensors as whoever published the model chose to cut; a federation whose
     method needs blocks has the rest added.
+
+    ``coupling`` False says that nobody looked for the neurons: then there are no groups, and every axis is complete.
+    ``aliases`` are the other names that the state dict has for tensors (tied weights): name -> that of the tensor. They
+    are no tensors of their own: nothing is sent, averaged or kept under them.
     """
 
     version: Literal[1] = 1
@@ -165,6 +176,8 @@ class Manifest(_Record):
     groups: tuple[NeuronGroup, ...] = ()
     layers: tuple[Layer, ...] = ()
     blocks: dict[Name, tuple[Size, ...]] = {}
+    coupling: bool = True
+    aliases: dict[Name, Name] = {}
     skeleton_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
 
     @model_validator(mode="after")
@@ -185,6 +198,11 @@ class Manifest(_Record):
             for name in layer.tensors:
                 if name not in names:
                     raise ValueError(f"layer {layer.name}: the manifest has no tensor {name!r}")
+        if self.groups and not self.coupling:
+            raise ValueError("the manifest names neuron groups and says that nobody looked for them; publish it again")
+        for alias, name in self.aliases.items():
+            if alias in names or name not in names:
+                raise ValueError(f"aliases: {alias!r} is to be another name of {name!r}; the manifest has no such pair")
         trainable = {tensor.name: tensor.size for tensor in self.shared if tensor.trainable}
         for name, blocks in self.blocks.items():
             if trainable.get(name) != sum(blocks):
@@ -221,9 +239,15 @@ class Manifest(_Record):
 
     @cached_property
     def maskable(self) -> tuple[TensorSpec, ...]:
-        """The tensors that a sparse method may prune: shared weights of linear layers and convolutions, in order."""
+        """The tensors that a sparse method may prune: shared weights of linear layers and convolutions, in order, but
+        those that something else uses, too."""
+        uses = Counter(name for layer in self.layers for name in layer.tensors)
         weights = {name for layer in self.layers if layer.kind in MULTIPLYING for name in layer.tensors}
-        return tuple(spec for spec in self.shared if spec.name in weights and spec.trainable and len(spec.shape) > 1)
+        return tuple(
+            spec
+            for spec in self.shared
+            if spec.name in weights and uses[spec.name] == 1 and spec.trainable and len(spec.shape) > 1
+        )
 
     @cached_property
     def block_table(self) -> BlockTable:

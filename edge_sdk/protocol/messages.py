@@ -192,7 +192,12 @@ class FederationSettings(_Request):
         default="fp32",
         description="Number format of values on the wire; int8: updates alone, as differences, and fp32 downwards",
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Decides initial weights, cohorts, masks and batches")
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="Decides initial weights (of own models: of `Seeded` ones), cohorts, masks, batches",
+    )
     finetune_epochs: int = Field(
         default=0,
         ge=0,

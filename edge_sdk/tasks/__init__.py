@@ -34,10 +34,11 @@ class Batches(Protocol):
 class Task:
     """A learning problem on one device.
 
-    loss: (outputs, targets) -> mean over the batch. train: what local training sees. validation: held out, read by the
-    early-stopping rule. test: held out, only for reports; where a user has none, ``validation`` serves for both, and
-    accuracies are then a little optimistic. classification: targets are class indices and outputs are scores
-    [batch, classes], so that accuracy means something. compute: how this device computes; ``on`` changes it.
+    model: with the weights that it holds, or ``Seeded``, with those of the federation's seed. loss: (outputs, targets)
+    -> mean over the batch. train: what local training sees. validation: held out, read by the early-stopping rule.
+    test: held out, only for reports; where a user has none, ``validation`` serves for both, and accuracies are then a
+    little optimistic. classification: targets are class indices and outputs are scores [batch, classes], so that
+    accuracy means something. compute: how this device computes; ``on`` changes it.
     """
 
     name: str
@@ -49,6 +50,22 @@ class Task:
     classification: bool = True
     compute: Compute = USUAL
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            what = getattr(self.model, "__name__", type(self.model).__name__)
+            raise TypeError(
+                f"model: {what} is not a torch.nn.Module; give a model, whose weights are kept, or Seeded({what}), "
+                f"whose weights the federation's seed decides"
+            )
+
+    def seeded(self, seed: int) -> Task:
+        """The same task, its model made where it is ``Seeded``."""
+        if not isinstance(self.model, Seeded):
+            return self
+        from edge_sdk.tasks.loading import build_seeded  # which makes tasks itself
+
+        return replace(self, model=build_seeded(self.model.build, seed))
+
     def on(self, compute: Compute) -> Task:
         """The same task, computed so: moves its model there, and gives this process the threads."""
         if compute.threads is not None:
@@ -59,6 +76,18 @@ class Task:
     def held_out(self) -> Batches:
         """The data that accuracy is reported on."""
         return self.validation if self.test is None else self.test
+
+
+class Seeded(nn.Module):
+    """A model that is yet to be made: ``build``, a class or function without arguments, makes it.
+
+    ``publish`` and ``join`` call it under the federation's seed, so that the same seed gives the same first weights, on
+    all devices also those that are never sent.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.build = build
 
 
 class TaskLoader(Protocol):
@@ -84,10 +113,10 @@ def load_task(name: str, data: str | None, *, device: str, seed: int, batch_size
     task, colon, model = name.partition(":")
     loader = _find_loader(task)
     if not colon:
-        return loader(data, device=device, seed=seed, batch_size=batch_size)
+        return loader(data, device=device, seed=seed, batch_size=batch_size).seeded(seed)
     if "model" not in signature(loader).parameters:
         raise UnknownTask(f"there is no task {name!r}: {task} has one model only; call it {task}")
-    return loader(data, device=device, seed=seed, batch_size=batch_size, model=model)
+    return loader(data, device=device, seed=seed, batch_size=batch_size, model=model).seeded(seed)
 
 
 @cache

@@ -30,14 +30,21 @@ from functools import partial
 from types import FunctionType
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
 from edge_sdk.protocol.blocks import BlockTable, Selection
+from edge_sdk.protocol.errors import ManifestError
+from edge_sdk.tracing import DefaultsTracer
 from edge_sdk.training import gates_layers
 from edge_sdk.training.gates_tensors import Batch, BlockedTensor, Vectors, Wanted, adapt
 from edge_sdk.training.gates_values import Partial, like
+
+
+class CannotGate(ManifestError):
+    """The model cannot be run under gates of its blocks."""
 
 
 class GatedModel:
@@ -97,6 +104,20 @@ class GatedModel:
         return self._runs[training].batch(inputs, batch)
 
 
+def check_gated(model: nn.Module, example: torch.Tensor) -> None:
+    """Raise CannotGate unless ``model`` answers ``example`` [N, ...] with all blocks on as by itself; it stays."""
+    model = copy.deepcopy(model).eval()
+    table = BlockTable({name: (parameter.numel(),) for name, parameter in model.named_parameters()})
+    try:
+        with torch.no_grad():
+            wanted = model(example)
+            found = GatedModel(model, table)(example, torch.ones(len(table.sizes)), np.ones(len(table.sizes), bool))
+    except Exception as error:  # the user's forward runs on stand-ins; what they cannot do may be any exception
+        raise CannotGate(f"the model cannot be run with some of its blocks alone ({error})") from error
+    if found.shape != wanted.shape or not torch.allclose(found, wanted, rtol=1e-3, atol=1e-4):
+        raise CannotGate("run block by block, the model answers something else")
+
+
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _EACH_MODULES = (
     *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid),
@@ -146,7 +167,7 @@ _TRACING = threading.Lock()
 """Held while a model is traced: what fx puts in place of every module's call, two tracers would not take back."""
 
 
-class _Tracer(fx.Tracer):
+class _Tracer(DefaultsTracer):
     """Traces what this thread calls. Models of other threads, devices that train beside it, run as they are."""
 
     def __init__(self) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,11 +29,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.protocol.manifest import Array, Manifest, TensorSpec
-from edge_sdk.protocol.masks import NeuronMask, neuron_block
-from edge_sdk.protocol.neurons import narrowed
+from edge_sdk.protocol.manifest import Array, Manifest, Tensors, TensorSpec
+from edge_sdk.protocol.masks import NeuronMask, merge_in_place, neuron_block, pack
+from edge_sdk.protocol.neurons import first_neurons, narrowed
 from edge_sdk.training.gradients import Batch
-from edge_sdk.training.local import device_of
+from edge_sdk.training.local import device_of, get_tensors, set_tensors
 from edge_sdk.training.modes import evaluating
 
 _CLOSE = 1e-3
@@ -167,13 +168,27 @@ class _LayerNorm(nn.LayerNorm):
         return narrow if self.bias is None else narrow + self.bias
 
 
+def check_narrow(model: nn.Module, manifest: Manifest, example: torch.Tensor) -> None:
+    """Raise CannotNarrow unless ``model`` runs on ``example`` [N, ...] with half of its neurons; it stays as it is."""
+    mask = first_neurons(manifest, 0.5)
+    tensors: Tensors = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in manifest.shared}
+    merge_in_place(manifest, tensors, pack(manifest, get_tensors(model, manifest), mask), mask)
+    whole = copy.deepcopy(model)
+    set_tensors(whole, tensors)
+    Narrow(whole, manifest, mask, [(example, example)])
+
+
 def _compare(whole: nn.Module, narrow: nn.Module, samples: torch.Tensor) -> None:
-    with evaluating(whole), evaluating(narrow), torch.inference_mode():
+    running: list[str] = []  # the layer that fails is the last that has begun
+    with evaluating(whole), evaluating(narrow), torch.inference_mode(), ExitStack() as hooks:
         wanted = whole(samples)
+        for path, module in narrow.named_modules():
+            hook = module.register_forward_pre_hook(lambda module, inputs, path=path: running.append(path))
+            hooks.callback(hook.remove)
         try:
             found = narrow(samples)
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
-            raise _refusal(f"without the dropped neurons it fails ({error})") from None
+            raise _refusal(f"without the dropped neurons {running[-1] or 'forward'} fails ({error})") from None
     if found.shape != wanted.shape:
         raise _refusal(f"without the dropped neurons it answers {tuple(found.shape)}, not {tuple(wanted.shape)}")
     if not torch.allclose(found, wanted, rtol=0.0, atol=_CLOSE * float(wanted.abs().max())):
