@@ -1,4 +1,4 @@
-"""``make demo-seeds``: the demo over five seeds, and with the paper's patience, as docs/results/demo.md and demo.jsonl.
+"""``make demo-seeds``: the demo over five seeds, and with the paper's stop rule: docs/results/demo.md, demo.jsonl.
 
 A seed decides the initial weights, the split of the data, the masks and the order of batches. Personal and local-only
 models are compared on the same device's held-out data, so differences are paired. Devices of one seed share a global
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from benchmarks import demo
 
 SEEDS = range(5)
-PATIENCES = (demo.PATIENCE, 1)
+RULES = ("validation", "paper")
 RESULTS = Path("docs/results")
 
 
@@ -44,7 +44,7 @@ def page(reports: list[dict[str, Any]]) -> str:
         f"FedSPU with early stopping on scikit-learn's digits: {len(demo.BUDGETS)} devices with budgets "
         f"{', '.join(map(str, demo.BUDGETS))}, Dirichlet({demo.ALPHA}), at most {settings['rounds']} rounds, "
         f"{settings['local_epochs']} local epochs, batch {settings['batch_size']}, learning rate "
-        f"{settings['learning_rate']}, patience {settings['patience']}; {reports[0]['parameters']:,} parameters. "
+        f"{settings['learning_rate']}, everything else by default; {reports[0]['parameters']:,} parameters. "
         "Coordinator and devices are separate processes that talk HTTP. Accuracies are on each device's own held-out "
         "samples (30 % of its data, seen neither in training nor by the stop rule).",
         "",
@@ -68,7 +68,10 @@ def page(reports: list[dict[str, Any]]) -> str:
     sizes = [row["held_out"] for report in reports for row in report["devices"]]
     held = (min(sizes), max(sizes))
     lines += ["", "Paired differences over devices, in points, with the 95 % interval over the seeds' means:", ""]
-    for other, words in (("local_only", "local-only, as many local steps"), ("global", "the global model")):
+    for other, words in (
+        ("local_only", "local-only, as many local steps and the best of its rounds"),
+        ("global", "the global model"),
+    ):
         mean_difference, low, high, below = paired(reports, other)
         lines.append(
             f"- personal minus {words}: **{mean_difference:+.1f}** ({low:+.1f} to {high:+.1f}); "
@@ -77,8 +80,8 @@ def page(reports: list[dict[str, Any]]) -> str:
     lines += [
         "",
         "By budget, means over the seeds; bytes are those of training, both ways, as a share of sending the whole "
-        "model both ways in every round that the device took part in (the first download is always whole). Judging is "
-        "counted apart: every second round each device downloads the whole global model and evaluates it.",
+        "model both ways in every round that the device took part in (the first download is always whole). Evaluation "
+        "is counted apart: for its curve the demo has each device download the global model every second round.",
         "",
         "| budget | rounds | local-only | global | personal | bytes of whole |",
         "|---|---|---|---|---|---|",
@@ -100,22 +103,22 @@ def page(reports: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def patience_section(by_patience: dict[int, list[dict[str, Any]]]) -> str:
-    """What patience costs and gains, the same five seeds each."""
+def stopping_section(by_rule: dict[str, list[dict[str, Any]]]) -> str:
+    """What the stop rules cost and gain, the same five seeds each."""
     lines = [
         "",
-        "## Patience",
+        "## Early stopping",
         "",
-        "The paper stops a device at the first increase of its loss (patience 1). The same five seeds:",
+        "`early_stopping=paper` stops a device at the first increase of its stop-rule loss. The same five seeds:",
         "",
-        "| patience | rounds of a device, mean | stopped early | personal | minus local-only (95 %) | below zero |",
+        "| rule | rounds of a device, mean | stopped early | personal | minus local-only (95 %) | below zero |",
         "|---|---|---|---|---|---|",
     ]
-    for patience, reports in sorted(by_patience.items()):
+    for rule, reports in by_rule.items():
         rows = [row for report in reports for row in report["devices"]]
         difference, low, high, below = paired(reports, "local_only")
         lines.append(
-            f"| {patience} | {np.mean([row['rounds'] for row in rows]):.1f} | "
+            f"| {rule} | {np.mean([row['rounds'] for row in rows]):.1f} | "
             f"{sum(row['stopped_round'] is not None for row in rows)} of {len(rows)} | "
             f"{np.mean([row['accuracy_personal'] for row in rows]):.1%} | "
             f"{difference:+.1f} ({low:+.1f} to {high:+.1f}) | {below} |"
@@ -126,16 +129,16 @@ def patience_section(by_patience: dict[int, list[dict[str, Any]]]) -> str:
 
 def main() -> int:
     """Run all seeds and write the page."""
-    runs = tqdm([(patience, seed) for patience in PATIENCES for seed in SEEDS], desc="federations", unit="federation")
-    by_patience: dict[int, list[dict[str, Any]]] = {patience: [] for patience in PATIENCES}
-    for patience, seed in runs:
+    runs = tqdm([(rule, seed) for rule in RULES for seed in SEEDS], desc="federations", unit="federation")
+    by_rule: dict[str, list[dict[str, Any]]] = {rule: [] for rule in RULES}
+    for rule, seed in runs:
         folder = Path(f"runs/demo-seed-{seed}")
         with demo.fresh(folder) as server:
-            by_patience[patience].append(demo.run(folder, server, seed, patience))
+            by_rule[rule].append(demo.run(folder, server, seed, early_stopping=rule))
     RESULTS.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(report) for reports in by_patience.values() for report in reports]
+    lines = [json.dumps(report) for reports in by_rule.values() for report in reports]
     (RESULTS / "demo.jsonl").write_text("\n".join(lines) + "\n")
-    text = page(by_patience[demo.PATIENCE]) + patience_section(by_patience)
+    text = page(by_rule["validation"]) + stopping_section(by_rule)
     (RESULTS / "demo.md").write_text(text)
     print(text)
     return 0
