@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from command_line.nearest import nearest
+from edge_sdk.errors import SdkError
 from edge_sdk.protocol.bundle import Bundle
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.flops import training_flops
@@ -309,8 +310,8 @@ def evaluate_both(job: Job) -> Evaluated:
     return Evaluated(personal, global_model, validation)
 
 
-class UnknownMethod(LookupError):
-    """The federation uses a method that this installation does not have."""
+class UnknownMethod(SdkError):
+    """This installation does not have the method."""
 
 
 def methods_for_any_model() -> list[str]:
@@ -329,8 +330,8 @@ def load_method(name: str) -> DeviceMethod:
     found = {entry.name: entry for entry in entry_points(group="sparrow.device_methods")}
     if name not in found:
         raise UnknownMethod(
-            f"the federation uses the method {name!r}{nearest(name, found)}; installed are "
-            f"{', '.join(sorted(found))}; update this SDK, or install the package that provides it"
+            f"method: {name!r} is not installed here{nearest(name, found)}; there are {', '.join(sorted(found))}; "
+            f"update this SDK, or install the package that provides it"
         )
     method: DeviceMethod = found[name].load()()
     return method

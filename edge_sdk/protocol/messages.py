@@ -32,6 +32,17 @@ class Answer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+class Moved(_Request):
+    """Bytes of HTTP bodies, repetitions included."""
+
+    bytes_down: Count = 0
+    bytes_up: Count = 0
+
+    def plus(self, down: int, up: int) -> Moved:
+        """Return the sum with so many more."""
+        return Moved(bytes_down=self.bytes_down + down, bytes_up=self.bytes_up + up)
+
+
 # --- a federation's settings -------------------------------------------------------------------------------------
 
 
@@ -331,7 +342,9 @@ class FederationInfo(Answer):
     model_sha256: str
     privacy: PrivacySpent | None = Field(default=None, description="Where the federation has a noise_multiplier")
     parameters: int
-    published_bytes: int = Field(description="Bytes of the publication: weights, manifest and skeleton; 0: built in")
+    published_bytes: int = Field(
+        default=0, description="Bytes of the publication: weights, manifest and skeleton; 0: built in"
+    )
     manifest_digest: str
     global_model_usable: bool
     settings: FederationSettings
@@ -464,7 +477,7 @@ class DeviceInfo(Answer):
         default=None, description="What keeps its budget from being larger, where the device chose it"
     )
     profile: DeviceProfile
-    everything: Moved = Field(description="Bodies of all its calls so far, as it counted them")
+    everything: Moved = Field(default=Moved(), description="Bodies of all its calls so far, as it counted them")
     enrolled_at: str
     seen_at: str = Field(description="Last sign of life, to about 15 seconds")
 
@@ -577,17 +590,6 @@ class Telemetry(_Request):
 
     download: Phase = Phase()
     train: Phase = Phase()
-
-
-class Moved(_Request):
-    """Bytes of HTTP bodies, repetitions included."""
-
-    bytes_down: Count = 0
-    bytes_up: Count = 0
-
-    def plus(self, down: int, up: int) -> Moved:
-        """Return the sum with so many more."""
-        return Moved(bytes_down=self.bytes_down + down, bytes_up=self.bytes_up + up)
 
 
 class UploadCost(_Request):

@@ -22,6 +22,9 @@ from edge_sdk.session import Outcome
 
 DIGITS = load_builtin("digits").manifest
 
+SOON = {"early_stopping": "validation", "min_participations": 1, "min_improvement": 0.99}
+"""Whatever a loss does, it has not improved enough."""
+
 
 def same(one, other):
     return all(np.array_equal(one[name], other[name]) for name in one)
@@ -104,7 +107,7 @@ def test_fedprox_without_weight_is_fedavg_and_with_it_stays_nearer(house, new_ho
 
 
 def test_a_device_that_stops_gets_the_last_model_too(house):
-    house.create("fedavg", rounds=4, early_stopping="paper", min_improvement=1e6, patience=1)
+    house.create("fedavg", rounds=4, **SOON, patience=1)
     sessions = [house.open(name) for name in "ab"]
     worked = house.play(*sessions)
     assert (house.info().reason, house.info().round) == ("all_stopped", 2)
@@ -137,7 +140,7 @@ def test_a_federation_of_small_budgets_says_what_it_waits_for(house):
 
 
 def test_small_budgets_do_not_keep_a_federation_open_whose_others_have_stopped(house):
-    house.create("fedavg", rounds=9, early_stopping="paper", min_improvement=1e6, patience=1)
+    house.create("fedavg", rounds=9, **SOON, patience=1)
     house.play(house.open("a", budget=0.5), house.open("b"))
     assert (house.info().status, house.info().reason, house.info().round) == ("finished", "all_stopped", 2)
 
@@ -288,7 +291,7 @@ def test_local_models_are_not_moved_by_others(house, new_house):
 
 
 def test_local_training_stops_early_and_ends_when_all_have(house):
-    house.create("local", rounds=9, early_stopping="paper", min_improvement=1e6, patience=2)
+    house.create("local", rounds=9, **SOON, patience=2)
     sessions = [house.open(name) for name in "ab"]
     house.play(*sessions)
     assert (house.info().reason, house.info().round) == ("all_stopped", 3)

@@ -139,7 +139,7 @@ def test_methods_of_a_plain_mean_may(small, name):
 def test_without_an_accountant_nothing_is_promised(small, monkeypatch):
     epsilon.cache_clear()
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(BadContent, match=r"install sparrow-fl\[privacy\]"):
+    with pytest.raises(BadContent, match=r"pip install 'sparrow-fl\[privacy\]'"):
         check_privacy(load_method("fedspu"), without_norm(small), completed(FederationSettings(**PRIVATE)))
 
 

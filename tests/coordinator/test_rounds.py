@@ -354,7 +354,7 @@ def test_v5_pool_stopped_devices_are_never_drawn_again_and_the_last_one_ends_the
 
 
 def test_evaluation_is_asked_of_all_who_are_there_stopped_or_not(house, answer):
-    house.create(rounds=4, evaluation_interval=2)
+    house.create(rounds=4, evaluation_interval=2, global_evaluation_interval=2)
     devices = a, b, c = house.enrol("a", "b", "c")
     house.rounds.advance()
     answer(a, stopped=True)

@@ -16,7 +16,7 @@ from coordinator.methods import load_method as coordinator_half
 from coordinator.settings import Settings
 from edge_sdk import inprocess
 from edge_sdk.describing import describe_for, describe_whole
-from edge_sdk.errors import Refused
+from edge_sdk.errors import BadArgument
 from edge_sdk.join import join
 from edge_sdk.methods import load_method
 from edge_sdk.predict import Predictor
@@ -105,7 +105,7 @@ def client(tmp_path):
 
 def play(client, folder, task, **settings):
     """A federation of one device, two rounds; what ``join`` returns."""
-    settings = {"rounds": 2, "min_devices": 1, "cohort": 1, "finetune_epochs": 1, "early_stopping": False, **settings}
+    settings = {"rounds": 2, "min_devices": 1, "cohort": 1, "finetune_epochs": 1, "early_stopping": "off", **settings}
     publish(inprocess.ADDRESS, "own", task, client=client, **settings)
     return join(
         inprocess.ADDRESS,
@@ -275,7 +275,7 @@ def test_default_arguments_of_forward_are_traced():
 def test_the_coordinator_wants_coupling_for_methods_that_need_it(client, monkeypatch):
     monkeypatch.setattr(type(load_method("fjord")), "needs_coupling", False)
     monkeypatch.setattr(type(load_method("fjord")), "narrow", False)
-    with pytest.raises(Refused, match="fjord trains some neurons of each layer, and this manifest does not say"):
+    with pytest.raises(BadArgument, match="fjord trains some neurons of each layer, and this manifest does not say"):
         publish(inprocess.ADDRESS, "own", task_of(nn.Sequential(nn.Linear(4, 3)), torch.randn(20, 4)),
                 client=client, method="fjord")  # fmt: skip
 

@@ -533,7 +533,7 @@ def trimmed(device):
 
 @pytest.mark.parametrize("stage", ["masks", "global", "personal"])
 def test_nobody_stops_early_and_misses_the_last_stage(stage):
-    device = Device(early_stopping="paper", patience=1, min_improvement=1e9)
+    device = Device(early_stopping="validation", min_participations=1, patience=1, min_improvement=0.99)
     for _ in range(3):
         trained = device.play(stage)
-        assert (trained.stopped, trained.stop_loss, trained.validation_loss) == (False, None, None)
+        assert (trained.stopped, trained.stop_loss, trained.validation) == (False, None, None)

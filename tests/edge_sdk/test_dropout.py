@@ -170,12 +170,12 @@ def test_another_part_is_refused(manifest, method):
 @pytest.mark.parametrize("method", EVERY)
 def test_early_stopping_judges_the_narrow_network(manifest, method):
     trained = load_method(method).train(job_of(manifest, early_stopping="paper", stop_weight=0.0))
-    assert trained.stop_loss == trained.validation_loss
+    assert trained.stop_loss == trained.validation.loss
     assert trained.state.memory == {"last_loss": trained.stop_loss, "increases": 0}
     if method in PERSONAL:
         job = job_of(manifest, kind="evaluate", state=trained.state)
         found = load_method(method).evaluate(job)
-        assert found.personal.loss == pytest.approx(trained.validation_loss, rel=1e-4)
+        assert found.personal.loss == pytest.approx(trained.validation.loss, rel=1e-4)
         assert found.global_model is not None
 
 

@@ -156,7 +156,7 @@ def test_a_device_below_pfedgate_s_least_budget_is_told_and_adapts_a_model_worth
         method="pfedgate",
         method_settings={"smallest_budget": 0.5},
         rounds=8,
-        early_stopping=False,
+        early_stopping="off",
     )
     with caplog.at_level(logging.WARNING, "edge_sdk.session"):
         *_, least, less = together(client, tmp_path, "default", [0.5, 0.5, 0.1, 0.2])

@@ -137,8 +137,8 @@ class HardCoded(nn.Module):
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("view", r"it (fails|answers \(1, 2\), not \(2, 2\)).*x\.flatten\(1\), not x\.view\(-1, 320\)"),
-        ("size", "it fails .*let its code take sizes from its tensors"),
+        ("view", r"(fc fails|it answers \(1, 2\), not \(2, 2\)).*x\.flatten\(1\), not x\.view\(-1, 320\)"),
+        ("size", "conv fails .*let its code take sizes from its tensors"),
         ("softmax", "it answers something else .*mix neurons in its layers alone.*fedspu"),
     ],
 )

@@ -155,7 +155,7 @@ def test_a_method_that_trains_the_whole_model_says_so(capsys):
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["--task", "mnits"], Exit.NOT_FOUND, "the federation's task is 'mnits', built in are"),
+        (["--task", "mnits"], Exit.NOT_FOUND, "there is no task 'mnits' here (did you mean mnist?)"),
         (["--task", "mnist:large"], Exit.NOT_FOUND, "large"),
         (["--method", "fedsup"], Exit.NOT_FOUND, "fedsup"),
         (["--data", "nowhere.npz"], Exit.NOT_FOUND, "nowhere.npz"),

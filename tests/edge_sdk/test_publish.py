@@ -12,8 +12,9 @@ from torch import nn
 from coordinator.main import create_app
 from coordinator.settings import Settings
 from edge_sdk import inprocess
-from edge_sdk.errors import BadArgument, NotInstalled, Refused
+from edge_sdk.errors import BadArgument, Refused
 from edge_sdk.join import join
+from edge_sdk.methods import UnknownMethod
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 
@@ -159,7 +160,7 @@ def test_of_two_that_publish_at_once_the_second_is_given_the_first_ones(client, 
     ],
 )
 def test_a_wrong_setting_names_the_nearest_one_or_what_can_work(client, two_layers, wrong, said):
-    with pytest.raises((BadArgument, NotInstalled), match=said):
+    with pytest.raises((BadArgument, UnknownMethod), match=said):
         publish(inprocess.ADDRESS, "cut", two_layers, client=client, **wrong)
 
 
