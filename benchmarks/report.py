@@ -22,6 +22,7 @@ from benchmarks.experiment import DEFAULT, Experiment, MethodRun, Options, Trial
 from benchmarks.metrics import Accuracy, Point, Shifted, accuracy_over, best_within, rounds_to
 from benchmarks.rows import DeviceResult, Recorded
 from command_line.table import table
+from edge_sdk.protocol.messages import FederationSettings
 
 RESAMPLES = 10_000
 STOP_RULE = {"early_stopping", "patience", "min_participations", "min_improvement", "stop_weight"}
@@ -192,7 +193,12 @@ def savings(group: Group) -> list[Saving]:
 def _differ_in_stopping(stopping: Trial, whole: Trial) -> bool:
     rest = [{key: value for key, value in each.settings.items() if key not in STOP_RULE} for each in (stopping, whole)]
     same = (stopping.method, stopping.budgets, rest[0]) == (whole.method, whole.budgets, rest[1])
-    return same and stopping.settings["early_stopping"] != "off" and whole.settings["early_stopping"] == "off"
+    return same and _stops(stopping) and not _stops(whole)
+
+
+def _stops(trial: Trial) -> bool:
+    """Whether the trial's devices stop early; what is not said is as published."""
+    return bool(trial.settings.get("early_stopping", FederationSettings().early_stopping) != "off")
 
 
 # --- figures of a trial ------------------------------------------------------------------------------------------
@@ -769,11 +775,7 @@ def _for_each(found: Sequence[Group], table: Callable[[Group], list[str]]) -> li
 
 def _stopping(group: Group) -> Group:
     """The labels with early stopping, of a group."""
-    on = {
-        label: done
-        for label, done in group.trials.items()
-        if any(trial.trial.settings["early_stopping"] != "off" for trial in done)
-    }
+    on = {label: done for label, done in group.trials.items() if any(_stops(trial.trial) for trial in done)}
     return Group(group.title, on)
 
 

@@ -18,6 +18,7 @@ from edge_sdk.join import Result, join
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import Arrays, classification
+from edge_sdk.tasks.models import mnist_leaf
 
 from .conftest import Coordinator, Machine
 from .proxy import Exchange, Proxy
@@ -196,6 +197,43 @@ def test_the_devices_say_what_the_proxies_saw(traffic):
         updates = [exchange for exchange in training if exchange.method == "PUT"]
         assert result.training.bytes_down == payloads + sum(exchange.down for exchange in updates)
         assert result.training.bytes_up == sum(exchange.up for exchange in updates)
+
+
+@pytest.mark.slow
+def test_with_default_settings_a_device_moves_little_more_than_its_training_and_two_models(coordinator, tmp_path):
+    """LEAF's network at a budget of 0.2 over 20 rounds: a round is some 4 % of the model both ways."""
+    inputs, targets = torch.rand(40, 1, 28, 28), torch.arange(40) % 10
+    parts = [Arrays(inputs[part::4], targets[part::4]) for part in range(3)]
+    leaf = classification("leaf", mnist_leaf(), *parts, batch_size=10)
+    # Labels at random are learned by nobody: its rule would stop the device.
+    publish(coordinator.url, "leaf", leaf, rounds=20, min_devices=1, local_steps=1, min_participations=30)
+    between = Proxy(coordinator.port)
+    try:
+        result = join(
+            between.url,
+            leaf,
+            federation="leaf",
+            name="pi",
+            state_dir=tmp_path / "pi",
+            budget=0.2,
+            export=tmp_path / "leaf.onnx",
+            patience_seconds=30,
+            quiet=True,
+        )
+    finally:
+        between.close()
+    assert result.rounds == 20
+    whole = 4 * sum(parameter.numel() for parameter in leaf.model.parameters())
+    down, up = (sum(getattr(exchange, way) for exchange in between.exchanges) for way in ("down", "up"))
+    training = result.training.bytes_down + result.training.bytes_up
+    print(f"training {training:,}, everything {down + up:,}, the model {whole:,}")
+    assert training < 4 * whole
+    assert down + up <= 1.25 * training + 2 * whole
+    assert down + up <= training + 1.05 * whole, "the finished model, and little else"
+    assert result.everything.bytes_up == up
+    assert abs(result.everything.bytes_down - down) <= 2048, "but for answers of polls that were not finished"
+    (device,) = coordinator.get("/v1/federations/leaf/devices").json()
+    assert device["everything"]["bytes_down"] <= result.everything.bytes_down
 
 
 def test_a_broken_download_goes_on_where_it_broke(coordinator, tmp_path):
