@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import onnxruntime
@@ -114,6 +115,7 @@ def test_a_stopped_device_keeps_its_best_model_and_says_that_it_stopped(client, 
     result = take_part(client, tmp_path, rounds=40, early_stopping="validation", min_participations=8, patience=3)
     best = 1 + int(np.argmin([abs(each - 3) for each in outputs(40)]))
     assert result.stopped_round is not None
+    assert f"training stopped early in round {result.stopped_round}" in capsys.readouterr().err, "though it is quiet"
     assert best < result.stopped_round < 40
     assert result.best_round == best
     assert answer(result.export.path) == pytest.approx(outputs(40)[best - 1], abs=1e-4)
@@ -183,3 +185,39 @@ def test_a_best_model_that_is_damaged_is_refused_by_name(client, tmp_path):
             folder.best(state.Manifest.model_validate(json.loads(manifest.content)))
     finally:
         folder.close()
+
+
+def test_a_mixture_with_the_finished_global_model_is_kept_where_it_is_better(client, tmp_path):
+    """Of two devices one wants 0 and one wants 6, both by their validation data: the global model lies between."""
+    wanted = {"low": 0.0, "high": 6.0}
+    settings = {**FLAT, "min_devices": 2, "cohort": 2, "rounds": 4, "local_steps": 40, "learning_rate": 0.02}
+    settings["method_settings"] = {"proximal_weight": 0.001}
+
+    def of(name):
+        def data(target):
+            return [(torch.ones(1, 1), torch.full((1, 1), target))]
+
+        middle = 0.75 * wanted[name] + 0.25 * 3.0
+        return Task("one", Constant(3.0), nn.MSELoss(), data(wanted[name]), data(middle), classification=False)
+
+    publish("http://in-process", "one", of("low"), client=client, method="ditto", **settings)
+
+    def take_part(name):
+        return join(
+            "http://in-process",
+            of(name),
+            federation="one",
+            name=name,
+            budget=1.0,
+            state_dir=tmp_path / name,
+            export=tmp_path / f"{name}.onnx",
+            client=client,
+            quiet=True,
+        )
+
+    with ThreadPoolExecutor() as pool:
+        results = dict(zip(wanted, pool.map(take_part, wanted), strict=True))
+    for name, result in results.items():
+        assert result.global_share == 0.25
+        assert answer(result.export.path) == pytest.approx(0.75 * wanted[name] + 0.25 * 3.0, abs=0.3)
+        assert state.personal.read((tmp_path / name / "best.safetensors").read_bytes()).best
