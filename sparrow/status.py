@@ -70,10 +70,10 @@ def as_text(status: Status) -> str:
     parts += [_awaited(name, work) for name, work in status.open_work.items()]
     if status.rounds:
         parts.append(_rounds(status.rounds))
-    if status.devices:
-        parts.append(_devices(status.devices))
     if status.rounds and status.devices:
         parts.append(_moved(status.federations[0], status.rounds, status.devices))
+    if status.devices:
+        parts.append(_devices(status.devices))
     return "\n\n".join(parts)
 
 

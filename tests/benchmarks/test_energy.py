@@ -26,7 +26,7 @@ def recorded(label, *, flops, traffic, accuracy, stops=False, rounds=10, boards=
         new=0,
         boards=boards,
         budgets=(0.5, 1.0),
-        settings={"early_stopping": stops},
+        settings={"early_stopping": "paper" if stops else "off"},
     )
     judged = Accuracy(devices=2, mean=accuracy, weighted=accuracy, std=0.0, bottom_decile=accuracy)
     point = Point(

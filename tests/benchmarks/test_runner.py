@@ -367,7 +367,7 @@ def test_an_unknown_experiment_is_told_with_those_there_are(name, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(rf"there is no experiment '{name}'; there are .*fedspu-cifar10.*, or give a .toml file$", line)
     assert main(["report", "fedspu-cifar11"]) == Exit.NOT_FOUND
-    assert "is 'fedspu-cifar10' meant?" in capsys.readouterr().err
+    assert "did you mean fedspu-cifar10?" in capsys.readouterr().err
 
 
 def test_what_is_not_there_is_told(file, tmp_path, capsys):

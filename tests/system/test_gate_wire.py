@@ -89,11 +89,11 @@ def played(coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory) -
     everything = Played(manifest, proxies)
     save = StateFolder.save
 
-    def watched(self, manifest, personal, progress, own=None, feedback=None):  # type: ignore[no-untyped-def]
+    def watched(self, manifest, personal, progress, own=None, feedback=None, **more):  # type: ignore[no-untyped-def]
         if personal is not None and own:
             copied = [{name: np.array(tensor) for name, tensor in tensors.items()} for tensors in (personal, own)]
             everything.kept.setdefault(self.path.name, []).append((copied[0], copied[1]))
-        save(self, manifest, personal, progress, own, feedback)
+        save(self, manifest, personal, progress, own, feedback, **more)
 
     def take_part(name: str) -> None:
         budget = DEVICES.get(name, 0.5)

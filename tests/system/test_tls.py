@@ -130,7 +130,7 @@ def test_files_that_cannot_be_used_are_named(files, tmp_path):
 def test_every_command_takes_the_certificates(mutual, files, tmp_path, capsys):
     where = ["--server", mutual, "--ca", str(files.ca)]
     own = ["--client-cert", str(files.device[0]), "--client-key", str(files.device[1])]
-    settings = ["--rounds", "1", "--min-devices", "2", "--local-steps", "1", "--early-stopping", "false"]
+    settings = ["--rounds", "1", "--min-devices", "2", "--local-steps", "1", "--early-stopping", "off"]
     assert publish.main([*where, *own, "--name", "night", *settings]) == 0
     many = ["--devices", "2", "--processes", "1", "--memory", "--quiet", "--accelerator", "cpu"]
     assert fleet.main([*where, *own, "--federation", "night", *many]) == 0
