@@ -61,6 +61,9 @@ def compared(
             f"--partition {partition}: each device has a file of its own and nothing is dealt; leave it out"
         )
     rule, options = _partition(partition or usual)
+    decided = {"seed": "--seeds", "method": "--methods", "finetune_epochs": "--methods NAME+ft"}
+    for name in sorted({*(settings or {})} & {*decided}):
+        raise WrongUsage(f"--set {name}: that is what {decided[name]} says; leave it out")
     given = read_settings({**({} if rounds is None else {"rounds": rounds}), **(settings or {})}, "--set ")
     try:
         common = given.model_dump(mode="json", include=set(settings or {}))

@@ -71,7 +71,6 @@ FOLDER = Path(__file__).parent / "experiments"
 AS_IN_PAPERS: dict[str, Any] = {
     "early_stopping": "off",
     "personal_model": "last",
-    "global_evaluation_devices": 1_000_000,
 }
 """Settings of an experiment unless its file says otherwise: every device trains to the last round, and its last
 model is judged beside the global one."""
@@ -336,7 +335,9 @@ def tuning_trials(
 def _trial(
     experiment: Experiment, name: str, run: MethodRun, axes: dict[str, Value], seed: int, settings: dict[str, Any]
 ) -> Trial:
-    complete = {"min_devices": experiment.devices, "deadline_seconds": 86400.0, **settings}
+    # Means are over all devices, the global model's too.
+    always = {"min_devices": experiment.devices, "global_evaluation_devices": experiment.devices + experiment.new}
+    complete = {**always, "deadline_seconds": 86400.0, **settings}
     if not experiment.as_published:  # a method is judged by both models at every evaluation, by everybody
         every = complete.get("evaluation_interval", FederationSettings().evaluation_interval)
         complete = {**AS_IN_PAPERS, "global_evaluation_interval": every, **complete}

@@ -46,7 +46,9 @@ def ask_for_evaluation(
     asked = [device for device in present if device.name in sample or (method.personal_models and device.holds_model)]
     for position, device in enumerate(asked):
         whole = device.name in sample
-        db.add(assign(federation, device, Kind.evaluate, federation.round, position, now, whole=whole))
+        assignment = assign(federation, device, Kind.evaluate, federation.round, position, now, whole=whole)
+        assignment.plan = {"finished": True} if last else None
+        db.add(assignment)
     return bool(asked)
 
 

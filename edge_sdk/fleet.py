@@ -141,7 +141,7 @@ class Result:
 
     def add(self, stepped: Stepped, now: float) -> None:
         """Count one step."""
-        if stepped.failed is not None:
+        if stepped.failed is not None and stepped.kind is not Kind.evaluate:
             self.failed += 1
         elif stepped.kind in (Kind.train, Kind.personalise):
             self.device_rounds += 1

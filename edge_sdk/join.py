@@ -37,7 +37,7 @@ from devices.conditions import Conditions, ConditionsReader
 from devices.system import System
 from edge_sdk import arguments as read
 from edge_sdk.budget import Choice, read_learned
-from edge_sdk.errors import BadArgument, NothingTrained, SdkError
+from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError
 from edge_sdk.exporting import Export, NotTheSame, export_personal
 from edge_sdk.policy import Policy, policy_here, read_policy
 from edge_sdk.preparing import Preparation, check_budget
@@ -183,10 +183,16 @@ def join(
             )
             bar.start(session)
             _say_budget(session.choice, bar)
+            with suppress(SdkError):  # so that the personal model can be exported later, away from the coordinator
+                session.skeleton()
             try:
                 _run(session, bar, lambda: _export(session, name, export))
                 if session.personal is None:
                     raise _nothing_trained(session, name)
+            except FederationDeleted:
+                if (exported := _export(session, name, export)) is not None:
+                    bar.say(f"the personal model is {exported.path}")
+                raise
             except SdkError:
                 raise
             except KeyboardInterrupt:
@@ -198,8 +204,6 @@ def join(
                 session.leave(f"{type(error).__name__}: {error}")
                 raise
             exported = _export(session, name, export)
-            with suppress(SdkError):  # so that the personal model can be exported later, away from the coordinator
-                session.skeleton()
             result = _result(session, name, exported)
             for text in result.warnings:
                 bar.say(text)
@@ -439,7 +443,7 @@ def report(result: Result, energy: str) -> str:
     lines = [
         f"{result.name}: {result.rounds} rounds, {result.steps} local steps"
         + (f", stopped early in round {result.stopped_round}" if result.stopped_round else "")
-        + (f", best in round {result.best_round}" if result.best_round else "")
+        + (f", best in round {result.best_round}" if result.best_round and not result.adapted else "")
         + (f" with {result.global_share:g} of the global model" if result.global_share else "")
         + (", adapted the finished global model" if result.adapted else ""),
         f"  accuracy, held-out data    {_percent(result.accuracy_before)} before, "

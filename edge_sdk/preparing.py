@@ -151,11 +151,11 @@ class Preparation:
 
 
 def check_budget(budget: object) -> None:
-    """Raise BadArgument unless ``budget`` is a share of a full training step."""
+    """Raise BadArgument unless ``budget`` is a number above 0 and up to 1."""
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
         raise BadArgument(
-            f"budget={budget!r} cannot work; give a number above 0 and up to 1, the share of a full training step that "
-            f"this device can afford, or None to have it find out"
+            f"budget={budget!r} cannot work; give a number above 0 and up to 1, the share of each layer's neurons that "
+            f"this device trains, or None to have it find out what it can afford"
         )
 
 

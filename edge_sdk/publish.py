@@ -111,13 +111,13 @@ def publish(
     try:
         transport = Transport(own, patience_seconds=patience_seconds)
         transport.token = admin_token or token_of("admin", "enrolment", "observer")
-        if exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
-            return info
-        if isinstance(task, str) or manifest is None:
-            body, media_type = request.model_dump_json().encode(), "application/json"
-        else:
-            body, media_type = _checkpoint(request, task, example, manifest), checkpoint.MEDIA_TYPE
         try:
+            if exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
+                return info
+            if isinstance(task, str) or manifest is None:
+                body, media_type = request.model_dump_json().encode(), "application/json"
+            else:
+                body, media_type = _checkpoint(request, task, example, manifest), checkpoint.MEDIA_TYPE
             return transport.create_federation(body, media_type)
         except Refused as refusal:
             # Another device may have been first, meanwhile.

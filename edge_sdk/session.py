@@ -585,6 +585,9 @@ class Session:
         with self._telemetry.phase("adapt") as measured:
             state = self._method.adapt(job)
         assert state.personal is not None, "adapting ends with a personal model"
+        best = None
+        if self._method.picks_best and self.info.settings.personal_model == "best":
+            best = Best(round=job.assignment.round, validation=self._validate(state.personal))
         receipt = Receipt(
             personal=self.evaluate(state.personal),
             state_bytes=_bytes_of(state),
@@ -595,6 +598,7 @@ class Session:
             receipt.model_dump_json(exclude_defaults=True).encode(),
             state,
             adapted=True,
+            best=best,
             **first,
             training=self.progress.training.plus(download).plus(measured.cost),
         )
@@ -663,13 +667,16 @@ class Session:
     def best(self) -> Tensors | None:
         """The personal model to use: the best of all rounds on validation data where the federation asks for it and the
         method can tell, or else the last one. None where there is none yet."""
-        if self.progress.best is None:
+        best = self.progress.best
+        if best is None:
             return self.personal
-        if self._best is None or self._best[0] != self.progress.best:
+        if self._best is None or self._best[0] != best:
             found = self._folder.best(self.manifest)
-            if found is None:  # somebody has removed the file
+            if found is None:
+                log.warning("%s has lost best.safetensors; the last round's model is used", self._folder.path)
+                self.progress = self.progress.model_copy(update={"best": None})
                 return self.personal
-            self._best = (self.progress.best, found)
+            self._best = (best, found)
         return self._best[1]
 
     def _judge_first(self, job: Job) -> dict[str, Any]:
@@ -699,16 +706,19 @@ class Session:
         return Best(round=job.assignment.round, validation=found) if better else before
 
     def _mix_with_global(self, job: Job) -> None:
-        """Keep a mixture of the personal model and the global one just received as the best model, where validation
-        data speak for it: what a small budget has never trained is then the others'."""
-        if self.info.settings.personal_model == "last" or not self._method.mixes_global:
+        """Keep a mixture of the personal model and the finished global one as the best model, where validation data
+        speak for it: what a small budget has never trained is then the others'."""
+        if not job.assignment.plan.get("finished") or not self._method.mixes_global:
             return
         if job.received is None or self.personal is None or self.progress.best is None:
             return
         received = whole_model(self.manifest, job.received)
         for share in GLOBAL_SHARES:
             mixture = mixed(self.personal, received, share)
-            found = self._validate(mixture)
+            try:
+                found = self._validate(mixture)
+            except TrainingDiverged:  # a model of which nothing can be said is not the best
+                continue
             if is_better(found, self.progress.best.validation):
                 best = Best(round=job.assignment.round, validation=found, global_share=share)
                 self.progress = self.progress.model_copy(update={"best": best})
@@ -716,7 +726,7 @@ class Session:
 
     def _validate_global(self, job: Job, evaluated: Evaluated) -> Evaluation | None:
         """The global model on validation data, where it was just judged beside a personal one."""
-        if evaluated.personal is None or evaluated.global_model is None or job.received is None:
+        if evaluated.personal is None or evaluated.global_model is None or not self.info.global_model_usable:
             return None
         if self.task.test is None:
             return evaluated.global_model

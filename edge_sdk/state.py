@@ -4,6 +4,8 @@
       identity.json       federation, name, enrolment key, device id, token; readable by its owner alone
       model.safetensors   the personal model by name, and beside it, as JSON, ``Progress`` as of when it was saved; also
                           the method's own arrays, and what rounding took from updates (``quantization``)
+      best.safetensors    the personal model to use, the best on validation data: a second link to the file above as it
+                          was after a round, or a file with a mixture of the personal and the finished global model
       progress.json       the ``Progress`` since then, where it went on and the model stayed
       outbox.bundle       the update being sent, until it is acknowledged
       federation.json     the federation's settings, this device's name and budget, as of its last start

@@ -79,6 +79,8 @@ def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
 
     Raises BadArgument for an address or certificates of no use.
     """
+    if "@" in str(server):  # first, so that no message repeats it
+        raise no_address("this", "it holds a name or password; tokens are given as SPARROW_..._TOKEN")
     try:
         url = httpx.URL(server)
     except (httpx.InvalidURL, TypeError) as error:
@@ -87,10 +89,6 @@ def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
         raise no_address(server, "it names no host" if url.scheme in ("http", "https") else "http:// is missing")
     if url.port is not None and not 0 < url.port < 65536:
         raise no_address(server, f"there is no port {url.port}, they go from 1 to 65535")
-    if url.userinfo:
-        raise no_address(
-            url.copy_with(userinfo=b""), "it held a name or password; tokens are given as SPARROW_..._TOKEN"
-        )
     if url.query or url.fragment:
         raise no_address(server, "it goes on behind the path")
     if trust in (None, tls.Tls()):

@@ -199,7 +199,7 @@ def _run(options: argparse.Namespace) -> None:
         raise WrongUsage(f"--watch {options.watch}: give seconds above 0")
     with connect(options.server, tls.from_options(options)) as client:
         transport = Transport(client, patience_seconds=options.wait)
-        transport.token = token_of("observer")
+        transport.token = token_of("observer", "admin")
         while True:
             status = look(options.server, transport, options.federation)
             fresh = CLEAR if options.watch is not None and not options.json and sys.stdout.isatty() else ""

@@ -121,7 +121,7 @@ def _run(options: argparse.Namespace) -> None:
     with ExitStack() as stack:
         client = stack.enter_context(connect(options.server, tls.from_options(options)))
         transport = Transport(client, patience_seconds=options.wait, on_wait=_say_waiting)
-        transport.token = token_of("observer")
+        transport.token = token_of("observer", "admin")
         info = transport.federation(options.federation)
         transport.patience_seconds = None  # it was there: it will come back
         trackers: list[Tracker] = []

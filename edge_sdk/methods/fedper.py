@@ -5,7 +5,7 @@ Algorithm 2: (W_B, W_Pj) ← SGD on both for some epochs, from the body received
 
 Which layers are personal the server half says: their tensors are ``personal`` in the federation's manifest, so that
 nothing that packs a payload or an update ever sees them. A device's personal part starts as its task initialises it,
-from the federation's seed. A device is judged with the newest body that it was sent, and its own head.
+from the federation's seed. A device is judged by its model as a round has left it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ Ziru Niu, Hai Dong, A. K. Qin. arXiv:2403.11464. Of its Algorithm 1 this is the 
 
     ŵ = where(m, w^t, w_k^t)            merge: what is not received keeps its personal value
     w ← w - η·(m ⊙ ∇F_k(w)), E epochs   train, frozen parameters taking part in the forward pass (Eq. 5)
-    L_t = λ·L_train + (1-λ)·L_val       leave for good when it exceeds that of the last participation
+    L_t = λ·L_train + (1-λ)·L_val       leave for good when it exceeds that of the last participation, where the
+                                        federation has ``early_stopping=paper``
 
 with m the parameters whose neurons are all active. The server half draws the neurons and averages.
 

@@ -24,7 +24,7 @@ from edge_sdk.training.merging import whole_model
 
 
 class Local(DeviceMethod):
-    """A personal model and nothing else; early stopping ends its training, and it is kept as it then is."""
+    """A personal model and nothing else; early stopping ends its training."""
 
     def personalise(self, job: Job) -> Trained:
         """One round on the personal model. Raises BundleError where there is none yet and no whole payload either,

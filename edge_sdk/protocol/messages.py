@@ -49,7 +49,7 @@ class Moved(_Request):
 class FederationSettings(_Request):
     """How a federation trains. Every field is described in docs/settings.md, which a test holds to this class."""
 
-    method: str = Field(default="fedspu", description="The federated method; see docs/methods.md")
+    method: str = Field(default="fedspu", max_length=64, description="The federated method; see docs/methods.md")
     rounds: int = Field(default=30, ge=1, le=1_000_000, description="Most rounds, T")
     cohort: int = Field(default=10, ge=1, le=1_000_000, description="Devices drawn per round, m")
     cohort_policy: Literal["uniform", "least_recently", "budget"] = Field(
@@ -265,7 +265,9 @@ class CreateFederation(_Request):
     """
 
     name: FederationName
-    task: str | None = Field(default=None, description="A built-in task; none where a manifest is published")
+    task: str | None = Field(
+        default=None, max_length=200, description="A built-in task; none where a manifest is published"
+    )
     settings: FederationSettings = FederationSettings()
 
 
@@ -275,7 +277,7 @@ class CompareFederation(_Request):
     ``model_digest`` is the manifest's (``Manifest.model_digest``), left out for a built-in task.
     """
 
-    task: str
+    task: str = Field(max_length=200)
     model_digest: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     settings: FederationSettings = FederationSettings()
 

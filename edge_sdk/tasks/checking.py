@@ -207,7 +207,8 @@ class _Check:
                 f"targets are {_shape(targets, len(every))}; a classification wants class indices, integers [batch] "
                 f"from 0 to {classes - 1}: convert them (.long(), .squeeze(1)), or say Task(..., classification=False)"
             )
-        outside = torch.unique(every[(every < 0) | (every >= classes)]).tolist()
+        ignored = getattr(self.task.loss, "ignore_index", None)
+        outside = [each for each in torch.unique(every[(every < 0) | (every >= classes)]).tolist() if each != ignored]
         if outside:
             named = ", ".join(map(str, outside[:NAMED_LABELS])) + (", ..." if len(outside) > NAMED_LABELS else "")
             advice = "give the model an output for each class"
