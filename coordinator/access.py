@@ -98,6 +98,11 @@ class Tokens:
             self._looked_at = self._clock()
         return self._kinds
 
+    def forget(self) -> None:
+        """Forget what was looked up: the next call looks anew."""
+        self._remembered.clear()
+        self._looked_at = -REMEMBER_SECONDS
+
     def guarded_known(self) -> bool:
         """Whether ``guarded`` answers without asking the records."""
         return len(self._kinds) == len(KINDS) or abs(self._clock() - self._looked_at) < REMEMBER_SECONDS

@@ -45,6 +45,7 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
             if former is not None:
                 log.warning("%s", former)
             guarded = await run_in_threadpool(house.tokens.guarded)
+            house.tokens.forget()  # so that a token made meanwhile is in force with the first call
             where = listening or starting.by_uvicorn(sys.argv)
             for line in starting.introduction(settings, where, enrolment_guarded="enrolment" in guarded):
                 log.info("%s", line)

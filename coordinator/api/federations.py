@@ -98,6 +98,7 @@ def delete_federation(name: str, house: TheHouse) -> None:
     """Delete a federation that waits, is finished or stopped, with its records, devices and models, for good."""
     house.federations.delete(name)
     house.devices.forget()
+    house.tokens.forget()
     house.something_happened()
     house.wake()
 

@@ -197,7 +197,10 @@ class FederationSettings(_Request):
         "they download it; 0: only at the end",
     )
     global_evaluation_devices: int = Field(
-        default=10, ge=0, le=1_000_000, description="Most devices that judge the global model in an evaluation"
+        default=10,
+        ge=0,
+        le=1_000_000,
+        description="Most devices that judge the global model in an evaluation; at the end all do that may mix it in",
     )
     precision: Precision = Field(
         default="fp32",

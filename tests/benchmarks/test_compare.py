@@ -120,7 +120,7 @@ def test_what_is_not_given_is_as_published_and_small_budgets_go_to_methods_that_
     assert plan.methods[1].settings == {"finetune_epochs": 1}
     usual = FederationSettings().model_dump(mode="json")
     first = next(trials(plan, "mine", {}))
-    beside = {"min_devices": 3, "deadline_seconds": 86400.0}
+    beside = {"min_devices": 3, "deadline_seconds": 86400.0, "global_evaluation_devices": 3}
     assert {**usual, **first.settings} == {**usual, **beside, "method": "fedspu", "seed": 0}
 
 

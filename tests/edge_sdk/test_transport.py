@@ -333,7 +333,7 @@ def test_a_stranger_who_comes_in_between_is_waited_out_but_not_at_first():
     [
         ("http://here:80000", "there is no port 80000, they go from 1 to 65535"),
         ("http://here:0", "there is no port 0"),
-        ("http://me:secret@here", "it held a name or password; tokens are given as SPARROW_..._TOKEN"),
+        ("http://me:secret@here", "it holds a name or password; tokens are given as SPARROW_..._TOKEN"),
         ("http://here/?federation=f", "it goes on behind the path"),
         ("http://here/#f", "it goes on behind the path"),
     ],
