@@ -47,7 +47,7 @@ def ask_for_evaluation(
     for position, device in enumerate(asked):
         whole = device.name in sample
         assignment = assign(federation, device, Kind.evaluate, federation.round, position, now, whole=whole)
-        assignment.plan = {"finished": True} if last else None
+        assignment.plan = {"finished": True} if mixes else None
         db.add(assignment)
     return bool(asked)
 

@@ -49,7 +49,8 @@ After each round that it takes part in, a device measures the loss of its model 
 
 - `early_stopping=validation` (the default): the loss is smoothed, half of it the newest and half the smoothed loss of
   before. If it has not fallen by `min_improvement` of its lowest value for `patience` participations in a row (10), and
-  the device has taken part at least `min_participations` times, it stops.
+  the device has taken part at least `min_participations` times, it stops. A device whose loss has not yet fallen by a
+  tenth of its first value has not begun to learn, and goes on.
 - `early_stopping=paper`: the rule of FedSPU's paper. `L = stop_weight * training loss + (1 - stop_weight) * validation
   loss`; `patience` rises in a row (1), each against the device's last participation, stop it. It saves more, and costs
   accuracy ([fedspu.md](results/fedspu.md)).

@@ -354,8 +354,8 @@ def _warnings(progress: Progress) -> Iterator[str]:
     if progress.validation_before is not None and is_better(progress.validation_before, found):
         yield (
             f"warning: the personal model predicts worse than the model that this device began with "
-            f"({_judged(found)}, {_judged(progress.validation_before)} before, on validation data); use a lower "
-            f"learning_rate or fewer local_epochs, or give this device more data"
+            f"({_judged(found)}, {_judged(progress.validation_before)} before, on validation data); give this "
+            f"device more data, or the federation more rounds or another learning_rate"
         )
     if progress.validation_global is not None and is_better(progress.validation_global, found):
         yield (

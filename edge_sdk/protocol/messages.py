@@ -107,7 +107,7 @@ class FederationSettings(_Request):
         le=1_000_000,
         description="Samples per local step of built-in tasks; DataLoaders of your own decide for themselves",
     )
-    local_epochs: int = Field(default=2, ge=1, le=10_000, description="Passes over the local data per round, E")
+    local_epochs: int = Field(default=5, ge=1, le=10_000, description="Passes over the local data per round, E")
     local_steps: int | None = Field(
         default=None, ge=1, le=10_000_000, description="Local steps per round, instead of local_epochs"
     )

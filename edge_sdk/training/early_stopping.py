@@ -4,7 +4,8 @@ Two rules, which ask nothing of a method but its losses:
 
 validation  The validation loss of the model as local training leaves it, smoothed over participations. The device stops
             once the smoothed loss has not fallen below its lowest value by ``min_improvement`` of it in ``patience``
-            participations in a row, and not before ``min_participations``.
+            participations in a row, and not before ``min_participations``. A device whose smoothed loss has not yet
+            fallen by ``BEGUN`` of its first value has not begun to learn, and goes on.
 paper       FedSPU, arXiv:2403.11464, section 4 and Algorithm 1: L_t = λ·L_train + (1-λ)·L_val estimates the mean loss
             over all of a device's data; ``patience`` rises in a row (the paper: 1), each against the device's own last
             participation, stop it. Where paper and released code differ: strictly greater, as the paper's formula has
@@ -27,14 +28,17 @@ from edge_sdk.training.local import evaluate
 
 SMOOTHING = 0.5
 """Weight of the newest validation loss in the smoothed one; the rest is the smoothed loss of before."""
+BEGUN = 0.1
+"""Share of the first validation loss by which it has fallen where a device has begun to learn."""
 
 
 @dataclass(frozen=True)
 class Smoothed:
-    """What the rule ``validation`` remembers: participations so far, the smoothed loss and the lowest one that counted
-    as an improvement, and participations since then."""
+    """What the rule ``validation`` remembers: participations so far, the first loss, the smoothed loss and the lowest
+    one that counted as an improvement, and participations since then."""
 
     participations: int = 0
+    first_loss: float = 0.0
     smoothed_loss: float = 0.0
     lowest_loss: float = 0.0
     without_improvement: int = 0
@@ -43,15 +47,13 @@ class Smoothed:
         """Return the state after one more participation. Raises ValueError for a loss that is not finite."""
         _check_finite(loss)
         if self.participations == 0:
-            return Smoothed(1, loss, loss, 0)
+            return Smoothed(1, loss, loss, loss, 0)
         smoothed = (1 - SMOOTHING) * self.smoothed_loss + SMOOTHING * loss
         improved = smoothed < self.lowest_loss - min_improvement * abs(self.lowest_loss)
-        return Smoothed(
-            self.participations + 1,
-            smoothed,
-            smoothed if improved else self.lowest_loss,
-            0 if improved else self.without_improvement + 1,
-        )
+        lowest = smoothed if improved else self.lowest_loss
+        begun = lowest < self.first_loss - BEGUN * abs(self.first_loss)
+        since = 0 if improved or not begun else self.without_improvement + 1
+        return Smoothed(self.participations + 1, self.first_loss, smoothed, lowest, since)
 
 
 @dataclass(frozen=True)

@@ -532,7 +532,8 @@ def trimmed(device):
 
 
 @pytest.mark.parametrize("stage", ["masks", "global", "personal"])
-def test_nobody_stops_early_and_misses_the_last_stage(stage):
+def test_nobody_stops_early_and_misses_the_last_stage(stage, monkeypatch):
+    monkeypatch.setattr("edge_sdk.training.early_stopping.BEGUN", -1.0)
     device = Device(early_stopping="validation", min_participations=1, patience=1, min_improvement=0.99)
     for _ in range(3):
         trained = device.play(stage)

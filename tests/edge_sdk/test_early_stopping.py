@@ -54,7 +54,7 @@ def test_a_loss_that_is_not_finite_is_no_verdict(loss):
     with pytest.raises(ValueError, match="round has failed"):
         Rises(1.0).after(loss)
     with pytest.raises(ValueError, match="round has failed"):
-        Smoothed(1, 1.0, 1.0).after(loss, 0.0)
+        Smoothed(1, 1.0, 1.0, 1.0).after(loss, 0.0)
 
 
 def participations(losses, **settings):
@@ -91,7 +91,13 @@ def test_a_device_whose_smoothed_loss_falls_no_more_stops_after_patience_partici
 
 def test_losses_below_zero_improve_too():
     assert participations([-1.0 - k for k in range(40)], min_participations=1, patience=2) is None
-    assert participations([-1.0] * 10, min_participations=1, patience=2) == 3
+    assert participations([-1.0, -2.0] + [-1.5] * 10, min_participations=1, patience=2) == 4
+
+
+def test_a_device_that_has_not_begun_to_learn_goes_on():
+    plateau = [2.08 - 0.001 * number for number in range(60)]
+    assert participations(plateau, min_participations=1, patience=3) is None
+    assert participations([*plateau, 1.0, *[1.0] * 20], min_participations=1, patience=3) is not None
 
 
 def test_a_round_is_judged_on_validation_data_where_the_federation_asks_for_it():

@@ -93,7 +93,7 @@ def new_coordinator(tmp_path):
 def train(coordinator, device, rounds):
     """Begin a federation of four devices; it is paused when ``rounds`` of its eight have closed."""
     coordinator.create("lab", cohort=4, min_devices=4, rounds=8, evaluation_interval=1, local_epochs=1)
-    fleet = ("--devices", "4", "--task", "digits", "--budgets", "0.3,0.6,0.9,1", "--boards", "pi4b", "--processes", "1")
+    fleet = ("--devices", "4", "--budgets", "0.3,0.6,0.9,1", "--boards", "pi4b", "--processes", "1")
     device.fleet(coordinator.url, "lab", *fleet)
     wait_until(lambda: coordinator.info("lab")["round"] >= rounds, f"{rounds} rounds", timeout=60, interval=0.02)
     if rounds < 8:
@@ -147,7 +147,7 @@ def test_what_is_shown_equals_the_records_and_follows_them_live(house, open_page
     assert f"bottom decile {100 * records[-1].accuracy_personal_decile:.1f} %" in shown["Personal accuracy"]
     assert shown["Global accuracy"].startswith(f"{100 * records[-1].accuracy_global:.1f} %")
     sent = sum(each.bytes_up + each.bytes_down for each in records)
-    assert float(shown["Sent both ways"].split()[0]) == pytest.approx(sent / 10 ** (6 if sent > 1e6 else 3), rel=0.01)
+    assert float(shown["Training, bytes"].split()[0]) == pytest.approx(sent / 10 ** (6 if sent > 1e6 else 3), rel=0.01)
     spent = sum(p.joules_estimated for each in records for p in (each.download, each.train, each.upload))
     assert float(AXES.match(shown["Energy, estimated"])[0]) == pytest.approx(spent, rel=0.01)
 
