@@ -118,7 +118,10 @@ class Federations:
             log.warning("%s: %s", request.name, warning)
         with self._store.writing() as db:
             if db.scalar(select(Federation).where(Federation.name == request.name)):
-                raise NameTaken(f"a federation called {request.name!r} exists; choose another name")
+                raise NameTaken(
+                    f"a federation called {request.name!r} exists; choose another name, or publish with --exist-ok "
+                    f"(exist_ok=True), which uses it where it is the same"
+                )
             federation = Federation(
                 id=_next_id(db),
                 uid=uuid.uuid4().hex,

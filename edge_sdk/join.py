@@ -444,7 +444,7 @@ def report(result: Result, energy: str) -> str:
         f"{result.name}: {result.rounds} rounds, {result.steps} local steps"
         + (f", stopped early in round {result.stopped_round}" if result.stopped_round else "")
         + (f", best in round {result.best_round}" if result.best_round and not result.adapted else "")
-        + (f" with {result.global_share:g} of the global model" if result.global_share else "")
+        + (f" with {result.global_share:.0%} of the global model in it" if result.global_share else "")
         + (", adapted the finished global model" if result.adapted else ""),
         f"  accuracy, held-out data    {_percent(result.accuracy_before)} before, "
         f"{_percent(result.accuracy_after)} after",

@@ -153,7 +153,10 @@ def _moved(info: FederationInfo, rounds: list[RoundRecord], devices: list[Device
     training = [(record.bytes_up, record.bytes_down) for record in rounds]
     everything = [(device.everything.bytes_up, device.everything.bytes_down) for device in devices]
     up, down = (sum(column) for column in zip(*training, strict=True))
-    all_up, all_down = (sum(column) for column in zip(*everything, strict=True))
+    # What a device moved in all it tells with its next call: until then at least its part is known.
+    all_up, all_down = (
+        max(sum(column), part) for column, part in zip(zip(*everything, strict=True), (up, down), strict=True)
+    )
     return (
         f"training moved {up:,} B up and {down:,} B down; everything {all_up + info.published_bytes:,} B up and "
         f"{all_down:,} B down, {info.published_bytes:,} B of it publication"

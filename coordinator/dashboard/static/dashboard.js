@@ -152,7 +152,7 @@ function tilesOf({ federation, doing, evaluating, everything_bytes: everything }
     personal != null && ["Personal accuracy", percent(personal), decile != null && `bottom decile ${percent(decile)}`],
     shared != null && ["Global accuracy", percent(shared), "mean over devices"],
     whole > 0 && ["Training, bytes", bytes(sent), `both ways, ${percent(sent / whole)} of sending the whole model`],
-    everything > 0 && ["Everything, bytes", bytes(everything), "with evaluation, publication and all other calls"],
+    everything > 0 && ["Everything, bytes", bytes(Math.max(everything, sent)), "with evaluation, publication and all other calls"],
     measured > 0 && ["Energy, measured", joules(measured), "training and transfer"],
     estimated > 0 && ["Energy, estimated", joules(estimated), "training and transfer"],
     federation.privacy && ["Privacy spent", `ε ≤ ${federation.privacy.epsilon.toPrecision(3)}`, `δ = ${federation.privacy.delta}`],
