@@ -92,7 +92,9 @@ def new_coordinator(tmp_path):
 
 def train(coordinator, device, rounds):
     """Begin a federation of four devices; it is paused when ``rounds`` of its eight have closed."""
-    coordinator.create("lab", cohort=4, min_devices=4, rounds=8, evaluation_interval=1, local_epochs=1)
+    coordinator.create(
+        "lab", cohort=4, min_devices=4, rounds=8, evaluation_interval=1, global_evaluation_interval=1, local_epochs=1
+    )
     fleet = ("--devices", "4", "--budgets", "0.3,0.6,0.9,1", "--boards", "pi4b", "--processes", "1")
     device.fleet(coordinator.url, "lab", *fleet)
     wait_until(lambda: coordinator.info("lab")["round"] >= rounds, f"{rounds} rounds", timeout=60, interval=0.02)
