@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 from tqdm import tqdm
 
 from benchmarks import plots
@@ -106,6 +107,7 @@ def run(folder: Path, server: str, seed: int, **settings: Any) -> dict[str, Any]
     model, _ = checkpoint.load(httpx.get(f"{server}/v1/federations/demo/model").raise_for_status().content)
     manifest = Manifest.model_validate_json(httpx.get(f"{server}/v1/federations/demo/manifest").content)
     wall = time.monotonic() - begin
+    torch.set_num_threads(1)  # a network this small waits for its threads longer than they compute
     rows = [
         judge(folder, name(index), budget, manifest, info.settings, model, seed)
         for index, budget in enumerate(tqdm(BUDGETS, desc="training locally, to compare", unit="device", leave=False))
