@@ -567,6 +567,6 @@ def test_a_partly_run_experiment_can_be_drawn(plan, recorded, tmp_path):
     some = [each for each in recorded if each.trial.axes["alpha"] == 0.1 and each.trial.label != "FedSPU"]
     pictures = draw(plan, groups(plan, some), tmp_path, "tiny")
     assert [path.name for _, path in pictures] == [
-        f"tiny-{kind}.png" for kind in ("rounds", "upload", "devices", "costs")
+        f"tiny-{kind}.png" for kind in ("accuracy", "rounds", "upload", "devices", "costs")
     ]
     assert all(is_png(path) for _, path in pictures)
