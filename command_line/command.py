@@ -112,6 +112,17 @@ def add_json(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument("--json", action="store_true", help=f"print the result as one JSON document{more}")
 
 
+def add_wait(parser: argparse.ArgumentParser, seconds: float = 0.0) -> None:
+    """The option ``--wait``: how long a coordinator may be silent, s."""
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=seconds,
+        metavar="SECONDS",
+        help="give up when the coordinator is silent this long (default: %(default)g)",
+    )
+
+
 def ended(prog: str, work: Callable[[], int | None], exits: Exits, *, shown: bool = False) -> int:
     """Do ``work`` and return its exit code; an error is one line on stderr, and SIGTERM ends it as Ctrl-C does.
 

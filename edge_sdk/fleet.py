@@ -49,7 +49,7 @@ from edge_sdk.host import Host, Plan, Stepped
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.messages import FederationInfo, FederationStatus, Kind, OpenWork
 from edge_sdk.publish import add_method_set, load_to_publish, publish, read_setting, read_settings
-from edge_sdk.session import Known
+from edge_sdk.session import FAILURES, Known
 from edge_sdk.state import FolderLock, Reference, default_root, write_atomically
 from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.training.compute import ACCELERATORS, Compute, choose_device
@@ -58,8 +58,6 @@ from edge_sdk.transport import Transport, connect, token_of
 LOOK_SECONDS = 10.0
 """How long the coordinator is asked to wait for news; a process that failed is noticed no later."""
 
-FAILURES = 3
-"""Times as many failures as there are devices, and no success, after which a fleet gives up."""
 OVER = (FederationStatus.finished, FederationStatus.stopped)
 MEMORY = Path("/dev/shm")
 EXITS: Exits = {

@@ -44,7 +44,7 @@ from edge_sdk.preparing import Preparation, check_budget
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, FederationInfo, Moved
 from edge_sdk.publish import check_federation_name, read_setting
-from edge_sdk.session import Outcome, Session
+from edge_sdk.session import FAILURES, Outcome, Session
 from edge_sdk.state import Progress, StateFolder, Totals, default_root
 from edge_sdk.tasks import Task, load_task
 from edge_sdk.tasks.exits import EXITS as TASKS
@@ -57,8 +57,6 @@ from export.errors import ExportError
 from export.metadata import properties
 
 LONG_POLL_SECONDS = 30.0
-FAILURES = 3
-"""Rounds in a row that fail, of a device that has trained in none, after which it gives up."""
 EXITS: Exits = {
     **TASKS,
     ExportError: Exit.FAILED,

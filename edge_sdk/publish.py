@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import ValidationError
 from torch import Tensor
 
-from command_line.command import Command, Exits, Parser, add_json
+from command_line.command import Command, Exits, Parser, add_json, add_wait
 from command_line.exits import Exit
 from command_line.faults import faults
 from edge_sdk.describing import RunningStatistics, describe_for
@@ -264,13 +264,7 @@ def _options(parser: Parser) -> None:
     parser.add_argument(
         "--exist-ok", action="store_true", help="where the same federation exists already, leave it at that"
     )
-    parser.add_argument(
-        "--wait",
-        type=float,
-        default=PATIENCE_SECONDS,
-        metavar="SECONDS",
-        help="give up when the coordinator is silent this long (default: %(default)g)",
-    )
+    add_wait(parser, PATIENCE_SECONDS)
     add_json(parser)
     tls.add_options(parser)
     fields = _fields()

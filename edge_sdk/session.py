@@ -81,6 +81,8 @@ RESERVE_SECONDS = 5.0
 """Of a round's deadline, what is kept for judging and sending after the last step, at least."""
 MASK = "mask.bits"
 """The file of the mask that this device holds: of elements, as last received, or of the neurons that it has chosen."""
+FAILURES = 3
+"""Rounds in a row that fail, of a device that has trained in none, after which it gives up."""
 GLOBAL_SHARES = (0.25, 0.5, 0.75, 1.0)
 """Shares of the global model that are tried in a mixture with the personal one; of equally good ones the first."""
 
@@ -586,7 +588,7 @@ class Session:
             state = self._method.adapt(job)
         assert state.personal is not None, "adapting ends with a personal model"
         best = None
-        if self._method.picks_best and self.info.settings.personal_model == "best":
+        if self._keeps_best:
             best = Best(round=job.assignment.round, validation=self._validate(state.personal))
         receipt = Receipt(
             personal=self.evaluate(state.personal),
@@ -696,10 +698,14 @@ class Session:
         held_out, validation = evaluate_held_out(self.task.model, self.task)
         return {"accuracy_before": held_out.accuracy, "validation_before": validation}
 
+    @property
+    def _keeps_best(self) -> bool:
+        return self._method.picks_best and self.info.settings.personal_model == "best"
+
     def _find_best(self, job: Job, trained: Trained) -> Best | None:
         """The best personal model after a round: the round's own where its validation data speak for it."""
         state, before = trained.state, self.progress.best
-        if state.personal is None or not self._method.picks_best or self.info.settings.personal_model == "last":
+        if state.personal is None or not self._keeps_best:
             return before
         found = trained.personal_validation or self._validate(state.personal)
         better = is_better(found, before.validation if before else None)

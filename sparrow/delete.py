@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from command_line.command import Command, Parser, WrongUsage, add_json
+from command_line.command import Command, Parser, WrongUsage, add_json, add_wait
 from edge_sdk.exits import EXITS
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import FederationInfo
@@ -17,13 +17,7 @@ def _options(parser: Parser) -> None:
     parser.add_argument("server", help="the coordinator's address, http://HOST:PORT or https://HOST")
     parser.add_argument("federation", help="its name; one that is running or paused is to be stopped first")
     parser.add_argument("--yes", action="store_true", help="do not ask")
-    parser.add_argument(
-        "--wait",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="give up when the coordinator is silent this long (default: %(default)g)",
-    )
+    add_wait(parser)
     add_json(parser)
     tls.add_options(parser)
 

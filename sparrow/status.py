@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from command_line.command import Command, Parser, WrongUsage, add_json
+from command_line.command import Command, Parser, WrongUsage, add_json, add_wait
 from command_line.table import table
 from edge_sdk.exits import EXITS
 from edge_sdk.protocol import tls
@@ -186,13 +186,7 @@ def _options(parser: Parser) -> None:
         metavar="SECONDS",
         help=f"look again and again (every {WATCH_SECONDS:g} seconds)",
     )
-    parser.add_argument(
-        "--wait",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="give up when the coordinator is silent this long (default: %(default)g)",
-    )
+    add_wait(parser)
     add_json(parser, ", with --watch a line for each look")
     tls.add_options(parser)
 
