@@ -26,8 +26,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 SERVER = "http://127.0.0.1:8000"
 SAMPLES = np.array([[1.0, 0.0, 0.5], [0.0, 1.0, -0.5], [-1.0, 0.5, 0.0], [0.5, -1.0, 1.0]], dtype=np.float32)
 """One per class: all samples of a class are alike, so that no order of batches matters."""
-DEALT, TRAINED, STEPS = (8, 14, 20, 31), (4, 8, 12, 18), (2, 4, 6, 10)
-"""Per class: samples in the table; those its device trains on; steps of two epochs in batches of 4 (18 = 4 x 4 + 2)."""
+DEALT, TRAINED, STEPS = (8, 14, 20, 31), (4, 8, 12, 18), (5, 10, 15, 25)
+"""Per class: samples in the table; those its device trains on; steps of five epochs in batches of 4 (18 = 4 x 4 + 2)."""
 ROUNDS, LENGTH, LEARNING_RATE = 3, 6.0, 0.05
 
 
