@@ -13,16 +13,16 @@ import shlex
 import sys
 from pathlib import Path
 
-from benchmarks import rows, runner
-from benchmarks.compare import METHODS, compared, name_of
-from benchmarks.experiment import FOLDER, BadExperiment, Experiment, UnknownExperiment, load_experiment
-from benchmarks.markdown import write_html
-from benchmarks.report import summary, write_report
-from benchmarks.runner import Where
-from command_line.command import Command, Exits, Parser
-from command_line.exits import Exit
 from edge_sdk.publish import read_setting
 from edge_sdk.tasks.exits import EXITS as TASKS
+from sparrow.benchmarks import rows, runner
+from sparrow.benchmarks.compare import METHODS, compared, name_of
+from sparrow.benchmarks.experiment import FOLDER, BadExperiment, Experiment, UnknownExperiment, load_experiment
+from sparrow.benchmarks.markdown import write_html
+from sparrow.benchmarks.report import summary, write_report
+from sparrow.benchmarks.runner import Where
+from sparrow.command_line.command import Command, Exits, Parser
+from sparrow.command_line.exits import Exit
 
 EXITS: Exits = {
     **TASKS,

@@ -37,9 +37,6 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from benchmarks.peers.install import PYTHON, ROOT
-from benchmarks.server import machine
-from coordinator.aggregation import ElementSums, MaskedSums, Sums
 from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.masks import (
     CHUNK_VALUES,
@@ -52,7 +49,10 @@ from edge_sdk.protocol.masks import (
     draw_neurons,
 )
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
-from edge_sdk.tracing import describe
+from edge_sdk.tracing.coupling import describe
+from sparrow.benchmarks.peers.install import PYTHON, ROOT
+from sparrow.benchmarks.server import machine
+from sparrow.coordinator.rounds.sums import ElementSums, MaskedSums, Sums
 
 DENSITY = 0.2
 UPDATES = 8
@@ -146,7 +146,7 @@ def flower(manifest: Manifest) -> Iterator[Callable[[], float] | None]:
         yield None
         return
     shapes = json.dumps([spec.shape for spec in manifest.shared])
-    command = [str(PYTHON), "-m", "benchmarks.peers.averaging", shapes, str(UPDATES)]
+    command = [str(PYTHON), "-m", "sparrow.benchmarks.peers.averaging", shapes, str(UPDATES)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
         assert peer.stdin is not None
         assert peer.stdout is not None

@@ -26,26 +26,26 @@ from statistics import median
 import httpx
 import torch
 
-from benchmarks.markdown import markdown_table
-from benchmarks.server import coordinator, machine
-from devices import EnergyMeter
-from devices.conditions import ConditionsReader
-from devices.system import System
-from edge_sdk.budget import DEADLINE_SHARE, Budgets, Limits
-from edge_sdk.demand import Tried
-from edge_sdk.policy import Policy
-from edge_sdk.preparing import Prepared
+from edge_sdk.budget.demand import Tried
+from edge_sdk.budget.preparing import Prepared
+from edge_sdk.budget.search import DEADLINE_SHARE, Budgets, Limits
+from edge_sdk.device.policy import Policy
+from edge_sdk.device.session import Session
+from edge_sdk.device.state import StateFolder
+from edge_sdk.device.telemetry import Telemetry
+from edge_sdk.device.transport import Transport
+from edge_sdk.device.watchdog import Watch
 from edge_sdk.profile import Subject
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationInfo, UpdateReport
 from edge_sdk.publish import publish
-from edge_sdk.session import Session
-from edge_sdk.state import StateFolder
 from edge_sdk.tasks import Task
-from edge_sdk.telemetry import Telemetry
-from edge_sdk.training.compute import Compute
-from edge_sdk.transport import Transport
-from edge_sdk.watch import Watch
+from edge_sdk.tasks.compute import Compute
+from sparrow.benchmarks.markdown import markdown_table
+from sparrow.benchmarks.server import coordinator, machine
+from sparrow.devices import EnergyMeter
+from sparrow.devices.conditions import ConditionsReader
+from sparrow.devices.system import System
 
 RESULTS = Path("docs/results")
 TASK = "mnist:leaf"

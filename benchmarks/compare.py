@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from benchmarks.experiment import DEFAULT, Experiment, MethodRun, Value, trials
-from benchmarks.files import PLACES, files_of_devices
-from command_line.command import WrongUsage
-from command_line.faults import faults
-from command_line.nearest import nearest
-from coordinator.methods import load_method
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import UnknownMethod
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publish import read_settings
 from edge_sdk.tasks.npz import read_whole
+from sparrow.benchmarks.experiment import DEFAULT, Experiment, MethodRun, Value, trials
+from sparrow.benchmarks.files import PLACES, files_of_devices
+from sparrow.command_line.command import WrongUsage
+from sparrow.command_line.faults import faults
+from sparrow.command_line.nearest import nearest
+from sparrow.coordinator.methods import load_method
 
 METHODS = "fedspu,fedavg+ft,local"
 FINE_TUNED = "+ft"

@@ -25,18 +25,18 @@ import httpx
 import torch
 from tqdm import tqdm
 
-from benchmarks import plots
-from benchmarks.server import coordinator, machine, stop
+from edge_sdk.device.state import Progress, StateFolder
 from edge_sdk.predict import Predictor
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.manifest import Manifest, Tensors, initial_values
 from edge_sdk.protocol.messages import Evaluation, FederationInfo, FederationSettings, RoundRecord
 from edge_sdk.publish import publish
-from edge_sdk.state import Progress, StateFolder
 from edge_sdk.tasks import Task, load_task
 from edge_sdk.training.early_stopping import is_better
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import derive_seed, evaluate, evaluate_held_out, set_tensors, train_locally
+from sparrow.benchmarks import plots
+from sparrow.benchmarks.server import coordinator, machine, stop
 
 BUDGETS = (0.2, 0.4, 0.6, 0.8, 1.0)
 ALPHA = 0.3

@@ -16,7 +16,7 @@ import numpy as np
 from scipy import stats
 from tqdm import tqdm
 
-from benchmarks import demo
+from sparrow.benchmarks import demo
 
 SEEDS = range(5)
 RULES = ("validation", "paper")

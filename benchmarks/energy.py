@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks import rows
-from benchmarks.markdown import markdown_table
-from benchmarks.metrics import Point
-from benchmarks.rows import Recorded
-from devices.simulation import BOARDS, Board
 from edge_sdk.protocol.messages import FederationSettings
+from sparrow.benchmarks import rows
+from sparrow.benchmarks.markdown import markdown_table
+from sparrow.benchmarks.metrics import Point
+from sparrow.benchmarks.rows import Recorded
+from sparrow.devices.simulation import BOARDS, Board
 
 RESULTS = Path("docs/results")
 EXPERIMENTS = ("fedspu-cifar10", "fedspu-early-stopping", "fedsgc-settings")

@@ -56,10 +56,10 @@ from pydantic import (
     model_validator,
 )
 
-from command_line.nearest import nearest
-from devices.simulation import load_boards
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tasks.corruption import SEVERITIES, check_corruption
+from sparrow.command_line.nearest import nearest
+from sparrow.devices.simulation import load_boards
 
 if sys.version_info >= (3, 11):
     import tomllib

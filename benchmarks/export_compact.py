@@ -20,18 +20,18 @@ import onnx
 import torch
 from torch import nn
 
-from benchmarks.markdown import markdown_table
-from benchmarks.server import machine
 from edge_sdk.protocol.builtin import BuiltinTask, load_builtin
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, neuron_block
 from edge_sdk.protocol.neurons import narrowed
-from edge_sdk.skeleton import make_skeleton
 from edge_sdk.tasks.models import cifar10_fedspu, mnist_leaf
-from edge_sdk.tracing import describe
-from export.alignment import align
-from export.compact import compact
-from export.skeleton import fill
+from edge_sdk.tracing.coupling import describe
+from edge_sdk.tracing.skeleton import make_skeleton
+from sparrow.benchmarks.markdown import markdown_table
+from sparrow.benchmarks.server import machine
+from sparrow.export.alignment import align
+from sparrow.export.compact import compact
+from sparrow.export.skeleton import fill
 
 NETWORKS = {"mnist:leaf": mnist_leaf, "cifar10": cifar10_fedspu}
 BATCHES = (1, 32)

@@ -29,13 +29,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks import steps
-from benchmarks.markdown import markdown_table
-from benchmarks.server import machine
-from benchmarks.steps import Setting
-from coordinator.federations import completed
-from coordinator.methods import load_method as load_server_half
-from devices import memory
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods.pfedgate import gated_model
 from edge_sdk.protocol.blocks import Selection
@@ -44,8 +37,15 @@ from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Kind
 from edge_sdk.tasks import Task
-from edge_sdk.training.gated import GatedOptimisation
+from edge_sdk.training.gates.gated import GatedOptimisation
 from edge_sdk.training.local import get_tensors, take_steps
+from sparrow.benchmarks import steps
+from sparrow.benchmarks.markdown import markdown_table
+from sparrow.benchmarks.server import machine
+from sparrow.benchmarks.steps import Setting
+from sparrow.coordinator.fleet.federations import completed
+from sparrow.coordinator.methods import load_method as load_server_half
+from sparrow.devices import memory
 
 FOLDER = Path("docs/results")
 NETWORKS = ("mnist:leaf", "cifar10:pfedgate")

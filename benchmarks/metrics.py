@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from coordinator.records import bottom_decile
 from edge_sdk.methods import Evaluated
 from edge_sdk.protocol.messages import DeviceReport, Evaluation, Kind, Receipt, RoundRecord
+from sparrow.coordinator.reports.records import bottom_decile
 
 
 @dataclass(frozen=True)

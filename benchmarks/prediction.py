@@ -19,12 +19,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.server import machine
 from edge_sdk.arguments import MIB
 from edge_sdk.profile import BUDGETS, Subject, Taken, profile
 from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.tasks.compute import Compute
 from edge_sdk.tasks.models import MODELS, full_name
-from edge_sdk.training.compute import Compute
+from sparrow.benchmarks.server import machine
 
 RESULTS = Path("docs/results")
 TASKS = ("digits", *(full_name(task, model) for task, models in MODELS.items() for model in models))
@@ -143,6 +143,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     # As a module it would be __main__ here, and be run again by the processes that measure.
-    from benchmarks import prediction
+    from sparrow.benchmarks import prediction
 
     sys.exit(prediction.main())

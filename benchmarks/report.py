@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from benchmarks import plots
-from benchmarks.experiment import DEFAULT, Experiment, MethodRun, Options, Trial, Value, flat, trials
-from benchmarks.metrics import Accuracy, Point, Shifted, accuracy_over, best_within, rounds_to
-from benchmarks.rows import DeviceResult, Recorded
-from command_line.table import table
 from edge_sdk.protocol.messages import FederationSettings
+from sparrow.benchmarks import plots
+from sparrow.benchmarks.experiment import DEFAULT, Experiment, MethodRun, Options, Trial, Value, flat, trials
+from sparrow.benchmarks.metrics import Accuracy, Point, Shifted, accuracy_over, best_within, rounds_to
+from sparrow.benchmarks.rows import DeviceResult, Recorded
+from sparrow.command_line.table import table
 
 RESAMPLES = 10_000
 STOP_RULE = {"early_stopping", "patience", "min_participations", "min_improvement", "stop_weight"}

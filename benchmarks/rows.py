@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.experiment import Trial
-from benchmarks.metrics import Accuracy, Point, Shifted
+from sparrow.benchmarks.experiment import Trial
+from sparrow.benchmarks.metrics import Accuracy, Point, Shifted
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,6 @@ import httpx
 from torch import nn
 from tqdm import tqdm
 
-from benchmarks import rows
-from benchmarks.experiment import DEFAULT, Experiment, Trial, Value, trials, tuning_trials
-from benchmarks.files import files_of_devices
-from benchmarks.metrics import Shifted, judged, own, point_after, shifted
-from benchmarks.rows import DeviceResult, Recorded, TrialResult
-from benchmarks.server import coordinator, machine
-from benchmarks.shift import check_test_sets, judge, read_finished
-from devices.simulation import load_boards
-from edge_sdk.fleet import run_fleet
-from edge_sdk.host import Plan
 from edge_sdk.methods import Evaluated, load_method
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import Manifest
@@ -42,9 +32,19 @@ from edge_sdk.protocol.messages import (
     UpdateReport,
 )
 from edge_sdk.publish import load_to_publish, publish
+from edge_sdk.simulation.fleet import run_fleet
+from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks import load_task
 from edge_sdk.tasks.loading import DataError
 from edge_sdk.tasks.npz import SAME_CLASSES
+from sparrow.benchmarks import rows
+from sparrow.benchmarks.experiment import DEFAULT, Experiment, Trial, Value, trials, tuning_trials
+from sparrow.benchmarks.files import files_of_devices
+from sparrow.benchmarks.metrics import Shifted, judged, own, point_after, shifted
+from sparrow.benchmarks.rows import DeviceResult, Recorded, TrialResult
+from sparrow.benchmarks.server import coordinator, machine
+from sparrow.benchmarks.shift import check_test_sets, judge, read_finished
+from sparrow.devices.simulation import load_boards
 
 FEDERATION = "trial"
 

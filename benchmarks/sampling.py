@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.markdown import markdown_table
-from benchmarks.server import machine
-from devices import EnergyMeter
-from devices.conditions import ConditionsReader
-from devices.integral import Integral
-from devices.power import find_sources
-from devices.system import Commands, System
+from sparrow.benchmarks.markdown import markdown_table
+from sparrow.benchmarks.server import machine
+from sparrow.devices import EnergyMeter
+from sparrow.devices.conditions import ConditionsReader
+from sparrow.devices.integral import Integral
+from sparrow.devices.power import find_sources
+from sparrow.devices.system import Commands, System
 
 TREES = Path("tests/devices/fixtures")
 BOARDS = (

@@ -27,8 +27,9 @@ import httpx
 import torch
 from tqdm import tqdm
 
-from coordinator.methods import load_method as load_coordinator_method
-from edge_sdk.host import Plan
+from edge_sdk.device.session import MASK
+from edge_sdk.device.state import Reference, StateFolder
+from edge_sdk.device.transport import Transport
 from edge_sdk.methods import DeviceState, Evaluated, Job, load_method
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.elements import ElementMask, from_bits
@@ -36,11 +37,10 @@ from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import Assignment, FederationInfo, Kind
-from edge_sdk.session import MASK
-from edge_sdk.state import Reference, StateFolder
+from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks import load_task
 from edge_sdk.training.local import TrainingDiverged, evaluate, set_tensors
-from edge_sdk.transport import Transport
+from sparrow.coordinator.methods import load_method as load_coordinator_method
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.markdown import markdown_table
-from benchmarks.peers.memory import measure
-from benchmarks.server import machine
+from sparrow.benchmarks.markdown import markdown_table
+from sparrow.benchmarks.peers.memory import measure
+from sparrow.benchmarks.server import machine
 
 FOLDER = Path("docs/results")
 PEERS = ("sparrow", "bare", "flower")
@@ -56,7 +56,7 @@ def scale(data: Path) -> list[Row]:
     rows = []
     for devices in (100, 1000):
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "benchmarks.thousand", "--data", str(data), "--folder", folder]
+            command = [sys.executable, "-m", "sparrow.benchmarks.thousand", "--data", str(data), "--folder", folder]
             measured = measure([*command, "--devices", str(devices)], timeout=3600)
         row = json.loads(measured.stdout.splitlines()[-1])
         peak = {"peak_memory_bytes": measured.peak.bytes, "seconds_whole_command": round(measured.seconds, 1)}

@@ -13,10 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.server import coordinator
-from edge_sdk.fleet import run_fleet
-from edge_sdk.host import Plan
 from edge_sdk.publish import publish
+from edge_sdk.simulation.fleet import run_fleet
+from edge_sdk.simulation.host import Plan
+from sparrow.benchmarks.server import coordinator
 
 
 def run(data: Path, devices: int, folder: Path, *, rounds: int = 20, cohort: int = 50) -> dict[str, float]:

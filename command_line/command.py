@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
 
-from command_line.exits import Exit
-from command_line.nearest import nearest
+from sparrow.command_line.exits import Exit
+from sparrow.command_line.nearest import nearest
 
 Exits = Mapping[type[BaseException], "Exit | Callable[[Any], Exit]"]
 """Errors that a user can do something about -> their exit codes; a subclass has that of its nearest base."""

@@ -13,15 +13,16 @@ from types import FrameType
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
-from coordinator import allocator, logs, starting
-from coordinator.api import devices, federations, pages, problems, status
-from coordinator.api.access import OpenHouseWarning
-from coordinator.api.bodies import SmallBodies
-from coordinator.api.door import Door
-from coordinator.api.parts import House
-from coordinator.api.slow import SlowBodies
-from coordinator.settings import Settings
-from coordinator.starting import Listening
+from sparrow.coordinator import logs
+from sparrow.coordinator.api import devices, federations, pages, problems, status
+from sparrow.coordinator.api.access import OpenHouseWarning
+from sparrow.coordinator.api.bodies import SmallBodies
+from sparrow.coordinator.api.door import Door
+from sparrow.coordinator.api.parts import House
+from sparrow.coordinator.api.slow import SlowBodies
+from sparrow.coordinator.commands import allocator, starting
+from sparrow.coordinator.commands.starting import Listening
+from sparrow.coordinator.settings import Settings
 
 log = logging.getLogger(__name__)
 

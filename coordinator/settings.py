@@ -10,9 +10,9 @@ from typing import Literal
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from command_line.nearest import nearest
-from coordinator.access import KINDS, Kind
 from edge_sdk.protocol.messages import FederationSettings
+from sparrow.command_line.nearest import nearest
+from sparrow.coordinator.fleet.access import KINDS, Kind
 
 PREFIX = "COORDINATOR_"
 

@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from command_line.command import Command, Exits, Parser, WrongUsage, add_json
-from command_line.exits import Exit
-from devices.board import BoardInfo
-from devices.external import ExternalMeter, load_phases
-from devices.readings import Reading
-from devices.survey import Sensor, Survey
-from devices.system import System
+from sparrow.command_line.command import Command, Exits, Parser, WrongUsage, add_json
+from sparrow.command_line.exits import Exit
+from sparrow.devices.board import BoardInfo
+from sparrow.devices.external import ExternalMeter, load_phases
+from sparrow.devices.readings import Reading
+from sparrow.devices.survey import Sensor, Survey
+from sparrow.devices.system import System
 
 _COUNTING_SECONDS = 1.0
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from devices.battery import find_batteries
-from devices.cores import online_cores
-from devices.memory import total_memory
-from devices.readings import Files, ReadError
-from devices.system import System
+from sparrow.devices.battery import find_batteries
+from sparrow.devices.cores import online_cores
+from sparrow.devices.memory import total_memory
+from sparrow.devices.readings import Files, ReadError
+from sparrow.devices.system import System
 
 Kind = Literal["phone", "laptop", "raspberry-pi", "jetson", "linux"]
 

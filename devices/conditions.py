@@ -14,15 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from devices import battery, network
-from devices.board import find_board
-from devices.cores import LoadOfOthers
-from devices.heat import Thermometer
-from devices.memory import free_memory
-from devices.readings import Quality, Reading, Reason
-from devices.system import System
-from devices.termux import TermuxBattery
-from devices.throttle import Throttle
+from sparrow.devices import battery, network
+from sparrow.devices.board import find_board
+from sparrow.devices.cores import LoadOfOthers
+from sparrow.devices.heat import Thermometer
+from sparrow.devices.memory import free_memory
+from sparrow.devices.readings import Quality, Reading, Reason
+from sparrow.devices.system import System
+from sparrow.devices.termux import TermuxBattery
+from sparrow.devices.throttle import Throttle
 
 # Seconds between two questions: a gauge refreshes every few seconds, a command costs a process.
 _PERIODS = {"battery": 5.0, "throttle": 5.0, "storage": 10.0, "network": 60.0, "clock": 60.0}

@@ -20,10 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from devices.integral import Integral, best
-from devices.power import PowerModel, explain, find_sources, why_unavailable
-from devices.readings import Quality, Reason
-from devices.system import System
+from sparrow.devices.integral import Integral, best
+from sparrow.devices.power import PowerModel, explain, find_sources, why_unavailable
+from sparrow.devices.readings import Quality, Reason
+from sparrow.devices.system import System
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from devices.cores import CPU, busy_seconds, load_average, online_cores
-from devices.readings import Files, Quality, ReadError, Reading, Reason
+from sparrow.devices.cores import CPU, busy_seconds, load_average, online_cores
+from sparrow.devices.readings import Files, Quality, ReadError, Reading, Reason
 
 METHOD = "util-linear-v1"
 

@@ -18,10 +18,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 
-from devices.energy import Energy, energy_of
-from devices.integral import Integral
-from devices.rails import PowerSource
-from devices.readings import Quality, Reading, Reason
+from sparrow.devices.energy import Energy, energy_of
+from sparrow.devices.integral import Integral
+from sparrow.devices.rails import PowerSource
+from sparrow.devices.readings import Quality, Reading, Reason
 
 
 class ExternalMeter(PowerSource):

@@ -8,10 +8,10 @@ import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from devices.board import BoardInfo
-from devices.rails import PowerSource, Total, believable, total_of
-from devices.readings import Quality, ReadError, Reading, Reason
-from devices.system import System
+from sparrow.devices.board import BoardInfo
+from sparrow.devices.rails import PowerSource, Total, believable, total_of
+from sparrow.devices.readings import Quality, ReadError, Reading, Reason
+from sparrow.devices.system import System
 
 _ASK_AGAIN_SECONDS = 60.0
 """A service that does not serve is left alone for so long: each attempt starts threads."""

@@ -15,17 +15,17 @@ machine without a sensor has none: a wrong default would be worse than no figure
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from devices.battery import find_batteries
-from devices.board import find_board
-from devices.estimate import Estimate, PowerModel, board_model
-from devices.ina import find_ina
-from devices.jetson_stats import JetsonStats, find_jetson_stats
-from devices.nvml import find_cards
-from devices.pmic import find_pmic
-from devices.rails import worst
-from devices.rapl import find_packages, find_psys
-from devices.readings import Quality, Reading, Reason
-from devices.system import System
+from sparrow.devices.battery import find_batteries
+from sparrow.devices.board import find_board
+from sparrow.devices.estimate import Estimate, PowerModel, board_model
+from sparrow.devices.ina import find_ina
+from sparrow.devices.jetson_stats import JetsonStats, find_jetson_stats
+from sparrow.devices.nvml import find_cards
+from sparrow.devices.pmic import find_pmic
+from sparrow.devices.rails import worst
+from sparrow.devices.rapl import find_packages, find_psys
+from sparrow.devices.readings import Quality, Reading, Reason
+from sparrow.devices.system import System
 
 __all__ = ["PowerModel", "Source", "explain", "find_sources", "why_unavailable"]
 

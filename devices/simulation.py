@@ -22,8 +22,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from devices.estimate import BOARDS as POWER
-from devices.estimate import PowerModel
+from sparrow.devices.estimate import BOARDS as POWER
+from sparrow.devices.estimate import PowerModel
 
 SHARE_OF_HPL = 0.25
 MIB = 1024 * 1024

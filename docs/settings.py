@@ -8,10 +8,10 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from coordinator.methods import load_method
-from coordinator.settings import Settings
-from edge_sdk.policy import Policy
+from edge_sdk.device.policy import Policy
 from edge_sdk.protocol.messages import FederationSettings
+from sparrow.coordinator.methods import load_method
+from sparrow.coordinator.settings import Settings
 
 PAGE = Path(__file__).with_suffix(".md")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import httpx
 
-from command_line.command import Exits
-from command_line.exits import Exit, of_status
 from edge_sdk.errors import (
     BadArgument,
     CoordinatorFull,
@@ -18,6 +16,8 @@ from edge_sdk.errors import (
 )
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.tls import BadCertificate
+from sparrow.command_line.command import Exits
+from sparrow.command_line.exits import Exit, of_status
 
 EXITS: Exits = {
     SdkError: Exit.FAILED,

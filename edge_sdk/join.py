@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_sdk.trainable import exit_unless_trainable
+from edge_sdk.device.trainable import exit_unless_trainable
 
 if __name__ == "__main__":
     exit_unless_trainable("edge_sdk.join")  # before what follows imports torch
@@ -30,31 +30,31 @@ import httpx
 import torch
 from tqdm import tqdm
 
-from command_line.command import Command, Exits, Parser, add_json
-from command_line.exits import Exit
-from devices import EnergyMeter, PowerModel
-from devices.conditions import Conditions, ConditionsReader
-from devices.system import System
 from edge_sdk import arguments as read
-from edge_sdk.budget import Choice, read_learned
+from edge_sdk.budget.preparing import Preparation, check_budget
+from edge_sdk.budget.search import Choice, read_learned
+from edge_sdk.device.exporting import Export, NotTheSame, export_personal
+from edge_sdk.device.policy import Policy, policy_here, read_policy
+from edge_sdk.device.session import FAILURES, Outcome, Session
+from edge_sdk.device.state import Progress, StateFolder, Totals, default_root
+from edge_sdk.device.telemetry import Telemetry
+from edge_sdk.device.transport import Transport, connect, token_of
+from edge_sdk.device.watchdog import Watch, read_spent
 from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError
-from edge_sdk.exporting import Export, NotTheSame, export_personal
-from edge_sdk.policy import Policy, policy_here, read_policy
-from edge_sdk.preparing import Preparation, check_budget
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, FederationInfo, Moved
 from edge_sdk.publish import check_federation_name, read_setting
-from edge_sdk.session import FAILURES, Outcome, Session
-from edge_sdk.state import Progress, StateFolder, Totals, default_root
 from edge_sdk.tasks import Task, load_task
+from edge_sdk.tasks.compute import ACCELERATORS, Compute, choose_device
 from edge_sdk.tasks.exits import EXITS as TASKS
-from edge_sdk.telemetry import Telemetry
-from edge_sdk.training.compute import ACCELERATORS, Compute, choose_device
 from edge_sdk.training.early_stopping import is_better
-from edge_sdk.transport import Transport, connect, token_of
-from edge_sdk.watch import Watch, read_spent
-from export.errors import ExportError
-from export.metadata import properties
+from sparrow.command_line.command import Command, Exits, Parser, add_json
+from sparrow.command_line.exits import Exit
+from sparrow.devices import EnergyMeter, PowerModel
+from sparrow.devices.conditions import Conditions, ConditionsReader
+from sparrow.devices.system import System
+from sparrow.export.errors import ExportError
+from sparrow.export.metadata import properties
 
 LONG_POLL_SECONDS = 30.0
 EXITS: Exits = {
@@ -125,7 +125,7 @@ def join(
     federation, the host's name by default. state_dir: where the device keeps its personal model and identity; a second
     call with the same folder goes on where the first was. budget: share of each layer's neurons that it trains, in
     (0, 1], which bounds bytes more than time (docs/budget.md); None has it find out what it can afford, and look again
-    after every round (``edge_sdk.budget``). policy: when it may work;
+    after every round (``edge_sdk.budget.search``). policy: when it may work;
     None: always. conditions: what it is like now, this machine's sensors by default. export: where to write the
     personal model as ONNX. enrolment_token: where the coordinator asks for one; without, that of
     SPARROW_ENROLMENT_TOKEN. patience_seconds: how long to wait for

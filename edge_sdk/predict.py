@@ -27,8 +27,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from command_line.command import Command, Exits, MissingPart, Parser, WrongUsage, add_json
-from command_line.exits import Exit
+from sparrow.command_line.command import Command, Exits, MissingPart, Parser, WrongUsage, add_json
+from sparrow.command_line.exits import Exit
 
 Array = NDArray[Any]
 
@@ -405,7 +405,7 @@ def _as_json(found: _Predicted, top: int) -> str:
 
 
 def _measured(predictor: Predictor, sample: Array) -> Timing:
-    from devices import EnergyMeter  # the standard library alone, and of no use to who only predicts
+    from sparrow.devices import EnergyMeter  # the standard library alone, and of no use to who only predicts
 
     with EnergyMeter() as meter:
         return predictor.measure(sample, meter=meter)

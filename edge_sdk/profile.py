@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from edge_sdk.trainable import exit_unless_trainable
+from edge_sdk.device.trainable import exit_unless_trainable
 
 if __name__ == "__main__":
     exit_unless_trainable("edge_sdk.profile")  # before what follows imports torch
@@ -28,27 +28,27 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from command_line.command import Command, Exits, Parser, add_json
-from command_line.exits import Exit
-from devices import memory
 from edge_sdk import arguments as read
 from edge_sdk.arguments import MIB
-from edge_sdk.describing import describe_for
+from edge_sdk.budget.footprint import Unpredictable, held, predict_evaluation, predict_training, room, whole_round
+from edge_sdk.budget.pace import measure_pace
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publish import add_method_set, read_setting, read_settings
 from edge_sdk.tasks import Task, load_task
+from edge_sdk.tasks.compute import ACCELERATORS, USUAL, Compute, choose_device
 from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, build_seeded
 from edge_sdk.tasks.models import MODELS
-from edge_sdk.tracing import UnsupportedLayer
-from edge_sdk.training.compute import ACCELERATORS, USUAL, Compute, choose_device
-from edge_sdk.training.footprint import Unpredictable, held, predict_evaluation, predict_training, room, whole_round
+from edge_sdk.tracing.coupling import UnsupportedLayer
+from edge_sdk.tracing.untraced import describe_for
 from edge_sdk.training.local import TrainingDiverged
-from edge_sdk.training.pace import measure_pace
 from edge_sdk.training.rehearsal import Rehearsal
+from sparrow.command_line.command import Command, Exits, Parser, add_json
+from sparrow.command_line.exits import Exit
+from sparrow.devices import memory
 
 EXITS: Exits = {
     **TASKS,
@@ -337,6 +337,6 @@ main = COMMAND.main
 
 if __name__ == "__main__":
     # As a module it would be __main__ here and edge_sdk.profile in the processes that measure.
-    from edge_sdk import profile as module
+    from edge_sdk.budget import profile as module
 
     sys.exit(module.main())

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-from edge_sdk.trainable import exit_unless_trainable
+from edge_sdk.device.trainable import exit_unless_trainable
 
 if __name__ == "__main__":
     exit_unless_trainable("edge_sdk.publish")  # before what follows imports torch
@@ -23,10 +23,7 @@ import numpy as np
 from pydantic import ValidationError
 from torch import Tensor
 
-from command_line.command import Command, Exits, Parser, add_json, add_wait
-from command_line.exits import Exit
-from command_line.faults import faults
-from edge_sdk.describing import RunningStatistics, describe_for
+from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.errors import BadArgument, NotInstalled, Refused
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.builtin import builtin_tasks
@@ -38,13 +35,16 @@ from edge_sdk.protocol.messages import (
     FederationInfo,
     FederationSettings,
 )
-from edge_sdk.skeleton import make_skeleton
 from edge_sdk.tasks import Task, load_task
-from edge_sdk.tasks.checking import check_task
 from edge_sdk.tasks.exits import EXITS as TASKS
-from edge_sdk.tracing import UnsupportedLayer
+from edge_sdk.tracing.coupling import UnsupportedLayer
+from edge_sdk.tracing.skeleton import make_skeleton
+from edge_sdk.tracing.untraced import RunningStatistics, describe_for
+from edge_sdk.training.checking import check_task
 from edge_sdk.training.local import get_tensors
-from edge_sdk.transport import Transport, connect, token_of
+from sparrow.command_line.command import Command, Exits, Parser, add_json, add_wait
+from sparrow.command_line.exits import Exit
+from sparrow.command_line.faults import faults
 
 PATIENCE_SECONDS = 30.0
 ARGUMENTS = ("running_statistics", "blocks", "exist_ok", "admin_token", "trust", "client", "patience_seconds")

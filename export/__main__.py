@@ -17,15 +17,15 @@ from typing import get_args
 
 from tqdm import tqdm
 
-from command_line.command import Command, Exits, Parser, add_json
-from command_line.exits import Exit
-from export.build import ACCURACY_LIMIT, Built, Mode, Precision, build, dense
-from export.errors import ExportError, NotThere
-from export.ort_format import write_ort
-from export.report import MEASUREMENTS, Report, judge, measure, picture_maker
-from export.running import runtime
-from export.samples import parity_inputs, read_samples
-from export.source import read_source
+from sparrow.command_line.command import Command, Exits, Parser, add_json
+from sparrow.command_line.exits import Exit
+from sparrow.export.build import ACCURACY_LIMIT, Built, Mode, Precision, build, dense
+from sparrow.export.errors import ExportError, NotThere
+from sparrow.export.ort_format import write_ort
+from sparrow.export.report import MEASUREMENTS, Report, judge, measure, picture_maker
+from sparrow.export.running import runtime
+from sparrow.export.samples import parity_inputs, read_samples
+from sparrow.export.source import read_source
 
 PICTURES = (".png", ".svg", ".pdf")
 

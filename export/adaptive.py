@@ -30,9 +30,9 @@ from onnx import ModelProto, NodeProto, TensorProto
 from edge_sdk.protocol.elements import ElementMask, from_bits
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest, Tensors
-from export.building import Building
-from export.errors import ExportError
-from export.skeleton import OUTPUT, fill
+from sparrow.export.building import Building
+from sparrow.export.errors import ExportError
+from sparrow.export.skeleton import OUTPUT, fill
 
 PERSONAL = "adaptive/personal"
 """Which samples the personal model answers, bool [N]: the value's name in the graph."""

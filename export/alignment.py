@@ -12,7 +12,7 @@ import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto
 
 from edge_sdk.protocol.manifest import Array
-from export import graph as plumbing
+from sparrow.export import graph as plumbing
 
 BLOCK = 8
 

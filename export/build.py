@@ -11,10 +11,10 @@ import onnx.checker
 import onnx.helper
 from onnx import ModelProto
 
-from export.errors import ExportError
-from export.samples import Samples
-from export.skeleton import MAX_MODEL, fill
-from export.source import Source
+from sparrow.export.errors import ExportError
+from sparrow.export.samples import Samples
+from sparrow.export.skeleton import MAX_MODEL, fill
+from sparrow.export.source import Source
 
 Mode = Literal["compact", "packed", "dynamic"]
 Precision = Literal["fp32", "fp16", "int8", "auto"]
@@ -69,8 +69,8 @@ def build(
         model = _dynamic(source, budget)
         steps.append("dynamic")
     else:
-        from export.alignment import align
-        from export.compact import compact
+        from sparrow.export.alignment import align
+        from sparrow.export.compact import compact
 
         doing("removing neurons")
         model = align(compact(plain))
@@ -80,7 +80,7 @@ def build(
         model, precision, notes = _rounded(model, precision, samples, accuracy_limit)
         steps += [] if precision == "fp32" else [precision]
     if mode != "compact":
-        from export.packed import pack
+        from sparrow.export.packed import pack
 
         doing("packing")
         packed = pack(model)
@@ -96,7 +96,7 @@ def _rounded(
     """The model with its weights rounded, the precision that it has then, and why."""
     if precision == "fp32":
         return model, precision, ()
-    from export.precision import choose, quantise, to_half
+    from sparrow.export.precision import choose, quantise, to_half
 
     if precision == "fp16":
         return to_half(model), precision, ()
@@ -118,13 +118,13 @@ def _dynamic(source: Source, budget: float | None) -> ModelProto:
         )
     settings = member.federation.settings.method_settings
     if source.method == "pfedgate":
-        from export.gated import gated_model
+        from sparrow.export.gated import gated_model
 
         # A device whose budget was too small for rounds has adapted with a gate of the smallest one.
         share = budget or max(member.budget, float(settings["smallest_budget"]))
         return gated_model(source.skeleton, source.manifest, source.own, settings, share, personal=source.tensors)
     if source.method == "dmpfl":
-        from export.adaptive import adaptive_model
+        from sparrow.export.adaptive import adaptive_model
 
         return adaptive_model(
             source.skeleton, source.manifest, source.own, source.memory, settings, personal=source.tensors

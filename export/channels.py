@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto
 
 from edge_sdk.protocol.manifest import Array
-from export import graph as plumbing
-from export.graph import Shape, attribute
+from sparrow.export import graph as plumbing
+from sparrow.export.graph import Shape, attribute
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

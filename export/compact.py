@@ -26,9 +26,9 @@ import onnx.helper
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from edge_sdk.protocol.manifest import Array
-from export import graph as plumbing
-from export.channels import Bools, Contraction, Floats, Flow, padding
-from export.errors import ExportError
+from sparrow.export import graph as plumbing
+from sparrow.export.channels import Bools, Contraction, Floats, Flow, padding
+from sparrow.export.errors import ExportError
 
 _BROADCASTING = ("Add", "Sub", "Mul", "Div")
 

@@ -14,7 +14,7 @@ import onnx.numpy_helper
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from edge_sdk.protocol.manifest import Array
-from export.graph import activate_before_pooling_in_place, drop_unused_in_place, fresh_name, read_counts
+from sparrow.export.graph import activate_before_pooling_in_place, drop_unused_in_place, fresh_name, read_counts
 
 
 def fuse(model: ModelProto) -> ModelProto:

@@ -33,12 +33,12 @@ from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import unpack_whole
-from export.building import Building
-from export.errors import ExportError
-from export.gating import Gate
-from export.rows import Rows, by_sample
-from export.selection import LARGEST_TABLE, decisions, exact, greedy
-from export.skeleton import fill
+from sparrow.export.building import Building
+from sparrow.export.errors import ExportError
+from sparrow.export.gating import Gate
+from sparrow.export.rows import Rows, by_sample
+from sparrow.export.selection import LARGEST_TABLE, decisions, exact, greedy
+from sparrow.export.skeleton import fill
 
 GATES = "gate/scales"
 """What the scales times the choice, M' [N, L], are called in the graph."""

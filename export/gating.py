@@ -1,4 +1,4 @@
-"""pFedGate's gating layer in evaluation mode as nodes of an ONNX graph: ``edge_sdk.training.gating`` without torch.
+"""pFedGate's gating layer in evaluation mode as nodes of an ONNX graph, without torch.
 
 Batch norm of the logits is part of the linear map here, so gates differ from PyTorch's by rounding, about 1e-7.
 """
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from edge_sdk.protocol.manifest import Manifest, Tensors
-from export.building import Building
-from export.errors import ExportError
-from export.skeleton import INPUT
+from sparrow.export.building import Building
+from sparrow.export.errors import ExportError
+from sparrow.export.skeleton import INPUT
 
 _EPSILON = 1e-5
 _POOLED = (2, 3, 4)
@@ -26,7 +26,7 @@ _POOLED = (2, 3, 4)
 
 @dataclass(frozen=True)
 class Gate:
-    """The gating layer as its tensors, for inputs of ``shape``: see ``edge_sdk.training.gating``."""
+    """The gating layer as its tensors, for inputs of ``shape``: see ``edge_sdk.training.gates.gating``."""
 
     tensors: Tensors
     shape: tuple[int, ...]

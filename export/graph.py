@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto
 
 from edge_sdk.protocol.manifest import Array
-from export.errors import ExportError
+from sparrow.export.errors import ExportError
 
 BATCHES = (10007, 10009)
 """Sizes tried for the free axes of the inputs: primes, so that no product of a network's own sizes is taken for one."""

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from export.errors import ExportError
+from sparrow.export.errors import ExportError
 
 Array = NDArray[Any]
 
@@ -86,7 +86,7 @@ def _in_a_process(what: str, sample: Array, threads: int | None, paths: Sequence
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "sample.npy"
         np.save(file, sample)
-        command = [sys.executable, "-m", "export.measure", what, str(file), str(threads or 0), *map(str, paths)]
+        command = [sys.executable, "-m", "sparrow.export.measure", what, str(file), str(threads or 0), *map(str, paths)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["it was killed; is there enough memory?"])[-1]

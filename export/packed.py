@@ -28,7 +28,7 @@ import onnx.numpy_helper
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from edge_sdk.protocol.manifest import Array
-from export.errors import ExportError
+from sparrow.export.errors import ExportError
 
 MIN_VALUES = 256
 """Smaller weights stay plain: the nodes that unpack one take 380 to 450 bytes."""

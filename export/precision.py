@@ -24,9 +24,9 @@ import onnx.numpy_helper
 from onnx import ModelProto, TensorProto, ValueInfoProto
 
 from edge_sdk.protocol.manifest import Array
-from export.errors import ExportError
-from export.fusing import fuse
-from export.graph import fresh_name
+from sparrow.export.errors import ExportError
+from sparrow.export.fusing import fuse
+from sparrow.export.graph import fresh_name
 
 MIN_VALUES = 256
 """Smaller tensors stay float32: biases and norms, whose precision counts most and whose size least."""

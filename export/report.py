@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from command_line.command import MissingPart
-from export.errors import ExportError
-from export.measure import LOADS, Latency, LoadCost, latencies, load_costs
-from export.ort_format import OrtFile
-from export.running import Parity, accuracy, compare, predict
-from export.samples import Array, Samples
+from sparrow.command_line.command import MissingPart
+from sparrow.export.errors import ExportError
+from sparrow.export.measure import LOADS, Latency, LoadCost, latencies, load_costs
+from sparrow.export.ort_format import OrtFile
+from sparrow.export.running import Parity, accuracy, compare, predict
+from sparrow.export.samples import Array, Samples
 
 LARGEST_DIFFERENCE = 1e-4
 """Largest difference between outputs of the same model that float rounding explains, per unit of the largest output."""

@@ -20,10 +20,10 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from edge_sdk.protocol.blocks import BlockTable
 from edge_sdk.protocol.manifest import Manifest
-from export.building import Building
-from export.graph import BATCHES, Shape
-from export.graph import shapes as shapes_of
-from export.skeleton import INPUT, OUTPUT
+from sparrow.export.building import Building
+from sparrow.export.graph import BATCHES, Shape
+from sparrow.export.graph import shapes as shapes_of
+from sparrow.export.skeleton import INPUT, OUTPUT
 
 _CHANNELS = ("Conv", "BatchNormalization", "GroupNormalization", "InstanceNormalization")
 """Operators whose inputs 1 and 2 are weight and bias of their outputs' axis 1."""

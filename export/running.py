@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from command_line.command import MissingPart
-from export.errors import ExportError
+from sparrow.command_line.command import MissingPart
+from sparrow.export.errors import ExportError
 
 Array = NDArray[Any]
 

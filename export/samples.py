@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
-from export.errors import ExportError, NotThere
-from export.skeleton import INPUT
+from sparrow.export.errors import ExportError, NotThere
+from sparrow.export.skeleton import INPUT
 
 Array = NDArray[Any]
 

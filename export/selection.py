@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, TensorProto
 
 from edge_sdk.protocol.blocks import Costs
-from export.building import Building
+from sparrow.export.building import Building
 
 LARGEST_TABLE = 100_000
 """Pairs of a state and a count beyond which the exact solution is none for a file: 2 bytes each."""

@@ -13,8 +13,8 @@ from edge_sdk.protocol import checkpoint, personal
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest, Tensors
-from export.errors import ExportError, NotThere
-from export.metadata import properties
+from sparrow.export.errors import ExportError, NotThere
+from sparrow.export.metadata import properties
 
 
 @dataclass(frozen=True)

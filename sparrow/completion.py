@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import shtab
 
-from command_line.command import Command, MissingPart, Parser
-from edge_sdk.trainable import CannotTrain
+from edge_sdk.device.trainable import CannotTrain
+from sparrow.command_line.command import Command, MissingPart, Parser
 from sparrow.main import PARTS, build
 
 SHELLS = ("bash", "zsh")

@@ -6,11 +6,11 @@ import argparse
 import json
 import sys
 
-from command_line.command import Command, Parser, WrongUsage, add_json, add_wait
+from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.exits import EXITS
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import FederationInfo
-from edge_sdk.transport import Transport, connect, token_of
+from sparrow.command_line.command import Command, Parser, WrongUsage, add_json, add_wait
 
 
 def _options(parser: Parser) -> None:

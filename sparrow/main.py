@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from command_line.command import Command, Exits, MissingPart, Parser, ended, interruptible
-from command_line.exits import Exit
-from command_line.nearest import nearest
-from edge_sdk import trainable
+from edge_sdk.device import trainable
+from sparrow.command_line.command import Command, Exits, MissingPart, Parser, ended, interruptible
+from sparrow.command_line.exits import Exit
+from sparrow.command_line.nearest import nearest
 
 OURS = ("benchmarks", "command_line", "coordinator", "devices", "edge_sdk", "export", "sparrow")
 DISTRIBUTION = "sparrow-fl"
@@ -52,22 +52,22 @@ class Part:
 
 
 PARTS = {
-    "serve": Part("coordinator.serve", "run the coordinator", "coordinator"),
+    "serve": Part("sparrow.coordinator.commands.serve", "run the coordinator", "coordinator"),
     "status": Part("sparrow.status", "what a running coordinator's federations do"),
     "track": Part("sparrow.track", "a federation's curves, for TensorBoard or MLflow"),
-    "token": Part("coordinator.tokens", "create, list and revoke tokens", "coordinator"),
-    "backup": Part("coordinator.backup", "copy a coordinator, running or not", "coordinator"),
-    "restore": Part("coordinator.restore", "bring such a copy back", "coordinator"),
-    "evaluate": Part("coordinator.evaluate", "judge a global model on your test file"),
+    "token": Part("sparrow.coordinator.commands.tokens", "create, list and revoke tokens", "coordinator"),
+    "backup": Part("sparrow.coordinator.commands.backup", "copy a coordinator, running or not", "coordinator"),
+    "restore": Part("sparrow.coordinator.commands.restore", "bring such a copy back", "coordinator"),
+    "evaluate": Part("sparrow.coordinator.commands.evaluate", "judge a global model on your test file"),
     "publish": Part("edge_sdk.publish", "create a federation", "device,publish", trains=True),
     "delete": Part("sparrow.delete", "delete a federation"),
     "join": Part("edge_sdk.join", "take part in a federation, as a device", "device", trains=True),
-    "fleet": Part("edge_sdk.fleet", "many simulated devices", "device,publish", trains=True),
+    "fleet": Part("edge_sdk.simulation.fleet", "many simulated devices", "device,publish", trains=True),
     "profile": Part("edge_sdk.profile", "what a training step takes at a budget", "device,publish", trains=True),
-    "devices": Part("devices.__main__", "what this device is, its sensors"),
-    "export": Part("export.__main__", "a personal model as the smallest ONNX file", "export"),
+    "devices": Part("sparrow.devices.__main__", "what this device is, its sensors"),
+    "export": Part("sparrow.export.__main__", "a personal model as the smallest ONNX file", "export"),
     "predict": Part("edge_sdk.predict", "run an exported model", "predict"),
-    "bench": Part("benchmarks.__main__", "comparisons of methods", "demo", trains=True),
+    "bench": Part("sparrow.benchmarks.__main__", "comparisons of methods", "demo", trains=True),
     "completion": Part("sparrow.completion", "print what makes bash or zsh complete these", "completion"),
 }
 

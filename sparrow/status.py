@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from command_line.command import Command, Parser, WrongUsage, add_json, add_wait
-from command_line.table import table
+from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.exits import EXITS
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import DeviceInfo, FederationInfo, FederationStatus, OpenWork, RoundRecord
-from edge_sdk.transport import Transport, connect, token_of
+from sparrow.command_line.command import Command, Parser, WrongUsage, add_json, add_wait
+from sparrow.command_line.table import table
 
 WATCH_SECONDS = 2.0
 ROUNDS_SHOWN, DEVICES_SHOWN = 10, 20

@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 
-from command_line.command import Command, Exits, Parser, WrongUsage
-from command_line.exits import Exit
+from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.exits import EXITS as COORDINATOR
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import FederationStatus, RoundRecord
-from edge_sdk.transport import Transport, connect, token_of
+from sparrow.command_line.command import Command, Exits, Parser, WrongUsage
+from sparrow.command_line.exits import Exit
 from sparrow.trackers import MLflow, TensorBoard, Tracker, TrackerFailed
 
 EVERY_SECONDS = 5.0

@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from command_line.command import MissingPart
 from edge_sdk.protocol.messages import FederationInfo
+from sparrow.command_line.command import MissingPart
 
 EVERY_ROUND = "devices/updates"
 """A curve that has a point for every round: its steps are the rounds that were written."""

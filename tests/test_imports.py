@@ -8,8 +8,14 @@ import subprocess
 import sys
 
 LIGHT = ["edge_sdk", "edge_sdk.protocol.bundle", "edge_sdk.protocol.messages", "edge_sdk.protocol.checkpoint"]
-LIGHT += ["edge_sdk.protocol.builtin", "edge_sdk.transport", "edge_sdk.state", "edge_sdk.predict", "devices"]
-LIGHT += ["export", "export.skeleton", "export.__main__", "coordinator.main"]
+LIGHT += [
+    "edge_sdk.protocol.builtin",
+    "edge_sdk.device.transport",
+    "edge_sdk.device.state",
+    "edge_sdk.predict",
+    "devices",
+]
+LIGHT += ["export", "export.skeleton", "export.__main__", "sparrow.coordinator.main"]
 
 PROBE = """
 import importlib, json, sys
@@ -42,7 +48,7 @@ def test_nothing_light_loads_torch(tmp_path):
 
 
 def test_the_protocol_needs_neither_server_nor_onnx(tmp_path):
-    protocol = [name for name in LIGHT if name.startswith(("edge_sdk.protocol", "devices"))]
+    protocol = [name for name in LIGHT if name.startswith(("edge_sdk.protocol", "sparrow.devices"))]
     found = loaded(protocol, ["fastapi", "sqlalchemy", "onnx", "onnxruntime", "uvicorn"], tmp_path)
     assert found == {name: [] for name in protocol}
 
@@ -50,4 +56,4 @@ def test_the_protocol_needs_neither_server_nor_onnx(tmp_path):
 def test_a_coordinator_that_starts_loads_only_what_it_needs_every_day(tmp_path):
     """Migrations, checks of foreign models and ONNX Runtime together take as much memory as all else of it."""
     heavy = ["alembic", "mako", "onnx", "onnxruntime", "dp_accounting"]
-    assert loaded(["coordinator.main"], heavy, tmp_path) == {"coordinator.main": []}
+    assert loaded(["sparrow.coordinator.main"], heavy, tmp_path) == {"sparrow.coordinator.main": []}

@@ -14,10 +14,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.coordinator import flower, grpc, memory, sparrow
-from benchmarks.coordinator.contest import Contest, Row
-from benchmarks.coordinator.models import LARGE, SMALL, model_of
-from benchmarks.coordinator.page import page
+from sparrow.benchmarks.coordinator import flower, grpc, memory, sparrow
+from sparrow.benchmarks.coordinator.contest import Contest, Row
+from sparrow.benchmarks.coordinator.models import LARGE, SMALL, model_of
+from sparrow.benchmarks.coordinator.page import page
 
 RESULTS = Path("docs/results")
 ROUNDS = {

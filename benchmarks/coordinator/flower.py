@@ -14,10 +14,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.coordinator.contest import Contest, Marks, Row, measure
-from benchmarks.coordinator.processes import Side, Wire
-from benchmarks.peers.install import PYTHON
-from benchmarks.server import free_port
+from sparrow.benchmarks.coordinator.contest import Contest, Marks, Row, measure
+from sparrow.benchmarks.coordinator.processes import Side, Wire
+from sparrow.benchmarks.peers.install import PYTHON
+from sparrow.benchmarks.server import free_port
 
 APP = Path(__file__).with_name("flower_app")
 QUIET = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.coordinator.contest import Contest, Marks, Row, measure
-from benchmarks.coordinator.flower import check_installed, environment
-from benchmarks.coordinator.processes import Side, Wire
-from benchmarks.peers.install import PYTHON, ROOT
-from benchmarks.server import free_port
+from sparrow.benchmarks.coordinator.contest import Contest, Marks, Row, measure
+from sparrow.benchmarks.coordinator.flower import check_installed, environment
+from sparrow.benchmarks.coordinator.processes import Side, Wire
+from sparrow.benchmarks.peers.install import PYTHON, ROOT
+from sparrow.benchmarks.server import free_port
 
 
 def run(contest: Contest, folder: Path) -> Row:

@@ -7,11 +7,11 @@ import functools
 import torch
 from torch.nn import functional as F
 
-from benchmarks.aggregation import network
-from benchmarks.coordinator.contest import Model
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.tasks import Task
-from edge_sdk.tracing import describe
+from edge_sdk.tracing.coupling import describe
+from sparrow.benchmarks.aggregation import network
+from sparrow.benchmarks.coordinator.contest import Model
 
 SMALL, LARGE = "small", "large"
 

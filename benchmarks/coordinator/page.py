@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.coordinator.contest import Row
-from benchmarks.markdown import markdown_table
+from sparrow.benchmarks.coordinator.contest import Row
+from sparrow.benchmarks.markdown import markdown_table
 
 ENGINES = {
     "sparrow": "sparrow, dense",

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import server as ours
-from benchmarks.coordinator.contest import Contest, Marks, Row, measure
-from benchmarks.coordinator.models import task_of
-from benchmarks.coordinator.processes import Side, Wire
-from benchmarks.server import free_port
 from edge_sdk.publish import publish
+from sparrow.benchmarks import server as ours
+from sparrow.benchmarks.coordinator.contest import Contest, Marks, Row, measure
+from sparrow.benchmarks.coordinator.models import task_of
+from sparrow.benchmarks.coordinator.processes import Side, Wire
+from sparrow.benchmarks.server import free_port
 
 DENSITY = 0.2
 ALWAYS: dict[str, Any] = {"early_stopping": "off", "evaluation_interval": 0, "deadline_seconds": 600.0}
@@ -45,7 +45,14 @@ def run(engine: str, contest: Contest, folder: Path) -> Row:
                 min_devices=contest.clients,
             )
             for number in range(contest.clients):
-                command = [sys.executable, "-m", "benchmarks.coordinator.client", address, "contest", str(number)]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "sparrow.benchmarks.coordinator.client",
+                    address,
+                    "contest",
+                    str(number),
+                ]
                 clients.start(f"client-{number}", command + (["--marks", str(marks.path)] if number == 0 else []))
             row = measure(contest, server, clients, Wire(port), marks, memory)
     return {"engine": engine, **row}

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers import report
+from sparrow.benchmarks.peers import report
 
 
 def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
     import torch  # here, because the watching process has no use for it
     from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-    from benchmarks.peers import work
+    from sparrow.benchmarks.peers import work
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)

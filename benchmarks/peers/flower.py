@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import report
-from benchmarks.peers.install import PYTHON
+from sparrow.benchmarks.peers import report
+from sparrow.benchmarks.peers.install import PYTHON
 
 SETTINGS = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -36,8 +36,8 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
 
     from flwr.simulation import run_simulation
 
-    from benchmarks.peers import work
-    from benchmarks.peers.flower_app import apps
+    from sparrow.benchmarks.peers import work
+    from sparrow.benchmarks.peers.flower_app import apps
 
     server, client, last = apps(data, rounds, seed, clock)
     folder = tempfile.mkdtemp(prefix="ray-")

@@ -17,8 +17,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-from benchmarks.peers import work
-from benchmarks.peers.report import Clock
+from sparrow.benchmarks.peers import work
+from sparrow.benchmarks.peers.report import Clock
 
 
 @functools.cache

@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.peers import report
-from benchmarks.server import coordinator
+from sparrow.benchmarks.peers import report
+from sparrow.benchmarks.server import coordinator
 
 
 def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
@@ -34,8 +34,8 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
 
 def _load(data: Path) -> tuple[Any, Any]:
     """The samples, train and test; and all that is to be imported."""
-    importlib.import_module("edge_sdk.fleet")
-    from benchmarks.peers import work
+    importlib.import_module("edge_sdk.simulation.fleet")
+    from sparrow.benchmarks.peers import work
 
     return work.load(data), work.load(data, "test")
 
@@ -43,14 +43,14 @@ def _load(data: Path) -> tuple[Any, Any]:
 def _run(server: str, samples: Any, test: Any, rounds: int, processes: int, seed: int) -> dict[str, Any]:
     import torch
 
-    from benchmarks.peers import work
-    from edge_sdk.fleet import run_fleet
-    from edge_sdk.host import Plan, Stepped
     from edge_sdk.protocol.messages import FederationInfo, Kind, RoundRecord
     from edge_sdk.publish import publish
+    from edge_sdk.simulation.fleet import run_fleet
+    from edge_sdk.simulation.host import Plan, Stepped
     from edge_sdk.tasks import Task
     from edge_sdk.tasks.loading import Chosen, Scale, classification
     from edge_sdk.tasks.models import MODELS
+    from sparrow.benchmarks.peers import work
 
     clock = report.Clock()
     shares = work.deal(len(samples), seed)

@@ -10,11 +10,11 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from coordinator.access import KINDS, Holder, Kind
-from coordinator.api.door import Visit
-from coordinator.devices import UNKNOWN, Caller
-from coordinator.errors import NotAuthenticated
-from coordinator.settings import Settings
+from sparrow.coordinator.api.door import Visit
+from sparrow.coordinator.errors import NotAuthenticated
+from sparrow.coordinator.fleet.access import KINDS, Holder, Kind
+from sparrow.coordinator.fleet.devices import UNKNOWN, Caller
+from sparrow.coordinator.settings import Settings
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from coordinator.api.problems import problem
-from coordinator.errors import BadContent, LengthRequired, TooLarge
+from sparrow.coordinator.api.problems import problem
+from sparrow.coordinator.errors import BadContent, LengthRequired, TooLarge
 
 LARGEST_REQUEST = 1024 * 1024
 """Longest JSON of a request, in bytes."""

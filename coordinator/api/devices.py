@@ -12,15 +12,6 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
-from coordinator.access import Holder
-from coordinator.api.access import EnrollerOnly, KnownDevice, ObserverOnly, TheVisit, check_admin
-from coordinator.api.bodies import ranged, read_body
-from coordinator.api.parts import House, TheHouse
-from coordinator.api.uploads import Whole
-from coordinator.devices import Caller
-from coordinator.errors import NotAllowed
-from coordinator.metrics import counted_refusals
-from coordinator.roster import Order, Wanted
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.messages import (
     Assignment,
@@ -35,6 +26,15 @@ from edge_sdk.protocol.messages import (
     UpdateReceived,
     UploadCost,
 )
+from sparrow.coordinator.api.access import EnrollerOnly, KnownDevice, ObserverOnly, TheVisit, check_admin
+from sparrow.coordinator.api.bodies import ranged, read_body
+from sparrow.coordinator.api.parts import House, TheHouse
+from sparrow.coordinator.api.uploads import Whole
+from sparrow.coordinator.errors import NotAllowed
+from sparrow.coordinator.fleet.access import Holder
+from sparrow.coordinator.fleet.devices import Caller
+from sparrow.coordinator.reports.device_list import Order, Wanted
+from sparrow.coordinator.reports.metrics import counted_refusals
 
 log = logging.getLogger(__name__)
 

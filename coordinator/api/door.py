@@ -20,13 +20,13 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.access import KINDS, Holder, Kind
-from coordinator.api.parts import House
-from coordinator.api.problems import challenge, problem
-from coordinator.devices import Caller
-from coordinator.errors import FederationDeleted, NotAuthenticated, TokenExpired
-from coordinator.limits import RateLimit, address_key
-from coordinator.logs import about
+from sparrow.coordinator.api.parts import House
+from sparrow.coordinator.api.problems import challenge, problem
+from sparrow.coordinator.api.rate_limits import RateLimit, address_key
+from sparrow.coordinator.errors import FederationDeleted, NotAuthenticated, TokenExpired
+from sparrow.coordinator.fleet.access import KINDS, Holder, Kind
+from sparrow.coordinator.fleet.devices import Caller
+from sparrow.coordinator.logs import about
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,6 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from coordinator.api.access import AdminOnly, JoinerOnly, MemberOnly, ObserverOnly, TheVisit, observer
-from coordinator.api.bodies import LARGEST_REQUEST, ranged, read_body
-from coordinator.api.door import Visit, identify, secret_of
-from coordinator.api.live import follow, seen_by
-from coordinator.api.parts import TheHouse
-from coordinator.errors import WrongMediaType
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.messages import (
     ChangeFederation,
@@ -33,6 +27,12 @@ from edge_sdk.protocol.messages import (
     RoundRecord,
 )
 from edge_sdk.protocol.overview import Overview
+from sparrow.coordinator.api.access import AdminOnly, JoinerOnly, MemberOnly, ObserverOnly, TheVisit, observer
+from sparrow.coordinator.api.bodies import LARGEST_REQUEST, ranged, read_body
+from sparrow.coordinator.api.door import Visit, identify, secret_of
+from sparrow.coordinator.api.live import follow, seen_by
+from sparrow.coordinator.api.parts import TheHouse
+from sparrow.coordinator.errors import WrongMediaType
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from coordinator.api.access import is_admin, own_federation
-from coordinator.api.door import Visit
-from coordinator.api.watch import Watch
-from coordinator.errors import NotAuthenticated, NotFound, Unavailable
 from edge_sdk.protocol.overview import Overview, RoundPoint
+from sparrow.coordinator.api.access import is_admin, own_federation
+from sparrow.coordinator.api.door import Visit
+from sparrow.coordinator.api.watch import Watch
+from sparrow.coordinator.errors import NotAuthenticated, NotFound, Unavailable
 
 STILL_HERE_SECONDS = 15.0
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from coordinator import dashboard
-from coordinator.api.access import AdminOnly, OnlookerOnly, TheVisit, own_federation
-from coordinator.api.bodies import ranged
-from coordinator.api.door import Visit
-from coordinator.api.parts import House, TheHouse
+from sparrow.coordinator import dashboard
+from sparrow.coordinator.api.access import AdminOnly, OnlookerOnly, TheVisit, own_federation
+from sparrow.coordinator.api.bodies import ranged
+from sparrow.coordinator.api.door import Visit
+from sparrow.coordinator.api.parts import House, TheHouse
 
 EMPTY = b'data-federation=""'
 

@@ -14,27 +14,27 @@ from fastapi import Depends, Request
 from sqlalchemy import select
 from starlette.concurrency import run_in_threadpool
 
-from coordinator.acceptance import Acceptance
-from coordinator.access import Tokens
-from coordinator.api.uploads import Uploads
-from coordinator.api.watch import Watches
-from coordinator.costs import UploadCosts
-from coordinator.devices import Devices
-from coordinator.dispatch import Dispatch
-from coordinator.errors import Unavailable
-from coordinator.federations import Federations
-from coordinator.heard import Heard
-from coordinator.leftovers import clear_all
-from coordinator.limits import RateLimit
-from coordinator.metrics import Metrics
-from coordinator.models import Models, Retention
-from coordinator.overview import Overviews
-from coordinator.pace import Pace
-from coordinator.records import Records
-from coordinator.roster import Roster
-from coordinator.rounds import Rounds
-from coordinator.settings import Settings
-from coordinator.storage.store import MOVED, Store
+from sparrow.coordinator.api.rate_limits import RateLimit
+from sparrow.coordinator.api.uploads import Uploads
+from sparrow.coordinator.api.watch import Watches
+from sparrow.coordinator.errors import Unavailable
+from sparrow.coordinator.fleet.access import Tokens
+from sparrow.coordinator.fleet.devices import Devices
+from sparrow.coordinator.fleet.federations import Federations
+from sparrow.coordinator.fleet.last_heard import Heard
+from sparrow.coordinator.fleet.polling import Pace
+from sparrow.coordinator.models.global_models import Models, Retention
+from sparrow.coordinator.reports.device_list import Roster
+from sparrow.coordinator.reports.metrics import Metrics
+from sparrow.coordinator.reports.overview import Overviews
+from sparrow.coordinator.reports.records import Records
+from sparrow.coordinator.rounds.acceptance import Acceptance
+from sparrow.coordinator.rounds.cleanup import clear_all
+from sparrow.coordinator.rounds.costs import UploadCosts
+from sparrow.coordinator.rounds.dispatch import Dispatch
+from sparrow.coordinator.rounds.engine import Rounds
+from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.storage.store import MOVED, Store
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from coordinator import errors
-from coordinator.api.slow import TooSlow
-from coordinator.errors import explain
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import Problem
-from export.errors import SkeletonError
+from sparrow.coordinator import errors
+from sparrow.coordinator.api.slow import TooSlow
+from sparrow.coordinator.errors import explain
+from sparrow.export.errors import SkeletonError
 
 log = logging.getLogger(__name__)
 

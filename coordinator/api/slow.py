@@ -14,7 +14,7 @@ import anyio
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.settings import Settings
+from sparrow.coordinator.settings import Settings
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import generate_latest
 from starlette.requests import Request
 
-from coordinator.access import KINDS
-from coordinator.api.access import ObserverOnly, TheVisit
-from coordinator.api.parts import TheHouse
-from coordinator.api.problems import problem
+from sparrow.coordinator.api.access import ObserverOnly, TheVisit
+from sparrow.coordinator.api.parts import TheHouse
+from sparrow.coordinator.api.problems import problem
+from sparrow.coordinator.fleet.access import KINDS
 
 log = logging.getLogger(__name__)
 router = APIRouter(tags=["status"])

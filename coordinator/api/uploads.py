@@ -31,10 +31,10 @@ from sqlalchemy import select
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from coordinator.errors import BadContent, LengthRequired, TooLarge, WrongRange
-from coordinator.storage.blobs import read_file
-from coordinator.storage.store import Store
-from coordinator.storage.tables import Assignment
+from sparrow.coordinator.errors import BadContent, LengthRequired, TooLarge, WrongRange
+from sparrow.coordinator.storage.blobs import read_file
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import Assignment
 
 DIGEST_HEADER = "Sparrow-Update-SHA256"
 KEEP_SECONDS = 3600.0

@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary
 
 from starlette.concurrency import run_in_threadpool
 
-from coordinator.overview import Overviews
 from edge_sdk.protocol.overview import Overview
+from sparrow.coordinator.reports.overview import Overviews
 
 LONGEST_REST_SECONDS = 15.0
 LEAST_PAUSE_SECONDS = 0.5

@@ -6,7 +6,7 @@ import importlib.metadata
 from functools import cache
 from pathlib import Path
 
-from coordinator.errors import NotFound
+from sparrow.coordinator.errors import NotFound
 
 MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",

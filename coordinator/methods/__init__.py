@@ -15,15 +15,15 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from command_line.nearest import nearest
-from coordinator.aggregation import MaskedSums, Sums
-from coordinator.errors import BadContent, UnknownMethod
 from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import FederationSettings, Kind
+from sparrow.command_line.nearest import nearest
+from sparrow.coordinator.errors import BadContent, UnknownMethod
+from sparrow.coordinator.rounds.sums import MaskedSums, Sums
 
 Plan = Mapping[str, bool | int | float | str]
 

@@ -25,15 +25,15 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from coordinator.aggregation import ElementSums, Sum, quotient
-from coordinator.errors import BadContent, WrongState
-from coordinator.methods import CoordinatorMethod, GlobalModel, Situation, Work
-from coordinator.methods.sparse import check_counts, weights_per_layer
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask
 from edge_sdk.protocol.messages import FederationSettings, Kind
 from edge_sdk.protocol.sparsity import LayerSparsity, magnitude_mask, trim
+from sparrow.coordinator.errors import BadContent, WrongState
+from sparrow.coordinator.methods import CoordinatorMethod, GlobalModel, Situation, Work
+from sparrow.coordinator.methods.sparse import check_counts, weights_per_layer
+from sparrow.coordinator.rounds.sums import ElementSums, Sum, quotient
 
 
 class DMPFLSettings(BaseModel):

@@ -8,8 +8,8 @@ is given the last global model, which it may fine-tune (``finetune_epochs``).
 
 from __future__ import annotations
 
-from coordinator.methods import CoordinatorMethod
 from edge_sdk.protocol.messages import FederationSettings
+from sparrow.coordinator.methods import CoordinatorMethod
 
 
 class FedAvg(CoordinatorMethod):

@@ -8,7 +8,7 @@ with their training samples, and the whole global model is what is judged.
 
 from __future__ import annotations
 
-from coordinator.methods import CoordinatorMethod
+from sparrow.coordinator.methods import CoordinatorMethod
 
 
 class FedDrop(CoordinatorMethod):

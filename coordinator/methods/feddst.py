@@ -11,9 +11,9 @@ cuts layers that its densities keep whole, and grows over active weights. Here i
 
 from __future__ import annotations
 
-from coordinator.methods.fedsgc import FedSGC, FedSGCSettings
-from coordinator.methods.sparse import SparseTrainingSettings
 from edge_sdk.protocol.messages import FederationSettings
+from sparrow.coordinator.methods.fedsgc import FedSGC, FedSGCSettings
+from sparrow.coordinator.methods.sparse import SparseTrainingSettings
 
 
 class FedDST(FedSGC):

@@ -6,7 +6,7 @@ Computing", ICDE 2022, as FedSPU's method card (section 5) compares it: devices 
 
 from __future__ import annotations
 
-from coordinator.methods.hermes import Hermes
+from sparrow.coordinator.methods.hermes import Hermes
 
 
 class FedMP(Hermes):

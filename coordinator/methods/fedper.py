@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.errors import BadContent
-from coordinator.methods import CoordinatorMethod
 from edge_sdk.protocol.manifest import Layer, Manifest
 from edge_sdk.protocol.messages import FederationSettings
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.methods import CoordinatorMethod
 
 
 class FedPer(CoordinatorMethod):

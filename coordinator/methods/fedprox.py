@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from coordinator.methods.fedavg import FedAvg
+from sparrow.coordinator.methods.fedavg import FedAvg
 
 
 class FedProxSettings(BaseModel):

@@ -6,7 +6,7 @@ Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for P
 
 from __future__ import annotations
 
-from coordinator.methods.fedper import FedPer
+from sparrow.coordinator.methods.fedper import FedPer
 
 
 class FedRep(FedPer):

@@ -29,14 +29,14 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, Field, model_validator
 
-from coordinator.aggregation import ElementSums
-from coordinator.methods import CoordinatorMethod, GlobalModel, Situation, Work
-from coordinator.methods.sparse import SparseTrainingSettings, check_counts, weights_per_layer
 from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.sparsity import magnitude_mask, random_mask, trim
+from sparrow.coordinator.methods import CoordinatorMethod, GlobalModel, Situation, Work
+from sparrow.coordinator.methods.sparse import SparseTrainingSettings, check_counts, weights_per_layer
+from sparrow.coordinator.rounds.sums import ElementSums
 
 PAPER = {"rest": "all", "direction_memory": False, "adjust_interval": 20, "device_interval": 20}
 """As printed (for MNIST), where the defaults are not: they were chosen on validation data (docs/results/fedsgc.md)."""

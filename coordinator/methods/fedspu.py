@@ -11,7 +11,7 @@ devices apart, so that the later one overwrites; here there is one mean weighted
 
 from __future__ import annotations
 
-from coordinator.methods import CoordinatorMethod
+from sparrow.coordinator.methods import CoordinatorMethod
 
 
 class FedSPU(CoordinatorMethod):

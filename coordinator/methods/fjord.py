@@ -7,10 +7,10 @@ max(1, floor(p_k n_l)) neurons, the same in all rounds. The server averages weig
 
 from __future__ import annotations
 
-from coordinator.methods.feddrop import FedDrop
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.neurons import first_neurons
+from sparrow.coordinator.methods.feddrop import FedDrop
 
 
 class FjORD(FedDrop):

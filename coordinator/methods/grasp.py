@@ -15,15 +15,15 @@ from __future__ import annotations
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from coordinator.aggregation import ElementSums, OneUpdate, Sums
-from coordinator.errors import BadContent
-from coordinator.methods import CoordinatorMethod, GlobalModel, Situation
-from coordinator.methods.sparse import check_maskable
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.masks import merge_in_place
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.sparsity import weight_budget
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.methods import CoordinatorMethod, GlobalModel, Situation
+from sparrow.coordinator.methods.sparse import check_maskable
+from sparrow.coordinator.rounds.sums import ElementSums, OneUpdate, Sums
 
 
 class PreparedSettings(BaseModel):

@@ -6,7 +6,7 @@ Li, Sun, Li, Pu, Li, Chen, "Hermes: An Efficient Federated Learning Framework fo
 
 from __future__ import annotations
 
-from coordinator.methods.feddrop import FedDrop
+from sparrow.coordinator.methods.feddrop import FedDrop
 
 
 class Hermes(FedDrop):

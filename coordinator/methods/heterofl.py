@@ -8,10 +8,10 @@ samples. A budget is a width; the share of the weights that it makes is about it
 
 from __future__ import annotations
 
-from coordinator.methods.feddrop import FedDrop
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.neurons import active_count_up, first_neurons
+from sparrow.coordinator.methods.feddrop import FedDrop
 
 
 class HeteroFL(FedDrop):

@@ -7,9 +7,9 @@ network of linear layers alone the first one is (DM-PFL's method card, section 5
 
 from __future__ import annotations
 
-from coordinator.methods.fedper import FedPer, check_apart, linear_layers
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings
+from sparrow.coordinator.methods.fedper import FedPer, check_apart, linear_layers
 
 
 class LGFedAvg(FedPer):

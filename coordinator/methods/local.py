@@ -6,8 +6,8 @@ global model stays what it was. Reports and evaluations are collected as for any
 
 from __future__ import annotations
 
-from coordinator.methods import CoordinatorMethod, Situation, Work
 from edge_sdk.protocol.messages import FederationSettings, Kind
+from sparrow.coordinator.methods import CoordinatorMethod, Situation, Work
 
 
 class Local(CoordinatorMethod):

@@ -28,13 +28,13 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from coordinator.aggregation import BlockSums
-from coordinator.errors import BadContent
-from coordinator.methods import CoordinatorMethod, GlobalModel, Situation
 from edge_sdk.protocol.blocks import BlockMask, BlockTable, Costs
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import FederationSettings, Kind
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.methods import CoordinatorMethod, GlobalModel, Situation
+from sparrow.coordinator.rounds.sums import BlockSums
 
 MOST_BLOCKS = 100
 

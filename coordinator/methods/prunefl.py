@@ -29,14 +29,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from coordinator.aggregation import ElementSums, OneUpdate, Sums
-from coordinator.methods import GlobalModel, Plan, Situation, Work
-from coordinator.methods.grasp import Prepared, PreparedSettings
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.masks import Mask
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.sparsity import readjust
+from sparrow.coordinator.methods import GlobalModel, Plan, Situation, Work
+from sparrow.coordinator.methods.grasp import Prepared, PreparedSettings
+from sparrow.coordinator.rounds.sums import ElementSums, OneUpdate, Sums
 
 
 class PruneFLSettings(PreparedSettings):

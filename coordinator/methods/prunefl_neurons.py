@@ -6,7 +6,7 @@ arXiv:1909.12326, in the form in which FedSPU's method card (section 5) compares
 
 from __future__ import annotations
 
-from coordinator.methods.hermes import Hermes
+from sparrow.coordinator.methods.hermes import Hermes
 
 
 class PruneFLNeurons(Hermes):

@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from coordinator.errors import BadContent
-from coordinator.methods import Situation
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.sparsity import LayerSparsity, layer_counts
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.methods import Situation
 
 
 class SparseTrainingSettings(BaseModel):

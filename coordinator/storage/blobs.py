@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from coordinator.storage.failing import Troubles
+from sparrow.coordinator.storage.failing import Troubles
 
 PARTIAL = ".partial"
 

@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import ArgumentError
 
-from coordinator.storage.tables import Base, Federation
+from sparrow.coordinator.storage.tables import Base, Federation
 
 BUSY_SECONDS = 30  # that a commit waits for another process that holds the lock: a backup, somebody's sqlite3
 LARGEST_WAL = 16 * 1024 * 1024

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 
-from coordinator.errors import DiskFull, Unavailable
+from sparrow.coordinator.errors import DiskFull, Unavailable
 
 log = logging.getLogger(__name__)
 

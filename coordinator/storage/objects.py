@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
-from coordinator.errors import Unavailable
-from coordinator.storage.failing import BLOBS, Troubles
+from sparrow.coordinator.errors import Unavailable
+from sparrow.coordinator.storage.failing import BLOBS, Troubles
 
 SCHEME = "s3://"
 RETRIES = 3

@@ -25,7 +25,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from coordinator.storage.store import MOVED
+from sparrow.coordinator.storage.store import MOVED
 
 log = logging.getLogger(__name__)
 

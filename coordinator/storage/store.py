@@ -15,15 +15,15 @@ from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar, cast
 from sqlalchemy import text
 from sqlalchemy.orm import Session, sessionmaker
 
-from coordinator.errors import Unavailable
-from coordinator.storage.blobs import Blobs, FolderBlobs, make_folder
-from coordinator.storage.database import WRITING, open_database
-from coordinator.storage.failing import BLOBS, RECORDS, Troubles
-from coordinator.storage.mounts import check_local
-from coordinator.storage.objects import ObjectBlobs
+from sparrow.coordinator.errors import Unavailable
+from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, make_folder
+from sparrow.coordinator.storage.database import WRITING, open_database
+from sparrow.coordinator.storage.failing import BLOBS, RECORDS, Troubles
+from sparrow.coordinator.storage.mounts import check_local
+from sparrow.coordinator.storage.objects import ObjectBlobs
 
 if TYPE_CHECKING:
-    from coordinator.storage.sharing import Sharing  # needs psycopg
+    from sparrow.coordinator.storage.sharing import Sharing  # needs psycopg
 
 RECORDS_FILE = "coordinator.sqlite3"
 MOVED = "moved"
@@ -229,7 +229,7 @@ class Store:
         self._engine.dispose()
 
     def _share(self) -> Sharing:
-        from coordinator.storage.sharing import Sharing
+        from sparrow.coordinator.storage.sharing import Sharing
 
         return Sharing(self._engine)
 

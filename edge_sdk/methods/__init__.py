@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from command_line.nearest import nearest
 from edge_sdk.errors import SdkError
 from edge_sdk.protocol.bundle import Bundle
 from edge_sdk.protocol.errors import ProtocolError
@@ -42,6 +41,7 @@ from edge_sdk.training.local import (
 from edge_sdk.training.merging import whole_model
 from edge_sdk.training.narrow import check_narrow
 from edge_sdk.training.rehearsal import Effort, MaskedEffort, Rehearsal
+from sparrow.command_line.nearest import nearest
 
 
 @dataclass(frozen=True)

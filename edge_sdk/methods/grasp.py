@@ -34,9 +34,9 @@ from edge_sdk.methods.fedprox import FedProx
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.sparsity import keep_by_score, weight_budget
+from edge_sdk.tracing.modes import buffers_kept
 from edge_sdk.training.local import TrainingDiverged, count_examples, set_tensors
 from edge_sdk.training.merging import whole_model
-from edge_sdk.training.modes import buffers_kept
 
 PASSES = 4
 """What scoring a sample computes, in training passes: one for g, one for the gradient that H g is differentiated from,

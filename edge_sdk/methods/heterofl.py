@@ -35,9 +35,9 @@ from edge_sdk.protocol.manifest import MULTIPLYING, Manifest
 from edge_sdk.protocol.masks import FULL_RATIO, NeuronMask
 from edge_sdk.protocol.neurons import active_count_up, first_neurons
 from edge_sdk.tasks import Task
+from edge_sdk.tracing.modes import evaluating
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import device_of
-from edge_sdk.training.modes import evaluating
 
 
 class HeteroFL(FedAvg):

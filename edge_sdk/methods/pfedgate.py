@@ -43,7 +43,8 @@ from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import merge_in_place, pack, unpack_whole
 from edge_sdk.protocol.messages import Assignment, Kind
-from edge_sdk.training.gated import (
+from edge_sdk.tracing.modes import buffers_kept
+from edge_sdk.training.gates.gated import (
     PROBE,
     Budget,
     Gated,
@@ -52,12 +53,11 @@ from edge_sdk.training.gated import (
     gate_tensors,
     load_gate,
 )
-from edge_sdk.training.gates import check_gated
-from edge_sdk.training.gating import GatingLayer, fitting_pool
+from edge_sdk.training.gates.gating import GatingLayer, fitting_pool
+from edge_sdk.training.gates.network import check_gated
 from edge_sdk.training.layer_seconds import block_nanoseconds
 from edge_sdk.training.local import LocalResult, derive_seed, evaluate, get_tensors, set_tensors, take_steps
 from edge_sdk.training.merging import is_whole, whole_model
-from edge_sdk.training.modes import buffers_kept
 from edge_sdk.training.rehearsal import Effort, Rehearsal
 
 ADAPT_EPOCHS = 5

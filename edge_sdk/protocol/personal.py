@@ -3,7 +3,7 @@
 ``model.safetensors`` holds the personal model under its state-dict names; beside it the method's own arrays
 (``own:NAME``) and what rounding took from updates (``feedback:NAME``). Its note is JSON: the manifest's digest, whether
 a personal model is there at all, how far the device has come, and the digest of the model that it is a difference from,
-as simulated devices store theirs. The device writes the file (``edge_sdk.state``), ``export`` reads it.
+as simulated devices store theirs. The device writes the file (``edge_sdk.device.state``), ``export`` reads it.
 
 ``best.safetensors`` is the personal model to use, the best on the device's validation data: the same file as it was
 after a round, or one with a mixture of the personal and the global model. It is missing where the federation or its

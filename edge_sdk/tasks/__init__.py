@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from command_line.nearest import nearest
-from edge_sdk.training.compute import USUAL, Compute
+from edge_sdk.tasks.compute import USUAL, Compute
+from sparrow.command_line.nearest import nearest
 
 
 class Batches(Protocol):

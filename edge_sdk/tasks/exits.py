@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from command_line.command import Exits
-from command_line.exits import Exit
+from edge_sdk.budget.preparing import DoesNotFit
 from edge_sdk.exits import EXITS as CALLS
 from edge_sdk.methods import BudgetTooSmall, UnknownMethod
-from edge_sdk.preparing import DoesNotFit
 from edge_sdk.tasks import UnknownTask
 from edge_sdk.tasks.loading import BadOption, DataError, NoData
+from sparrow.command_line.command import Exits
+from sparrow.command_line.exits import Exit
 
 EXITS: Exits = {
     **CALLS,

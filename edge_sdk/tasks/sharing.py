@@ -20,12 +20,12 @@ from typing import Literal, Protocol, cast, get_type_hints
 
 import numpy as np
 
-from command_line.nearest import nearest
 from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks.corruption import check_corruption, check_severity
 from edge_sdk.tasks.datasets import Dataset
 from edge_sdk.tasks.loading import BadOption, DataError
 from edge_sdk.tasks.partition import Index, Split, shifted, split
+from sparrow.command_line.nearest import nearest
 
 DEVICES = 10
 """How many devices share a set where nobody says it."""

@@ -18,9 +18,9 @@ from torch import nn
 
 from edge_sdk.protocol.messages import Evaluation
 from edge_sdk.tasks import Batches, Task
+from edge_sdk.tracing.modes import evaluating
 from edge_sdk.training.layout import Layout
 from edge_sdk.training.local import device_of
-from edge_sdk.training.modes import evaluating
 
 Similarity = Literal["logits", "probabilities"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from edge_sdk.tasks import Task
-from edge_sdk.training.modes import buffers_kept
+from edge_sdk.tracing.modes import buffers_kept
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from edge_sdk.protocol.blocks import Costs
 from edge_sdk.protocol.manifest import MULTIPLYING, Manifest
-from edge_sdk.training.modes import buffers_kept
+from edge_sdk.tracing.modes import buffers_kept
 
 REPEATS = 3
 """Passes through each layer, of which the quickest counts."""

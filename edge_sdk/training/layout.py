@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from edge_sdk.tasks import Task
-from edge_sdk.training.modes import evaluating
+from edge_sdk.tracing.modes import evaluating
 
 _SLOWER = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 

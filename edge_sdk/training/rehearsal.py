@@ -17,7 +17,7 @@ from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronMask, count_values
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tasks import Batches, Task
-from edge_sdk.training.compute import Compute
+from edge_sdk.tasks.compute import Compute
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import evaluate, train_locally
 from edge_sdk.training.narrow import Narrow

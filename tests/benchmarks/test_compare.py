@@ -7,12 +7,12 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import rows
-from benchmarks.__main__ import main
-from benchmarks.compare import compared
-from benchmarks.experiment import load_experiment, trials
-from benchmarks.files import files_of_devices
 from edge_sdk.protocol.messages import FederationSettings
+from sparrow.benchmarks import rows
+from sparrow.benchmarks.__main__ import main
+from sparrow.benchmarks.compare import compared
+from sparrow.benchmarks.experiment import load_experiment, trials
+from sparrow.benchmarks.files import files_of_devices
 
 PEOPLE = ("ann", "bob", "cleo")
 

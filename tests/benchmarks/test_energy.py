@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import energy, rows
-from benchmarks.experiment import Trial
-from benchmarks.metrics import Accuracy, Point
-from benchmarks.rows import DeviceResult, Recorded, TrialResult
-from devices.simulation import BOARDS
+from sparrow.benchmarks import energy, rows
+from sparrow.benchmarks.experiment import Trial
+from sparrow.benchmarks.metrics import Accuracy, Point
+from sparrow.benchmarks.rows import DeviceResult, Recorded, TrialResult
+from sparrow.devices.simulation import BOARDS
 
 
 def recorded(label, *, flops, traffic, accuracy, stops=False, rounds=10, boards=()):

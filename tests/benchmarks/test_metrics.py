@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from benchmarks.metrics import Accuracy, Point, accuracy_of, best_within, own, point_after, rounds_to, shifted
 from edge_sdk.methods import Evaluated
 from edge_sdk.protocol.messages import DeviceReport, Evaluation, Kind, Phase, PhaseSum, Receipt, RoundRecord
+from sparrow.benchmarks.metrics import Accuracy, Point, accuracy_of, best_within, own, point_after, rounds_to, shifted
 
 
 def judged(accuracy, examples=1):

@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.peers.memory import TreeMemory, measure, process_age
-from benchmarks.peers.work import COHORT, Net
+from sparrow.benchmarks.peers.memory import TreeMemory, measure, process_age
+from sparrow.benchmarks.peers.work import COHORT, Net
 
 MB = 1_000_000
 HOLD = f"b = bytearray(b'x') * (100 * {MB}); import time; time.sleep(0.8)"
@@ -25,7 +25,15 @@ def test_the_bare_loop_says_what_it_did(tmp_path):
         arrays[f"x_{part}"] = rng.integers(0, 256, (samples, 28, 28), dtype=np.uint8)
         arrays[f"y_{part}"] = rng.integers(0, 10, samples, dtype=np.uint8)
     np.savez(tmp_path / "tiny.npz", **arrays)
-    command = [sys.executable, "-m", "benchmarks.peers.bare", "--data", str(tmp_path / "tiny.npz"), "--rounds", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "sparrow.benchmarks.peers.bare",
+        "--data",
+        str(tmp_path / "tiny.npz"),
+        "--rounds",
+        "2",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     line = json.loads(done.stdout.splitlines()[-1])

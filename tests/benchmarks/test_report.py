@@ -6,13 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.experiment import Experiment, trials
-from benchmarks.markdown import write_html
-from benchmarks.metrics import Accuracy, Point, shifted
-from benchmarks.report import curve, draw, groups, paired, report_text, savings, shift_curve, summary, write_report
-from benchmarks.rows import DeviceResult, Recorded, TrialResult
 from edge_sdk.methods import Evaluated
 from edge_sdk.protocol.messages import Evaluation
+from sparrow.benchmarks.experiment import Experiment, trials
+from sparrow.benchmarks.markdown import write_html
+from sparrow.benchmarks.metrics import Accuracy, Point, shifted
+from sparrow.benchmarks.report import (
+    curve,
+    draw,
+    groups,
+    paired,
+    report_text,
+    savings,
+    shift_curve,
+    summary,
+    write_report,
+)
+from sparrow.benchmarks.rows import DeviceResult, Recorded, TrialResult
 
 COMMAND = "python -m benchmarks report tiny"
 FEDSPU = {"label": "FedSPU", "method": "fedspu", "budgets": [0.5, 1.0]}

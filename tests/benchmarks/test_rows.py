@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.experiment import Experiment, trials
-from benchmarks.metrics import Accuracy, Point, Shifted
-from benchmarks.rows import DeviceResult, Recorded, TrialResult, append, of_global_model, read, without_timing
+from sparrow.benchmarks.experiment import Experiment, trials
+from sparrow.benchmarks.metrics import Accuracy, Point, Shifted
+from sparrow.benchmarks.rows import DeviceResult, Recorded, TrialResult, append, of_global_model, read, without_timing
 
 
 def recorded(seed=0, seconds=12.5, found=(), **changes):

@@ -11,11 +11,11 @@ import time
 
 import pytest
 
-from benchmarks import rows
-from benchmarks.__main__ import main
-from benchmarks.experiment import FOLDER, BadExperiment, load_experiment, trials, tuning_trials
-from command_line.exits import Exit
 from edge_sdk.tasks.sharing import read_sharing
+from sparrow.benchmarks import rows
+from sparrow.benchmarks.__main__ import main
+from sparrow.benchmarks.experiment import FOLDER, BadExperiment, load_experiment, trials, tuning_trials
+from sparrow.command_line.exits import Exit
 
 TINY = """
 title = "Tiny"
@@ -126,7 +126,7 @@ def test_an_interrupted_run_goes_on_to_the_rows_of_one_that_was_not(undisturbed,
     """Ctrl-C in the second trial: the first is kept, the second goes on from where its coordinator and devices were."""
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks", *command("run", file, tmp_path / "work", "--processes", "2")],
+            [sys.executable, "-m", "sparrow.benchmarks", *command("run", file, tmp_path / "work", "--processes", "2")],
             stdout=log,
             stderr=log,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.simulation import page
+from sparrow.benchmarks.simulation import page
 
 
 def run(peer: str, turn: int, rate: float, whole: float) -> dict:

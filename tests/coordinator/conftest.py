@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from coordinator.storage.store import Store
+from sparrow.coordinator.storage.store import Store
 
 from .postgresql import serving
 

@@ -2,20 +2,6 @@
 
 from __future__ import annotations
 
-from coordinator.acceptance import Acceptance
-from coordinator.costs import UploadCosts
-from coordinator.devices import Devices
-from coordinator.dispatch import Dispatch
-from coordinator.errors import Finished
-from coordinator.federations import Federations
-from coordinator.heard import Heard
-from coordinator.metrics import Metrics
-from coordinator.models import Models
-from coordinator.overview import Overviews
-from coordinator.records import Records
-from coordinator.roster import Roster
-from coordinator.rounds import Rounds
-from coordinator.storage.store import Store
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.messages import (
     ChangeFederation,
@@ -25,6 +11,20 @@ from edge_sdk.protocol.messages import (
     FederationSettings,
     Receipt,
 )
+from sparrow.coordinator.errors import Finished
+from sparrow.coordinator.fleet.devices import Devices
+from sparrow.coordinator.fleet.federations import Federations
+from sparrow.coordinator.fleet.last_heard import Heard
+from sparrow.coordinator.models.global_models import Models
+from sparrow.coordinator.reports.device_list import Roster
+from sparrow.coordinator.reports.metrics import Metrics
+from sparrow.coordinator.reports.overview import Overviews
+from sparrow.coordinator.reports.records import Records
+from sparrow.coordinator.rounds.acceptance import Acceptance
+from sparrow.coordinator.rounds.costs import UploadCosts
+from sparrow.coordinator.rounds.dispatch import Dispatch
+from sparrow.coordinator.rounds.engine import Rounds
+from sparrow.coordinator.storage.store import Store
 
 DIGITS = load_builtin("digits").manifest
 CALM = {"deadline_seconds": 100, "evaluation_interval": 0}

@@ -7,9 +7,9 @@ import json
 
 from sqlalchemy import insert, update
 
-from coordinator.federations import find
-from coordinator.records import summarise
-from coordinator.storage.tables import Assignment, Device, Federation, Round
+from sparrow.coordinator.fleet.federations import find
+from sparrow.coordinator.reports.records import summarise
+from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 
 BEGAN = 1_700_000_000.0
 

@@ -6,18 +6,18 @@ import hashlib
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from coordinator import errors as coordinator_errors
-from coordinator.errors import BadContent
-from coordinator.federations import find
-from coordinator.models import Models
-from coordinator.storage.store import Store
-from coordinator.storage.tables import Assignment
+from edge_sdk.device.session import Outcome, Session
+from edge_sdk.device.state import StateFolder
+from edge_sdk.device.transport import Traffic
 from edge_sdk.errors import FederationOver, Refused, RoundOver
 from edge_sdk.protocol.messages import ChangeFederation, CreateFederation, FederationSettings
-from edge_sdk.session import Outcome, Session
-from edge_sdk.state import StateFolder
 from edge_sdk.tasks.digits import load
-from edge_sdk.transport import Traffic
+from sparrow.coordinator import errors as coordinator_errors
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.fleet.federations import find
+from sparrow.coordinator.models.global_models import Models
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import Assignment
 
 from .fakes import furnish
 

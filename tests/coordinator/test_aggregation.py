@@ -8,11 +8,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from coordinator.aggregation import MaskedSums
-from coordinator.methods import GlobalModel, Situation, load_method
 from edge_sdk.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, blocks, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings
+from sparrow.coordinator.methods import GlobalModel, Situation, load_method
+from sparrow.coordinator.rounds.sums import MaskedSums
 
 VECTOR = Manifest(
     task="v4",

@@ -9,7 +9,7 @@ import pytest
 
 PASS_THROUGH = """
 import sys, threading
-from coordinator import allocator
+from sparrow.coordinator.commands import allocator
 if sys.argv[1] == "yes":
     allocator.give_back()
 

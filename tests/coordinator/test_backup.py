@@ -7,13 +7,13 @@ from contextlib import closing
 
 import pytest
 
-from coordinator import backup, restore
-from coordinator.backup import BackupFailed, back_up
-from coordinator.errors import NotAuthenticated
-from coordinator.exits import NoRecords
-from coordinator.restore import bring_back
-from coordinator.settings import Settings
-from coordinator.storage.store import Store
+from sparrow.coordinator.commands import backup, restore
+from sparrow.coordinator.commands.backup import BackupFailed, back_up
+from sparrow.coordinator.commands.exits import NoRecords
+from sparrow.coordinator.commands.restore import bring_back
+from sparrow.coordinator.errors import NotAuthenticated
+from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.storage.store import Store
 
 from .fakes import House
 from .house import House as RealHouse

@@ -7,10 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from coordinator.aggregation import BlockSums
 from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.manifest import Manifest, TensorSpec
 from edge_sdk.protocol.masks import blocks, pack
+from sparrow.coordinator.rounds.sums import BlockSums
 
 V5 = Manifest(
     task="v5",

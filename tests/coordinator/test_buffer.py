@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.backup import blobs_named
-from coordinator.errors import BadContent, RoundClosed
-from coordinator.methods import load_method
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import CreateFederation, FederationSettings, Phase, UploadCost
+from sparrow.coordinator.commands.backup import blobs_named
+from sparrow.coordinator.errors import BadContent, RoundClosed
+from sparrow.coordinator.methods import load_method
 
 from .fakes import DIGITS
 

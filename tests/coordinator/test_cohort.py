@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from coordinator.cohort import Candidate, choose, choose_each
+from sparrow.coordinator.rounds.cohort import Candidate, choose, choose_each
 
 NAMES = [f"dev-{number}" for number in range(20)]
 

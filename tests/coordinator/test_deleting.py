@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import func, inspect, select
 
-from coordinator.access import digest_of
-from coordinator.errors import DifferentFederation, FederationDeleted, NotFound, WrongState
-from coordinator.leftovers import clear_all
-from coordinator.models import Models
-from coordinator.storage.blobs import FolderBlobs
-from coordinator.storage.store import Store
-from coordinator.storage.tables import Base, DeletedDevice, DeletedFederation, Token
-from coordinator.tokens import create as create_token
 from edge_sdk.protocol.messages import ChangeFederation, CompareFederation, FederationSettings
+from sparrow.coordinator.commands.tokens import create as create_token
+from sparrow.coordinator.errors import DifferentFederation, FederationDeleted, NotFound, WrongState
+from sparrow.coordinator.fleet.access import digest_of
+from sparrow.coordinator.models.global_models import Models
+from sparrow.coordinator.rounds.cleanup import clear_all
+from sparrow.coordinator.storage.blobs import FolderBlobs
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import Base, DeletedDevice, DeletedFederation, Token
 
 from .fakes import CALM, DIGITS
 

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from coordinator.errors import BadContent
-from coordinator.methods import Situation, load_method
-from coordinator.methods.dmpfl import Stage, stages
+from edge_sdk.device.session import Outcome
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.elements import ElementMask, from_bits
@@ -22,7 +20,9 @@ from edge_sdk.protocol.manifest import MULTIPLYING, Layer, Manifest, TensorSpec,
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import ChangeDevice, Conditions, FederationSettings, Kind, UpdateReport
 from edge_sdk.protocol.sparsity import layer_counts, layer_densities
-from edge_sdk.session import Outcome
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.methods import Situation, load_method
+from sparrow.coordinator.methods.dmpfl import Stage, stages
 
 DIGITS = load_builtin("digits").manifest
 CIFAR = load_builtin("cifar10:dmpfl").manifest

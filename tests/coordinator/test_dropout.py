@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pytest
 
-from coordinator.errors import BadContent
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.bundle import decode, encode
@@ -17,6 +16,7 @@ from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import NeuronMask, block_of, count_values, same_mask, unpack
 from edge_sdk.protocol.messages import ChangeDevice, UpdateReport
 from edge_sdk.protocol.neurons import active_count_up, first_neurons
+from sparrow.coordinator.errors import BadContent
 
 DIGITS = load_builtin("digits").manifest
 WHOLE = 4 * DIGITS.shared_values

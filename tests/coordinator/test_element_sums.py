@@ -8,11 +8,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from coordinator.aggregation import ElementSums
 from edge_sdk.protocol.elements import ElementMask, everything
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
 from edge_sdk.protocol.masks import Points, blocks, pack
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
+from sparrow.coordinator.rounds.sums import ElementSums
 
 
 @pytest.fixture(scope="module")

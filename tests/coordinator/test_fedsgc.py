@@ -13,10 +13,7 @@ import numpy as np
 import onnx
 import pytest
 
-from coordinator.errors import BadContent
-from coordinator.federations import find
-from coordinator.methods import GlobalModel, Situation, load_method
-from coordinator.models import Models
+from edge_sdk.device.session import Outcome
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.elements import ElementMask
@@ -24,7 +21,10 @@ from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_valu
 from edge_sdk.protocol.masks import count_values, pack
 from edge_sdk.protocol.messages import ChangeDevice, Conditions, FederationSettings, Kind, UpdateReport
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
-from edge_sdk.session import Outcome
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.fleet.federations import find
+from sparrow.coordinator.methods import GlobalModel, Situation, load_method
+from sparrow.coordinator.models.global_models import Models
 
 from .house import House
 

@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from coordinator.intake import Intake, Update, centre, clip
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings, UpdateReport
+from sparrow.coordinator.rounds.intake import Intake, Update, centre, clip
 
 from .fakes import House
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.assignments import update_key
-from coordinator.errors import DifferentUpdate, RoundClosed
-from coordinator.leftovers import clear_all
-from coordinator.models import Models
-from coordinator.storage.blobs import FolderBlobs
+from sparrow.coordinator.errors import DifferentUpdate, RoundClosed
+from sparrow.coordinator.models.global_models import Models
+from sparrow.coordinator.rounds.assignments import update_key
+from sparrow.coordinator.rounds.cleanup import clear_all
+from sparrow.coordinator.storage.blobs import FolderBlobs
 
 from .fakes import DIGITS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.errors import BadContent, WrongMediaType, WrongState
+from edge_sdk.device.session import Outcome
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import Manifest, initial_values
@@ -18,7 +18,7 @@ from edge_sdk.protocol.messages import (
     Kind,
     UpdateReport,
 )
-from edge_sdk.session import Outcome
+from sparrow.coordinator.errors import BadContent, WrongMediaType, WrongState
 
 DIGITS = load_builtin("digits").manifest
 

@@ -7,12 +7,12 @@ from collections import Counter
 import pytest
 from sqlalchemy import event, update
 
-from coordinator.errors import NotFound
-from coordinator.overview import MOST_POINTS, span_of
-from coordinator.records import bottom_decile
-from coordinator.roster import Wanted
-from coordinator.storage.tables import Round
 from edge_sdk.protocol.messages import ChangeDevice, Conditions, DeviceProfile, Doing, Enrol, PauseReason
+from sparrow.coordinator.errors import NotFound
+from sparrow.coordinator.reports.device_list import Wanted
+from sparrow.coordinator.reports.overview import MOST_POINTS, span_of
+from sparrow.coordinator.reports.records import bottom_decile
+from sparrow.coordinator.storage.tables import Round
 
 from .fakes import DIGITS
 from .grown import grow

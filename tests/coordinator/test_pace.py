@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from coordinator.pace import Pace
 from edge_sdk.protocol.messages import ChangeFederation
+from sparrow.coordinator.fleet.polling import Pace
 
 from .fakes import House
 

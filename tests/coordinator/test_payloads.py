@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from coordinator import payloads
-from coordinator.payloads import Payloads
+from sparrow.coordinator.models import payloads
+from sparrow.coordinator.models.payloads import Payloads
 
 
 def test_who_asks_at_the_same_moment_waits_for_the_one_that_packs():

@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 from sqlalchemy import select
 
-from coordinator.errors import BadContent, CoordinatorError
-from coordinator.federations import completed
-from coordinator.methods import GlobalModel, Situation, load_method
-from coordinator.methods.pfedgate import MOST_BLOCKS, costs_of
-from coordinator.storage.tables import Device
+from edge_sdk.device.session import Outcome
 from edge_sdk.errors import Refused, RoundOver
 from edge_sdk.methods import pfedgate as device_half
 from edge_sdk.protocol import bundle
@@ -24,7 +20,11 @@ from edge_sdk.protocol.elements import everything
 from edge_sdk.protocol.manifest import Manifest, TensorSpec, initial_values
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import FederationSettings, Kind, UpdateReport
-from edge_sdk.session import Outcome
+from sparrow.coordinator.errors import BadContent, CoordinatorError
+from sparrow.coordinator.fleet.federations import completed
+from sparrow.coordinator.methods import GlobalModel, Situation, load_method
+from sparrow.coordinator.methods.pfedgate import MOST_BLOCKS, costs_of
+from sparrow.coordinator.storage.tables import Device
 
 from .house import House
 

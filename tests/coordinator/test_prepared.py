@@ -5,10 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.aggregation import OneUpdate
-from coordinator.errors import BadContent
-from coordinator.methods import GlobalModel, Situation, load_method
-from coordinator.methods.prunefl import SquaredGradientSums
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.bundle import encode
 from edge_sdk.protocol.elements import everything
@@ -16,6 +12,10 @@ from edge_sdk.protocol.manifest import Manifest, TensorSpec, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind, UpdateReport
 from edge_sdk.protocol.sparsity import random_mask, weight_budget
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.methods import GlobalModel, Situation, load_method
+from sparrow.coordinator.methods.prunefl import SquaredGradientSums
+from sparrow.coordinator.rounds.sums import OneUpdate
 
 DIGITS = load_builtin("digits").manifest
 WEIGHTS = sum(spec.size for spec in DIGITS.maskable)

@@ -7,18 +7,18 @@ import sys
 import numpy as np
 import pytest
 
-from coordinator import intake
-from coordinator.cohort import choose_each
-from coordinator.errors import BadContent
-from coordinator.federations import completed
-from coordinator.methods import CoordinatorMethod, load_method
-from coordinator.metrics import Metrics
-from coordinator.privacy import PrivateSums, check_privacy, epsilon, system_noise
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import Manifest, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.fleet.federations import completed
+from sparrow.coordinator.methods import CoordinatorMethod, load_method
+from sparrow.coordinator.reports.metrics import Metrics
+from sparrow.coordinator.rounds import intake
+from sparrow.coordinator.rounds.cohort import choose_each
+from sparrow.coordinator.rounds.privacy import PrivateSums, check_privacy, epsilon, system_noise
 
 from .fakes import House
 from .test_intake import send

@@ -8,14 +8,14 @@ import numpy as np
 import onnx
 import pytest
 
-from coordinator.errors import BadContent, CoordinatorError
-from coordinator.methods import load_method
-from edge_sdk.exporting import export_personal
+from edge_sdk.device.exporting import export_personal
+from edge_sdk.device.session import Outcome
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
 from edge_sdk.protocol.messages import FederationSettings
-from edge_sdk.session import Outcome
+from sparrow.coordinator.errors import BadContent, CoordinatorError
+from sparrow.coordinator.methods import load_method
 
 DIGITS = load_builtin("digits").manifest
 HEAD = {"out.weight", "out.bias"}

@@ -8,18 +8,18 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from coordinator import robust
-from coordinator.aggregation import ElementSums, MaskedSums
-from coordinator.errors import BadContent
-from coordinator.federations import completed
-from coordinator.intake import sums_of
-from coordinator.methods import CoordinatorMethod, Situation, load_method
-from coordinator.robust import RobustSums, check_robust
 from edge_sdk.protocol.blocks import BlockMask, BlockTable
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, block_of, count_values, draw_neurons, pack, unpack_whole
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.fleet.federations import completed
+from sparrow.coordinator.methods import CoordinatorMethod, Situation, load_method
+from sparrow.coordinator.rounds import robust
+from sparrow.coordinator.rounds.intake import sums_of
+from sparrow.coordinator.rounds.robust import RobustSums, check_robust
+from sparrow.coordinator.rounds.sums import ElementSums, MaskedSums
 
 RULES = ("trimmed_mean", "median", "krum")
 SHARE = 0.2

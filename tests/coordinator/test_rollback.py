@@ -7,10 +7,10 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from coordinator.errors import BadContent, NotFound, WrongState
-from coordinator.models import Models, Retention
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.messages import ChangeFederation
+from sparrow.coordinator.errors import BadContent, NotFound, WrongState
+from sparrow.coordinator.models.global_models import Models, Retention
 
 from .fakes import House, furnish
 from .house import House as RealHouse

@@ -7,21 +7,6 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from coordinator.cohort import Candidate, choose
-from coordinator.dispatch import REST_SECONDS
-from coordinator.errors import (
-    BadContent,
-    DifferentUpdate,
-    Finished,
-    NameTaken,
-    NotAllowed,
-    NotAuthenticated,
-    NotFound,
-    RoundClosed,
-    WrongState,
-)
-from coordinator.records import with_joules_per_point
-from coordinator.storage.store import Store
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import initial_values
@@ -39,6 +24,21 @@ from edge_sdk.protocol.messages import (
     UpdateReport,
     UploadCost,
 )
+from sparrow.coordinator.errors import (
+    BadContent,
+    DifferentUpdate,
+    Finished,
+    NameTaken,
+    NotAllowed,
+    NotAuthenticated,
+    NotFound,
+    RoundClosed,
+    WrongState,
+)
+from sparrow.coordinator.reports.records import with_joules_per_point
+from sparrow.coordinator.rounds.cohort import Candidate, choose
+from sparrow.coordinator.rounds.dispatch import REST_SECONDS
+from sparrow.coordinator.storage.store import Store
 
 from .fakes import CALM, DIGITS, FakeDevice, House, answering, playing
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import event
 
-from coordinator.errors import Finished, RoundClosed
-from coordinator.heard import WRITE_SECONDS
-from coordinator.rounds import GAP_SECONDS
-from coordinator.storage.store import Store
 from edge_sdk.protocol.messages import ChangeFederation
+from sparrow.coordinator.errors import Finished, RoundClosed
+from sparrow.coordinator.fleet.last_heard import WRITE_SECONDS
+from sparrow.coordinator.rounds.engine import GAP_SECONDS
+from sparrow.coordinator.storage.store import Store
 
 from .fakes import FakeDevice, House
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from coordinator.settings import Settings
-from coordinator.starting import Listening, by_uvicorn, forgotten, introduction
+from sparrow.coordinator.commands.starting import Listening, by_uvicorn, forgotten, introduction
+from sparrow.coordinator.settings import Settings
 
 
 @pytest.fixture(autouse=True)

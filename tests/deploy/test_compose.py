@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coordinator.settings import Settings
-from coordinator.storage.database import POSTGRESQL
+from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.storage.database import POSTGRESQL
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILE = DEPLOY / "compose.yaml"

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from command_line.exits import Exit
+from sparrow.command_line.exits import Exit
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNITS = ["sparrow-device.service", "sparrow-device.timer", "sparrow-coordinator.service"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from devices.readings import Files
-from devices.system import Commands, System
+from sparrow.devices.readings import Files
+from sparrow.devices.system import Commands, System
 
 TREES = Path(__file__).parent / "fixtures"
 

@@ -1,7 +1,7 @@
 import pytest
 
-from devices.battery import find_batteries
-from devices.readings import Quality, Reason
+from sparrow.devices.battery import find_batteries
+from sparrow.devices.readings import Quality, Reason
 
 SUPPLY = "sys/class/power_supply"
 

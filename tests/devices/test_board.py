@@ -2,9 +2,9 @@
 
 import pytest
 
-from devices.board import find_board
-from devices.readings import Files
-from devices.system import System
+from sparrow.devices.board import find_board
+from sparrow.devices.readings import Files
+from sparrow.devices.system import System
 
 COMPATIBLE = "proc/device-tree/compatible"
 

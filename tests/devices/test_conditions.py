@@ -4,13 +4,13 @@ from dataclasses import fields
 
 import pytest
 
-from devices.board import find_board
-from devices.conditions import Conditions, ConditionsReader
-from devices.cores import LoadOfOthers
-from devices.network import clock_synchronised, metered, traffic
-from devices.readings import Quality, Reading, Reason
-from devices.system import System
-from devices.throttle import Throttle
+from sparrow.devices.board import find_board
+from sparrow.devices.conditions import Conditions, ConditionsReader
+from sparrow.devices.cores import LoadOfOthers
+from sparrow.devices.network import clock_synchronised, metered, traffic
+from sparrow.devices.readings import Quality, Reading, Reason
+from sparrow.devices.system import System
+from sparrow.devices.throttle import Throttle
 
 HWMON = "sys/class/hwmon"
 BUSCTL = (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devices import Energy, EnergyMeter, EnergyTotal, Files, PowerModel, Quality, System
+from sparrow.devices import Energy, EnergyMeter, EnergyTotal, Files, PowerModel, Quality, System
 
 POWERCAP = "sys/class/powercap"
 BATTERY = "sys/class/power_supply/BAT0"

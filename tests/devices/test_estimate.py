@@ -1,7 +1,7 @@
 import pytest
 
-from devices.estimate import BOARDS, Estimate, PowerModel, board_model
-from devices.readings import Files, Quality
+from sparrow.devices.estimate import BOARDS, Estimate, PowerModel, board_model
+from sparrow.devices.readings import Files, Quality
 
 CPU = "sys/devices/system/cpu"
 

@@ -2,16 +2,16 @@
 
 import pytest
 
-from devices import battery, cores, heat, jetson, memory, throttle
-from devices.board import find_board
-from devices.estimate import board_model
-from devices.ina import find_ina
-from devices.pmic import find_pmic
-from devices.power import find_sources
-from devices.rapl import find_packages, find_psys
-from devices.readings import Quality, Reason
-from devices.system import System
-from devices.termux import TermuxBattery
+from sparrow.devices import battery, cores, heat, jetson, memory, throttle
+from sparrow.devices.board import find_board
+from sparrow.devices.estimate import board_model
+from sparrow.devices.ina import find_ina
+from sparrow.devices.pmic import find_pmic
+from sparrow.devices.power import find_sources
+from sparrow.devices.rapl import find_packages, find_psys
+from sparrow.devices.readings import Quality, Reason
+from sparrow.devices.system import System
+from sparrow.devices.termux import TermuxBattery
 
 BOARDS = [
     "jetson-nano-l4t32",

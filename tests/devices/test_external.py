@@ -5,9 +5,9 @@ from datetime import datetime
 
 import pytest
 
-from devices import EnergyMeter, Quality
-from devices.external import ExternalMeter, load_phases
-from devices.system import System
+from sparrow.devices import EnergyMeter, Quality
+from sparrow.devices.external import ExternalMeter, load_phases
+from sparrow.devices.system import System
 
 
 @pytest.fixture

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from devices import battery, cores, heat, jetson, memory, network, throttle
-from devices.board import find_board
-from devices.conditions import Conditions, ConditionsReader
-from devices.ina import find_ina
-from devices.pmic import find_pmic
-from devices.rapl import find_packages
-from devices.readings import Files, Quality, ReadError, Reason
-from devices.survey import Survey
-from devices.system import Commands, System
-from devices.termux import TermuxBattery
+from sparrow.devices import battery, cores, heat, jetson, memory, network, throttle
+from sparrow.devices.board import find_board
+from sparrow.devices.conditions import Conditions, ConditionsReader
+from sparrow.devices.ina import find_ina
+from sparrow.devices.pmic import find_pmic
+from sparrow.devices.rapl import find_packages
+from sparrow.devices.readings import Files, Quality, ReadError, Reason
+from sparrow.devices.survey import Survey
+from sparrow.devices.system import Commands, System
+from sparrow.devices.termux import TermuxBattery
 
 TREES_FOLDER = Path(__file__).parent / "fixtures"
 ZONE = "sys/class/thermal/thermal_zone0/temp"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from command_line.exits import Exit
-from devices.__main__ import main
-from devices.survey import Survey
-from devices.system import System
+from sparrow.command_line.exits import Exit
+from sparrow.devices.__main__ import main
+from sparrow.devices.survey import Survey
+from sparrow.devices.system import System
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_program_gets_json(run, trees):
 
 
 def test_whoever_reads_along_may_stop(trees):
-    command = [sys.executable, "-m", "devices", "--root", str(trees / "raspberry-pi-5"), "--watch", "0.01"]
+    command = [sys.executable, "-m", "sparrow.devices", "--root", str(trees / "raspberry-pi-5"), "--watch", "0.01"]
     watching = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert watching.stdout.readline().startswith("raspberry-pi-5")
     watching.stdout.close()
@@ -135,7 +135,7 @@ def test_whoever_reads_along_may_stop(trees):
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="not on Linux")
 def test_this_machine_is_told_truly():
     done = subprocess.run(
-        [sys.executable, "-m", "devices", "--json"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-m", "sparrow.devices", "--json"], capture_output=True, text=True, timeout=60, check=True
     )
     told = json.loads(done.stdout)
     memory = next(s for s in told["sensors"] if (s["group"], s["name"]) == ("memory", "total"))
@@ -152,7 +152,7 @@ def test_it_looks_again_and_again_until_it_is_stopped(run, trees, monkeypatch):
         if len(naps) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("devices.__main__.time.sleep", sleep)
+    monkeypatch.setattr("sparrow.devices.__main__.time.sleep", sleep)
     status, out, _ = run("--root", trees / "raspberry-pi-5", "--json", "--watch", "0.5")
     assert (status, naps, len(out.splitlines())) == (Exit.INTERRUPTED, [0.5] * 3, 3)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from devices import memory
-from devices.readings import Files
+from sparrow.devices import memory
+from sparrow.devices.readings import Files
 
 MIB = 2**20
 

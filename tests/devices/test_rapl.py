@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devices.rapl import Zone, find_packages, find_psys
-from devices.readings import Files, Reason
+from sparrow.devices.rapl import Zone, find_packages, find_psys
+from sparrow.devices.readings import Files, Reason
 
 POWERCAP = "sys/class/powercap"
 

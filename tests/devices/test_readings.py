@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from devices.readings import Files, Quality, ReadError, Reading, Reason
+from sparrow.devices.readings import Files, Quality, ReadError, Reading, Reason
 
 
 def files_with(content: bytes | Exception) -> Files:

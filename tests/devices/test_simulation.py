@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from devices.estimate import PowerModel
-from devices.simulation import BOARDS, SHARE_OF_HPL, Board, load_boards
+from sparrow.devices.estimate import PowerModel
+from sparrow.devices.simulation import BOARDS, SHARE_OF_HPL, Board, load_boards
 
 TABLE = """
 [[board]]

@@ -5,15 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from devices import EnergyMeter, PowerModel, Quality
-from devices.board import find_board
-from devices.ina import find_ina
-from devices.jetson_stats import find_jetson_stats
-from devices.nvml import DRIVER, find_cards
-from devices.power import find_sources
-from devices.rails import TOTALS, total_of
-from devices.readings import Files, Reason
-from devices.system import System
+from sparrow.devices import EnergyMeter, PowerModel, Quality
+from sparrow.devices.board import find_board
+from sparrow.devices.ina import find_ina
+from sparrow.devices.jetson_stats import find_jetson_stats
+from sparrow.devices.nvml import DRIVER, find_cards
+from sparrow.devices.power import find_sources
+from sparrow.devices.rails import TOTALS, total_of
+from sparrow.devices.readings import Files, Reason
+from sparrow.devices.system import System
 
 HWMON = "sys/class/hwmon"
 

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from devices.readings import ReadError, Reason
-from devices.system import Commands, System
+from sparrow.devices.readings import ReadError, Reason
+from sparrow.devices.system import Commands, System
 
 
 def refused(argv, timeout=5.0):

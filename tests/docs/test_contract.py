@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from coordinator.main import create_app
-from coordinator.settings import Settings
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.settings import Settings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "contract.md").read_text()
 

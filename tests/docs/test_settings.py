@@ -1,8 +1,8 @@
 import importlib.util
 from pathlib import Path
 
-from coordinator.settings import Settings
 from edge_sdk.protocol.messages import FederationSettings
+from sparrow.coordinator.settings import Settings
 
 DOCS = Path(__file__).parents[2] / "docs"
 

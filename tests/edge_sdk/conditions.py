@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from devices.conditions import Conditions
-from devices.readings import Quality, Reading, Reason
+from sparrow.devices.conditions import Conditions
+from sparrow.devices.readings import Quality, Reading, Reason
 
 UNITS = {
     "temperature": "°C",

@@ -17,13 +17,14 @@ import pytest
 import torch
 from torch import nn
 
-from coordinator.main import create_app
-from coordinator.settings import Settings
-from edge_sdk import inprocess, state
+from edge_sdk.device import state
 from edge_sdk.join import join
 from edge_sdk.publish import publish
+from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks import Task
-from export.source import read_source
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.settings import Settings
+from sparrow.export.source import read_source
 
 FLAT = {"local_steps": 1, "min_devices": 1, "cohort": 1, "evaluation_interval": 0, "early_stopping": "off"}
 

@@ -6,13 +6,11 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from coordinator.main import create_app
-from coordinator.settings import Settings
-from devices.estimate import PowerModel
-from devices.simulation import Board
-from edge_sdk import inprocess, profile
+from edge_sdk import profile
 from edge_sdk.arguments import MIB
-from edge_sdk.budget import (
+from edge_sdk.budget.demand import TIERS, Demand, Simulated, Tried
+from edge_sdk.budget.preparing import Prepared
+from edge_sdk.budget.search import (
     DEADLINE_SHARE,
     NOTHING,
     Budgets,
@@ -22,16 +20,19 @@ from edge_sdk.budget import (
     choose,
     read_learned,
 )
-from edge_sdk.demand import TIERS, Demand, Simulated, Tried
-from edge_sdk.fleet import run_fleet
-from edge_sdk.host import Plan
-from edge_sdk.preparing import Prepared
+from edge_sdk.device.session import Outcome, Session
+from edge_sdk.device.state import StateFolder
+from edge_sdk.device.transport import Transport
 from edge_sdk.protocol.messages import BudgetLimit, FederationInfo, FederationSettings, Phase
 from edge_sdk.publish import publish
-from edge_sdk.session import Outcome, Session
-from edge_sdk.state import StateFolder
+from edge_sdk.simulation import in_process as inprocess
+from edge_sdk.simulation.fleet import run_fleet
+from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks.digits import load
-from edge_sdk.transport import Transport
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.settings import Settings
+from sparrow.devices.estimate import PowerModel
+from sparrow.devices.simulation import Board
 
 
 def federation(method="fedspu", **settings):

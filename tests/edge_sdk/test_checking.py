@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from edge_sdk.errors import BadArgument
 from edge_sdk.tasks import Task
-from edge_sdk.tasks.checking import check_task
-from edge_sdk.tracing import describe
+from edge_sdk.tracing.coupling import describe
+from edge_sdk.training.checking import check_task
 
 CE = nn.CrossEntropyLoss()
 SEED = torch.Generator().manual_seed(1)

@@ -9,18 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from command_line.exits import Exit
-from edge_sdk import fleet, join, profile
+from edge_sdk import join, profile
+from edge_sdk.budget.quickest import quickest
 from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.simulation import fleet
 from edge_sdk.tasks import Task
+from edge_sdk.tasks.compute import Compute, choose_device
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
-from edge_sdk.tracing import describe
-from edge_sdk.training.compute import Compute, choose_device
+from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import evaluate, train_locally
-from edge_sdk.training.quickest import quickest
 from edge_sdk.training.rehearsal import Rehearsal
+from sparrow.command_line.exits import Exit
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 SERVER = ["--server", "http://127.0.0.1:9"]

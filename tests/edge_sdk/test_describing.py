@@ -10,12 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from coordinator.errors import BadContent
-from coordinator.main import create_app
-from coordinator.methods import load_method as coordinator_half
-from coordinator.settings import Settings
-from edge_sdk import inprocess
-from edge_sdk.describing import describe_for, describe_whole
+from edge_sdk.device.session import check_model
 from edge_sdk.errors import BadArgument
 from edge_sdk.join import join
 from edge_sdk.methods import load_method
@@ -25,10 +20,15 @@ from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publish import publish
-from edge_sdk.session import check_model
+from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks import Seeded, Task
 from edge_sdk.tasks.loading import build_seeded
-from edge_sdk.tracing import UnsupportedLayer, describe
+from edge_sdk.tracing.coupling import UnsupportedLayer, describe
+from edge_sdk.tracing.untraced import describe_for, describe_whole
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.methods import load_method as coordinator_half
+from sparrow.coordinator.settings import Settings
 
 WORDS, CLASSES = 30, 3
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_sdk import difference
+from edge_sdk.device import difference
 from edge_sdk.protocol.errors import BundleError
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from edge_sdk.device.state import Progress, StateFolder
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods.dmpfl import DMPFL, _composed, _replacing
 from edge_sdk.methods.fedavg import FedAvg
@@ -22,10 +23,9 @@ from edge_sdk.protocol.flops import growth_flops, training_flops
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
-from edge_sdk.state import Progress, StateFolder
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.tracing import describe
+from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.adaptive import entropy
 from edge_sdk.training.dual import Dual
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors

@@ -23,7 +23,7 @@ from edge_sdk.protocol.neurons import first_neurons, narrowed
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.loading import Arrays, build_seeded, classification
-from edge_sdk.tracing import describe
+from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.local import get_tensors, set_tensors
 from edge_sdk.training.narrow import CannotNarrow
 

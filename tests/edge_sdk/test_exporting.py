@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from edge_sdk.exporting import NotTheSame, export_personal
+from edge_sdk.device.exporting import NotTheSame, export_personal
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.tasks import Task

@@ -15,7 +15,7 @@ from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neuro
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.tracing import describe
+from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import get_tensors, train_locally
 

@@ -12,7 +12,8 @@ from torch import nn
 from edge_sdk.protocol.blocks import BlockTable
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tasks.models import MODELS
-from edge_sdk.training.gated import (
+from edge_sdk.tracing.modes import evaluating
+from edge_sdk.training.gates.gated import (
     PROBE,
     Budget,
     Gated,
@@ -20,8 +21,7 @@ from edge_sdk.training.gated import (
     gate_tensors,
     load_gate,
 )
-from edge_sdk.training.gating import GatingLayer
-from edge_sdk.training.modes import evaluating
+from edge_sdk.training.gates.gating import GatingLayer
 
 from .networks import convolutions, perceptron
 

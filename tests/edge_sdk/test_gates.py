@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from edge_sdk.protocol.blocks import BlockTable
 from edge_sdk.tasks.models import cifar10_fedspu, har_small, mnist_small
-from edge_sdk.training.gates import GatedModel
+from edge_sdk.training.gates.network import GatedModel
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
 

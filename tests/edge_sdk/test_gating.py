@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from edge_sdk.training.gating import LARGEST_SHARE, GatingLayer, SwitchNorm, fitting_pool, size, width
+from edge_sdk.training.gates.gating import LARGEST_SHARE, GatingLayer, SwitchNorm, fitting_pool, size, width
 
 SAMPLES = torch.tensor([[[0.0, 2, 4, 6]], [[1.0, 1, 1, 1]]])
 """V6: two samples of one channel, four positions each."""

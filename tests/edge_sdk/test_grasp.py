@@ -23,7 +23,7 @@ from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import build_seeded
-from edge_sdk.tracing import describe
+from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.local import TrainingDiverged, get_tensors
 
 OWN = {"density": 0.3, "temperature": 200.0, "score_batches": 0, "proximal_weight": 0.0}

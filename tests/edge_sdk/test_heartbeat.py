@@ -7,8 +7,8 @@ import threading
 import httpx
 import pytest
 
-from edge_sdk.heartbeat import BEATS, Heartbeat
-from edge_sdk.transport import Transport
+from edge_sdk.device.heartbeat import BEATS, Heartbeat
+from edge_sdk.device.transport import Transport
 
 PROBLEM = {"Content-Type": "application/problem+json"}
 

@@ -8,19 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coordinator.main import create_app
-from coordinator.settings import Settings
-from devices.simulation import BOARDS
-from edge_sdk import inprocess
-from edge_sdk.host import Host, Plan
+from edge_sdk.device.session import Known, Outcome, Session
+from edge_sdk.device.state import StateFolder
+from edge_sdk.device.transport import Transport
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.messages import Kind
 from edge_sdk.publish import publish
-from edge_sdk.session import Known, Outcome, Session
-from edge_sdk.state import StateFolder
+from edge_sdk.simulation import in_process as inprocess
+from edge_sdk.simulation.host import Host, Plan
 from edge_sdk.tasks import load_task
 from edge_sdk.tasks.loading import DataError
-from edge_sdk.transport import Transport
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.settings import Settings
+from sparrow.devices.simulation import BOARDS
 
 # --- a plan ----------------------------------------------------------------------------------------------------------
 

@@ -11,12 +11,12 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from coordinator.main import create_app
-from coordinator.settings import Settings
-from edge_sdk import inprocess
+from edge_sdk.device.transport import Transport
 from edge_sdk.protocol.messages import Enrol, FederationSettings
 from edge_sdk.publish import publish
-from edge_sdk.transport import Transport
+from edge_sdk.simulation import in_process as inprocess
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.settings import Settings
 
 KEY = "k" * 32
 

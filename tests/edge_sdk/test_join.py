@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from command_line.exits import Exit
 from edge_sdk import join, publish
-from edge_sdk.budget import Choice
+from edge_sdk.budget.search import Choice
+from edge_sdk.device.session import Outcome, Step
+from edge_sdk.device.state import Totals, default_root
 from edge_sdk.protocol.messages import BudgetLimit, Moved
-from edge_sdk.session import Outcome, Step
-from edge_sdk.state import Totals, default_root
+from sparrow.command_line.exits import Exit
 
 
 @pytest.mark.parametrize("budget", ["0", "-1", "1.5", "nan", "much"])

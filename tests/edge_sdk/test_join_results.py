@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from coordinator.main import create_app
-from coordinator.settings import Settings
-from edge_sdk import inprocess
 from edge_sdk.errors import BadArgument, NothingTrained, Refused
-from edge_sdk.host import Plan
 from edge_sdk.join import FAILURES, join
 from edge_sdk.publish import publish
+from edge_sdk.simulation import in_process as inprocess
+from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks import Task, load_task
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.settings import Settings
 
 NARROW = ("fedspu", "feddrop", "fjord", "heterofl", "hermes", "fedmp", "pfedgate", "prunefl_neurons")
 OWN = {
@@ -84,7 +84,9 @@ def test_a_budget_that_a_fleet_cannot_mean_is_refused():
 
 @pytest.mark.slow  # the coordinator looks again after a long poll
 def test_a_device_whose_rounds_all_fail_ends_with_the_reason(client, tmp_path, monkeypatch):
-    monkeypatch.setattr("coordinator.dispatch.REST_SECONDS", 0.0)  # after each failure it rests: here there is no need
+    monkeypatch.setattr(
+        "sparrow.coordinator.rounds.dispatch.REST_SECONDS", 0.0
+    )  # after each failure it rests: here there is no need
     publish(inprocess.ADDRESS, "default", exploding(), client=client, rounds=50, min_devices=1)
     where = {"client": client, "name": "pi", "state_dir": tmp_path / "state", "budget": 1.0, "deterministic": True}
     with pytest.raises(
@@ -158,7 +160,7 @@ def test_a_device_below_pfedgate_s_least_budget_is_told_and_adapts_a_model_worth
         rounds=8,
         early_stopping="off",
     )
-    with caplog.at_level(logging.WARNING, "edge_sdk.session"):
+    with caplog.at_level(logging.WARNING, "edge_sdk.device.session"):
         *_, least, less = together(client, tmp_path, "default", [0.5, 0.5, 0.1, 0.2])
     assert "your budget of 0.1 is below the 0.5 that pfedgate needs" in caplog.text
     for result in (least, less):

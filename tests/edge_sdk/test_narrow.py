@@ -17,7 +17,7 @@ from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_n
 from edge_sdk.protocol.neurons import first_neurons, narrowed
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.models import MODELS
-from edge_sdk.tracing import describe
+from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.local import get_tensors, set_tensors
 from edge_sdk.training.narrow import CannotNarrow, Narrow
 

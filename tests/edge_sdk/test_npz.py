@@ -8,7 +8,7 @@ from torch import nn
 
 from edge_sdk.tasks.loading import DataError
 from edge_sdk.tasks.npz import SAME_CLASSES, build_model, load
-from edge_sdk.tracing import describe
+from edge_sdk.tracing.coupling import describe
 
 RANDOM = np.random.default_rng(0)
 

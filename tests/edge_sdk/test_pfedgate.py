@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.methods import load_method as load_server
+from edge_sdk.device.rounding import round_update
+from edge_sdk.device.state import Progress, StateFolder
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods import pfedgate as module
 from edge_sdk.methods.pfedgate import BudgetTooSmall, PFedGate
@@ -18,13 +19,12 @@ from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.masks import merge_in_place, pack, unpack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
-from edge_sdk.rounding import round_update
-from edge_sdk.state import Progress, StateFolder
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.tracing import describe
-from edge_sdk.training.gated import Gated
+from edge_sdk.tracing.coupling import describe
+from edge_sdk.training.gates.gated import Gated
 from edge_sdk.training.layer_seconds import block_nanoseconds
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors
+from sparrow.coordinator.methods import load_method as load_server
 
 from .networks import convolutions, perceptron
 

@@ -6,12 +6,22 @@ from datetime import date, datetime, timezone
 
 import pytest
 
-from devices.readings import Reason
 from edge_sdk.arguments import MIB
+from edge_sdk.device.policy import Policy, read_policy
+from edge_sdk.device.watchdog import (
+    CLEAR_SECONDS,
+    COOLING_SECONDS,
+    LOOK_SECONDS,
+    Paused,
+    Spent,
+    Stint,
+    Watch,
+    judge,
+    read_spent,
+)
 from edge_sdk.errors import BadArgument
-from edge_sdk.policy import Policy, read_policy
 from edge_sdk.protocol.messages import PauseReason
-from edge_sdk.watch import CLEAR_SECONDS, COOLING_SECONDS, LOOK_SECONDS, Paused, Spent, Stint, Watch, judge, read_spent
+from sparrow.devices.readings import Reason
 
 from .conditions import conditions
 

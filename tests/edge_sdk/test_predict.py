@@ -11,9 +11,9 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from command_line.exits import Exit
 from edge_sdk import predict
 from edge_sdk.predict import CHUNK, PredictError, Predictor, Watched, main, top_classes
+from sparrow.command_line.exits import Exit
 
 WEIGHT = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]], dtype=np.float32)
 SAMPLES = np.array([[3, 1, 0], [0, 0, 2]], dtype=np.float32)

@@ -12,7 +12,7 @@ import pytest
 
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import initial_values
-from export.skeleton import fill
+from sparrow.export.skeleton import fill
 
 ROOT = Path(__file__).parents[2]
 

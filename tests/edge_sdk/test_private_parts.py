@@ -18,7 +18,7 @@ from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.tracing import describe
+from edge_sdk.tracing.coupling import describe
 from edge_sdk.training import local
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors
 from edge_sdk.training.parts import only

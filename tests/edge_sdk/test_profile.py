@@ -10,20 +10,21 @@ import torch
 from torch.autograd import profiler
 from torch.utils.flop_counter import FlopCounterMode
 
-from command_line.exits import Exit
-from coordinator.main import create_app
-from coordinator.settings import Settings
-from edge_sdk import inprocess, profile
+from edge_sdk import profile
 from edge_sdk.arguments import MIB
+from edge_sdk.budget.footprint import HEAP, MODELS_HELD, predict_evaluation, predict_training, whole_round
+from edge_sdk.budget.pace import Pace
+from edge_sdk.budget.preparing import DoesNotFit
 from edge_sdk.join import join
 from edge_sdk.methods import load_method
-from edge_sdk.preparing import DoesNotFit
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.messages import BudgetLimit, FederationSettings
 from edge_sdk.publish import publish
-from edge_sdk.training.footprint import HEAP, MODELS_HELD, predict_evaluation, predict_training, whole_round
-from edge_sdk.training.pace import Pace
+from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.training.rehearsal import Rehearsal
+from sparrow.command_line.exits import Exit
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.settings import Settings
 
 
 def rehearse(task, batch, **settings):
@@ -116,7 +117,7 @@ def run(capsys, *arguments):
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     """What is timed does not matter here."""
-    monkeypatch.setattr("edge_sdk.training.pace.SECONDS", 0.0)
+    monkeypatch.setattr("edge_sdk.budget.pace.SECONDS", 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -281,6 +282,6 @@ def test_where_judging_takes_too_much_smaller_batches_would_not_help(client, lar
 
 
 def test_where_there_is_plenty_nothing_is_tried(client, large, tmp_path, monkeypatch):
-    monkeypatch.setattr("edge_sdk.preparing.predict_training", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr("edge_sdk.budget.preparing.predict_training", lambda *_: pytest.fail("tried"))
     done = take_part(client, large, tmp_path / "late", name="late", memory_limit=2**40)
     assert done.rounds == 1 or done.adapted

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from coordinator.main import create_app
-from coordinator.settings import Settings
-from edge_sdk import inprocess
 from edge_sdk.errors import BadArgument, Refused
 from edge_sdk.join import join
 from edge_sdk.methods import UnknownMethod
 from edge_sdk.publish import publish
+from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks import Task
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.settings import Settings
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_what_is_there_already_is_not_uploaded_again(guarded, monkeypatch):
 
 
 def test_of_two_that_publish_at_once_the_second_is_given_the_first_ones(client, monkeypatch):
-    from edge_sdk.transport import Transport
+    from edge_sdk.device.transport import Transport
 
     compare, asked = Transport.compare_federation, []
 

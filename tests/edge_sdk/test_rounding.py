@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from torch import nn
 
+from edge_sdk.device.rounding import round_update
 from edge_sdk.methods import DeviceState, Job, Update
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.elements import ElementMask
@@ -14,7 +15,6 @@ from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import NeuronMask, count_values, merge_in_place, pack, unpack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.protocol.quantization import row_lengths
-from edge_sdk.rounding import round_update
 from edge_sdk.tasks import Task
 
 NEURONS = NeuronMask({"conv": np.array([0, 2]), "fc": np.array([1, 2, 5])})

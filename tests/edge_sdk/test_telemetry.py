@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from devices import EnergyMeter
-from devices.readings import Reason
-from devices.system import System
-from edge_sdk.telemetry import SAMPLE_SECONDS, Telemetry
-from edge_sdk.transport import Traffic
+from edge_sdk.device.telemetry import SAMPLE_SECONDS, Telemetry
+from edge_sdk.device.transport import Traffic
+from sparrow.devices import EnergyMeter
+from sparrow.devices.readings import Reason
+from sparrow.devices.system import System
 
 from .conditions import conditions
 

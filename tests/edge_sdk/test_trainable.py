@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import edge_sdk
-from command_line.exits import Exit
-from edge_sdk import trainable
+from edge_sdk.device import trainable
+from sparrow.command_line.exits import Exit
 
 SDK = Path(edge_sdk.__file__).parent
 

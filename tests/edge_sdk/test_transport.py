@@ -10,9 +10,9 @@ import socket
 import httpx
 import pytest
 
+from edge_sdk.device.transport import FIRST_WAIT, LONGEST_WAIT, Transport, connect
 from edge_sdk.errors import BadArgument, Damaged, FederationOver, Refused, RoundOver, SdkError, Unreachable
 from edge_sdk.protocol.messages import ChangeDevice, Enrol, Payload, Phase, UploadCost
-from edge_sdk.transport import FIRST_WAIT, LONGEST_WAIT, Transport, connect
 
 BODY = bytes(range(256)) * 40
 PAYLOAD = Payload(bytes=len(BODY), sha256=hashlib.sha256(BODY).hexdigest())

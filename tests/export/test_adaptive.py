@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from coordinator.federations import completed
 from edge_sdk.methods import DeviceState, Job
 from edge_sdk.methods.dmpfl import DMPFL
 from edge_sdk.protocol.builtin import load_builtin
@@ -22,12 +21,13 @@ from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.models import MODELS
-from edge_sdk.tracing import describe
+from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.adaptive import BaseEntropies, entropy, prefers_personal
 from edge_sdk.training.dual import Dual
 from edge_sdk.training.local import get_tensors, set_tensors
-from export.adaptive import MARGIN, PERSONAL, adaptive_model
-from export.errors import ExportError
+from sparrow.coordinator.fleet.federations import completed
+from sparrow.export.adaptive import MARGIN, PERSONAL, adaptive_model
+from sparrow.export.errors import ExportError
 
 INPUTS = 1000
 LARGEST = 1e-4

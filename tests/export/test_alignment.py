@@ -6,8 +6,8 @@ import onnx.checker
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from export.alignment import align
-from export.compact import compact
+from sparrow.export.alignment import align
+from sparrow.export.compact import compact
 
 
 def network(first, second, *, between=("Relu", "MaxPool"), group=1, read_twice=False):

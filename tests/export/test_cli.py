@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from command_line.exits import Exit
-from coordinator.federations import completed
-from coordinator.methods import load_method as load_server_half
+from edge_sdk.device.state import Progress, Reference, StateFolder
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.predict import Predictor
 from edge_sdk.protocol import checkpoint, personal
@@ -21,16 +19,18 @@ from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import Assignment, FederationInfo, FederationSettings
-from edge_sdk.state import Progress, Reference, StateFolder
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.training.dual import Dual
 from edge_sdk.training.local import get_tensors
-from export import compact as compacting
-from export import report
-from export.__main__ import main
-from export.samples import draw_inputs, read_samples
-from export.skeleton import fill
+from sparrow.command_line.exits import Exit
+from sparrow.coordinator.fleet.federations import completed
+from sparrow.coordinator.methods import load_method as load_server_half
+from sparrow.export import compact as compacting
+from sparrow.export import report
+from sparrow.export.__main__ import main
+from sparrow.export.samples import draw_inputs, read_samples
+from sparrow.export.skeleton import fill
 
 DIGITS = load_builtin("digits")
 
@@ -448,7 +448,7 @@ def test_the_format_of_minimal_builds_and_the_operators_they_need(state, tmp_pat
 
 
 def test_as_a_program(state, tmp_path):
-    command = [sys.executable, "-m", "export", str(state), "--output", str(tmp_path / "m.onnx"), "--quick"]
+    command = [sys.executable, "-m", "sparrow.export", str(state), "--output", str(tmp_path / "m.onnx"), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "compact" in done.stdout

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from coordinator.federations import completed
-from coordinator.methods import load_method as load_server_half
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods.pfedgate import gated_model as gated_in_torch
 from edge_sdk.protocol.builtin import load_builtin
@@ -20,15 +18,17 @@ from edge_sdk.protocol.bundle import Bundle
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.masks import pack, unpack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
-from edge_sdk.skeleton import make_skeleton
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.models import MODELS
-from edge_sdk.tracing import describe
-from edge_sdk.training.gated import Budget, Gated
+from edge_sdk.tracing.coupling import describe
+from edge_sdk.tracing.skeleton import make_skeleton
+from edge_sdk.training.gates.gated import Budget, Gated
 from edge_sdk.training.local import get_tensors
-from export.errors import ExportError
-from export.gated import GATES, MARGIN, gated_model
+from sparrow.coordinator.fleet.federations import completed
+from sparrow.coordinator.methods import load_method as load_server_half
+from sparrow.export.errors import ExportError
+from sparrow.export.gated import GATES, MARGIN, gated_model
 
 DIGITS = (DigitsNet, (1, 8, 8))
 MNIST, CIFAR, HAR = (

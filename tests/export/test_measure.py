@@ -5,8 +5,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from export.errors import ExportError
-from export.measure import latencies, load_costs
+from sparrow.export.errors import ExportError
+from sparrow.export.measure import latencies, load_costs
 
 SAMPLE = np.zeros((1, 1000), np.float32)
 

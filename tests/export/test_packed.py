@@ -8,10 +8,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import initial_values
-from export import packed
-from export.errors import ExportError
-from export.packed import pack
-from export.skeleton import fill
+from sparrow.export import packed
+from sparrow.export.errors import ExportError
+from sparrow.export.packed import pack
+from sparrow.export.skeleton import fill
 
 DENSITIES = (0.5, 0.2, 0.1, 0.02)
 

@@ -12,11 +12,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import initial_values
-from export.errors import ExportError
-from export.fusing import fuse
-from export.packed import pack
-from export.precision import choose, quantise, to_half
-from export.skeleton import fill
+from sparrow.export.errors import ExportError
+from sparrow.export.fusing import fuse
+from sparrow.export.packed import pack
+from sparrow.export.precision import choose, quantise, to_half
+from sparrow.export.skeleton import fill
 
 
 def builtin(task, density=1.0):
@@ -259,8 +259,8 @@ import hashlib
 import numpy as np, onnx
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import initial_values
-from export.precision import quantise
-from export.skeleton import fill
+from sparrow.export.precision import quantise
+from sparrow.export.skeleton import fill
 found = load_builtin("digits")
 model = onnx.load_from_string(fill(found.skeleton, found.manifest, initial_values(found.manifest, 0)))
 inputs = np.random.default_rng(0).normal(size=(9, 1, 8, 8)).astype(np.float32)

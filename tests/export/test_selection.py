@@ -8,8 +8,8 @@ import pytest
 from onnx import TensorProto
 
 from edge_sdk.protocol.blocks import knapsack
-from export.building import Building
-from export.selection import decisions, exact, greedy
+from sparrow.export.building import Building
+from sparrow.export.selection import decisions, exact, greedy
 
 
 def choose(costs, values, capacity, rule, opset=17):

@@ -11,11 +11,11 @@ from torch import nn
 
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.skeleton import make_skeleton
-from edge_sdk.tracing import describe
-from export import skeleton as export_skeleton
-from export.errors import ExportError, SkeletonError
-from export.skeleton import check_skeleton, fill
+from edge_sdk.tracing.coupling import describe
+from edge_sdk.tracing.skeleton import make_skeleton
+from sparrow.export import skeleton as export_skeleton
+from sparrow.export.errors import ExportError, SkeletonError
+from sparrow.export.skeleton import check_skeleton, fill
 
 
 class Residual(nn.Module):
@@ -268,7 +268,7 @@ def test_another_skeleton_than_the_published_one_is_refused(proto, manifest):
         check_skeleton(proto.SerializeToString(), named)
 
 
-@pytest.mark.parametrize("module", ["edge_sdk.predict", "export.skeleton", "edge_sdk.protocol.builtin"])
+@pytest.mark.parametrize("module", ["edge_sdk.predict", "sparrow.export.skeleton", "edge_sdk.protocol.builtin"])
 def test_importing_loads_no_torch(module):
     heavy = {"torch", "onnx", "pydantic", "onnxruntime"} if module == "edge_sdk.predict" else {"torch", "onnxscript"}
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.settings import Settings
+from sparrow.coordinator.settings import Settings
 from sparrow.main import main
 
 from ..coordinator.api.test_contract import ADMIN, ENROLMENT, OBSERVER, TOKENS, serving

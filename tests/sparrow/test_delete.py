@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from command_line.exits import Exit
-from coordinator.settings import Settings
+from sparrow.command_line.exits import Exit
+from sparrow.coordinator.settings import Settings
 
 from ..coordinator.api.test_contract import serving
 from .conftest import ADMIN

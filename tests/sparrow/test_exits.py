@@ -18,14 +18,14 @@ import httpx
 import numpy as np
 import pytest
 
-from command_line.command import Command, WrongUsage, explain
-from command_line.exits import MEANINGS, Exit, of_status
-from coordinator.settings import Settings
-from edge_sdk import transport
+from edge_sdk.device import transport
 from edge_sdk.errors import SdkError
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import initial_values
-from export.skeleton import fill as fill_skeleton
+from sparrow.command_line.command import Command, WrongUsage, explain
+from sparrow.command_line.exits import MEANINGS, Exit, of_status
+from sparrow.coordinator.settings import Settings
+from sparrow.export.skeleton import fill as fill_skeleton
 from sparrow.main import PARTS
 
 from ..coordinator.api.test_contract import serving

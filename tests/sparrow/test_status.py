@@ -7,8 +7,8 @@ import json
 import httpx
 import pytest
 
-from coordinator.settings import Settings
 from sparrow import status
+from sparrow.coordinator.settings import Settings
 
 from ..coordinator.api.test_contract import serving
 from .conftest import OBSERVER

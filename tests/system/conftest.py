@@ -2,7 +2,7 @@
 
 A device is started in one of two ways: ``device.command`` runs ``python -m edge_sdk.join`` as a user does;
 ``device`` forks the same program from a process that has torch loaded already, in 0.1 s instead of 3, and that waits
-no longer than a second before it asks an unreachable coordinator again; ``device.fleet`` likewise ``edge_sdk.fleet``.
+no longer than a second before it asks an unreachable coordinator again; ``device.fleet`` likewise ``sparrow fleet``.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Device:
 
 NURSERY = """
 import json, os, sys, traceback
-import edge_sdk.fleet, edge_sdk.join, edge_sdk.tasks.digits, edge_sdk.transport, sklearn.datasets
+import edge_sdk.simulation.fleet, edge_sdk.join, edge_sdk.tasks.digits, edge_sdk.transport, sklearn.datasets
 
 # After many kills they would be away for long.
 edge_sdk.transport.FIRST_WAIT, edge_sdk.transport.LONGEST_WAIT = 0.1, 1.0

@@ -2,7 +2,7 @@
 the federation ends as if nothing had happened.
 
 It is compared with an undisturbed one of the same devices, in one process, without sockets. Both have the same cohorts,
-which follow from the federation's name and seed, the round and the devices' names (``coordinator.cohort``): the first
+which follow from the federation's name and seed, the round and the devices' names: the first
 round waits until all are enrolled, nobody hands back or leaves, and no deadline passes, so that all can be drawn in
 every round, and a round closes only with the updates of its whole cohort. Then the same updates, each once, give the
 same model bit for bit.
@@ -26,12 +26,12 @@ from typing import Any
 
 import pytest
 
-from coordinator.main import create_app
-from coordinator.settings import Settings
-from edge_sdk import inprocess
-from edge_sdk.fleet import run_fleet
-from edge_sdk.host import Plan
 from edge_sdk.publish import publish
+from edge_sdk.simulation import in_process as inprocess
+from edge_sdk.simulation.fleet import run_fleet
+from edge_sdk.simulation.host import Plan
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.settings import Settings
 
 from ..coordinator.postgresql import serving
 from .chaos import TROUBLES, Chaos, deaths

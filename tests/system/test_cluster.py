@@ -17,11 +17,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from command_line.exits import Exit
-from edge_sdk import cluster, fleet
 from edge_sdk.errors import SdkError
-from edge_sdk.fleet import run_fleet
-from edge_sdk.host import Plan
+from edge_sdk.simulation import cluster, fleet
+from edge_sdk.simulation.fleet import run_fleet
+from edge_sdk.simulation.host import Plan
+from sparrow.command_line.exits import Exit
 
 from .conftest import Coordinator, Machine, environment, wait_until
 
@@ -39,7 +39,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def go(server: str, *more: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "edge_sdk.fleet", "--ray", "local", "--workers", "2"]
+        command = [sys.executable, "-m", "edge_sdk.simulation.fleet", "--ray", "local", "--workers", "2"]
         command += ["--server", server, "--federation", "digits", "--devices", str(DEVICES), "--budgets", "0.4,1"]
         process = subprocess.Popen(
             [*command, "--state-dir", str(tmp_path / "state"), "--patience", "30", *more],
@@ -111,7 +111,7 @@ def test_it_goes_on_after_ctrl_c(machine: Machine, start: Start) -> None:
 def test_a_slice_that_fails_ends_the_others(coordinator: Coordinator, start: Start) -> None:
     coordinator.create("digits", **SETTINGS)
     output = finish(start(coordinator.url, "--data", "index={index},of=4"), 1)  # which has no index 4 and 5
-    assert "edge_sdk.fleet: slice " in output
+    assert "edge_sdk.simulation.fleet: slice " in output
     assert "Traceback" not in output
 
 

@@ -27,7 +27,7 @@ SERVER = "http://127.0.0.1:8000"
 SAMPLES = np.array([[1.0, 0.0, 0.5], [0.0, 1.0, -0.5], [-1.0, 0.5, 0.0], [0.5, -1.0, 1.0]], dtype=np.float32)
 """One per class: all samples of a class are alike, so that no order of batches matters."""
 DEALT, TRAINED, STEPS = (8, 14, 20, 31), (4, 8, 12, 18), (5, 10, 15, 25)
-"""Per class: samples in the table; those its device trains on; steps of five epochs in batches of 4 (18 = 4 x 4 + 2)."""
+"""Per class: samples in the table; those its device trains on; steps of five epochs in batches of 4."""
 ROUNDS, LENGTH, LEARNING_RATE = 3, 6.0, 0.05
 
 
@@ -141,7 +141,7 @@ def test_it_is_short():
 
 @pytest.mark.slow
 def test_method_task_and_partition_run_in_a_fleet_as_printed(run, lab):
-    (fleet,) = commands("edge_sdk.fleet")
+    (fleet,) = commands("edge_sdk.simulation.fleet")
     said = run(fleet, "--quiet")
     assert f"4 devices, {4 * ROUNDS} device-rounds" in said
     info = lab.info("lab")

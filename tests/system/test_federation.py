@@ -12,7 +12,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from devices import EnergyMeter, Quality
+from sparrow.devices import EnergyMeter, Quality
 
 from .conftest import Coordinator, Device, Devices, Machine, environment, wait_until
 
@@ -130,7 +130,15 @@ def test_exported_models_predict_without_torch(run, tmp_path, name):
 def test_what_a_device_kept_can_be_exported_afterwards(run, tmp_path):
     """From its state folder alone, by a program that has no torch, to the same predictions."""
     output = tmp_path / "later.onnx"
-    command = [sys.executable, "-m", "export", str(run.devices.folder / SMALL), "--output", str(output), "--quick"]
+    command = [
+        sys.executable,
+        "-m",
+        "sparrow.export",
+        str(run.devices.folder / SMALL),
+        "--output",
+        str(output),
+        "--quick",
+    ]
     subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=True)
     inputs = np.random.default_rng(0).random((3, 1, 8, 8), dtype=np.float32)
     later, before = (onnxruntime.InferenceSession(str(path)) for path in (output, run.devices.onnx(SMALL)))

@@ -14,17 +14,18 @@ from typing import Any
 import psutil
 import pytest
 
-from coordinator.main import create_app
-from coordinator.settings import Settings
-from devices.simulation import BOARDS
-from edge_sdk import fleet, inprocess
 from edge_sdk.errors import BadArgument, Refused, StateError
-from edge_sdk.fleet import run_fleet
-from edge_sdk.host import Plan
 from edge_sdk.protocol.messages import FederationStatus, Kind
 from edge_sdk.publish import publish
+from edge_sdk.simulation import fleet
+from edge_sdk.simulation import in_process as inprocess
+from edge_sdk.simulation.fleet import run_fleet
+from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks import load_task
 from edge_sdk.tasks.loading import DataError
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.settings import Settings
+from sparrow.devices.simulation import BOARDS
 
 from .conftest import LOGS, Coordinator, Machine, environment, wait_until
 from .proxy import Exchange, Fault, Proxy, Trouble
@@ -54,7 +55,16 @@ class Fleets:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def __call__(self, server: str, *more: str, name: str = "fleet") -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "edge_sdk.fleet", "--server", server, "--federation", NAME, "--quiet"]
+        command = [
+            sys.executable,
+            "-m",
+            "edge_sdk.simulation.fleet",
+            "--server",
+            server,
+            "--federation",
+            NAME,
+            "--quiet",
+        ]
         LOGS[f"fleet in {self.folder.name}"] = log = self.folder / f"{name}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
@@ -386,7 +396,7 @@ def test_a_device_without_its_data_ends_the_fleet_with_a_word(coordinator, comma
     process = command(coordinator.url, "--processes", processes, "--data", "partition=classes,classes_per_device=99")
     assert process.wait(60) == 2, "an option of the data that cannot be"
     output = command.output()
-    assert output.startswith("edge_sdk.fleet: "), output
+    assert output.startswith("edge_sdk.simulation.fleet: "), output
     assert "Traceback" not in output
     assert len(output.splitlines()) == 1
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from edge_sdk.device.state import StateFolder
 from edge_sdk.join import join
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import unpack
 from edge_sdk.publish import publish
-from edge_sdk.state import StateFolder
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tasks.models import MODELS

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.dashboard import FROM_CHARTS
-from coordinator.federations import find
-from coordinator.storage.store import Store
 from edge_sdk.protocol.messages import RoundRecord
+from sparrow.coordinator.dashboard import FROM_CHARTS
+from sparrow.coordinator.fleet.federations import find
+from sparrow.coordinator.storage.store import Store
 
 from ..coordinator.fakes import House
 from ..coordinator.grown import grow

@@ -8,13 +8,13 @@ from datetime import datetime, timezone
 import httpx
 import pytest
 
-from edge_sdk.policy import Policy
+from edge_sdk.device.policy import Policy
+from edge_sdk.device.session import Outcome, Session
+from edge_sdk.device.state import StateFolder
+from edge_sdk.device.transport import Transport
+from edge_sdk.device.watchdog import LOOK_SECONDS, Watch
 from edge_sdk.protocol.messages import PauseReason
-from edge_sdk.session import Outcome, Session
-from edge_sdk.state import StateFolder
 from edge_sdk.tasks.digits import load
-from edge_sdk.transport import Transport
-from edge_sdk.watch import LOOK_SECONDS, Watch
 
 from ..edge_sdk.conditions import conditions
 from .conftest import wait_until

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from command_line.exits import Exit
 from edge_sdk.join import join
 from edge_sdk.publish import publish
 from edge_sdk.tasks import Task
+from sparrow.command_line.exits import Exit
 
 from .conftest import wait_until
 

@@ -11,14 +11,15 @@ import pytest
 import trustme
 import uvicorn
 
-from command_line.exits import Exit
-from coordinator import evaluate
-from coordinator.main import create_app
-from coordinator.settings import Settings
-from edge_sdk import fleet, join, publish
+from edge_sdk import join, publish
+from edge_sdk.device.transport import Transport, connect
 from edge_sdk.errors import Unreachable
 from edge_sdk.protocol.tls import BadCertificate, Tls
-from edge_sdk.transport import Transport, connect
+from edge_sdk.simulation import fleet
+from sparrow.command_line.exits import Exit
+from sparrow.coordinator.commands import evaluate
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.settings import Settings
 
 
 class Certificates:

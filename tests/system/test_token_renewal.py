@@ -8,14 +8,14 @@ from contextlib import ExitStack, closing
 import httpx
 import pytest
 
-from coordinator.main import create_app
-from coordinator.settings import Settings
-from edge_sdk import inprocess
+from edge_sdk.device.session import Outcome, Session
+from edge_sdk.device.state import StateFolder
+from edge_sdk.device.transport import Transport
 from edge_sdk.errors import Refused, TokenExpired
-from edge_sdk.session import Outcome, Session
-from edge_sdk.state import StateFolder
+from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks.digits import load
-from edge_sdk.transport import Transport
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.settings import Settings
 
 ALWAYS = 1e-9
 TOKENS = {"admin_token": "key", "observer_token": "eye", "enrolment_token": "door"}

@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from coordinator.storage.tables import Base
+from sparrow.coordinator.storage.tables import Base
 
 # Batch mode: SQLite cannot alter a table in place.
 context.configure(

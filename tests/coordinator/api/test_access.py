@@ -9,17 +9,18 @@ from contextlib import closing
 
 import pytest
 
-from command_line.exits import Exit
-from coordinator import access, tokens
-from coordinator.access import MOST_REMEMBERED, PREFIXES, REMEMBER_SECONDS, Tokens
-from coordinator.devices import Devices
-from coordinator.errors import NameTaken, NotAuthenticated, NotFound, TokenExpired
-from coordinator.federations import Federations
-from coordinator.limits import BURST_SECONDS, RateLimit, address_key
-from coordinator.models import Models
-from coordinator.settings import Settings
-from coordinator.storage.store import Store
 from edge_sdk.protocol.messages import ChangeDevice, CreateFederation, Enrol, FederationSettings
+from sparrow.command_line.exits import Exit
+from sparrow.coordinator.api.rate_limits import BURST_SECONDS, RateLimit, address_key
+from sparrow.coordinator.commands import tokens
+from sparrow.coordinator.errors import NameTaken, NotAuthenticated, NotFound, TokenExpired
+from sparrow.coordinator.fleet import access
+from sparrow.coordinator.fleet.access import MOST_REMEMBERED, PREFIXES, REMEMBER_SECONDS, Tokens
+from sparrow.coordinator.fleet.devices import Devices
+from sparrow.coordinator.fleet.federations import Federations
+from sparrow.coordinator.models.global_models import Models
+from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.storage.store import Store
 
 from .test_contract import serving
 

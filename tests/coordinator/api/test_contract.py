@@ -20,17 +20,17 @@ import pytest
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator import errors
-from coordinator.api.problems import STATUS
-from coordinator.main import create_app
-from coordinator.settings import Settings
-from coordinator.storage.store import DataInUse
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.elements import ElementMask, everything
 from edge_sdk.protocol.manifest import Manifest, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Phase, UpdateReport, UploadCost
+from sparrow.coordinator import errors
+from sparrow.coordinator.api.problems import STATUS
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.storage.store import DataInUse
 
 DIGITS = load_builtin("digits")
 BUNDLE = {"Content-Type": bundle.MEDIA_TYPE}

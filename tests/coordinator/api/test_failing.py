@@ -13,9 +13,9 @@ import httpx
 import pytest
 import uvicorn
 
-from coordinator.api.headers import TimedHeaders
+from edge_sdk.device.transport import Transport
 from edge_sdk.protocol import bundle
-from edge_sdk.transport import Transport
+from sparrow.coordinator.api.headers import TimedHeaders
 
 from ...disks import fill, small_disk
 from .test_contract import DIGITS, ask, assert_problem, enrol, open_app, put, settings_of

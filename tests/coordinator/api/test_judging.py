@@ -7,13 +7,13 @@ import onnxruntime
 import pytest
 from sklearn.datasets import load_digits
 
-from command_line.exits import Exit
-from coordinator import evaluate
-from coordinator.main import create_app
-from coordinator.settings import Settings
-from edge_sdk import inprocess
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.simulation import in_process as inprocess
+from sparrow.command_line.exits import Exit
+from sparrow.coordinator.commands import evaluate
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.settings import Settings
 
 SHAPE = load_builtin("digits").manifest.input_shape
 PATH = "/v1/federations/default/model/evaluation"
@@ -98,7 +98,7 @@ def test_the_command(client, digits, tmp_path, monkeypatch, capsys):
     assert evaluate.main(command) == 1
     assert "name its arrays with --inputs and --targets" in capsys.readouterr().err
     assert evaluate.main([*command, "--inputs", "y", "--targets", "y"]) == 1
-    assert "coordinator.evaluate: inputs: int64" in capsys.readouterr().err
+    assert "coordinator.commands.evaluate: inputs: int64" in capsys.readouterr().err
     assert evaluate.main([*command[:2], "--data", str(tmp_path / "none.npz")]) == Exit.NOT_FOUND
     (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04")
     assert evaluate.main([*command[:2], "--data", str(tmp_path / "bad.npz")]) == 1

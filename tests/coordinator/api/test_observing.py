@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from coordinator.main import create_app
-from coordinator.settings import Settings
-from edge_sdk import inprocess
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Phase, UploadCost
+from edge_sdk.simulation import in_process as inprocess
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.settings import Settings
 
 MANIFEST = load_builtin("digits").manifest
 OPEN = "/v1/federations/default/assignments"

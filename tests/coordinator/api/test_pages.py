@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from coordinator.dashboard import FROM_CHARTS, OWN
 from edge_sdk.protocol.messages import FederationSettings
+from sparrow.coordinator.dashboard import FROM_CHARTS, OWN
 
 SETTINGS = FederationSettings(rounds=2, evaluation_interval=0)
 TOKENS = {"admin_token": "chief", "observer_token": "eye", "enrolment_token": "way in"}

@@ -14,16 +14,16 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import event, text
 
-from coordinator.federations import Federations, find
-from coordinator.logs import JsonFormatter, TextFormatter, about
-from coordinator.metrics import Metrics
-from coordinator.models import Models
-from coordinator.storage.store import Store
-from coordinator.storage.tables import Assignment, Device, Round
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.messages import Assignment as Work
 from edge_sdk.protocol.messages import CreateFederation, FederationSettings
+from sparrow.coordinator.fleet.federations import Federations, find
+from sparrow.coordinator.logs import JsonFormatter, TextFormatter, about
+from sparrow.coordinator.models.global_models import Models
+from sparrow.coordinator.reports.metrics import Metrics
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import Assignment, Device, Round
 
 MANIFEST = load_builtin("digits").manifest
 SETTINGS = FederationSettings(rounds=5, evaluation_interval=1, deadline_seconds=600, early_stopping="off")
@@ -74,7 +74,7 @@ def logging_to(formatter, level=logging.DEBUG):
 
 
 def test_lines_say_what_they_are_about():
-    log = logging.getLogger("coordinator.test")
+    log = logging.getLogger("sparrow.coordinator.test")
     with logging_to(JsonFormatter()) as lines, about(federation="night", device=None):
         with about(request="r1"):
             log.info("round %s %r", 3, 'opens "now"\n', extra={"round": 3})

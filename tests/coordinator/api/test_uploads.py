@@ -11,9 +11,9 @@ from contextlib import closing
 import httpx
 import pytest
 
-from edge_sdk import transport
+from edge_sdk.device import transport
+from edge_sdk.device.transport import Transport
 from edge_sdk.protocol import bundle
-from edge_sdk.transport import Transport
 
 from ...system.proxy import Proxy
 from .test_contract import DIGITS, assert_problem, open_app, pair, put, settings_of

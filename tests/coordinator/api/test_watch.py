@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from coordinator.api import watch
-from coordinator.api.parts import Bell
-from coordinator.api.watch import Watches
+from sparrow.coordinator.api import watch
+from sparrow.coordinator.api.parts import Bell
+from sparrow.coordinator.api.watch import Watches
 
 
 @pytest.fixture(autouse=True)

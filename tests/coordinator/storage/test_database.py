@@ -10,8 +10,8 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, event, inspect, select, text
 from sqlalchemy.orm import Session
 
-from coordinator.storage import database
-from coordinator.storage.tables import Assignment, Device, Federation, Round
+from sparrow.coordinator.storage import database
+from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 
 
 def tables(path):

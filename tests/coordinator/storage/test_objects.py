@@ -12,10 +12,10 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from coordinator.errors import Unavailable
-from coordinator.storage.blobs import FolderBlobs
-from coordinator.storage.objects import BadObjectStore, ObjectBlobs
-from coordinator.storage.store import Store, WrongBlobs
+from sparrow.coordinator.errors import Unavailable
+from sparrow.coordinator.storage.blobs import FolderBlobs
+from sparrow.coordinator.storage.objects import BadObjectStore, ObjectBlobs
+from sparrow.coordinator.storage.store import Store, WrongBlobs
 
 from ..fakes import House
 from ..s3 import BUCKET, KEYS, serving

@@ -12,14 +12,14 @@ from prometheus_client import generate_latest
 from sqlalchemy import inspect, text
 from sqlalchemy.exc import DBAPIError
 
-from coordinator import tokens
-from coordinator.errors import NotAuthenticated
-from coordinator.metrics import Metrics
-from coordinator.storage import database
-from coordinator.storage.sharing import FACT
-from coordinator.storage.store import MOVED, Store
-from coordinator.storage.tables import Base
 from edge_sdk.protocol.messages import Enrol
+from sparrow.coordinator.commands import tokens
+from sparrow.coordinator.errors import NotAuthenticated
+from sparrow.coordinator.reports.metrics import Metrics
+from sparrow.coordinator.storage import database
+from sparrow.coordinator.storage.sharing import FACT
+from sparrow.coordinator.storage.store import MOVED, Store
+from sparrow.coordinator.storage.tables import Base
 
 from ..house import House
 

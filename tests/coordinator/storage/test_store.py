@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from coordinator.errors import RoundClosed
-from coordinator.storage import mounts
-from coordinator.storage.mounts import NetworkFolder, network_type
-from coordinator.storage.store import Store
+from sparrow.coordinator.errors import RoundClosed
+from sparrow.coordinator.storage import mounts
+from sparrow.coordinator.storage.mounts import NetworkFolder, network_type
+from sparrow.coordinator.storage.store import Store
 
 from ..fakes import DIGITS, House
 

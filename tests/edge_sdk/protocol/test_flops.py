@@ -12,7 +12,7 @@ from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.elements import ElementMask, everything
 from edge_sdk.protocol.flops import forward_flops, growth_flops, training_flops
 from edge_sdk.protocol.masks import NeuronMask
-from edge_sdk.tracing import describe
+from edge_sdk.tracing.coupling import describe
 
 
 def convolutions():

@@ -1,0 +1,209 @@
+"""``python -m coordinator.backup TARGET``: a copy of a coordinator, running or not, that fits together.
+
+TARGET gets ``coordinator.sqlite3`` (of PostgreSQL ``records.dump``, made by pg_dump), ``blobs/`` and, last,
+``backup.json``: without that file it is not complete. Which coordinator is said by the settings that it has itself
+(``COORDINATOR_*``); ``python -m coordinator.restore`` brings a copy back.
+
+The records come first, as of one moment; then the blobs that they name. A coordinator that goes on deletes what it does
+not need any more: where that has taken a blob, newer records are copied, and what these name. Blobs never change under
+their names, so what was copied once is not copied again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, case, create_engine, make_url, select, text
+from sqlalchemy.orm import Session
+
+from sparrow.command_line.command import Command, Exits, MissingPart, Parser, add_json
+from sparrow.command_line.exits import Exit
+from sparrow.coordinator.commands.exits import EXITS as COMMON
+from sparrow.coordinator.commands.exits import NoRecords, read_settings, told
+from sparrow.coordinator.models.global_models import model_key
+from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, update_key
+from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, flush_folder
+from sparrow.coordinator.storage.database import connect
+from sparrow.coordinator.storage.store import RECORDS_FILE, open_blobs
+from sparrow.coordinator.storage.tables import Assignment, Federation, Round
+
+DUMP_FILE, SUMMARY_FILE, BLOBS_FOLDER = "records.dump", "backup.json", "blobs"
+TRIES = 50
+FORMAT = 1
+
+
+class BackupFailed(RuntimeError):
+    """No backup was made, or none brought back; the text says what to do."""
+
+
+def back_up(settings: Settings, target: Path, copied: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Copy the coordinator of these settings to the folder ``target``; returns what ``backup.json`` says.
+
+    copied: called when the records of one try are there. Raises BackupFailed, NoRecords.
+    """
+    records = settings.data_dir / RECORDS_FILE
+    if settings.database_url is None and not records.exists():
+        raise NoRecords(f"there are no records in {settings.data_dir}; set COORDINATOR_DATA_DIR to the coordinator's")
+    if target.exists() and any(target.iterdir()):
+        raise BackupFailed(f"{target} is not empty; give a new folder")
+    target.mkdir(parents=True, exist_ok=True)
+    source, kept = open_blobs(settings.data_dir, settings.blobs), FolderBlobs(target / BLOBS_FOLDER)
+    for _ in range(TRIES):
+        with _records_of(settings, target) as connection, Session(connection) as db:
+            named = blobs_named(db)
+            summary: dict[str, Any] = {
+                "format": FORMAT,
+                "records": DUMP_FILE if settings.database_url else RECORDS_FILE,
+                "made_at": time.time(),
+                "federations": {each.name: each.round for each in db.scalars(select(Federation))},
+            }
+            ids = list(db.scalars(select(Federation.id)))
+        copied()
+        if _copy(source, kept, ids, named):
+            break
+    else:
+        raise BackupFailed(
+            f"rounds closed faster than their blobs could be copied, {TRIES} times; pause the federations (PATCH with "
+            f"the action pause), make the backup, and resume them"
+        )
+    _write(target / SUMMARY_FILE, json.dumps(summary, indent=1).encode())
+    return summary
+
+
+def blobs_named(db: Session) -> dict[str, str | None]:
+    """Keys of the blobs that the records cannot do without, and their SHA-256 where the records know it."""
+    named: dict[str, str | None] = {}
+    for federation in db.scalars(select(Federation)):
+        named[model_key(federation.id, federation.model_version)] = federation.model_sha256
+        of_it = select(Assignment.model_version).where(Assignment.federation_id == federation.id)
+        others = set(db.scalars(of_it.where(Assignment.status == "open"))) | {federation.rollback_version}
+        for version in others - {None, federation.model_version}:
+            named[model_key(federation.id, version or 0)] = None
+    waiting = (
+        select(Assignment)
+        .join(Round, (Round.federation_id == Assignment.federation_id) & (Round.number == Assignment.round))
+        .where(
+            Assignment.status == "done",
+            Assignment.kind.in_(BUNDLE_KINDS),
+            case((Assignment.arrival.is_(None), Round.status == "open"), else_=Assignment.counted_round.is_(None)),
+        )
+    )
+    for each in db.scalars(waiting):
+        digest = each.update_sha256 or ""
+        named[update_key(each.federation_id, each.id, digest)] = digest
+        named.setdefault(model_key(each.federation_id, each.model_version), None)  # what it moved is told from this
+    return named
+
+
+def _copy(source: Blobs, kept: Blobs, ids: Sequence[int], named: dict[str, str | None]) -> bool:
+    """Copy what is named, and what else lies there of models and masks; False where something named has gone."""
+    wanted = [f"{number}/skeleton.onnx" for number in ids]
+    for number in ids:
+        # A model's state before its values: these are deleted first, so values that are there had their state before.
+        keys = source.keys(f"{number}/models")
+        wanted += [key for key in keys if key.endswith(".state.safetensors")]
+        wanted += [key for key in keys if not key.endswith(".state.safetensors")]
+        wanted += source.keys(f"{number}/masks")
+    for key in dict.fromkeys([*wanted, *named]):
+        if key in kept.sizes(key.rpartition("/")[0]):
+            continue
+        try:
+            kept.put(key, source.get(key))
+        except FileNotFoundError:
+            if key in named:
+                return False
+    return True
+
+
+@contextmanager
+def _records_of(settings: Settings, target: Path) -> Iterator[Connection]:
+    """Copy the records; gives a connection that sees them as they were copied."""
+    if settings.database_url is None:
+        copy = target / RECORDS_FILE
+        where = f"file:{settings.data_dir.resolve() / RECORDS_FILE}?mode=rw"
+        with closing(sqlite3.connect(where, uri=True)) as source, closing(sqlite3.connect(copy)) as made:
+            source.backup(made)
+            made.execute("PRAGMA journal_mode=DELETE")  # one file, whoever copies it on
+        flush_folder(target)
+        engine = create_engine(f"sqlite:///{copy.resolve()}")
+        try:
+            with engine.connect() as connection:
+                yield connection
+        finally:
+            engine.dispose()
+        return
+    address = settings.database_url.get_secret_value()
+    engine = connect(address)
+    try:
+        with engine.connect() as connection:  # its transaction keeps the snapshot that pg_dump shares
+            snapshot = connection.scalar(text("SELECT pg_export_snapshot()"))
+            run_postgresql(
+                address, "pg_dump", "--format=custom", f"--snapshot={snapshot}", f"--file={target / DUMP_FILE}"
+            )
+            yield connection
+    finally:
+        engine.dispose()
+
+
+def run_postgresql(address: str, program: str, *arguments: str) -> None:
+    """Run one of PostgreSQL's programs on a database; the password is not on its command line.
+
+    Raises BackupFailed, MissingPart.
+    """
+    url = make_url(address).set(drivername="postgresql")
+    password = {"PGPASSWORD": str(url.password)} if url.password else {}
+    where = f"--dbname={url._replace(password=None).render_as_string()}"
+    if shutil.which(program) is None:
+        raise MissingPart(f"{program} is not installed here; install PostgreSQL's client of the server's version")
+    done = subprocess.run([program, where, *arguments], env={**os.environ, **password}, capture_output=True, text=True)
+    if done.returncode:
+        raise BackupFailed(f"{program} failed: {done.stderr.strip()[-1000:]}")
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    flush_folder(path.parent)
+
+
+def _options(parser: Parser) -> None:
+    parser.add_argument("target", type=Path, help="a new folder")
+    add_json(parser)
+
+
+def _run(options: argparse.Namespace) -> None:
+    settings = read_settings()
+    with told(options.target):
+        summary = back_up(settings, options.target)
+    rounds = ", ".join(f"{name} after round {number}" for name, number in summary["federations"].items())
+    print(json.dumps(summary) if options.json else f"{options.target}: {rounds or 'no federations'}")
+
+
+EXITS: Exits = {**COMMON, BackupFailed: Exit.FAILED}
+COMMAND = Command(
+    "coordinator.commands.backup",
+    "Copy a coordinator, running or not, so that records and models fit together.",
+    _options,
+    _run,
+    EXITS,
+    epilog="Finds it by its own settings: COORDINATOR_DATA_DIR, COORDINATOR_DATABASE_URL, COORDINATOR_BLOBS.",
+)
+main = COMMAND.main
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""``python -m coordinator.serve``: the coordinator, as ``uvicorn coordinator.main:app`` runs it.
+
+It limits how long a request's head may take (``api.headers``), and says in one line why it cannot start. Its settings
+are environment variables ``COORDINATOR_*`` (docs/settings.md). For several processes, and for uvicorn's other options,
+call uvicorn itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from sparrow.command_line.command import Command, Exits, Parser, WrongUsage
+from sparrow.command_line.exits import Exit
+from sparrow.coordinator.commands.exits import EXITS as COMMON
+from sparrow.coordinator.commands.exits import read_settings, told
+from sparrow.coordinator.commands.starting import Listening
+
+LAST_PORT = 65535
+
+
+class NoPort(RuntimeError):
+    """The address cannot be listened on."""
+
+
+class StartFailed(RuntimeError):
+    """The coordinator did not start, and uvicorn's log says why."""
+
+
+class _Observed:
+    """An ASGI application of which the error that ended its start is kept, for uvicorn shows the traceback only."""
+
+    def __init__(self, app: Callable[..., Any]) -> None:
+        self._app = app
+        self.failure: BaseException | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+
+        async def quietly(message: Any) -> None:
+            await send({"type": message["type"]} if message["type"] == "lifespan.startup.failed" else message)
+
+        try:
+            await self._app(scope, receive, quietly)
+        except BaseException as error:
+            self.failure = error
+            raise
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; port 0 has the system choose. Raises WrongUsage, NoPort."""
+    if not 0 <= port <= LAST_PORT:  # the system's resolver would take the rest of a division by 65536
+        raise WrongUsage(f"--port {port}: there is no such port; choose one from 1 to {LAST_PORT}, or 0 for any")
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # asyncio sends at once only on what says that it is TCP
+        door = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    except (socket.gaierror, OverflowError, UnicodeError) as error:
+        raise WrongUsage(f"--host {host} --port {port}: {error}") from None
+    try:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind(address)
+        door.listen(2048)
+    except OSError as error:
+        door.close()
+        hint = "; choose another --port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
+        raise NoPort(f"{host}:{port} cannot be listened on: {error.strerror}{hint}") from None
+    return door
+
+
+def _options(parser: Parser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    parser.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="serve https, with this certificate")
+    parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its key, unless it is in the same file")
+
+
+def _run(options: argparse.Namespace) -> None:
+    settings = read_settings()
+    for option, path in (("--ssl-certfile", options.ssl_certfile), ("--ssl-keyfile", options.ssl_keyfile)):
+        if path is not None and not path.is_file():
+            raise FileNotFoundError(f"{option}: there is no file {path}")
+    if options.ssl_keyfile is not None and options.ssl_certfile is None:
+        raise WrongUsage("--ssl-keyfile is of no use alone; give --ssl-certfile as well")
+    with listen(options.host, options.port) as door:
+        from sparrow.coordinator.main import create_app  # it looks at the environment when it is imported
+
+        host, port = door.getsockname()[:2]
+        listening = Listening(host, port, options.ssl_certfile is not None)
+        observed = _Observed(create_app(settings, listening))
+        server = uvicorn.Server(
+            uvicorn.Config(
+                observed,
+                http="sparrow.coordinator.api.headers:TimedHeaders",
+                ssl_certfile=options.ssl_certfile,
+                ssl_keyfile=options.ssl_keyfile,
+            )
+        )
+        try:
+            with suppress(SystemExit):  # it says so where it did not start
+                server.run([door])
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("stopped; the same command goes on where it was") from None
+    if observed.failure is not None:
+        with told(settings.data_dir):
+            raise observed.failure
+    if not server.started:
+        raise StartFailed("the coordinator did not start; see the lines above")
+
+
+EXITS: Exits = {**COMMON, NoPort: Exit.FAILED, StartFailed: Exit.FAILED}
+COMMAND = Command(
+    "coordinator.commands.serve",
+    "Run the coordinator.",
+    _options,
+    _run,
+    EXITS,
+    epilog="Its settings are COORDINATOR_* (docs/settings.md); without any it makes a federation called default and "
+    "keeps its data in ~/.local/state/sparrow-coordinator.",
+)
+main = COMMAND.main
+
+
+if __name__ == "__main__":
+    sys.exit(main())

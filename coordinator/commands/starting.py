@@ -1,0 +1,105 @@
+"""What a coordinator says when it has started: where its data are, where its page is, and how a device joins it.
+
+An application is not told where its server listens. ``sparrow serve`` says it; of ``uvicorn`` it is read from uvicorn's
+own command line, by uvicorn's own parser.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from click import ClickException
+
+from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.storage.store import RECORDS_FILE
+
+FORMER = Path("sparrow-data")
+"""Where the data were by default, in the folder in which the coordinator was started."""
+
+ELSEWHERE = {4: "192.0.2.1", 6: "2001:db8::1"}
+"""Addresses of nobody (RFC 5737, RFC 3849): the way there begins at this machine's own address. Nothing is sent."""
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where a coordinator listens."""
+
+    host: str
+    port: int
+    tls: bool = False
+
+    @property
+    def url(self) -> str:
+        """The address at which others reach it: this machine's in its network, where it listens on all."""
+        host = _in_network(self.host)
+        return f"http{'s' if self.tls else ''}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+
+def by_uvicorn(arguments: Sequence[str]) -> Listening | None:
+    """Where ``uvicorn`` listens whose command line, its name first, this is; None for another or an unknown port."""
+    if "uvicorn" not in (Path(arguments[0]).name, Path(arguments[0]).parent.name):
+        return None
+    from uvicorn.main import main
+
+    with suppress(ClickException):
+        options = main.make_context("uvicorn", list(arguments[1:])).params
+        if options["uds"] is None and options["fd"] is None and options["port"]:
+            return Listening(options["host"], options["port"], options["ssl_certfile"] is not None)
+    return None
+
+
+def introduction(settings: Settings, listening: Listening | None, *, enrolment_guarded: bool) -> Iterator[str]:
+    """Yield what to say when the coordinator answers. enrolment_guarded: whether devices need a token to enrol."""
+    yield f"data folder: {settings.data_dir}"
+    if listening is None:
+        return
+    federation = "" if settings.default_task else " --federation NAME"
+    token = ", with SPARROW_ENROLMENT_TOKEN set" if enrolment_guarded else ""
+    yield f"page: {listening.url}/"
+    yield f"devices join with: sparrow join --server {listening.url}{federation}{token}"
+    if _is_loopback(listening.host):
+        yield "only this machine can reach it; --host 0.0.0.0 lets others"
+
+
+def forgotten(settings: Settings) -> str | None:
+    """What to say of data in this folder that an earlier version left and this one does not use; None: there are none.
+
+    Only where no folder was chosen.
+    """
+    former = FORMER.absolute()
+    if "data_dir" in settings.model_fields_set or not (former / RECORDS_FILE).exists():
+        return None
+    return (
+        f"{former} has a coordinator's data and is not used, {settings.data_dir} is; to go on with it, set "
+        f"COORDINATOR_DATA_DIR={former}"
+    )
+
+
+def _in_network(host: str) -> str:
+    """The address by which others call this machine, where it listens on all of its addresses."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if not address.is_unspecified:
+        return host
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as way:
+            way.connect((ELSEWHERE[address.version], 9))
+            found: str = way.getsockname()[0]
+            return found
+    except OSError:  # no network, or none of this kind
+        return socket.gethostname()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,228 @@
+"""``python -m coordinator.tokens``: make, list and revoke tokens of operators, and take devices' tokens away.
+
+    python -m coordinator.tokens create enrolment --uses 20 --expires 7d --note "lab 3"
+    python -m coordinator.tokens list
+    python -m coordinator.tokens revoke 3f0c9a52d1e84b67
+
+It works on the records themselves, found by the same COORDINATOR_* settings as the coordinator's, which may be running;
+what it changes holds there within seconds. A secret is printed once, alone on stdout, and kept as its SHA-256 only.
+Exit codes: docs/cli.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
+from sparrow.command_line.table import table
+from sparrow.coordinator.commands.exits import EXITS, NoRecords, read_settings, told
+from sparrow.coordinator.errors import NotFound
+from sparrow.coordinator.fleet.access import KINDS, REMEMBER_SECONDS, digest_of, new_secret
+from sparrow.coordinator.fleet.devices import revoke as revoke_device
+from sparrow.coordinator.fleet.federations import find
+from sparrow.coordinator.reports.records import iso
+from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.storage.database import WRITING, open_database
+from sparrow.coordinator.storage.tables import Device, Federation, Token
+
+UNITS = {"m": 60, "h": 3600, "d": 24 * 3600}
+
+
+@contextmanager
+def records(settings: Settings) -> Iterator[Session]:
+    """A transaction on the coordinator's records, committed when the block ends. Raises NoRecords, BadDatabase."""
+    if settings.database_url is not None:
+        engine = open_database(settings.database_url.get_secret_value())
+    else:
+        path = settings.data_dir / "coordinator.sqlite3"
+        if not path.exists():
+            raise NoRecords(f"there is no {path}; set COORDINATOR_DATA_DIR as for the coordinator, which makes it")
+        engine = open_database(path)
+    try:
+        with Session(engine.execution_options(**WRITING)) as db, db.begin():
+            yield db
+    finally:
+        engine.dispose()
+
+
+def create(
+    db: Session, kind: str, now: float, *, note: str, uses: int | None, seconds: float | None, federation: str | None
+) -> tuple[Token, str]:
+    """A new token, and its secret. seconds: how long it is good for; None for ever. Raises NotFound."""
+    secret = new_secret(kind)
+    token = Token(
+        id=secrets.token_hex(8),
+        kind=kind,
+        note=note,
+        secret_sha256=digest_of(secret),
+        federation_id=None if federation is None else find(db, federation).id,
+        max_uses=uses,
+        uses=0,
+        created_at=now,
+        expires_at=None if seconds is None else now + seconds,
+    )
+    db.add(token)
+    return token, secret
+
+
+def revoke(db: Session, wanted: str, now: float) -> str:
+    """Take away the operator's or the device's token with this id; says whose. Raises NotFound."""
+    token = db.get(Token, wanted)
+    if token is not None:
+        token.revoked_at = token.revoked_at or now
+        return f"the {token.kind} token {token.id} is revoked"
+    device = db.get(Device, wanted)
+    if device is None:
+        raise NotFound(f"there is no token and no device with the id {wanted!r}; list shows those of tokens")
+    revoke_device(db, device)
+    return f"the device {device.name} is revoked"
+
+
+def describe(token: Token, federation: str | None, now: float) -> dict[str, Any]:
+    """What there is to know of a token."""
+    status = "valid"
+    if token.revoked_at is not None:
+        status = "revoked"
+    elif token.expires_at is not None and token.expires_at <= now:
+        status = "expired"
+    elif token.max_uses is not None and token.uses >= token.max_uses:
+        status = "used up"
+    return {
+        "id": token.id,
+        "kind": token.kind,
+        "status": status,
+        "federation": federation,
+        "uses": token.uses,
+        "max_uses": token.max_uses,
+        "created_at": iso(token.created_at),
+        "expires_at": None if token.expires_at is None else iso(token.expires_at),
+        "note": token.note,
+    }
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.command == "create":
+        _check(options)
+    settings = read_settings()
+    with told(settings.data_dir), records(settings) as db:
+        text = {"create": _create, "list": _list, "revoke": _revoke}[options.command](db, options)
+    print(text)  # not before the commit: a secret that was shown is good
+
+
+def _create(db: Session, options: argparse.Namespace) -> str:
+    now = time.time()
+    token, secret = create(
+        db,
+        options.kind,
+        now,
+        note=options.note,
+        uses=options.uses,
+        seconds=options.expires,
+        federation=options.federation,
+    )
+    about = describe(token, options.federation, now)
+    if options.json:
+        return json.dumps({**about, "secret": secret})
+    until = f"until {about['expires_at']}" if about["expires_at"] else "for ever"
+    uses = f", for {token.max_uses} devices" if token.max_uses else ""
+    print(f"{token.kind} token {token.id}, good {until}{uses}; its secret is shown this once:", file=sys.stderr)
+    return secret
+
+
+def _list(db: Session, options: argparse.Namespace) -> str:
+    now = time.time()
+    names = {row[0]: row[1] for row in db.execute(select(Federation.id, Federation.name))}
+    tokens = db.scalars(select(Token).order_by(Token.created_at, Token.id))
+    found = [describe(token, names.get(token.federation_id or 0), now) for token in tokens]
+    if options.json:
+        return json.dumps(found)
+    head = ("id", "kind", "status", "federation", "uses", "expires", "note")
+    rows = [
+        (
+            each["id"],
+            each["kind"],
+            each["status"],
+            each["federation"] or "any",
+            str(each["uses"]) + (f" of {each['max_uses']}" if each["max_uses"] else ""),
+            (each["expires_at"] or "never")[:16],
+            each["note"],
+        )
+        for each in found
+    ]
+    return table(head, rows)
+
+
+def _revoke(db: Session, options: argparse.Namespace) -> str:
+    said = revoke(db, options.id, time.time())
+    return json.dumps({"id": options.id, "revoked": True}) if options.json else f"{said}, at once or within {SOON}"
+
+
+SOON = f"{REMEMBER_SECONDS:g} seconds where a coordinator runs"
+
+
+def _options(parser: Parser) -> None:
+    commands = parser.add_subparsers(dest="command", required=True)
+    making = commands.add_parser("create", help="make a token and print its secret")
+    making.add_argument("kind", choices=KINDS)
+    making.add_argument("--note", type=_note, default="", help="what it is for, up to 200 characters")
+    making.add_argument("--uses", type=_count, help="how many devices an enrolment token lets in (default: any number)")
+    making.add_argument("--expires", type=_seconds, metavar="TIME", help="30m, 12h or 7d from now (default: never)")
+    making.add_argument("--federation", help="the only federation that it is for (default: all)")
+    listing = commands.add_parser("list", help="show all tokens, without their secrets")
+    revoking = commands.add_parser("revoke", help="take a token away, or a device's")
+    revoking.add_argument("id", help="of a token, as list shows it, or of a device")
+    for command in (making, listing, revoking):
+        add_json(command)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise WrongUsage for what no such token can have."""
+    if options.uses is not None and options.kind != "enrolment":
+        raise WrongUsage("--uses counts devices that are enrolled: leave it out")
+    if options.federation is not None and options.kind == "admin":
+        raise WrongUsage("--federation: an admin token is for the whole coordinator: leave it out")
+
+
+def _note(text: str) -> str:
+    if len(text) <= 200:
+        return text
+    raise argparse.ArgumentTypeError(f"{len(text)} characters; give up to 200")
+
+
+def _count(text: str) -> int:
+    if text.isdecimal() and 0 < int(text) < 2**31:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d{1,6})([mhd])", text)
+    if found and int(found[1]):
+        return float(int(found[1]) * UNITS[found[2]])
+    raise argparse.ArgumentTypeError(f"{text!r}: give minutes, hours or days, such as 30m, 12h or 7d")
+
+
+COMMAND = Command(
+    "coordinator.commands.tokens",
+    "Make, list and revoke tokens, beside a running coordinator or without one.",
+    _options,
+    _run,
+    EXITS,
+    epilog="Finds the records by COORDINATOR_DATA_DIR or COORDINATOR_DATABASE_URL.",
+)
+main = COMMAND.main
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Federations, their devices, and who may do what."""

@@ -1,0 +1,160 @@
+"""Tokens of operators: what may be done with each, kept as digests beside the settings' own.
+
+An operator gives people and devices tokens of three kinds: ``admin`` to create and change federations, ``observer`` to
+look, ``enrolment`` to let a device in. They come from the settings (``COORDINATOR_ADMIN_TOKEN`` and so on) or from the
+records, where ``python -m coordinator.tokens`` puts and revokes them, also beside a running coordinator. What was
+looked up is remembered for ``REMEMBER_SECONDS``: so long may a token live on that another process revoked.
+
+A secret is 256 random bits behind a prefix that says what it is, for scanners that look for leaked ones. It is looked
+up by its SHA-256: what the time of a look-up tells is about a digest of it, which nobody can steer.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+from sqlalchemy import or_, select, update
+from sqlalchemy.orm import Session
+
+from sparrow.coordinator.errors import NotAuthenticated
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import Federation, Token
+
+Kind = Literal["admin", "observer", "enrolment"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+PREFIXES = {
+    "admin": "sparrow_admin_",
+    "observer": "sparrow_observe_",
+    "enrolment": "sparrow_enrol_",
+    "device": "sparrow_device_",
+}
+REMEMBER_SECONDS = 5.0
+"""How long an answer of the records about a token is believed."""
+
+MOST_REMEMBERED = 100_000
+"""Tokens remembered at a time, of each sort; beyond it all are looked up anew."""
+
+
+def new_secret(kind: str) -> str:
+    """A fresh secret of a kind in ``PREFIXES``."""
+    return PREFIXES[kind] + secrets.token_urlsafe(32)
+
+
+def secret_after(kind: str, before: bytes, key: str) -> str:
+    """The secret of a kind that follows the one of digest ``before`` for whoever has ``key``, a secret itself: the same
+    one, however often it is asked for."""
+    made = hmac.digest(key.encode(), kind.encode() + before, "sha256")
+    return PREFIXES[kind] + base64.urlsafe_b64encode(made).rstrip(b"=").decode()
+
+
+def digest_of(secret: str) -> bytes:
+    """What is kept of a secret. It is random and long, so that one hash is enough: there is nothing to guess."""
+    return hashlib.sha256(secret.encode()).digest()
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Somebody who has shown an operator's token.
+
+    token_id: its id in the records, None for a setting's. federation: the only one that it is for, by name, None for
+    all. expires_at: seconds since the epoch, None for never.
+    """
+
+    kind: Kind
+    token_id: str | None = None
+    federation: str | None = None
+    expires_at: float | None = None
+
+    def reaches(self, federation: str | None) -> bool:
+        """Whether the token is for this federation; None: for what belongs to none."""
+        return self.federation is None or self.federation == federation
+
+
+class Tokens:
+    """Every operator's token. given: kind -> the setting's token, for the kinds that have one."""
+
+    def __init__(self, store: Store, clock: Callable[[], float], given: Mapping[Kind, str]) -> None:
+        self._store = store
+        self._clock = clock
+        self._given = [(digest_of(secret), Holder(kind)) for kind, secret in given.items()]
+        self._remembered: dict[bytes, tuple[Holder, float]] = {}
+        self._kinds = frozenset(given)
+        self._looked_at = -REMEMBER_SECONDS
+
+    def guarded(self) -> frozenset[Kind]:
+        """The kinds of which there is, or ever was, a token: what they are for is open to nobody else.
+
+        One that was revoked or expired still counts, or else taking tokens away would open the doors.
+        """
+        if len(self._kinds) < len(KINDS) and not self.guarded_known():
+            with self._store.reading() as db:
+                self._kinds |= frozenset(kind for kind in db.scalars(select(Token.kind).distinct()) if kind in KINDS)
+            self._looked_at = self._clock()
+        return self._kinds
+
+    def forget(self) -> None:
+        """Forget what was looked up: the next call looks anew."""
+        self._remembered.clear()
+        self._looked_at = -REMEMBER_SECONDS
+
+    def guarded_known(self) -> bool:
+        """Whether ``guarded`` answers without asking the records."""
+        return len(self._kinds) == len(KINDS) or abs(self._clock() - self._looked_at) < REMEMBER_SECONDS
+
+    def known_holder(self, secret: str) -> Holder | None:
+        """Who holds this token, where that was looked up a moment ago; reads no records."""
+        digest, now = digest_of(secret), self._clock()
+        of_settings = [holder for known, holder in self._given if hmac.compare_digest(known, digest)]
+        if of_settings:
+            return of_settings[0]
+        holder, looked_at = self._remembered.get(digest, (None, 0.0))
+        if holder is None or abs(now - looked_at) >= REMEMBER_SECONDS or _is_over(holder, now):
+            return None
+        return holder
+
+    def find(self, secret: str) -> Holder | None:
+        """Who holds this token; None where it is unknown, revoked or expired."""
+        known = self.known_holder(secret)
+        if known is not None:
+            return known
+        digest, now = digest_of(secret), self._clock()
+        with self._store.reading() as db:
+            row = db.execute(
+                select(Token, Federation.name)
+                .outerjoin(Federation, Federation.id == Token.federation_id)
+                .where(Token.secret_sha256 == digest, Token.revoked_at.is_(None))
+            ).first()
+        if row is None:
+            self._remembered.pop(digest, None)
+            return None
+        token, federation = row
+        holder = Holder(cast(Kind, token.kind), token.id, federation, token.expires_at)
+        if _is_over(holder, now):
+            return None
+        self._kinds |= {holder.kind}  # there is one: it guards from now on, not from the next look
+        if len(self._remembered) >= MOST_REMEMBERED:
+            self._remembered.clear()
+        self._remembered[digest] = (holder, now)
+        return holder
+
+
+def _is_over(holder: Holder, now: float) -> bool:
+    return holder.expires_at is not None and holder.expires_at <= now
+
+
+def spend(db: Session, token_id: str, now: float) -> None:
+    """Count one more use of an enrolment token, in the transaction that enrols. Raises NotAuthenticated."""
+    left = or_(Token.max_uses.is_(None), Token.uses < Token.max_uses)
+    valid = (Token.revoked_at.is_(None), or_(Token.expires_at.is_(None), Token.expires_at > now))
+    counted = update(Token).where(Token.id == token_id, left, *valid).values(uses=Token.uses + 1)
+    if not db.connection().execute(counted).rowcount:
+        raise NotAuthenticated(
+            "the enrolment token has been used as often as it may be, or is no longer valid; ask the operator for "
+            "another (python -m coordinator.tokens create enrolment)"
+        )

@@ -1,0 +1,293 @@
+"""Devices: enrolment, tokens, and what changes about them."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import or_, select, update
+from sqlalchemy.orm import Session
+
+from edge_sdk.protocol.messages import (
+    ChangeDevice,
+    Enrol,
+    Enrolled,
+    NewToken,
+    PauseReason,
+)
+from sparrow.coordinator.errors import FederationDeleted, NameTaken, NotAuthenticated, NotFound, TokenExpired
+from sparrow.coordinator.fleet.access import (
+    MOST_REMEMBERED,
+    REMEMBER_SECONDS,
+    digest_of,
+    new_secret,
+    secret_after,
+    spend,
+)
+from sparrow.coordinator.fleet.federations import find
+from sparrow.coordinator.methods import load_method
+from sparrow.coordinator.rounds.assignments import touch
+from sparrow.coordinator.rounds.candidates import reaches, smallest_budget
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import Assignment, DeletedDevice, Device, Federation
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A device that has shown its token, which it has had since ``issued_at``."""
+
+    device_id: str
+    federation: str
+    issued_at: float
+
+
+class Devices:
+    """Every enrolled device. Tokens and enrolment keys are kept hashed only.
+
+    rotation_seconds: age at which a device is asked to take a new token, None for never. lifetime_seconds: age beyond
+    which a token is good for nothing, None for none. Who holds a token is remembered for ``REMEMBER_SECONDS``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], float],
+        *,
+        rotation_seconds: float | None = None,
+        lifetime_seconds: float | None = None,
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._rotation_seconds = rotation_seconds
+        self._lifetime_seconds = lifetime_seconds
+        self._callers: dict[bytes, tuple[Caller, float]] = {}  # by the token's digest; with when it was looked up
+        self._changes = 0  # of tokens in this process: what was read before one is not remembered after it
+        self._remembering = threading.Lock()
+
+    def enrol(self, federation_name: str, request: Enrol, token_id: str | None = None) -> Enrolled:
+        """Enrol a device, or give one that lost the answer, or whose token has expired, a new token.
+
+        The old one is good until the new one is used for the first time, and asking again gives the same new one: a
+        call that comes twice, or late, takes no token from a device.
+
+        token_id: the enrolment token of the records that lets it in; one use of it is counted, in the transaction that
+        makes the device. Raises NameTaken, NotFound, NotAuthenticated.
+        """
+        key = digest_of(request.enrolment_key)
+        now = self._clock()
+        with self._store.writing() as db:
+            federation = find(db, federation_name)
+            device = db.scalar(
+                select(Device).where(
+                    Device.federation_id == federation.id, Device.name == request.name, Device.status != "revoked"
+                )
+            )
+            if device is not None and not hmac.compare_digest(device.enrolment_key_sha256, key):
+                raise NameTaken(
+                    f"a device called {request.name!r} is enrolled in {federation_name}; choose another --name, or, if "
+                    f"it is this device and its state was lost, have an admin revoke it first (its id is in "
+                    f"GET /v1/federations/{federation_name}/devices)"
+                )
+            if device is None:
+                if token_id is not None:
+                    spend(db, token_id, now)
+                token = new_secret("device")
+                device = Device(
+                    id=uuid.uuid4().hex,
+                    federation_id=federation.id,
+                    name=request.name,
+                    enrolment_key_sha256=key,
+                    token_sha256=digest_of(token),
+                    token_issued_at=now,
+                    status="active",
+                    present=True,
+                    holds_model=False,
+                    enrolled_at=now,
+                )
+                db.add(device)
+            else:
+                token = secret_after("device", device.token_sha256, request.enrolment_key)
+                device.next_token_sha256 = digest_of(token)
+            device.profile = request.profile.model_dump(mode="json")
+            device.budget, device.num_examples = request.budget, request.num_examples
+            device.limited_by = request.limited_by.value if request.limited_by else None
+            device.hosted = request.hosted
+            device.seen_at = now
+            return Enrolled(device_id=device.id, token=token, notice=_notice(federation, device))
+
+    def known_caller(self, token: str) -> Caller | None:
+        """Who holds this token, where that was looked up a moment ago; reads no records."""
+        caller, looked_at = self._callers.get(digest_of(token), (None, 0.0))
+        now = self._clock()
+        if caller is None or abs(now - looked_at) >= REMEMBER_SECONDS or self._is_over(caller, now):
+            return None
+        return caller
+
+    def was_here(self, token: str) -> bool:
+        """Whether this token was a device's when it was last looked up."""
+        return digest_of(token) in self._callers
+
+    def authenticate(self, token: str) -> Caller:
+        """Who holds this token. Raises NotAuthenticated, TokenExpired among them."""
+        caller = self.known_caller(token) or self._look_up(digest_of(token))
+        if self._is_over(caller, self._clock()):
+            raise TokenExpired(
+                "this device's token has expired; start the device again, with an enrolment token where one is needed, "
+                "and it gets a new one"
+            )
+        return caller
+
+    def wants_rotation(self, caller: Caller) -> bool:
+        """Whether the device should take a new token."""
+        return self._rotation_seconds is not None and self._clock() - caller.issued_at >= self._rotation_seconds
+
+    def rotate(self, device_id: str) -> NewToken:
+        """A new token for a device. The old one is good until the new one is used for the first time.
+
+        So a lost answer does no harm: the device asks again, and what it never got is forgotten. Raises
+        NotAuthenticated.
+        """
+        token = new_secret("device")
+        with self._store.writing() as db:
+            device = db.get(Device, device_id)
+            if device is None or device.status == "revoked":
+                raise NotAuthenticated(UNKNOWN)
+            device.next_token_sha256 = digest_of(token)
+        return NewToken(token=token)
+
+    def forget(self) -> None:
+        """Look every token up anew: devices have gone."""
+        self._forget(None)
+        self._callers.clear()
+
+    def _is_over(self, caller: Caller, now: float) -> bool:
+        return self._lifetime_seconds is not None and now - caller.issued_at >= self._lifetime_seconds
+
+    def _look_up(self, digest: bytes) -> Caller:
+        now, changes, replaced = self._clock(), self._changes, None
+        try:
+            with self._store.reading() as db:  # a stranger's token must not keep others from writing
+                device, federation = _holder(db, digest)
+            if device.token_sha256 != digest:  # it has used its new token: the old one is over
+                with self._store.writing() as db:
+                    device, federation = _holder(db, digest)
+                    if device.token_sha256 != digest:
+                        replaced = device.token_sha256
+                        device.token_sha256, device.token_issued_at, device.next_token_sha256 = digest, now, None
+                self._forget(replaced)
+                changes = self._changes
+        except NotAuthenticated:
+            self._callers.pop(digest, None)
+            raise
+        caller = Caller(device.id, federation.name, device.token_issued_at)
+        with self._remembering:
+            if changes == self._changes:
+                if len(self._callers) >= MOST_REMEMBERED:
+                    self._callers.clear()
+                self._callers[digest] = (caller, now)
+        return caller
+
+    def _forget(self, digest: bytes | None) -> None:
+        """After the commit that took a token away: nobody who read the records before it remembers it."""
+        with self._remembering:
+            self._changes += 1
+            if digest is not None:
+                self._callers.pop(digest, None)
+
+    def change(self, device_id: str, request: ChangeDevice) -> None:
+        """A new budget (from the next round on), a coming or going, a revocation. Raises NotFound."""
+        revoked = None
+        with self._store.writing() as db:
+            device = db.get(Device, device_id)
+            if device is None:
+                raise NotFound("there is no such device")
+            if request.budget is not None:
+                device.budget = request.budget
+                device.limited_by = request.limited_by.value if request.limited_by else None
+            if request.holds_model is not None:
+                federation = db.get_one(Federation, device.federation_id)
+                # Where devices keep no personal models, only an adapted one counts, and of that the records know.
+                device.holds_model = request.holds_model and (
+                    device.holds_model or load_method(federation.method).personal_models
+                )
+                if not request.holds_model:
+                    _change_open(db, device_id, full=True)
+                    _forgive_adapting(db, device_id)
+            if request.conditions is not None:
+                device.present, device.rest_until = request.conditions.available, 0.0
+                device.paused = None
+                if not device.present:
+                    reason = request.conditions.reason
+                    device.paused = reason.value if isinstance(reason, PauseReason) else None
+                    said = device.paused or reason or "no reason given"
+                    log.info("%s leaves: %s", device.name, said)
+                    _take_back(db, device_id, said)
+            if request.revoked:
+                revoked = device.token_sha256
+                revoke(db, device)
+        self._forget(revoked)
+
+
+UNKNOWN = "the device token is unknown or revoked; enrol again"
+
+
+def revoke(db: Session, device: Device) -> None:
+    """Take a device's token away for good; nobody waits for it any more."""
+    device.status, device.present, device.next_token_sha256 = "revoked", False, None
+    _change_open(db, device.id, status="expired")
+
+
+def _holder(db: Session, digest: bytes) -> tuple[Device, Federation]:
+    mine = or_(Device.token_sha256 == digest, Device.next_token_sha256 == digest)
+    row = db.execute(
+        select(Device, Federation).join(Federation, Federation.id == Device.federation_id).where(mine)
+    ).first()
+    if row is None and db.get(DeletedDevice, digest) is not None:
+        raise FederationDeleted
+    if row is None or row[0].status == "revoked":
+        raise NotAuthenticated(UNKNOWN)
+    return row[0], row[1]
+
+
+def _notice(federation: Federation, device: Device) -> str | None:
+    """What the user of a newly enrolled device should know, or None."""
+    smallest = smallest_budget(federation)
+    if reaches(device.budget, smallest):
+        return None
+    return (
+        f"your budget of {device.budget:g} is below the {smallest:g} that {federation.method} needs: this device takes "
+        f"part in no round, and adapts the model when the federation has ended; with a larger --budget it trains"
+    )
+
+
+def _change_open(db: Session, device_id: str, **values: Any) -> None:
+    """Change the device's open assignments."""
+    db.execute(
+        update(Assignment).where(Assignment.device_id == device_id, Assignment.status == "open").values(**values)
+    )
+
+
+def _take_back(db: Session, device_id: str, reason: str) -> None:
+    """What a device leaves open keeps no round waiting. Work for everyone is given again when it is back, and adapting
+    the finished model, for which nobody waits, stays."""
+    left = select(Assignment).where(Assignment.device_id == device_id, Assignment.status == "open")
+    for assignment in db.scalars(left.where(Assignment.kind != "adapt")):
+        assignment.status = "expired" if assignment.kind == "personalise" else "returned"
+        assignment.return_reason = reason
+        touch(db, assignment.federation_id, assignment.round)
+
+
+def _forgive_adapting(db: Session, device_id: str) -> None:
+    """A device that handed its adapting back and was started again may try once more."""
+    db.execute(
+        update(Assignment)
+        .where(Assignment.device_id == device_id, Assignment.kind == "adapt", Assignment.status == "returned")
+        .values(status="expired")
+    )

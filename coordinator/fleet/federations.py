@@ -1,0 +1,445 @@
+"""Federations from publication to the last word: creating, describing and steering them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import ValidationError
+from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy.orm import Session
+
+from edge_sdk.protocol import checkpoint
+from edge_sdk.protocol.builtin import BuiltinTask, builtin_tasks, load_builtin
+from edge_sdk.protocol.manifest import Manifest, Tensors, initial_values
+from edge_sdk.protocol.messages import (
+    ChangeFederation,
+    CompareFederation,
+    CreateFederation,
+    Evaluation,
+    FederationInfo,
+    FederationSettings,
+    FederationStatus,
+    ModelInfo,
+)
+from sparrow.command_line.faults import faults
+from sparrow.coordinator.errors import (
+    BadContent,
+    DifferentFederation,
+    NameTaken,
+    NoGlobalModel,
+    NotFound,
+    WrongState,
+    explain,
+)
+from sparrow.coordinator.methods import CoordinatorMethod, Situation, load_method
+from sparrow.coordinator.models.global_models import Models, settings_of
+from sparrow.coordinator.models.judging import judge
+from sparrow.coordinator.rounds import rollback
+from sparrow.coordinator.rounds.assignments import extend_deadlines, forget_adapted
+from sparrow.coordinator.rounds.buffered import check_buffer
+from sparrow.coordinator.rounds.candidates import what_is_missing, why_over
+from sparrow.coordinator.rounds.cleanup import clear_deleted
+from sparrow.coordinator.rounds.privacy import check_privacy, spent
+from sparrow.coordinator.rounds.robust import check_robust
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import (
+    Assignment,
+    DeletedDevice,
+    DeletedFederation,
+    Device,
+    Federation,
+    Round,
+    Token,
+)
+from sparrow.export.metadata import properties
+
+log = logging.getLogger(__name__)
+
+
+class Federations:
+    """Every federation of this coordinator."""
+
+    def __init__(self, store: Store, models: Models, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._models = models
+        self._clock = clock
+
+    def create(self, request: CreateFederation) -> FederationInfo:
+        """A federation of a built-in task, with initial weights drawn here. Raises BadContent, NameTaken."""
+        task = _built_in(request.task)
+        return self._create(request, task.manifest, task.skeleton, None)
+
+    def publish(self, body: bytes) -> FederationInfo:
+        """A federation of somebody's own model: a checkpoint as ``CreateFederation`` describes it."""
+        request = CreateFederation.model_validate_json(checkpoint.read_note(body))
+        tensors, _ = checkpoint.load(body)
+        if request.task is not None:
+            raise BadContent("task: leave it out where a manifest is published")
+        try:
+            manifest_json = tensors.pop("sparrow.manifest").tobytes()
+            skeleton = tensors.pop("sparrow.skeleton").tobytes()
+        except KeyError as missing:
+            raise BadContent(f"the checkpoint lacks {missing}; publish with python -m edge_sdk.publish") from None
+        manifest = Manifest.model_validate_json(manifest_json)
+        manifest.check_tensors(tensors, what="the published weights", only_shared=True)
+        return self._create(request, manifest, skeleton, tensors, len(body))
+
+    def _create(
+        self,
+        request: CreateFederation,
+        manifest: Manifest,
+        skeleton: bytes,
+        published: Tensors | None,
+        published_bytes: int = 0,
+    ) -> FederationInfo:
+        """published: the tensors that were sent, in so many bytes with all that came with them; None for a built-in
+        task, which has nothing that could be hostile."""
+        settings = completed(request.settings)
+        published_as = {"settings": settings.model_dump(mode="json"), "model_digest": manifest.model_digest}
+        method = _check_model(settings.method, manifest)
+        check_robust(method, settings)
+        manifest = method.manifest(manifest, settings)
+        check_privacy(method, manifest, settings)
+        check_buffer(method, settings)
+        if hashlib.sha256(skeleton).hexdigest() != manifest.skeleton_sha256:
+            raise BadContent("skeleton_sha256 of the manifest is not that of the skeleton sent; publish both together")
+        if published is not None:
+            from sparrow.export.skeleton import (
+                check_skeleton,  # onnx: 7 MB, which a coordinator of built-in tasks does without
+            )
+
+            check_skeleton(skeleton, manifest)
+        situation = Situation(manifest, settings)
+        model = method.start(initial_values(manifest, settings.seed, published or {}), situation)
+        warning = method.warning(model, situation)
+        if warning:
+            log.warning("%s: %s", request.name, warning)
+        with self._store.writing() as db:
+            if db.scalar(select(Federation).where(Federation.name == request.name)):
+                raise NameTaken(
+                    f"a federation called {request.name!r} exists; choose another name, or publish with --exist-ok "
+                    f"(exist_ok=True), which uses it where it is the same"
+                )
+            federation = Federation(
+                id=_next_id(db),
+                uid=uuid.uuid4().hex,
+                name=request.name,
+                task=manifest.task,
+                method=settings.method,
+                settings=settings.model_dump(mode="json"),
+                manifest=manifest.model_dump_json(),
+                status=FederationStatus.waiting.value,
+                model_sha256="",
+                published_bytes=published_bytes,
+                warning=warning,
+                round=0,
+                model_version=0,
+                created_at=self._clock(),
+                published=published_as,
+            )
+            db.add(federation)
+            db.flush()
+            # Blobs first, then the commit: a federation that can be seen has its model on disk.
+            self._models.add(federation.id, manifest, skeleton)
+            federation.model_sha256 = self._models.save(federation.id, 0, model)
+            return self.describe(db, federation)
+
+    def ensure_default(self, task: str, settings: FederationSettings) -> None:
+        """Create the federation ``default`` when there never was any: the first start."""
+        with self._store.reading() as db:
+            if _next_id(db) > 1:
+                return
+        self.create(CreateFederation(name="default", task=task, settings=settings))
+
+    def change(self, name: str, request: ChangeFederation) -> FederationInfo:
+        """Pause, resume, stop, reopen, and change what holds from the next round on."""
+        with self._store.writing() as db:
+            federation = find(db, name)
+            changed = request.model_dump(exclude={"action", "model_version"}, exclude_none=True)
+            federation.settings = {**federation.settings, **changed}
+            try:
+                settings_of(federation)
+            except ValidationError as error:
+                raise BadContent(explain(error)) from None
+            if (request.action == "rollback") != (request.model_version is not None):
+                raise BadContent("model_version: give it with the action rollback, and with no other")
+            if request.model_version is not None:
+                rollback.ask(db, federation, self._models, request.model_version)
+            elif request.action is not None:
+                _ACTIONS[request.action](federation)
+            over = why_over(db, federation) if request.action == "reopen" else None
+            if over:
+                raise WrongState(
+                    f"{name} would end again at once ({over}): give more rounds in the same call, or wait until a "
+                    f"device that has not stopped enrols"
+                )
+            if request.action == "reopen":
+                forget_adapted(db, federation)
+            if request.action == "resume":
+                extend_deadlines(db, federation, self._clock())
+            return self.describe(db, federation)
+
+    def compare(self, name: str, wanted: CompareFederation) -> FederationInfo:
+        """The federation of this name, where it is the one that ``wanted`` would make: the same method, model and
+        settings, as they were when it was published. What an operator changed since is no difference, nor is what the
+        model's weights begin as. Raises NotFound, DifferentFederation, BadContent."""
+        with self._store.reading() as db:
+            federation = find(db, name)
+            model = wanted.model_digest or _built_in(wanted.task).manifest.model_digest
+            published = federation.published or {"settings": federation.settings, "model_digest": None}
+            asked, has = _flat(completed(wanted.settings).model_dump(mode="json")), _flat(published["settings"])
+            differences = [
+                f"{setting}: asked for {_shown(value)}, it has {_shown(has[setting])}"
+                for setting, value in asked.items()
+                if setting in has and has[setting] != value
+            ]
+            if wanted.task != federation.task:
+                differences.append(f"task: asked for {wanted.task}, it has {federation.task}")
+            elif published["model_digest"] not in (None, model):
+                differences.append(
+                    "model: its layers, their shapes, or what of them stays on devices are others than those asked for"
+                )
+            if differences:
+                raise DifferentFederation(
+                    f"a federation {name!r} exists and is another: {'; '.join(differences)}. Choose another name, ask "
+                    f"for what it has, or delete it first (sparrow delete SERVER {name})"
+                )
+            return self.describe(db, federation)
+
+    def delete(self, name: str) -> None:
+        """Remove a federation that is not at work: its records, devices and models. Raises NotFound, WrongState.
+
+        Its devices' tokens are told so from then on. Tokens of operators that were for it alone are revoked, and stay:
+        that there was one keeps other federations' doors shut.
+        """
+        with self._store.writing() as db:
+            federation = find(db, name)
+            if federation.status in (FederationStatus.running.value, FederationStatus.paused.value):
+                raise WrongState(
+                    f"{name} is {federation.status}: its devices would lose their work. Stop it first (PATCH "
+                    f"/v1/federations/{name} with the action stop, or the page), then delete it"
+                )
+            now = self._clock()
+            db.add(DeletedFederation(id=federation.id, name=name, deleted_at=now))
+            db.flush()
+            for token in (Device.token_sha256, Device.next_token_sha256):
+                known = select(token, Device.federation_id).where(
+                    Device.federation_id == federation.id, token.is_not(None)
+                )
+                db.execute(insert(DeletedDevice).from_select(["token_sha256", "federation_id"], known))
+            for table in (Assignment, Round, Device):
+                db.execute(delete(table).where(table.federation_id == federation.id))
+            its_own = update(Token).where(Token.federation_id == federation.id)
+            db.execute(its_own.values(federation_id=None, revoked_at=func.coalesce(Token.revoked_at, now)))
+            db.delete(federation)
+            log.info("%s is deleted", name)
+        # Blobs after the commit: killed in between, the next start removes them.
+        clear_deleted(self._store, federation.id)
+        self._models.drop(federation.id)
+
+    def models(self, name: str) -> list[ModelInfo]:
+        """The global models that are kept, oldest first. Raises NotFound."""
+        with self._store.reading() as db:
+            return rollback.list_models(db, find(db, name), self._models)
+
+    def list(self) -> list[FederationInfo]:
+        """Every federation, by age."""
+        with self._store.reading() as db:
+            return [self.describe(db, federation) for federation in db.scalars(select(Federation))]
+
+    def get(self, name: str) -> FederationInfo:
+        """One federation. Raises NotFound."""
+        with self._store.reading() as db:
+            return self.describe(db, find(db, name))
+
+    def describe(self, db: Session, federation: Federation) -> FederationInfo:
+        """What anybody allowed to look learns of it."""
+        manifest = self._models.manifest(federation)
+        statuses = db.execute(
+            select(Device.status, func.count()).where(Device.federation_id == federation.id).group_by(Device.status)
+        )
+        counts = {row[0]: row[1] for row in statuses}
+        settings = settings_of(federation)
+        return FederationInfo(
+            uid=federation.uid,
+            name=federation.name,
+            method=federation.method,
+            task=federation.task,
+            status=FederationStatus(federation.status),
+            reason=federation.reason,
+            waiting_for=what_is_missing(db, federation, self._clock()),
+            warning=federation.warning,
+            round=federation.round,
+            rounds=settings.rounds,
+            devices=counts.get("active", 0) + counts.get("stopped", 0),
+            devices_stopped=counts.get("stopped", 0),
+            model_version=federation.model_version,
+            rollback_version=federation.rollback_version,
+            model_sha256=federation.model_sha256,
+            privacy=spent(db, federation.id, federation.round, settings),
+            parameters=manifest.trainable_values,
+            published_bytes=federation.published_bytes,
+            manifest_digest=manifest.digest,
+            global_model_usable=why_unusable(federation, manifest) is None,
+            settings=settings,
+        )
+
+    def manifest(self, name: str) -> Manifest:
+        """The manifest of the federation's model."""
+        with self._store.reading() as db:
+            return self._models.manifest(find(db, name))
+
+    def skeleton(self, name: str) -> bytes:
+        """The ONNX skeleton of the federation's model."""
+        with self._store.reading() as db:
+            return self._models.skeleton(find(db, name).id)
+
+    def model(self, name: str, version: int | None = None) -> bytes:
+        """The newest global model, or one that is kept, as a checkpoint. Raises NoGlobalModel, NotFound."""
+        with self._store.reading() as db:
+            federation = find(db, name)
+        self._check_usable(federation)
+        try:
+            return self._models.file(federation.id, federation.model_version if version is None else version)
+        except FileNotFoundError:
+            if version is None:
+                raise
+            raise NotFound(
+                f"model {version} of {name} is not kept; GET /v1/federations/{name}/models lists those that are"
+            ) from None
+
+    def model_onnx(self, name: str) -> bytes:
+        """The global model as ONNX. Raises NoGlobalModel."""
+        from sparrow.export.skeleton import fill  # onnx, as above
+
+        with self._store.reading() as db:
+            federation = find(db, name)
+        self._check_usable(federation)
+        tensors = self._models.model(federation, federation.model_version).tensors
+        manifest = self._models.manifest(federation)
+        known = {"federation": federation.name, "task": federation.task, "method": federation.method}
+        note = properties(manifest, tensors, round=federation.round, **known)
+        return fill(self._models.skeleton(federation.id), manifest, tensors, metadata=note)
+
+    def evaluate(self, name: str, body: bytes) -> Evaluation:
+        """The global model on test data (see ``judging``). Raises NoGlobalModel, BadContent."""
+        return judge(self.model_onnx(name), self.manifest(name), body)
+
+    def _check_usable(self, federation: Federation) -> None:
+        reason = why_unusable(federation, self._models.manifest(federation))
+        if reason:
+            raise NoGlobalModel(reason)
+
+
+def _built_in(name: str | None) -> BuiltinTask:
+    """The built-in task of this name. Raises BadContent."""
+    if name not in builtin_tasks():
+        raise BadContent(
+            f"task: {name!r} is not built in; choose one of {', '.join(builtin_tasks())}, or publish a model of your "
+            f"own with python -m edge_sdk.publish"
+        )
+    return load_builtin(name)
+
+
+def completed(settings: FederationSettings) -> FederationSettings:
+    """The settings with every one of the method's own, so that devices need not know their defaults.
+
+    Raises BadContent for a method that is not installed, and for settings that are not the method's.
+    """
+    settings_type = load_method(settings.method).settings_type
+    try:
+        own = settings_type.model_validate(settings.method_settings)
+    except ValidationError as error:
+        known = ", ".join(settings_type.model_fields) or "no settings of its own"
+        wrong = "; ".join(f"method_settings.{name}: {text}" for name, text in faults(error, settings_type.model_fields))
+        raise BadContent(f"{wrong}; {settings.method} takes {known}") from None
+    return settings.model_copy(update={"method_settings": own.model_dump(mode="json")})
+
+
+def _check_model(name: str, manifest: Manifest) -> CoordinatorMethod:
+    """The method. Raises BadContent for a manifest without the coupling that it needs, and for statistics that are to
+    stay on devices which keep nothing between rounds."""
+    method = load_method(name)
+    if method.needs_coupling and not manifest.coupling:
+        raise BadContent(
+            f"{name} trains some neurons of each layer, and this manifest does not say which neurons feed which "
+            f"weights; publish the model again, for this method"
+        )
+    stays = [spec for spec in manifest.tensors if spec.policy == "personal" and spec.dtype == "float32" and spec.shape]
+    if stays and not method.personal_models:
+        raise BadContent(
+            f"{stays[0].name}: {name} keeps no model on a device from round to round, so this cannot stay there; "
+            f"publish with --running-statistics shared, or register a buffer that never changes with persistent=False"
+        )
+    return method
+
+
+def _next_id(db: Session) -> int:
+    """The id of the next federation: what a kill has left of a deleted one lies under its own."""
+    return 1 + max(db.scalar(select(func.max(table.id))) or 0 for table in (Federation, DeletedFederation))
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, the method's own ones among the others."""
+    own = {f"method_settings.{name}": value for name, value in settings["method_settings"].items()}
+    return {**{name: value for name, value in settings.items() if name != "method_settings"}, **own}
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def find(db: Session, name: str) -> Federation:
+    """The federation of this name. Raises NotFound."""
+    federation = db.scalar(select(Federation).where(Federation.name == name))
+    if federation is None:
+        raise NotFound(f"there is no federation {name!r}; GET /v1/federations lists those that there are")
+    return federation
+
+
+def why_unusable(federation: Federation, manifest: Manifest) -> str | None:
+    """Why the global model cannot be used alone, or None where it can."""
+    if not load_method(federation.method).usable_global_model:
+        return f"{federation.method} has no global model that can be used alone; export a device's personal model"
+    if len(manifest.kept) > len(manifest.shared):
+        personal = next(spec.name for spec in manifest.kept if spec.policy == "personal")
+        return f"{personal} is kept on the devices, so the global model is incomplete; export a personal model"
+    return None
+
+
+def _pause(federation: Federation) -> None:
+    _move(federation, {"waiting", "running"}, "paused")
+
+
+def _resume(federation: Federation) -> None:
+    _move(federation, {"paused"}, "running" if federation.round else "waiting")
+
+
+def _stop(federation: Federation) -> None:
+    _move(federation, {"waiting", "running", "paused"}, "stopped")
+    federation.reason = "operator"
+
+
+def _reopen(federation: Federation) -> None:
+    _move(federation, {"finished", "stopped"}, "running" if federation.round else "waiting")
+    federation.reason = federation.finished_at = None
+
+
+def _move(federation: Federation, allowed: set[str], status: str) -> None:
+    if federation.status not in allowed:
+        raise WrongState(
+            f"{federation.name} is {federation.status}; this can be done while it is {' or '.join(sorted(allowed))}"
+        )
+    federation.status = status
+
+
+_ACTIONS: dict[str, Callable[[Federation], None]] = {
+    "pause": _pause,
+    "resume": _resume,
+    "stop": _stop,
+    "reopen": _reopen,
+}

@@ -1,0 +1,65 @@
+"""When each device was last heard of: by any call of its own, each piece of a body that it sends among them.
+
+It is noted in memory, at every call, and brought to the records all at once every ``WRITE_SECONDS``: a device that asks
+for work, or sends a heartbeat, costs no transaction. What another process of the same coordinator has heard is known
+here so much later.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import cast
+
+from sqlalchemy import Table, bindparam, update
+
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import Device
+
+WRITE_SECONDS = 15.0
+
+_devices = cast(Table, Device.__table__)
+_WRITE = (
+    update(_devices)
+    .where(_devices.c.id == bindparam("device_id"), _devices.c.seen_at < bindparam("heard_at"))
+    .values(seen_at=bindparam("heard_at"))
+)
+
+
+class Heard:
+    """What this process has heard of devices and the records do not know yet."""
+
+    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._clock = clock
+        self._at: dict[str, float] = {}
+        self._written_at = -math.inf
+        self._lock = threading.Lock()
+
+    def note(self, device_id: str) -> None:
+        """A call of this device is there. May be called from any thread."""
+        with self._lock:
+            self._at[device_id] = self._clock()
+
+    def at(self, device_id: str, seen_at: float) -> float:
+        """When a device was last heard of; seen_at: what the records say."""
+        return max(seen_at, self._at.get(device_id, -math.inf))
+
+    @property
+    def lag(self) -> float:
+        """By how many seconds other processes may know better."""
+        return 0.0 if self._store.sharing is None else WRITE_SECONDS
+
+    def write(self) -> None:
+        """Bring what was heard to the records, where that was not done a moment ago. Raises Unavailable."""
+        now = self._clock()
+        if not self._at or now - self._written_at < WRITE_SECONDS:
+            return
+        self._written_at = now
+        with self._lock:
+            written = dict(self._at)
+        with self._store.writing() as db:
+            db.connection().execute(_WRITE, [{"device_id": key, "heard_at": at} for key, at in written.items()])
+        with self._lock:  # only now: whoever looked meanwhile found it here
+            self._at = {key: at for key, at in self._at.items() if written.get(key) != at}

@@ -1,0 +1,1 @@
+"""Global models, the payloads cut from them, and their evaluation."""

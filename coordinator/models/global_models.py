@@ -1,0 +1,253 @@
+"""Global models, manifests and skeletons of the federations, and the payloads cut from them.
+
+A payload is not stored: which values it holds follows from the assignment (model version, whether whole, active ratio)
+and from the mask that the device holds, so it is packed when asked for, and a restarted coordinator packs the same
+bytes again. The last few are remembered (``payloads``).
+
+What a method keeps beside a model's values lies in a second file of the same version. Masks of elements also lie by
+themselves, under their digests, as long as a device holds them: what changed since then is what it is sent. So do the
+masks of neurons that devices have chosen, whose values are what these are sent. Where a method knows what of the values
+changed since a round, a device that holds the model of that round is sent no more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from sqlalchemy import select
+
+from edge_sdk.protocol import bundle, checkpoint
+from edge_sdk.protocol.elements import ElementMask, from_bits
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, draw_neurons, pack
+from edge_sdk.protocol.messages import FederationSettings, Kind
+from edge_sdk.protocol.neurons import fits_ratio, mask_digest, mask_from_file, mask_to_file
+from sparrow.coordinator.errors import NotFound
+from sparrow.coordinator.methods import GlobalModel, Situation, load_method
+from sparrow.coordinator.models.payloads import Packed, Payloads
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which global models are kept beside those in use: the newest ``last``, and every ``every``-th (0: none)."""
+
+    last: int = 1
+    every: int = 0
+
+    def kept(self, versions: Iterable[int]) -> set[int]:
+        """Those of ``versions`` that are kept."""
+        numbers = sorted(versions)
+        return {*numbers[-self.last :], *(number for number in numbers if self.every and number % self.every == 0)}
+
+
+def settings_of(federation: Federation) -> FederationSettings:
+    """The federation's settings, checked when they were stored."""
+    return FederationSettings.model_validate(federation.settings)
+
+
+def job_of(federation: Federation) -> str:
+    """The name that draws of this federation go by: its name and seed, so that seeds decide."""
+    return f"{federation.name}:{settings_of(federation).seed}"
+
+
+class Models:
+    """Reads and writes the models of every federation."""
+
+    def __init__(self, store: Store, retention: Retention | None = None) -> None:
+        self._store = store
+        self._retention = retention or Retention()
+        self._manifests: dict[int, Manifest] = {}
+        self._latest: dict[int, tuple[int, GlobalModel]] = {}
+        self._payloads = Payloads()
+
+    def manifest(self, federation: Federation) -> Manifest:
+        """The federation's manifest."""
+        if federation.id not in self._manifests:
+            with self._store.reading() as db:
+                text = db.scalars(select(Federation.manifest).where(Federation.id == federation.id)).one()
+            self._manifests[federation.id] = Manifest.model_validate_json(text)
+        return self._manifests[federation.id]
+
+    def add(self, federation_id: int, manifest: Manifest, skeleton: bytes) -> None:
+        """Take in a new federation's model: its description, and its ONNX skeleton on disk."""
+        self._manifests[federation_id] = manifest
+        self._store.blobs.put(f"{federation_id}/skeleton.onnx", skeleton)
+
+    def skeleton(self, federation_id: int) -> bytes:
+        """The ONNX skeleton of the forward pass."""
+        try:
+            return self._store.blobs.get(f"{federation_id}/skeleton.onnx")
+        except FileNotFoundError:
+            raise NotFound("this federation was published without an ONNX skeleton") from None
+
+    def save(self, federation_id: int, version: int, model: GlobalModel) -> str:
+        """Store a global model durably; returns the SHA-256 of the file of its values."""
+        if model.mask is not None or model.own:
+            state = {f"own:{name}": array for name, array in model.own.items()}
+            if model.mask is not None:
+                state["mask"] = np.frombuffer(model.mask.bits, dtype=np.uint8)
+                self._keep_mask(federation_id, model.mask.digest, model.mask.bits)
+            self._store.blobs.put(state_key(federation_id, version), checkpoint.save(state))
+        body = checkpoint.save(model.tensors, json.dumps({"version": version}))
+        self._store.blobs.put(model_key(federation_id, version), body)
+        self._latest[federation_id] = (version, model)
+        return hashlib.sha256(body).hexdigest()
+
+    def digest(self, federation: Federation, version: int) -> str | None:
+        """SHA-256 of the file of a model's values, by which devices say which they hold; None where none asks that."""
+        if not load_method(federation.method).sends_changes:
+            return None
+        if version == federation.model_version:
+            return federation.model_sha256
+        return hashlib.sha256(self.file(federation.id, version)).hexdigest()
+
+    def file(self, federation_id: int, version: int) -> bytes:
+        """The values of a global model as stored: a checkpoint."""
+        return self._store.blobs.get(model_key(federation_id, version))
+
+    def versions(self, federation_id: int) -> dict[int, int]:
+        """The global models that are stored, oldest first, and the bytes of each one's values."""
+        sizes = self._store.blobs.sizes(f"{federation_id}/models")
+        versions = {key: int(key.rpartition("/")[2].partition(".")[0]) for key in sizes}
+        return {number: sizes[key] for key, number in versions.items() if key == model_key(federation_id, number)}
+
+    def kept(self, federation: Federation) -> dict[int, int]:
+        """The global models that stay, oldest first, and the bytes of each one's values: others may go at any time."""
+        versions = self.versions(federation.id)
+        stay = self._retention.kept(versions) | {federation.model_version}
+        return {number: size for number, size in versions.items() if number in stay}
+
+    def model(self, federation: Federation, version: int) -> GlobalModel:
+        """A global model."""
+        latest = self._latest.get(federation.id)
+        if latest is None or latest[0] != version:
+            model = self._load(federation, version)
+            if version != federation.model_version:  # of an older assignment: not worth the newest one's place
+                return model
+            latest = self._latest[federation.id] = (version, model)
+        return latest[1]
+
+    def _load(self, federation: Federation, version: int) -> GlobalModel:
+        tensors, _ = checkpoint.load(self.file(federation.id, version))
+        try:
+            state, _ = checkpoint.load(self._store.blobs.get(state_key(federation.id, version)))
+        except FileNotFoundError:
+            return GlobalModel(tensors)
+        bits = state.pop("mask", None)
+        mask = None if bits is None else from_bits(self.manifest(federation), bits.tobytes())
+        return GlobalModel(tensors, mask, {name.removeprefix("own:"): array for name, array in state.items()})
+
+    def drop(self, federation_id: int) -> None:
+        """Forget a federation that was deleted."""
+        self._manifests.pop(federation_id, None)
+        self._latest.pop(federation_id, None)
+
+    def forget(self, federation_id: int, in_use: set[int], masks: set[str]) -> None:
+        """Delete the global models that are not in use and not to be kept, and the masks that nothing refers to."""
+        kept = in_use | self._retention.kept(self.versions(federation_id))
+        keep = {key(federation_id, version) for version in kept for key in (model_key, state_key)}
+        keep |= {_mask_key(federation_id, digest) for digest in masks}
+        for folder in ("models", "masks"):
+            for key in self._store.blobs.keys(f"{federation_id}/{folder}"):
+                if key not in keep:
+                    self._store.blobs.delete(key)
+
+    def keep_mask(self, federation: Federation, mask: NeuronMask) -> str:
+        """Store a mask that a device has chosen; returns its digest."""
+        manifest = self.manifest(federation)
+        digest = mask_digest(manifest, mask)
+        self._keep_mask(federation.id, digest, mask_to_file(manifest, mask))
+        return digest
+
+    def _keep_mask(self, federation_id: int, digest: str, data: bytes) -> None:
+        key = _mask_key(federation_id, digest)
+        if key not in self._store.blobs.keys(f"{federation_id}/masks"):
+            self._store.blobs.put(key, data)
+
+    def _held_mask(self, federation: Federation, device: Device) -> ElementMask | NeuronMask | None:
+        """The mask that a device said it holds, where that is one of this federation's."""
+        if device.mask is None:
+            return None
+        try:
+            data = self._store.blobs.get(_mask_key(federation.id, device.mask))
+        except FileNotFoundError:
+            return None
+        return mask_from_file(self.manifest(federation), data)
+
+    def mask(
+        self, federation: Federation, device: Device, assignment: Assignment
+    ) -> tuple[Mask | None, NeuronDraw | None]:
+        """What of the model an assignment trains, and its seed form, if any; (None, None) for everything, and where the
+        device has yet to choose: because it never did, lost its state, or has another budget now."""
+        if assignment.ratio is None:
+            return self.model(federation, assignment.model_version).mask, None
+        manifest, method = self.manifest(federation), load_method(federation.method)
+        if method.devices_choose:
+            held = self._held_mask(federation, device)
+            return (held, None) if fits_ratio(manifest, held, assignment.ratio) else (None, None)
+        neurons = method.neurons(manifest, assignment.ratio)
+        if neurons is not None:
+            return neurons, None
+        draw = NeuronDraw(job_of(federation), assignment.round, device.name, assignment.ratio)
+        return draw_neurons(manifest, draw), draw
+
+    def payload(self, federation: Federation, device: Device, assignment: Assignment) -> Packed:
+        """The bundle of global values that an assignment sends down."""
+        # What is not cut for one device's neurons is the same for all that hold the same mask.
+        whose = None if assignment.full or assignment.ratio is None else assignment.id
+        version, plan = assignment.model_version, json.dumps(assignment.plan)
+        sends_changes = load_method(federation.method).sends_changes
+        held = self._round_of(federation, device.model) if sends_changes else None
+        key = (federation.id, version, (whose, device.mask, held, plan))
+        return self._payloads.get(key, lambda: self._pack(federation, device, assignment, held))
+
+    def _pack(self, federation: Federation, device: Device, assignment: Assignment, held: int | None) -> bytes:
+        manifest, settings, plan = self.manifest(federation), settings_of(federation), assignment.plan or {}
+        model = self.model(federation, assignment.model_version)
+        mask, draw = self.mask(federation, device, assignment)
+        if assignment.full:
+            mask, draw = model.mask, None
+        method, situation = load_method(federation.method), Situation(manifest, settings, assignment.round, plan)
+        if held is not None:
+            mask = method.changed(model, held, situation)
+        known = self._held_mask(federation, device)
+        return bundle.encode(
+            manifest,
+            pack(manifest, model.tensors, mask),
+            mask,
+            draw=draw,
+            precision=settings.precision_of("down", Kind(assignment.kind)),
+            known=known if isinstance(known, ElementMask) else None,
+            signs=method.signs(model, situation),
+        )
+
+    def _round_of(self, federation: Federation, digest: str | None) -> int | None:
+        """The number of a round that the global model so called came of; None for one that is not known here, or was
+        undone: what has changed since is not what today's model remembers."""
+        if digest is None:
+            return None
+        of_digest = select(Round.number).where(
+            Round.federation_id == federation.id, Round.model_sha256 == digest, Round.undone.is_(False)
+        )
+        with self._store.reading() as db:
+            return db.scalars(of_digest.order_by(Round.number).limit(1)).first()
+
+
+def model_key(federation_id: int, version: int) -> str:
+    """Of a global model's values."""
+    return f"{federation_id}/models/{version:09d}.safetensors"
+
+
+def state_key(federation_id: int, version: int) -> str:
+    """Of what its method keeps beside them, if anything."""
+    return f"{federation_id}/models/{version:09d}.state.safetensors"
+
+
+def _mask_key(federation_id: int, digest: str) -> str:
+    return f"{federation_id}/masks/{digest}"

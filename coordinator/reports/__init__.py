@@ -1,0 +1,1 @@
+"""Records, metrics and lists that people and programs read."""

@@ -1,0 +1,209 @@
+"""What Prometheus is told: counted where it happens, or read from the records in a few bounded queries.
+
+No label is per device: there may be many. Counters begin anew when the process does, as Prometheus expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from sqlalchemy import func, literal_column, select
+from sqlalchemy.orm import Session
+
+from edge_sdk.protocol.messages import FederationSettings, PrivacySpent
+from sparrow.coordinator.models.global_models import settings_of
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+ROUND_SECONDS = (0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 3 * 3600, 12 * 3600, 24 * 3600)
+STATUSES = ("active", "stopped", "revoked")
+
+
+class Metrics:
+    """The counters and histograms of one coordinator, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        for kind in (ProcessCollector, PlatformCollector, GCCollector):
+            kind(registry=self.registry)
+        self.requests = Histogram(
+            "sparrow_http_request_duration_seconds",
+            "Calls by route, from the first byte to the end of the answer; long polls wait in it",
+            ["method", "route", "status"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.accepted = Counter(
+            "sparrow_updates_accepted", "Updates acknowledged, new ones only", ["federation"], registry=self.registry
+        )
+        self.refused = Counter(
+            "sparrow_updates_refused",
+            "Updates refused, by what was wrong",
+            ["federation", "reason"],
+            registry=self.registry,
+        )
+        self.left_out = Counter(
+            "sparrow_updates_left_out",
+            "Updates acknowledged, but left out of the model as outliers",
+            ["federation"],
+            registry=self.registry,
+        )
+        self.traffic = Counter(
+            "sparrow_transferred_bytes",
+            "Bodies of updates accepted and of payloads sent",
+            ["federation", "direction"],
+            registry=self.registry,
+        )
+        self.rounds = Histogram(
+            "sparrow_round_duration_seconds",
+            "Closed rounds, from opening to closing",
+            ["federation"],
+            buckets=ROUND_SECONDS,
+            registry=self.registry,
+        )
+        self.commits = Histogram(
+            "sparrow_database_commit_duration_seconds",
+            "Commits of transactions that write",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.blobs = Histogram(
+            "sparrow_blob_write_duration_seconds",
+            "Models and updates written durably",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+
+    def measure(self, store: Store) -> None:
+        """Time what this store writes from now on."""
+        store.on_commit = self.commits.observe
+        timed: Any = _TimedBlobs(store.blobs, self.blobs)
+        store.blobs = timed
+
+    def observe_records(self, store: Store) -> None:
+        """Read from its records, at every look, what is not counted here."""
+        self.registry.register(_Records(store))
+
+
+class _TimedBlobs:
+    """A blob store whose writes are timed."""
+
+    def __init__(self, blobs: Any, seconds: Histogram) -> None:
+        self._blobs, self._seconds = blobs, seconds
+
+    def put(self, key: str, data: bytes) -> None:
+        with self._seconds.time():
+            self._blobs.put(key, data)
+
+    def write(self, key: str, data: bytes | memoryview, file: Path | None = None) -> None:
+        with self._seconds.time():
+            self._blobs.write(key, data, file)
+
+    def settle(self, keys: Iterable[str]) -> None:
+        with self._seconds.time():
+            self._blobs.settle(keys)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._blobs, name)
+
+
+class _Records(Collector):
+    """Where federations stand, in three queries and two for each federation, none of which grows with the rounds."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # else registering would read the records
+
+    def collect(self) -> Iterable[Metric]:
+        label = ["federation"]
+        rounds = CounterMetricFamily("sparrow_rounds_closed", "Closed rounds", labels=label)
+        devices = GaugeMetricFamily("sparrow_devices", "Devices by status", labels=["federation", "status"])
+        waiting = GaugeMetricFamily("sparrow_open_assignments", "Assignments waited for", labels=["federation", "kind"])
+        accuracy = GaugeMetricFamily("sparrow_accuracy_ratio", "Latest mean accuracy", labels=["federation", "model"])
+        privacy = GaugeMetricFamily(
+            "sparrow_privacy_epsilon",
+            "Differential privacy's epsilon of the global models",
+            labels=["federation", "delta"],
+        )
+        with self._store.reading() as db:
+            federations = {federation.id: federation for federation in db.scalars(select(Federation))}
+            counts = {
+                (row[0], row[1]): row[2]
+                for row in db.execute(
+                    select(Device.federation_id, Device.status, func.count()).group_by(
+                        Device.federation_id, Device.status
+                    )
+                )
+            }
+            # The status as written in the index: SQLite uses a partial one for nothing else.
+            opened = db.execute(
+                select(Assignment.federation_id, Assignment.kind, func.count())
+                .where(Assignment.status == literal_column("'open'"))
+                .group_by(Assignment.federation_id, Assignment.kind)
+            )
+            for federation_id, kind, count in opened:
+                waiting.add_metric([federations[federation_id].name, kind], count)
+            for federation in federations.values():
+                rounds.add_metric([federation.name], federation.round)
+                for status in STATUSES:
+                    devices.add_metric([federation.name, status], counts.get((federation.id, status), 0))
+                settings = settings_of(federation)
+                for model, value in _accuracies(db, federation, settings).items():
+                    accuracy.add_metric([federation.name, model], value)
+                spent = _privacy(db, federation, settings)
+                if spent is not None:
+                    privacy.add_metric([federation.name, f"{spent.delta:g}"], spent.epsilon)
+        return [rounds, devices, waiting, accuracy, privacy]
+
+
+def _privacy(db: Session, federation: Federation, settings: FederationSettings) -> PrivacySpent | None:
+    """What the record of the last round says of differential privacy, where the federation promises it."""
+    if settings.noise_multiplier is None:
+        return None
+    last = select(Round.notes).where(Round.federation_id == federation.id, Round.number == federation.round)
+    notes = db.scalars(last).first() or {}
+    return PrivacySpent.model_validate(notes["privacy"]) if "privacy" in notes else None
+
+
+def _accuracies(db: Session, federation: Federation, settings: FederationSettings) -> dict[str, float]:
+    """Mean accuracy of each model over the devices that judged it last: ``personal``, ``global``.
+
+    Only the rounds that were judged last are looked at, and the database does the sums.
+    """
+    interval = settings.evaluation_interval or federation.round or 1
+    last = federation.round - federation.round % interval
+    personal = Assignment.report["personal"]["accuracy"].as_float()
+    shared = Assignment.report["global_model"]["accuracy"].as_float()
+    row = db.execute(
+        select(func.avg(personal), func.avg(shared))
+        .where(
+            Assignment.federation_id == federation.id,
+            Assignment.round.in_({federation.round, last, last - interval}),
+            Assignment.kind == "evaluate",
+            Assignment.status == "done",
+        )
+        .group_by(Assignment.round)
+        .order_by(Assignment.round.desc())
+        .limit(1)
+    ).first()
+    found = {} if row is None else {"personal": row[0], "global": row[1]}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@contextmanager
+def counted_refusals(refused: Counter, federation: str) -> Iterator[None]:
+    """Count what is raised within, by its kind."""
+    try:
+        yield
+    except Exception as error:
+        refused.labels(federation, type(error).__name__).inc()
+        raise

@@ -1,0 +1,217 @@
+"""What the page shows of a federation (``edge_sdk.protocol.overview``), from a bounded number of queries.
+
+Rounds are thinned here: beyond ``MOST_POINTS`` of them, two, four, eight and so on become one point. Their records stay
+in the database, which hands out only the few values that charts show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from prometheus_client import Counter
+from sqlalchemy import Double, and_, cast, func, or_, select
+from sqlalchemy.orm import Session
+
+from edge_sdk.protocol.messages import Doing, FederationInfo
+from edge_sdk.protocol.overview import FederationLine, Notice, OpenRound, Overview, RoundPoint
+from sparrow.coordinator.fleet.federations import Federations
+from sparrow.coordinator.models.global_models import Models, settings_of
+from sparrow.coordinator.reports.device_list import count_doing
+from sparrow.coordinator.reports.metrics import Metrics
+from sparrow.coordinator.reports.records import Records, iso
+from sparrow.coordinator.rounds.assignments import COHORT_KINDS, UNCOUNTED, open_round
+from sparrow.coordinator.rounds.candidates import smallest_budget
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
+
+MOST_POINTS = 240
+MOST_NAMES = 100
+MOST_AWAITED = 25
+LOOK_BACK = 8
+"""Closed rounds that are looked at again: what their uploads cost, and their last evaluations, come a little later."""
+
+_SUMS = ("updates", "bytes_up", "bytes_down", "evaluation_bytes_up", "evaluation_bytes_down", "seconds")
+_LAST = (
+    *("accuracy_personal", "accuracy_personal_decile", "accuracy_global"),
+    *("loss_personal", "loss_global", "train_loss"),
+)
+_TRAINING = ("download", "train", "upload")
+_PHASES = (*_TRAINING, "evaluation")
+_JOULES = ("joules_measured", "joules_estimated")
+
+
+class Overviews:
+    """Looks at every federation, for the page."""
+
+    def __init__(
+        self,
+        store: Store,
+        models: Models,
+        federations: Federations,
+        records: Records,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._models = models
+        self._federations = federations
+        self._records = records
+        self._metrics = metrics
+        self._clock = clock
+
+    def newest(self) -> str | None:
+        """The name of the federation that was made last, None where there is none."""
+        with self._store.reading() as db:
+            return db.scalar(select(Federation.name).order_by(Federation.id.desc()).limit(1))
+
+    def look(self, name: str, since: int | None = None) -> Overview:
+        """The federation now; with ``since``, only the points from that round on, and of rounds a little before it.
+        Raises NotFound."""
+        federation_id = self._records.refresh(name)
+        now = self._clock()
+        with self._store.reading() as db:
+            federation = db.get_one(Federation, federation_id)
+            info = self._federations.describe(db, federation)
+            span = span_of(federation.round)
+            first = None if since is None else _start(since - LOOK_BACK, span)
+            whole = 2 * 4 * self._models.manifest(federation).shared_values
+            doing = count_doing(db, federation, now)
+            evaluating, since_round = _evaluations(db, federation)
+            return Overview(
+                at=iso(now),
+                federation=info,
+                federations=_lines(db),
+                span=span,
+                points=tuple(_points(_rows(db, federation, first), span, whole)),
+                open_round=_open_round(db, federation, self._records),
+                everything_bytes=federation.published_bytes + _moved(db, federation),
+                evaluating=evaluating,
+                evaluating_since=since_round,
+                doing=doing,
+                smallest_budget=smallest_budget(federation),
+                notices=tuple(self._notices(info, doing)),
+            )
+
+    def _notices(self, info: FederationInfo, doing: dict[Doing, int]) -> Iterable[Notice]:
+        if info.warning:
+            yield Notice(kind="method", text=info.warning)
+        for reason, count in _counted(self._metrics.refused, info.name):
+            yield Notice(kind="refused", text=f"Updates refused since this process began: {count} ({reason})")
+        for _, count in _counted(self._metrics.left_out, info.name):
+            text = f"Updates left out of the model as outliers since this process began: {count}"
+            yield Notice(kind="left_out", text=text)
+        if doing.get(Doing.away):
+            text = f"Devices that missed a deadline, fell silent or left, and are not back: {doing[Doing.away]}"
+            yield Notice(kind="lost", text=text)
+
+
+def span_of(rounds: int) -> int:
+    """How many rounds become one point, where there are so many: a power of two."""
+    span = 1
+    while span * MOST_POINTS < rounds:
+        span *= 2
+    return span
+
+
+def _start(number: int, span: int) -> int:
+    """The first round of the point that round ``number`` is in; rounds count from 1, and preparing ones before."""
+    return (number - 1) // span * span + 1
+
+
+def _rows(db: Session, federation: Federation, first: int | None) -> list[dict[str, Any]]:
+    """Of each closed round its number and what ``_points`` adds up, None where a record has none."""
+    summary = Round.summary
+    columns = [summary[name].as_float().label(name) for name in (*_SUMS, *_LAST)]
+    columns += [summary[(phase, "seconds")].as_float().label(f"{phase}_seconds") for phase in _PHASES]
+    columns += [
+        summary[(phase, joules)].as_float().label(f"{phase}_{joules}") for phase in _TRAINING for joules in _JOULES
+    ]
+    rows = select(Round.number, *columns).where(
+        Round.federation_id == federation.id,
+        Round.status == "closed",
+        summary["round"].as_integer().is_not(None),  # one that closed a moment ago has no record yet
+    )
+    if first is not None:
+        rows = rows.where(Round.number >= first)
+    return [dict(row) for row in db.execute(rows.order_by(Round.number)).mappings()]
+
+
+def _points(rows: Sequence[dict[str, Any]], span: int, whole: int) -> Iterable[RoundPoint]:
+    for _, group in groupby(rows, key=lambda row: _start(row["number"], span)):
+        rounds = list(group)
+
+        def total(name: str, rounds: Sequence[dict[str, Any]] = rounds) -> float:
+            return sum(row[name] or 0.0 for row in rounds)
+
+        def last(name: str, rounds: Sequence[dict[str, Any]] = rounds) -> float | None:
+            return next((row[name] for row in reversed(rounds) if row[name] is not None), None)
+
+        yield RoundPoint(
+            first=rounds[0]["number"],
+            round=rounds[-1]["number"],
+            updates=int(total("updates")),
+            bytes_up=int(total("bytes_up")),
+            bytes_down=int(total("bytes_down")),
+            evaluation_bytes=int(total("evaluation_bytes_up") + total("evaluation_bytes_down")),
+            whole_bytes=int(total("updates")) * whole,
+            seconds=total("seconds"),
+            **{name: last(name) for name in _LAST},
+            **{f"{phase}_seconds": total(f"{phase}_seconds") for phase in _PHASES},
+            **{joules: sum(total(f"{phase}_{joules}") for phase in _TRAINING) for joules in _JOULES},
+        )
+
+
+def _open_round(db: Session, federation: Federation, records: Records) -> OpenRound | None:
+    current = open_round(db, federation)
+    if current is None:
+        return None
+    its_own = Assignment.round == current.number
+    if settings_of(federation).buffer is not None:  # whoever trains, since whichever round, brings what may count here
+        its_own = or_(Assignment.status == "open", UNCOUNTED, and_(its_own, Assignment.status != "done"))
+    of_round = (Assignment.federation_id == federation.id, Assignment.kind.in_(COHORT_KINDS), its_own)
+    by_status = select(Assignment.status, func.count()).where(*of_round).group_by(Assignment.status)
+    counts = {row[0]: row[1] for row in db.execute(by_status)}
+    return OpenRound(
+        round=current.number,
+        opened_at=iso(current.opened_at),
+        deadline_at=iso(current.deadline_at),
+        extensions=current.extensions,
+        target=current.target,
+        cohort=sum(counts.values()),
+        done=counts.get("done", 0),
+        returned=counts.get("returned", 0),
+        expired=counts.get("expired", 0),
+        waiting_for=records.awaited(db, *of_round, most=MOST_AWAITED),
+    )
+
+
+def _evaluations(db: Session, federation: Federation) -> tuple[int, int | None]:
+    """How many are still to come, and of which round the oldest is."""
+    open_ones = select(func.count(), func.min(Assignment.round)).where(
+        Assignment.federation_id == federation.id, Assignment.status == "open", Assignment.kind == "evaluate"
+    )
+    count, oldest = db.execute(open_ones).one()
+    return count, oldest
+
+
+def _moved(db: Session, federation: Federation) -> int:
+    """Bytes that the federation's devices say they moved."""
+    each = cast(Device.bytes_down + Device.bytes_up, Double)  # no sum of what strangers say overflows
+    return int(db.scalar(select(func.coalesce(func.sum(each), 0.0)).where(Device.federation_id == federation.id)) or 0)
+
+
+def _lines(db: Session) -> tuple[FederationLine, ...]:
+    names = ("name", "method", "task", "status", "round")
+    columns = [getattr(Federation, name) for name in names]
+    rounds = Federation.settings["rounds"].as_integer().label("rounds")
+    newest = select(*columns, rounds).order_by(Federation.id.desc()).limit(MOST_NAMES)
+    return tuple(FederationLine.model_validate(dict(row)) for row in db.execute(newest).mappings())
+
+
+def _counted(counter: Counter, federation: str) -> list[tuple[str, int]]:
+    """What a counter of this process has counted for a federation, by its other label."""
+    samples = next(iter(counter.collect())).samples
+    mine = [each for each in samples if each.name.endswith("_total") and each.labels["federation"] == federation]
+    return [(each.labels.get("reason", ""), int(each.value)) for each in mine if each.value]

@@ -1,0 +1,323 @@
+"""What happened in each round, summed from the reports of its assignments.
+
+A record is made when somebody looks, and remembered until another fact comes (an evaluation, the cost of an upload).
+Bytes, seconds and joules are sums over devices; joules that were measured and joules that were estimated stay apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+
+from sqlalchemy import ColumnElement, and_, or_, select
+from sqlalchemy.orm import Session
+
+from edge_sdk.protocol.messages import (
+    DeviceReport,
+    FederationStatus,
+    Kind,
+    OpenAssignment,
+    OpenWork,
+    PerUpdate,
+    Phase,
+    PhaseSum,
+    PrivacySpent,
+    Receipt,
+    RoundRecord,
+    UpdateReport,
+)
+from sparrow.coordinator.errors import NotFound
+from sparrow.coordinator.fleet.federations import find
+from sparrow.coordinator.fleet.last_heard import Heard
+from sparrow.coordinator.methods import load_method
+from sparrow.coordinator.rounds.assignments import COHORT_KINDS, UNCOUNTED
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import Assignment, Device, Round
+
+RECORDS_AT_A_TIME = 10
+"""Records made in one transaction: of a long training that nobody looked at there are many, and all who write wait."""
+
+
+class Records:
+    """The records of every round. bring: writes down what waits in memory, before anybody looks. heard: when devices
+    were."""
+
+    def __init__(self, store: Store, bring: Callable[[], None], clock: Callable[[], float], heard: Heard) -> None:
+        self._store = store
+        self._bring = bring
+        self._clock = clock
+        self._heard = heard
+
+    def rounds(self, federation_name: str) -> list[RoundRecord]:
+        """A record per round, the open one last. Raises NotFound."""
+        federation_id = self.refresh(federation_name)
+        with self._store.reading() as db:
+            rounds = db.scalars(select(Round).where(Round.federation_id == federation_id).order_by(Round.number))
+            found = [_look(db, item) if item.stale else RoundRecord.model_validate(item.summary) for item in rounds]
+        return with_joules_per_point(found)
+
+    def refresh(self, federation_name: str) -> int:
+        """Make the records of closed rounds that a fact has come to since; answers the federation's id. Raises
+        NotFound."""
+        self._bring()
+        with self._store.reading() as db:
+            federation_id = find(db, federation_name).id
+            outdated = select(Round).where(Round.federation_id == federation_id, Round.status == "closed", Round.stale)
+            waiting = len(db.scalars(outdated.with_only_columns(Round.id)).all())
+        for _ in range(0, waiting, RECORDS_AT_A_TIME):
+            # Looked at and remembered in one transaction: a fact that came in between would be forgotten.
+            with self._store.writing() as db:
+                for item in db.scalars(outdated.order_by(Round.number.desc()).limit(RECORDS_AT_A_TIME)):
+                    item.summary, item.stale = json.loads(_look(db, item).model_dump_json()), False
+        return federation_id
+
+    def reports(self, federation_name: str, number: int) -> list[DeviceReport]:
+        """What each device answered in round ``number``, training first, by name. Raises NotFound."""
+        self._bring()
+        with self._store.reading() as db:
+            federation = find(db, federation_name)
+            prepared = load_method(federation.method).prepares
+            if not 1 - prepared <= number <= federation.round + 1:
+                raise NotFound(f"{federation_name} has had {federation.round} rounds; there is no round {number}")
+            rows = db.execute(
+                select(Assignment, Device.name)
+                .join(Device, Device.id == Assignment.device_id)
+                .where(
+                    Assignment.federation_id == federation.id,
+                    Assignment.status == "done",
+                    or_(
+                        Assignment.counted_round == number,
+                        and_(Assignment.round == number, Assignment.arrival.is_(None)),
+                    ),
+                )
+                .order_by(Assignment.kind.desc(), Device.name)
+            ).all()
+        return [
+            DeviceReport(
+                device=name, kind=Kind(assignment.kind), report=report_of(assignment), upload=_upload(assignment)
+            )
+            for assignment, name in rows
+        ]
+
+    def open_work(self, federation_name: str) -> OpenWork:
+        """Who is being waited for, oldest work first. Raises NotFound."""
+        with self._store.reading() as db:
+            federation = find(db, federation_name)
+            assignments = self.awaited(db, Assignment.federation_id == federation.id)
+        return OpenWork(
+            at=iso(self._clock()),
+            status=FederationStatus(federation.status),
+            round=federation.round,
+            assignments=assignments,
+        )
+
+    def awaited(self, db: Session, *those: ColumnElement[bool], most: int | None = None) -> tuple[OpenAssignment, ...]:
+        """The first of those assignments that are open, oldest first."""
+        rows = db.execute(
+            select(
+                *(Assignment.id, Device.name, Assignment.kind, Assignment.round, Assignment.created_at),
+                *(Device.id, Device.seen_at),
+            )
+            .join(Device, Device.id == Assignment.device_id)
+            .where(Assignment.status == "open", *those)
+            .order_by(Assignment.round, Assignment.kind, Assignment.position)
+            .limit(most)
+        )
+        return tuple(
+            OpenAssignment(
+                assignment_id=assignment_id,
+                device=name,
+                kind=Kind(kind),
+                round=number,
+                since=iso(since),
+                heard_at=iso(self._heard.at(device_id, seen_at)),
+            )
+            for assignment_id, name, kind, number, since, device_id, seen_at in rows
+        )
+
+
+def report_of(assignment: Assignment) -> UpdateReport | Receipt:
+    """The report of an assignment that is done."""
+    kind = UpdateReport if assignment.kind in COHORT_KINDS else Receipt
+    return kind.model_validate(assignment.report)
+
+
+def _look(db: Session, item: Round) -> RoundRecord:
+    rows = db.execute(
+        select(Assignment, Device.name)
+        .join(Device, Device.id == Assignment.device_id)
+        .where(
+            Assignment.federation_id == item.federation_id, or_(Assignment.round == item.number, _in_its_model(item))
+        )
+        .order_by(Assignment.position)
+    )
+    return summarise(item, [(row[0], row[1]) for row in rows])
+
+
+def _in_its_model(item: Round) -> ColumnElement[bool]:
+    """In buffered rounds: the updates in a round's model, or, while it is open, those that wait to be."""
+    return Assignment.counted_round == item.number if item.status == "closed" else UNCOUNTED
+
+
+def _counts(assignment: Assignment, item: Round) -> bool:
+    """Whether an update that was acknowledged is one of this round's."""
+    if assignment.arrival is None:
+        return assignment.round == item.number
+    return assignment.counted_round == (item.number if item.status == "closed" else None)
+
+
+def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecord:
+    """The record of one round from its assignments (with their devices' names)."""
+    training = [(assignment, name) for assignment, name in rows if assignment.kind in COHORT_KINDS]
+    done = [(each, name) for each, name in training if each.status == "done" and _counts(each, item)]
+    training = [(assignment, name) for assignment, name in training if assignment.round == item.number]
+    reports = [UpdateReport.model_validate(assignment.report) for assignment, _ in done]
+    uploads = [_upload(assignment) for assignment, _ in done]
+    judged = [assignment for assignment, _ in rows if assignment.kind == "evaluate" and assignment.status == "done"]
+    receipts = [Receipt.model_validate(assignment.report) for assignment in judged]
+    personal = [receipt.personal for receipt in receipts if receipt.personal]
+    shared = [receipt.global_model for receipt in receipts if receipt.global_model]
+    examples = sum(report.num_examples for report in reports)
+    notes = dict(item.notes or {})
+    left_out, privacy = notes.pop("left_out", {}), notes.pop("privacy", None)
+    evaluation_phases = [
+        phase for receipt in receipts for phase in (receipt.telemetry.download, receipt.telemetry.train)
+    ]
+    evaluation_uploads = [_upload(assignment) for assignment in judged]
+    return RoundRecord(
+        round=item.number,
+        status="closed" if item.status == "closed" else "open",
+        cohort=tuple(name for _, name in training),
+        updates=len(done),
+        stopped=tuple(name for (_, name), report in zip(done, reports, strict=True) if report.status == "stopped"),
+        handed_back=sum(assignment.status == "returned" for assignment, _ in training),
+        expired=sum(assignment.status == "expired" for assignment, _ in training),
+        num_examples=examples,
+        training_flops=sum(report.training_flops for report in reports),
+        train_loss=sum(report.train_loss * report.num_examples for report in reports) / examples if examples else None,
+        accuracy_personal=_mean(each.accuracy for each in personal),
+        accuracy_personal_decile=bottom_decile([each.accuracy for each in personal]),
+        accuracy_global=_mean(each.accuracy for each in shared),
+        loss_personal=_mean(each.loss for each in personal),
+        loss_global=_mean(each.loss for each in shared),
+        evaluated_devices=len(judged),
+        bytes_down=sum(report.telemetry.download.bytes_down for report in reports),
+        bytes_up=sum(upload.bytes_up for upload in uploads),
+        parts_down=_add_counts(report.received for report in reports),
+        parts_up=item.parts or {},
+        notes={**_add_counts(report.counts for report in reports), **notes},
+        privacy=PrivacySpent.model_validate(privacy) if privacy else None,
+        left_out={name: left_out[assignment.id] for assignment, name in done if assignment.id in left_out},
+        evaluation_bytes_down=sum(phase.bytes_down for phase in evaluation_phases),
+        evaluation_bytes_up=sum(upload.bytes_up for upload in evaluation_uploads),
+        download=_add(report.telemetry.download for report in reports),
+        train=_add(report.telemetry.train for report in reports),
+        upload=_add(uploads),
+        evaluation=_add([*evaluation_phases, *evaluation_uploads]),
+        per_update=_per_update(
+            (report.telemetry.download, report.telemetry.train, upload)
+            for report, upload in zip(reports, uploads, strict=True)
+        ),
+        opened_at=iso(item.opened_at),
+        closed_at=None if item.closed_at is None else iso(item.closed_at),
+        seconds=None if item.closed_at is None else item.closed_at - item.opened_at,
+        model_sha256=item.model_sha256,
+        base_version=item.base_version,
+        model_version=item.model_version,
+        undone=item.undone,
+    )
+
+
+def with_joules_per_point(records: Sequence[RoundRecord]) -> list[RoundRecord]:
+    """The records, in their order, each judged one with what a point of accuracy took since the one before."""
+    found, before = [], None
+    measured = estimated = 0.0
+    for record in records:
+        phases = (record.download, record.train, record.upload)
+        measured += sum(phase.joules_measured for phase in phases)
+        estimated += sum(phase.joules_estimated for phase in phases)
+        accuracy = record.accuracy_global if record.accuracy_personal is None else record.accuracy_personal
+        if accuracy is not None:
+            points = 0.0 if before is None else 100 * (accuracy - before)
+            if points > 0:
+                values = {"measured": measured / points or None, "estimated": estimated / points or None}
+                record = record.model_copy(update={f"joules_per_point_{key}": value for key, value in values.items()})
+            before, measured, estimated = accuracy, 0.0, 0.0
+        found.append(record)
+    return found
+
+
+def iso(seconds: float) -> str:
+    """Seconds since the epoch as ISO 8601 in UTC."""
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
+
+
+def _upload(assignment: Assignment) -> Phase:
+    """What an upload cost; until the device says so, at least the bytes that arrived."""
+    if assignment.upload_cost is not None:
+        return Phase.model_validate(assignment.upload_cost)
+    return Phase(bytes_up=assignment.update_bytes or 0)
+
+
+def _add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(total)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def bottom_decile(values: Iterable[float | None]) -> float | None:
+    """The floor(N/10)-th worst of the N values that are known, counted from 1; None where none is."""
+    known = sorted(value for value in values if value is not None)
+    return known[max(1, len(known) // 10) - 1] if known else None
+
+
+def _per_update(rounds: Iterable[tuple[Phase, ...]]) -> PerUpdate:
+    measured, estimated = [], []
+    for phases in rounds:
+        total = _add(phases)
+        if total.joules_measured:
+            measured.append(total.joules_measured)
+        if total.joules_estimated:
+            estimated.append(total.joules_estimated)
+    return PerUpdate(
+        joules_measured=_mean(measured),
+        joules_estimated=_mean(estimated),
+        measured_updates=len(measured),
+        estimated_updates=len(estimated),
+    )
+
+
+def _add(phases: Iterable[Phase]) -> PhaseSum:
+    seconds = paused = measured = estimated = without = 0.0
+    throttled: float | None = None
+    peak: float | None = None
+    for phase in phases:
+        seconds += phase.seconds
+        paused += phase.paused_seconds
+        if phase.throttled_seconds is not None:
+            throttled = (throttled or 0.0) + phase.throttled_seconds
+        if phase.celsius_peak is not None:
+            peak = phase.celsius_peak if peak is None else max(peak, phase.celsius_peak)
+        if phase.joules is None:
+            without += phase.seconds
+        elif phase.quality == "estimated":
+            estimated += phase.joules
+        else:
+            measured += phase.joules
+    return PhaseSum(
+        seconds=seconds,
+        paused_seconds=paused,
+        throttled_seconds=throttled,
+        celsius_peak=peak,
+        joules_measured=measured,
+        joules_estimated=estimated,
+        seconds_without_joules=without,
+    )

@@ -1,0 +1,1 @@
+"""Rounds: who takes part, what is asked, how updates become the next model."""

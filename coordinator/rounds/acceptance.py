@@ -1,0 +1,213 @@
+"""Taking in what devices send: checked, stored durably, acknowledged once."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from pydantic import ValidationError
+from sqlalchemy import Table, bindparam, update
+from sqlalchemy.orm import Session
+
+from edge_sdk.protocol import bundle
+from edge_sdk.protocol import messages as wire
+from edge_sdk.protocol.elements import ElementMask
+from edge_sdk.protocol.masks import NeuronMask, count_values, same_mask
+from edge_sdk.protocol.neurons import fits_ratio
+from sparrow.coordinator.errors import BadContent, DifferentUpdate, NotFound, RoundClosed, WrongMediaType, explain
+from sparrow.coordinator.methods import Situation, load_method
+from sparrow.coordinator.models.global_models import Models, settings_of
+from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, owned, touch, update_key
+from sparrow.coordinator.rounds.buffered import number_arrival
+from sparrow.coordinator.rounds.cleanup import drop_unneeded
+from sparrow.coordinator.rounds.sums import difference
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import Assignment, Device, Federation
+
+JSON_TYPE = "application/json"
+LARGEST_RECEIPT = 64 * 1024
+
+_ACCEPT = (
+    update(cast(Table, Assignment.__table__))
+    .where(Assignment.id == bindparam("open_id"), Assignment.status == "open")
+    .values(
+        status=bindparam("status"),
+        update_sha256=bindparam("update_sha256"),
+        update_bytes=bindparam("update_bytes"),
+        report=bindparam("report"),
+    )
+)
+
+
+class Acceptance:
+    """Answers devices that send updates and receipts."""
+
+    def __init__(self, store: Store, models: Models) -> None:
+        self._store = store
+        self._models = models
+
+    def check_owner(self, assignment_id: str, device_id: str) -> None:
+        """Raise NotFound or NotAllowed unless it is an assignment of this device."""
+        with self._store.reading() as db:
+            owned(db, assignment_id, device_id)
+
+    def check_envelope(self, assignment_id: str, device_id: str, media_type: str) -> int:
+        """Before a byte of an update is read: may this device send this? Returns the longest body accepted, in bytes.
+
+        Raises NotFound, NotAllowed, WrongMediaType.
+        """
+        with self._store.reading() as db:
+            assignment, device, federation = owned(db, assignment_id, device_id)
+        wanted = bundle.MEDIA_TYPE if assignment.kind in BUNDLE_KINDS else JSON_TYPE
+        if media_type != wanted:
+            raise WrongMediaType(f"an update of kind {assignment.kind} is sent as {wanted}, not as {media_type!r}")
+        if assignment.kind not in BUNDLE_KINDS:
+            return LARGEST_RECEIPT
+        manifest, mask = self._models.manifest(federation), None
+        if assignment.status == "open":  # else the model may be gone, and all that is left to say is that it is settled
+            mask, _ = self._models.mask(federation, device, assignment)
+        return bundle.largest_bundle(
+            # Devices may have masks of elements of their own, with more elements than the global one.
+            count_values(manifest, None if isinstance(mask, ElementMask) else mask),
+            settings_of(federation).precision_of("up", wire.Kind(assignment.kind)),
+            manifest,
+            elements=mask is None or isinstance(mask, ElementMask),
+            gradients=load_method(federation.method).wants_gradients(assignment.plan or {}),
+        )
+
+    def accept_update(
+        self,
+        assignment_id: str,
+        device_id: str,
+        body: bytes | memoryview,
+        digest: str | None = None,
+        file: Path | None = None,
+    ) -> bool:
+        """Check, store and acknowledge an update; True when it is new, False for the same one again.
+
+        digest: its SHA-256, where that is known. file: one of this machine that holds it, too, where there is one.
+
+        Raises BadContent, DifferentUpdate, RoundClosed, NotAllowed, NotFound. When it returns, the update survives a
+        power cut and counts in its round exactly once.
+        """
+        digest = digest or hashlib.sha256(body).hexdigest()
+        with self._store.reading() as db:
+            assignment, device, federation = owned(db, assignment_id, device_id)
+        if self._settled(assignment, digest):
+            return False
+        report, chosen = self._check_update(federation, device, assignment, body)
+        changed: dict[str, Any] = {}
+        keys: list[str] = []
+        if assignment.kind in BUNDLE_KINDS:
+            # Who trained holds the model's mask, though it has not said so yet: it may not be lost with this round.
+            mask = self._models.model(federation, assignment.model_version).mask
+            held = mask.digest if mask is not None else self._models.keep_mask(federation, chosen) if chosen else None
+            if held is not None and held != device.mask:
+                changed["mask"] = held
+            keys = [update_key(federation.id, assignment.id, digest)]
+            self._store.blobs.write(keys[0], body, file)
+        if not device.holds_model and _leaves_model(federation, assignment):
+            changed["holds_model"] = True
+        if isinstance(report, wire.UpdateReport) and report.status == "stopped":
+            changed |= {"status": "stopped", "stopped_round": assignment.round}
+        if isinstance(report, wire.UpdateReport) and report.num_examples != device.num_examples:
+            changed["num_examples"] = report.num_examples
+
+        def write_down(db: Session) -> bool:
+            # Only while it is still open: the round may have closed since, or the same update have come twice.
+            values = {"update_sha256": digest, "update_bytes": len(body), "report": report.model_dump(mode="json")}
+            if not db.connection().execute(_ACCEPT, {"open_id": assignment_id, "status": "done", **values}).rowcount:
+                return not self._settled(owned(db, assignment_id, device_id)[0], digest)
+            if changed:
+                db.execute(update(Device).where(Device.id == device_id).values(**changed))
+            if assignment.kind == wire.Kind.train and settings_of(federation).buffer is not None:
+                number_arrival(db, federation.id, assignment_id)
+            if assignment.kind not in BUNDLE_KINDS:  # a round that is open has no cached record
+                touch(db, federation.id, assignment.round)
+            return True
+
+        try:
+            new = self._store.record(write_down, keys)
+        except (DifferentUpdate, NotFound, RoundClosed):
+            drop_unneeded(self._store, federation.id, keys)
+            raise
+        if not new:
+            drop_unneeded(self._store, federation.id, keys)
+        return new
+
+    @staticmethod
+    def _settled(assignment: Assignment, digest: str) -> bool:
+        """True for the same update again. Raises where the assignment takes no update any more."""
+        if assignment.status == "done":
+            if assignment.update_sha256 == digest:
+                return True
+            raise DifferentUpdate("another update was accepted for this assignment; ask for the next one")
+        if assignment.status != "open":
+            raise RoundClosed(
+                f"the assignment is {assignment.status}: round {assignment.round} does not take it any more; keep the "
+                f"personal model and ask for the next assignment"
+            )
+        return False
+
+    def _check_update(
+        self, federation: Federation, device: Device, assignment: Assignment, body: bytes | memoryview
+    ) -> tuple[wire.UpdateReport | wire.Receipt, NeuronMask | None]:
+        """The report, and the neurons that the device has chosen, if that is what it does."""
+        try:
+            if assignment.kind == wire.Kind.personalise:
+                return wire.UpdateReport.model_validate_json(bytes(body)), None
+            if assignment.kind not in BUNDLE_KINDS:
+                return wire.Receipt.model_validate_json(bytes(body)), None
+            model = self._models.model(federation, assignment.model_version)
+            decoded = bundle.decode(body, self._models.manifest(federation), model.mask)
+            report = wire.UpdateReport.model_validate_json(decoded.report)
+        except ValidationError as error:
+            raise BadContent(explain(error)) from None
+        settings = settings_of(federation)
+        precision = settings.precision_of("up", wire.Kind(assignment.kind))
+        if decoded.precision != precision:
+            raise BadContent(f"values: sent as {decoded.precision}, the federation's precision is {precision}")
+        method, plan = load_method(federation.method), assignment.plan or {}
+        mask, _ = self._models.mask(federation, device, assignment)
+        situation = Situation(self._models.manifest(federation), settings, assignment.round, plan)
+        if assignment.kind == wire.Kind.prepare and decoded.mask is None:
+            raise BadContent("mask: an update that prepares the model says what exists of it; send it with its mask")
+        if method.devices_choose and mask is None and assignment.ratio is not None:
+            if not fits_ratio(situation.manifest, decoded.mask, assignment.ratio):
+                raise BadContent(
+                    f"mask: of the n neurons of each group a device chooses max(1, floor(p n)) at a budget of "
+                    f"p = {assignment.ratio:g}, and these are not so many; fetch the assignment again"
+                )
+        elif not same_mask(decoded.mask, mask):
+            if not isinstance(decoded.mask, method.mask_type):
+                kept = f"that {device.name} chose and keeps" if method.devices_choose else f"for {device.name}"
+                raise BadContent(
+                    f"mask: it is not the one of round {assignment.round} {kept}; fetch the assignment again"
+                )
+            method.check_mask(model, decoded.mask, situation)
+        if (decoded.gradients is not None) != method.wants_gradients(plan) or decoded.signs is not None:
+            wanted = "with" if method.wants_gradients(plan) else "without"
+            raise BadContent(f"an update of this round is sent {wanted} gradients, and without signs; update this SDK")
+        limit = settings.update_norm_limit
+        if limit is not None:
+            if decoded.precision == "int8":
+                change = decoded.values.astype(np.float64)  # a difference already
+            else:
+                change = difference(situation.manifest, model.tensors, decoded.values, decoded.mask)
+            norm = float(np.linalg.norm(change))
+            if norm > limit:
+                raise BadContent(
+                    f"values: they moved by {norm:.3g} from what was sent (2-norm), the federation allows {limit:g}; "
+                    f"hand the assignment back, or train with a lower learning rate or a clip"
+                )
+        chosen = decoded.mask if method.devices_choose and isinstance(decoded.mask, NeuronMask) else None
+        return report, chosen
+
+
+def _leaves_model(federation: Federation, assignment: Assignment) -> bool:
+    """Whether a device that answered this assignment holds a personal model from then on."""
+    if assignment.kind in BUNDLE_KINDS:
+        return load_method(federation.method).personal_models
+    return assignment.kind != wire.Kind.evaluate

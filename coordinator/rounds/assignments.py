@@ -1,0 +1,197 @@
+"""Assignments: what a device was asked to do, and where that stands in the records.
+
+Statements of every call of a device are made once: SQLAlchemy takes longer to put one together than SQLite to answer.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sqlalchemy import and_, bindparam, select, update
+from sqlalchemy.orm import Session
+
+from edge_sdk.protocol.messages import Kind
+from sparrow.coordinator.errors import FederationDeleted, NotAllowed, NotFound
+from sparrow.coordinator.methods import load_method
+from sparrow.coordinator.models.global_models import settings_of
+from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
+
+COHORT_KINDS = (Kind.train.value, Kind.personalise.value, Kind.prepare.value)
+"""What a round's cohort can be asked to do; a federation's method decides which of them."""
+
+BUNDLE_KINDS = (Kind.train.value, Kind.prepare.value)
+"""What is answered with values of the model."""
+
+UNCOUNTED = and_(Assignment.arrival.is_not(None), Assignment.counted_round.is_(None))
+"""SQL, of an assignment in buffered rounds: its update has come, and waits to count in one."""
+
+_OWNED = (
+    select(Assignment, Device, Federation)
+    .join(Device, Device.id == Assignment.device_id)
+    .join(Federation, Federation.id == Assignment.federation_id)
+    .where(Assignment.id == bindparam("assignment_id"))
+)
+_OLDEST_OPEN = (
+    select(Device, Federation, Assignment)
+    .join(Federation, Federation.id == Device.federation_id)
+    .outerjoin(Assignment, and_(Assignment.device_id == Device.id, Assignment.status == "open"))
+    .where(Device.id == bindparam("asking_id"))
+    .order_by(Assignment.round, Assignment.created_at)
+    .limit(1)
+)
+_OPEN_ROUND = select(Round).where(Round.federation_id == bindparam("federation_id"), Round.status == "open")
+_COHORT = (
+    select(Assignment.id, Assignment.device_id, Assignment.kind, Assignment.status, Assignment.update_sha256)
+    .where(
+        Assignment.federation_id == bindparam("federation_id"),
+        Assignment.round == bindparam("number"),
+        Assignment.kind.in_(COHORT_KINDS),
+    )
+    .order_by(Assignment.position)
+)
+
+
+def owned(db: Session, assignment_id: str, device_id: str) -> tuple[Assignment, Device, Federation]:
+    """An assignment of this device, with both. Raises NotFound, NotAllowed."""
+    row = db.execute(_OWNED, {"assignment_id": assignment_id}).first()
+    if row is None:
+        raise NotFound("there is no such assignment; ask for the next one")
+    assignment, device, federation = row
+    if device.id != device_id:
+        raise NotAllowed("this assignment belongs to another device; ask for your own")
+    return assignment, device, federation
+
+
+def oldest_open(db: Session, device_id: str) -> tuple[Device, Federation, Assignment | None]:
+    """A device, its federation and its oldest open assignment: an evaluation before the round after it. Raises
+    FederationDeleted."""
+    row = db.execute(_OLDEST_OPEN, {"asking_id": device_id}).first()
+    if row is None:
+        raise FederationDeleted
+    device, federation, assignment = row
+    return device, federation, assignment
+
+
+def open_round(db: Session, federation: Federation) -> Round | None:
+    """The federation's open round, of which there is at most one."""
+    return db.scalar(_OPEN_ROUND, {"federation_id": federation.id})
+
+
+class Drawable(NamedTuple):
+    """What drawing a device, and giving it work, needs to know of it: there may be many."""
+
+    id: str
+    name: str
+    budget: float
+    holds_model: bool
+
+
+@dataclass(frozen=True)
+class Member:
+    """What moving a round needs to know of one of its assignments."""
+
+    id: str
+    device_id: str
+    kind: str
+    status: str
+    update_sha256: str | None
+
+
+def cohort_of(db: Session, federation: Federation, number: int) -> list[Member]:
+    """The assignments of a round's cohort, in its order."""
+    rows = db.execute(_COHORT, {"federation_id": federation.id, "number": number})
+    return [Member(*row) for row in rows]
+
+
+def assign(
+    federation: Federation,
+    device: Device | Drawable,
+    kind: Kind,
+    number: int,
+    position: int,
+    now: float,
+    *,
+    whole: bool | None = None,
+) -> Assignment:
+    """Return a new assignment, not yet in the records; its deadline begins now.
+
+    whole: whether the payload is the whole global model, and for an evaluation whether there is one; None: as the
+    device needs it to train.
+    """
+    method = load_method(federation.method)
+    return Assignment(
+        id=uuid.uuid4().hex,
+        federation_id=federation.id,
+        device_id=device.id,
+        kind=kind.value,
+        round=number,
+        position=position,
+        status="open",
+        model_version=federation.model_version,
+        full=(kind not in COHORT_KINDS or not (device.holds_model or method.narrow)) if whole is None else whole,
+        ratio=None if kind == Kind.evaluate else method.active_ratio(device.budget),
+        created_at=now,
+        deadline_at=now + settings_of(federation).deadline_seconds,
+    )
+
+
+def missed_work(db: Session, device_id: str, number: int) -> tuple[Assignment | None] | None:
+    """None for a device that has done the work of round ``number``, handed it back, or was drawn since; else its
+    assignment, if it ever had one."""
+    since = select(Assignment).where(Assignment.device_id == device_id, Assignment.round >= number)
+    found = db.scalars(since.where(Assignment.kind.in_(COHORT_KINDS)).order_by(Assignment.round.desc())).first()
+    settled = found is not None and (found.status in ("done", "returned") or found.kind != Kind.personalise.value)
+    if found is not None and (found.round > number or settled):
+        return None
+    return (found,)
+
+
+def drop_late_work(db: Session, device_ids: Sequence[str]) -> None:
+    """Devices that are drawn again need not do any more what they missed."""
+    late = update(Assignment).where(Assignment.device_id.in_(device_ids), Assignment.status == "open")
+    db.execute(late.where(Assignment.kind == Kind.personalise.value).values(status="expired"))
+
+
+def extend_deadlines(db: Session, federation: Federation, now: float) -> None:
+    """Start the clock of everything open anew."""
+    deadline = now + settings_of(federation).deadline_seconds
+    db.execute(
+        update(Round).where(Round.federation_id == federation.id, Round.status == "open").values(deadline_at=deadline)
+    )
+    db.execute(
+        update(Assignment)
+        .where(Assignment.federation_id == federation.id, Assignment.status == "open")
+        .values(deadline_at=deadline)
+    )
+
+
+def forget_adapted(db: Session, federation: Federation) -> None:
+    """Before a federation goes on: what devices without personal models adapted will not be its last global model."""
+    if load_method(federation.method).personal_models:
+        return
+    db.execute(update(Device).where(Device.federation_id == federation.id).values(holds_model=False))
+    adapting = update(Assignment).where(Assignment.federation_id == federation.id, Assignment.kind == "adapt")
+    db.execute(adapting.where(Assignment.status.in_(("open", "returned"))).values(status="expired"))
+
+
+def touch(db: Session, federation_id: int, number: int) -> None:
+    """A fact about a round has come: its cached record is stale."""
+    db.execute(update(Round).where(Round.federation_id == federation_id, Round.number == number).values(stale=True))
+
+
+def update_folder(federation_id: int) -> str:
+    """Where a federation's stored updates lie."""
+    return f"{federation_id}/updates"
+
+
+def assignment_of(key: str) -> str:
+    """The assignment whose stored update lies under this key."""
+    return key.rpartition("/")[2].partition(".")[0]
+
+
+def update_key(federation_id: int, assignment_id: str, digest: str) -> str:
+    """Named by its content too: of two bodies that race for one assignment, the one recorded is the one folded."""
+    return f"{update_folder(federation_id)}/{assignment_id}.{digest}"

@@ -1,0 +1,107 @@
+"""Buffered asynchronous rounds: nobody waits for the slowest, and nobody's work is thrown away for being late.
+
+    w_i ← w_i + Σ_k n_k s(τ_k) Δ_ki / Σ_k n_k          over those of K updates that sent weight i
+
+after Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba, "Federated Learning with Buffered Asynchronous Aggregation"
+(FedBuff), AISTATS 2022, arXiv:2106.06639, Algorithm 1, with s(τ) = (1 + τ)^-a: ``buffer`` is K, ``staleness_exponent``
+is a (0.5 in the paper), ``cohort`` the devices that train at a time, and Δ_k what an update moved from the model that
+its device was given, which was τ models older than today's. Weights n_k and sums weight by weight are those of every
+round here, so that with τ = 0 a buffered round is any other one; the paper weighs updates alike.
+
+A device that is done makes room for another one at once. It trains at most once in a round. Updates are numbered as
+they are acknowledged, and count in that order: the first K in the round that is open, those that come while it closes
+in the next. The last round of a federation, and one after which an older model is taken up again, waits for nobody and
+takes all that came.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from sqlalchemy import bindparam, literal_column, select, update
+from sqlalchemy.orm import Session
+
+from edge_sdk.protocol.manifest import Array, Manifest, Tensors
+from edge_sdk.protocol.masks import Mask, pack
+from edge_sdk.protocol.messages import FederationSettings, Kind
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.methods import CoordinatorMethod
+from sparrow.coordinator.rounds.assignments import UNCOUNTED
+from sparrow.coordinator.rounds.sums import difference
+from sparrow.coordinator.storage.tables import Assignment, Federation
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """An update that was acknowledged and counts in no round yet. model_version: the model that it was trained on."""
+
+    number: int
+    assignment_id: str
+    update_sha256: str
+    model_version: int
+
+
+_OF_FEDERATION = Assignment.federation_id == bindparam("federation_id")
+_NOT_COUNTED = (_OF_FEDERATION, UNCOUNTED)
+_ARRIVALS = (
+    select(Assignment.arrival, Assignment.id, Assignment.update_sha256, Assignment.model_version)
+    .where(*_NOT_COUNTED, Assignment.arrival > bindparam("after"))
+    .order_by(Assignment.arrival)
+)
+# The status as written in the index: SQLite uses a partial one for nothing else.
+_WORKING = (_OF_FEDERATION, Assignment.kind == Kind.train.value, Assignment.status == literal_column("'open'"))
+
+
+def number_arrival(db: Session, federation_id: int, assignment_id: str) -> None:
+    """Give an update that is being acknowledged its place in the order of arrival."""
+    counted = update(Federation).where(Federation.id == federation_id).values(arrivals=Federation.arrivals + 1)
+    number = db.execute(counted.returning(Federation.arrivals)).scalar_one()
+    db.execute(update(Assignment).where(Assignment.id == assignment_id).values(arrival=number))
+
+
+def arrivals(db: Session, federation: Federation, after: int = 0, most: int | None = None) -> list[Arrival]:
+    """The next updates that count in no round yet, behind number ``after``, in their order."""
+    statement = _ARRIVALS if most is None else _ARRIVALS.limit(most)
+    rows = db.execute(statement, {"federation_id": federation.id, "after": after})
+    return [Arrival(row[0] or 0, row[1], row[2] or "", row[3]) for row in rows]
+
+
+def count_in(db: Session, federation: Federation, number: int, last: int) -> None:
+    """Have all updates that count in no round yet, up to arrival ``last``, count in round ``number``."""
+    counted = update(Assignment).where(
+        Assignment.federation_id == federation.id,
+        UNCOUNTED,
+        Assignment.arrival <= last,
+    )
+    db.execute(counted.values(counted_round=number))
+
+
+def working(db: Session, federation: Federation) -> dict[str, str]:
+    """Who trains, for whichever round they began to: device id -> assignment id."""
+    rows = db.execute(select(Assignment.device_id, Assignment.id).where(*_WORKING), {"federation_id": federation.id})
+    return {row[0]: row[1] for row in rows}
+
+
+def staleness_weight(models_behind: int, exponent: float) -> float:
+    """s(τ) = (1 + τ)^-a of an update whose model was so many models older than today's."""
+    return float((1 + models_behind) ** -exponent)
+
+
+def bring_forward(
+    manifest: Manifest, values: Array, mask: Mask | None, began: Tensors, now: Tensors, weight: float
+) -> NDArray[np.float32]:
+    """An update's values as if its device had begun from ``now``: what it moved from ``began``, times ``weight``,
+    added to today's values. Float32 [count_values(manifest, mask)]."""
+    moved = difference(manifest, began, values, mask)
+    return (pack(manifest, now, mask) + weight * moved).astype(np.float32)
+
+
+def check_buffer(method: CoordinatorMethod, settings: FederationSettings) -> None:
+    """Raise BadContent for a federation whose method cannot take updates of older models."""
+    if settings.buffer is None:
+        return
+    reason = method.why_not_buffered(settings)
+    if reason:
+        raise BadContent(f"buffer: {settings.method} cannot take in updates of older models: {reason}; leave it out")

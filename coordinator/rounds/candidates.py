@@ -1,0 +1,118 @@
+"""Which of a federation's devices a round can be given to, who of them is drawn, and whether a round follows at all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from edge_sdk.protocol.manifest import Manifest
+from sparrow.coordinator.methods import Situation, load_method
+from sparrow.coordinator.models.global_models import job_of, settings_of
+from sparrow.coordinator.rounds.assignments import COHORT_KINDS, Drawable, open_round
+from sparrow.coordinator.rounds.cohort import Candidate, choose, choose_each
+from sparrow.coordinator.storage.tables import Assignment, Device, Federation
+
+SLACK = 1e-9
+"""What an accident of binary floats may make a budget smaller by: 1 - 0.7 exceeds 0.3."""
+
+
+def devices_of(db: Session, federation: Federation, statuses: Sequence[str]) -> list[Device]:
+    """The federation's devices of these statuses."""
+    return list(db.scalars(select(Device).where(Device.federation_id == federation.id, Device.status.in_(statuses))))
+
+
+def situation_of(db: Session, manifest: Manifest, federation: Federation, number: int) -> Situation:
+    """What a method knows of round ``number`` when it opens, and when it closes."""
+    enrolled = [
+        device
+        for device in devices_of(db, federation, ("active", "stopped"))
+        if device.status == "active" or device.stopped_round == number  # with this round's update, which counts
+    ]
+    asked = select(Assignment.plan).where(
+        Assignment.federation_id == federation.id, Assignment.round == number, Assignment.kind.in_(COHORT_KINDS)
+    )
+    return Situation(
+        manifest,
+        settings_of(federation),
+        number,
+        db.scalars(asked.limit(1)).first() or {},
+        devices=len(enrolled),
+        num_examples=sum(device.num_examples or 0 for device in enrolled),
+    )
+
+
+def drawable(db: Session, federation: Federation, now: float) -> list[Drawable]:
+    """The devices that a cohort can be drawn from: not stopped, there, not resting, and with a budget that reaches."""
+    smallest = smallest_budget(federation)
+    return [device for device in able(db, federation, now) if reaches(device.budget, smallest)]
+
+
+def able(db: Session, federation: Federation, now: float) -> list[Drawable]:
+    """The devices that could train now, whatever their budget."""
+    rows = db.execute(
+        select(Device.id, Device.name, Device.budget, Device.holds_model).where(
+            Device.federation_id == federation.id, Device.status == "active", Device.present, Device.rest_until <= now
+        )
+    )
+    return [Drawable(*row) for row in rows]
+
+
+def smallest_budget(federation: Federation) -> float:
+    """The budget below which a device is not drawn."""
+    return load_method(federation.method).smallest_budget(settings_of(federation))
+
+
+def reaches(budget: float, smallest: float) -> bool:
+    """Whether a device of this budget is drawn."""
+    return budget >= smallest - SLACK
+
+
+def draw(db: Session, federation: Federation, active: Sequence[Drawable], size: int, number: int) -> list[str]:
+    """The names of a round's cohort, sorted; who is drawn, and how, is in ``cohort``, and in ``privacy``."""
+    settings, job = settings_of(federation), job_of(federation)
+    if settings.noise_multiplier is not None:
+        enrolled = len(devices_of(db, federation, ("active", "stopped")))
+        names = [device.name for device in active]
+        return choose_each(names, min(1.0, size / enrolled), job=job, round_number=number)
+    last: dict[str, int] = {}
+    if settings.cohort_policy == "least_recently":
+        drawn = select(Assignment.device_id, func.max(Assignment.round)).where(
+            Assignment.federation_id == federation.id, Assignment.kind.in_(COHORT_KINDS)
+        )
+        last = {row[0]: row[1] for row in db.execute(drawn.group_by(Assignment.device_id))}
+    candidates = [Candidate(device.name, device.budget, last.get(device.id, -1)) for device in active]
+    return choose(candidates, size, job=job, round_number=number, policy=settings.cohort_policy)
+
+
+def why_over(db: Session, federation: Federation) -> str | None:
+    """The reason why no round follows, or None."""
+    if federation.round >= settings_of(federation).rounds:
+        return "max_rounds"
+    enrolled = db.execute(
+        select(Device.status, Device.budget).where(Device.federation_id == federation.id, Device.status != "revoked")
+    ).all()
+    # One that was never drawn, because its budget does not reach, keeps nobody waiting who has stopped.
+    smallest = smallest_budget(federation)
+    statuses = [status for status, budget in enrolled if status == "stopped" or reaches(budget, smallest)]
+    return "all_stopped" if statuses and all(status == "stopped" for status in statuses) else None
+
+
+def what_is_missing(db: Session, federation: Federation, now: float) -> str | None:
+    """What keeps a running federation from opening its next round, in words, or None."""
+    if federation.status != "running" or open_round(db, federation) or drawable(db, federation, now):
+        return None
+    if why_over(db, federation):
+        return None
+    if able(db, federation, now):
+        return (
+            f"a device with a budget of at least {smallest_budget(federation):g}, which {federation.method} needs; "
+            f"those that are there have less"
+        )
+    paused = Counter(device.paused for device in devices_of(db, federation, ("active",)) if device.paused)
+    if paused:
+        words = ", ".join(f"{count} {word}" for word, count in sorted(paused.items()))
+        return f"a device whose policy lets it work (paused: {words})"
+    return "a device that still trains and is there; the others may wait or leave"

@@ -1,0 +1,96 @@
+"""Blobs that no record names any more: what a round was made of when it has closed, and what kills left behind.
+
+An update is needed from its acknowledgement until its round has closed; a global model while it is the current one, an
+open assignment is about it, or it is kept by rule (``models.Retention``); a mask while a device holds it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from sqlalchemy import and_, select
+from sqlalchemy.orm import Session
+
+from sparrow.coordinator.models.global_models import Models
+from sparrow.coordinator.rounds.assignments import assignment_of, update_folder, update_key
+from sparrow.coordinator.rounds.buffered import Arrival, arrivals
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import Assignment, DeletedFederation, Device, Federation, Round
+
+log = logging.getLogger(__name__)
+
+
+def clear(store: Store, models: Models, federation_id: int) -> None:
+    """Remove a federation's leftovers. What lies there of an open assignment is none: it may be on its way to the
+    records."""
+    with store.reading() as db:
+        federation = db.get_one(Federation, federation_id)
+        open_ones = db.execute(
+            select(Assignment.id, Assignment.model_version).where(
+                Assignment.federation_id == federation_id, Assignment.status == "open"
+            )
+        ).all()
+        late = arrivals(db, federation)
+        in_use = {federation.model_version, *(row[1] for row in open_ones), *(each.model_version for each in late)}
+        known = select(Device.mask).where(
+            Device.federation_id == federation_id, Device.mask.is_not(None), Device.status != "revoked"
+        )
+        masks = {digest for digest in db.scalars(known) if digest}
+        updates, on_the_way = _needed(db, federation_id, late), {row[0] for row in open_ones}
+    if store.blobs.keys(f"{federation_id}/masks"):
+        current_mask = models.model(federation, federation.model_version).mask
+        if current_mask is not None:
+            masks.add(current_mask.digest)
+    models.forget(federation_id, in_use, masks)
+    for key in store.blobs.keys(update_folder(federation_id)):
+        if key not in updates and assignment_of(key) not in on_the_way:
+            store.blobs.delete(key)
+
+
+def clear_all(store: Store, models: Models) -> None:
+    """Remove what kills left behind, of every federation that is or was. What keeps one from being cleared is logged:
+    it does no harm to the others, nor to its rounds."""
+    with store.reading() as db:
+        federations = db.scalars(select(Federation.id)).all()
+        deleted = db.scalars(select(DeletedFederation.id)).all()
+    for federation_id in [*federations, *deleted]:
+        try:
+            if federation_id in deleted:
+                clear_deleted(store, federation_id)
+            else:
+                clear(store, models, federation_id)
+        except Exception:
+            log.exception("what is left over of federation %s could not be removed", federation_id)
+
+
+def clear_deleted(store: Store, federation_id: int) -> None:
+    """Remove all blobs of a federation that was deleted."""
+    folders = (f"{federation_id}/models", f"{federation_id}/masks", update_folder(federation_id))
+    for key in [f"{federation_id}/skeleton.onnx", *(key for folder in folders for key in store.blobs.keys(folder))]:
+        store.blobs.delete(key)
+
+
+def drop_unneeded(store: Store, federation_id: int, keys: Sequence[str]) -> None:
+    """Remove updates that came a second time, or too late, unless a round needs them."""
+    if not keys:
+        return
+    with store.reading() as db:
+        federation = db.get(Federation, federation_id)  # None: deleted meanwhile
+        needed = _needed(db, federation_id, arrivals(db, federation)) if federation is not None else set()
+    for key in keys:
+        if key not in needed:
+            store.blobs.delete(key)
+
+
+def _needed(db: Session, federation_id: int, late: Sequence[Arrival]) -> set[str]:
+    """The keys of updates that are acknowledged, and in no closed round's model."""
+    of_round = and_(Round.federation_id == Assignment.federation_id, Round.number == Assignment.round)
+    rows = db.execute(
+        select(Assignment.id, Assignment.update_sha256)
+        .join(Round, of_round)
+        .where(Assignment.federation_id == federation_id, Assignment.status == "done", Round.status == "open")
+        .where(Assignment.arrival.is_(None))
+    )
+    named = [*((row[0], row[1] or "") for row in rows), *((each.assignment_id, each.update_sha256) for each in late)]
+    return {update_key(federation_id, *name) for name in named}

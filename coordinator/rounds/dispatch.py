@@ -1,0 +1,197 @@
+"""Handing out work: what a device that asks is given, its payload, and work that is handed back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sqlalchemy import select, update
+
+from edge_sdk.protocol import messages as wire
+from sparrow.coordinator.errors import Finished, NotFound, RoundClosed
+from sparrow.coordinator.methods import Situation, load_method
+from sparrow.coordinator.models.global_models import Models, job_of, settings_of
+from sparrow.coordinator.models.payloads import Packed
+from sparrow.coordinator.rounds.assignments import assign, missed_work, oldest_open, owned, touch
+from sparrow.coordinator.rounds.candidates import reaches, situation_of, smallest_budget
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import Assignment, Device, Federation
+
+log = logging.getLogger(__name__)
+
+REST_SECONDS = 60.0
+"""How long a device that handed its work back is not drawn: what kept it (heat, load, a diverging loss) takes time to
+pass, and a lone device would otherwise hand back a federation's rounds one after the other."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a device that asks for work is given, if anything, and whether it had been thought away."""
+
+    assignment: wire.Assignment | None
+    was_away: bool = False
+
+
+class Dispatch:
+    """Answers devices that ask for work."""
+
+    def __init__(self, store: Store, models: Models, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._models = models
+        self._clock = clock
+
+    def next_assignment(
+        self, device_id: str, mask: str | None = None, model: str | None = None, *, asked: bool = True
+    ) -> Asked:
+        """The device's oldest open assignment, or none. Raises Finished when there will be none.
+
+        A device that comes after the end, without a model, is given ``adapt`` first. mask: the digest of the mask that
+        it holds; model: that of the global model that it can rebuild. asked: False for another look within one long
+        poll: whoever has left since it asked, perhaps without a word to the poll, stays away.
+        """
+        now = self._clock()
+        with self._store.reading() as db:
+            device, federation, assignment = oldest_open(db, device_id)
+        away = asked and not device.present
+        # A poll is no fact worth a write (``heard``), unless the device was thought away, or holds another mask or
+        # model than it did.
+        if away or (asked and (mask, model) != (device.mask, device.model)):
+            holds = {"mask": mask, "model": model, "paused": None}
+            with self._store.writing() as db:
+                db.execute(update(Device).where(Device.id == device_id).values(present=True, seen_at=now, **holds))
+                device = db.get_one(Device, device_id)
+        if federation.status == wire.FederationStatus.paused:
+            return Asked(None, away)
+        if assignment is None:
+            assignment = self._late_work(federation, device_id)
+        if assignment is None and federation.status in ("finished", "stopped"):
+            if device.holds_model:
+                raise Finished(
+                    f"{federation.name} is {federation.status} after {federation.round} rounds; nothing is left to do, "
+                    f"your personal model stays with you"
+                )
+            assignment = self._adapt(device_id)
+        return Asked(None if assignment is None else self._describe(federation, device, assignment, now), away)
+
+    def payload(self, assignment_id: str, device_id: str) -> Packed:
+        """The bundle of an open assignment of this device. Raises NotFound, NotAllowed, RoundClosed."""
+        with self._store.reading() as db:
+            assignment, device, federation = owned(db, assignment_id, device_id)
+        if assignment.status != "open":
+            raise RoundClosed(f"the assignment is {assignment.status}; ask for the next one")
+        if not self._has_payload(federation, assignment):
+            raise NotFound("this assignment has no payload; carry it out with the personal model")
+        return self._models.payload(federation, device, assignment)
+
+    def check_open(self, assignment_id: str, device_id: str) -> None:
+        """Raise RoundClosed where nobody waits for this assignment any more; NotFound, NotAllowed."""
+        with self._store.reading() as db:
+            assignment, _, _ = owned(db, assignment_id, device_id)
+        if assignment.status != "open":
+            raise RoundClosed(f"the assignment is {assignment.status}: nobody waits for it any more")
+
+    def hand_back(self, assignment_id: str, device_id: str, reason: wire.PauseReason | str) -> None:
+        """The device cannot do it: it is out of this round. Handing back twice is the same as once.
+
+        One whose policy says so stays away until it asks for work again; others rest.
+        """
+        text = reason.value if isinstance(reason, wire.PauseReason) else reason
+        with self._store.writing() as db:
+            assignment, device, federation = owned(db, assignment_id, device_id)
+            if assignment.status == "returned":
+                return
+            if assignment.status != "open":
+                raise RoundClosed(f"the assignment is {assignment.status} already; nothing to hand back")
+            assignment.status, assignment.return_reason = "returned", text
+            if isinstance(reason, wire.PauseReason):
+                device.present, device.paused = False, text
+            else:
+                device.rest_until = self._clock() + REST_SECONDS
+            touch(db, federation.id, assignment.round)
+            log.info(
+                "round %s: %s hands back %s: %s",
+                *(assignment.round, device.name, assignment.kind, text),
+                extra={"round": assignment.round},
+            )
+
+    def _late_work(self, federation: Federation, device_id: str) -> Assignment | None:
+        """The work of the last round for everyone, for a device that has not done it and was not drawn since."""
+        method = load_method(federation.method)
+        if not method.for_everyone:  # asked at every poll: what follows validates the settings
+            return None
+        situation = Situation(self._models.manifest(federation), settings_of(federation), federation.round)
+        number = method.last_for_everyone(situation)
+        if number is None:
+            return None
+        with self._store.reading() as db:
+            if not missed_work(db, device_id, number):
+                return None
+        with self._store.writing() as db:
+            device = db.get_one(Device, device_id)
+            federation = db.get_one(Federation, federation.id)  # as it is now: models of before may be gone
+            missed = missed_work(db, device_id, number)
+            if not missed or device.status != "active" or not reaches(device.budget, smallest_budget(federation)):
+                return None
+            found = missed[0]
+            if found is None:
+                found = assign(federation, device, wire.Kind.personalise, number, 0, self._clock())
+                situation = situation_of(db, self._models.manifest(federation), federation, number)
+                found.plan = dict(method.work(situation).plan) or None
+                db.add(found)
+            found.status = "open"
+            found.model_version = federation.model_version
+            found.created_at = self._clock()
+            found.deadline_at = self._clock() + settings_of(federation).deadline_seconds
+            touch(db, federation.id, number)
+            return found
+
+    def _adapt(self, device_id: str) -> Assignment:
+        with self._store.writing() as db:
+            device = db.get_one(Device, device_id)
+            federation = db.get_one(Federation, device.federation_id)
+            assignment = db.scalar(
+                select(Assignment).where(
+                    Assignment.device_id == device_id,
+                    Assignment.kind == "adapt",
+                    Assignment.round == federation.round,
+                )
+            )
+            if assignment is None:
+                assignment = assign(federation, device, wire.Kind.adapt, federation.round, 0, self._clock())
+                db.add(assignment)
+            if assignment.status == "returned":
+                raise Finished(
+                    f"{federation.name} is {federation.status}, and this device could not adapt its model "
+                    f"({assignment.return_reason}); start the device again to try once more"
+                )
+            assignment.status = "open"
+            assignment.model_version = federation.model_version
+            assignment.deadline_at = self._clock() + settings_of(federation).deadline_seconds
+            return assignment
+
+    def _describe(self, federation: Federation, device: Device, assignment: Assignment, now: float) -> wire.Assignment:
+        payload = None
+        if self._has_payload(federation, assignment):
+            packed = self._models.payload(federation, device, assignment)
+            payload = wire.Payload(bytes=len(packed.body), sha256=packed.sha256)
+        work = None
+        if assignment.ratio is not None:
+            work = wire.Work(job=job_of(federation), round=assignment.round, device=device.name, ratio=assignment.ratio)
+        return wire.Assignment(
+            assignment_id=assignment.id,
+            kind=wire.Kind(assignment.kind),
+            round=assignment.round,
+            deadline_seconds=max(0.0, assignment.deadline_at - now),
+            settings=settings_of(federation),
+            payload=payload,
+            work=work,
+            plan=assignment.plan or {},
+            model_sha256=self._models.digest(federation, assignment.model_version),
+        )
+
+    def _has_payload(self, federation: Federation, assignment: Assignment) -> bool:
+        kind = wire.Kind(assignment.kind)
+        if kind is wire.Kind.evaluate and not assignment.full:
+            return False
+        return load_method(federation.method).sends_values(kind, not assignment.full)

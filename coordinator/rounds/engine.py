@@ -1,0 +1,543 @@
+"""The life of a round.
+
+    federation   waiting --(min_devices enrolled)--> running --(all stopped, or last round)--> finished
+                 running <--> paused; waiting, running, paused --(operator)--> stopped; reopened: running again
+    round        open --(all settled, quorum, or deadline)--> closed; then the next one opens
+                 open --(too few updates)--> open, extended: more time, more devices; in the end closed, skipped
+    assignment   open --> done (update accepted) | returned (handed back)
+                      --> expired (deadline, silence of its device, or the quorum was met)
+
+Buffered rounds, which do not wait for their cohort, are in ``buffer``.
+
+Where a method has one device prepare the model, that is round 0; it is tried again, with whoever is there, until an
+update comes of it.
+
+Calls from devices only record facts, each in one transaction: enrolled, asked, handed back, sent an update.
+``advance`` turns facts into progress: it opens rounds, folds updates into running sums, closes rounds. It is called by
+one thread at a time, whenever a fact has come and every tick for the deadlines.
+
+Nothing acknowledged is lost: an update is on disk and in the records before it is answered. The running sums are only
+memory: after a restart they are rebuilt from the stored updates. Updates are folded in the order of the cohort (sorted
+by device name); one that comes out of turn waits on disk. So the same updates give the same model bit for bit, in
+whatever order they arrive, and memory does not grow with the cohort.
+
+A round closes in two steps: first the new model's files, then the commit of the transaction that moves everything on.
+Killed between them, the coordinator finds the round still open, and does the same again.
+
+Devices that miss a deadline, or are not heard of for ``silence_seconds`` while somebody waits for them, are not drawn
+again until they ask for work, those that hand back not for a minute. Silence counts only while this process looks:
+after a restart, a pause, or a time in which no call could come, it counts anew. A round whose cohort sent nothing is
+recorded with no updates and leaves the model as it was; the next opens when somebody is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from sqlalchemy import and_, delete, func, or_, select
+from sqlalchemy.exc import NoResultFound
+from sqlalchemy.orm import Session
+
+from edge_sdk.protocol import messages as wire
+from sparrow.coordinator.errors import Unavailable
+from sparrow.coordinator.fleet.last_heard import Heard
+from sparrow.coordinator.logs import about
+from sparrow.coordinator.methods import GlobalModel, Situation, Work, load_method
+from sparrow.coordinator.models.global_models import Models, settings_of
+from sparrow.coordinator.rounds.assignments import (
+    COHORT_KINDS,
+    Drawable,
+    Member,
+    assign,
+    cohort_of,
+    drop_late_work,
+    extend_deadlines,
+    open_round,
+    touch,
+)
+from sparrow.coordinator.rounds.buffered import arrivals, count_in, working
+from sparrow.coordinator.rounds.candidates import draw, drawable, situation_of, why_over
+from sparrow.coordinator.rounds.cleanup import clear
+from sparrow.coordinator.rounds.costs import UploadCosts
+from sparrow.coordinator.rounds.evaluations import ask_for_evaluation
+from sparrow.coordinator.rounds.folding import Folding
+from sparrow.coordinator.rounds.privacy import spent
+from sparrow.coordinator.rounds.rollback import carry_out, newest_version
+from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
+
+log = logging.getLogger(__name__)
+
+ACCIDENT = 1e-9
+"""Of binary floats: 0.28 * 25 is 7.000000000000001, and seven are enough."""
+
+LOOK_SECONDS = 0.5
+"""How often open work is looked through for silent devices, and what has no round of its own for late ones, while
+updates keep coming."""
+
+MOST_SAID = 10
+"""Silent devices that a line of the log names."""
+
+GAP_SECONDS = 10.0
+"""Between two looks: after a longer one silence counts anew, for the process may have stood still, and heard nobody."""
+
+
+class Rounds:
+    """Runs the rounds of every federation. heard: when devices were. longest_pause: that a device without work may make
+    because it was asked to, s. on_closed: told of each that closes: its seconds, and how many of its updates were left
+    out."""
+
+    def __init__(
+        self,
+        store: Store,
+        models: Models,
+        clock: Callable[[], float],
+        costs: UploadCosts,
+        heard: Heard,
+        *,
+        longest_pause: Callable[[], float] = lambda: 0.0,
+        on_closed: Callable[[str, float, int], None] = lambda federation, seconds, left_out: None,
+    ) -> None:
+        self._store = store
+        self._models = models
+        self._clock = clock
+        self._costs = costs
+        self._heard = heard
+        self._longest_pause = longest_pause
+        self._on_closed = on_closed
+        self._advancing = threading.Lock()
+        self._folding: dict[int, Folding] = {}
+        self._opened: dict[int, int] = {}  # by federation: the round that this process opened last
+        self._stuck: dict[int, float] = {}
+        self._late_seen: dict[int, float] = {}
+        self._silent_seen: dict[int, float] = {}
+        self._looked_at = -math.inf
+        self._looking_since: dict[int, float] = {}  # by federation: without a gap, and while it was not paused
+
+    def resume_after_restart(self) -> None:
+        """Give open rounds their whole deadline again: the time without a coordinator was not the devices' fault."""
+        with self._store.writing() as db:
+            for federation in db.scalars(select(Federation).where(Federation.status.in_(("running", "waiting")))):
+                extend_deadlines(db, federation, self._clock())
+
+    def forget_sums(self) -> None:
+        """Running sums of before: another process may have moved rounds since. They are made again from what is
+        stored."""
+        with self._advancing:
+            self._folding.clear()
+            self._looking_since.clear()
+
+    def advance(self) -> bool:
+        """Turn what has happened into progress; True when something moved that a device or observer may wait for."""
+        moved = False
+        with self._advancing:
+            with self._store.reading() as db:
+                moving = select(Federation.id, Federation.name).where(
+                    Federation.status.in_(("waiting", "running", "stopped"))
+                )
+                federations = db.execute(moving).all()
+            now = self._clock()
+            since = self._looking_since if now - self._looked_at <= GAP_SECONDS else {}
+            self._looking_since = {row[0]: since.get(row[0], now) for row in federations}
+            for federation_id, name in federations:
+                with about(federation=name):
+                    try:
+                        while self._step(federation_id):
+                            moved = True
+                    except Unavailable:  # the store has said so, once; what is half folded is made again
+                        self._folding.pop(federation_id, None)
+                        self._looking_since.pop(federation_id, None)
+                    except NoResultFound:  # deleted meanwhile
+                        self._folding.pop(federation_id, None)
+                    except Exception:
+                        # A lost file or an uninstalled method stops its federation, not the others. Its sums may hold
+                        # half an update: they are made again from what is stored.
+                        self._folding.pop(federation_id, None)
+                        self._say_stuck(federation_id)
+                    else:
+                        self._stuck.pop(federation_id, None)
+            self._looked_at = self._clock()
+        return moved
+
+    def _say_stuck(self, federation_id: int) -> None:
+        """Log why a federation cannot move on, at most once a minute."""
+        now = self._clock()
+        if now - self._stuck.get(federation_id, -math.inf) >= 60:
+            self._stuck[federation_id] = now
+            log.exception("federation %s cannot move on; the others do, and it is tried again", federation_id)
+
+    def _step(self, federation_id: int) -> bool:
+        with self._store.reading() as db:
+            federation = db.get_one(Federation, federation_id)
+            current = open_round(db, federation)
+            cohort = cohort_of(db, federation, current.number) if current else []
+        if federation.status == "waiting" and self._start(federation_id):
+            return True  # before its round, which may be open: paused in round 1, then resumed
+        if federation.status == "running" and self._withdraw_silent(federation, current):
+            return True
+        if current is not None:
+            if settings_of(federation).buffer is not None:
+                return self._step_buffered(federation, current)
+            return self._step_round(federation, current, cohort)
+        if federation.status == "running":
+            return self._expire_late(federation_id) or self._open_round(federation_id)
+        return False
+
+    def _start(self, federation_id: int) -> bool:
+        with self._store.writing() as db:
+            federation = db.get_one(Federation, federation_id)
+            enrolled = db.scalar(
+                select(func.count()).where(Device.federation_id == federation_id, Device.status != "revoked")
+            )
+            if federation.status != "waiting" or (enrolled or 0) < settings_of(federation).min_devices:
+                return False
+            federation.status = "running"
+            log.info("%s: %s devices enrolled, starts", federation.name, enrolled)
+            return True
+
+    def _open_round(self, federation_id: int) -> bool:
+        """Open the next round, or end the federation."""
+        now = self._clock()
+        with self._store.writing() as db:
+            federation = db.get_one(Federation, federation_id)
+            settings = settings_of(federation)
+            if federation.status != "running" or open_round(db, federation):
+                return False
+            over, going_on = why_over(db, federation), self._goes_on(db, federation)
+            if over and not (over == "all_stopped" and going_on):
+                return self._finish(db, federation, over)
+            there = drawable(db, federation, now)
+            if not there and not going_on:
+                return False
+            method = load_method(federation.method)
+            if method.prepares and federation.model_version == 0:
+                number, size, work = 0, 1, Work(wire.Kind.prepare)
+            else:
+                work = method.work(self._situation(db, federation, federation.round + 1))
+                number, size = federation.round + work.rounds, len(there) if work.everyone else settings.cohort
+            more = 0.0 if work.everyone or work.kind is wire.Kind.prepare else settings.over_selection
+            current = Round(federation_id=federation.id, number=number, status="open", stale=True)
+            current.opened_at, current.deadline_at = now, now + settings.deadline_seconds
+            current.target = 0
+            db.add(current)
+            busy = 0 if settings.buffer is None else len(working(db, federation))
+            drawn = math.ceil(size * (1 + more) - ACCIDENT) - busy
+            count = self._hand_out(db, federation, current, work, drawn, there)
+            wanted = settings.quorum * (min(size, count) if more else count)
+            current.target = settings.buffer or math.ceil(wanted - ACCIDENT)
+            self._opened[federation_id] = number
+            log.info("%s: round %s opens for %s devices", federation.name, number, count, extra={"round": number})
+            return True
+
+    @staticmethod
+    def _goes_on(db: Session, federation: Federation) -> bool:
+        """Whether devices train, or updates wait, that count in the next round whoever is drawn for it."""
+        if settings_of(federation).buffer is None:
+            return False
+        return bool(working(db, federation) or arrivals(db, federation, most=1))
+
+    def _hand_out(
+        self, db: Session, federation: Federation, current: Round, work: Work, size: int, there: Sequence[Drawable]
+    ) -> int:
+        """Have up to ``size`` devices more, of those that are there, do a round's work; returns how many there were."""
+        now, (asked, free) = self._clock(), self._free(db, federation, current.number, there)
+        names = draw(db, federation, list(free.values()), size, current.number) if size > 0 else []
+        drop_late_work(db, [free[name].id for name in names])
+        for position, name in enumerate(names, start=asked):
+            assignment = assign(federation, free[name], work.kind, current.number, position, now)
+            assignment.plan = dict(work.plan) or None
+            db.add(assignment)
+        return len(names)
+
+    @staticmethod
+    def _free(
+        db: Session, federation: Federation, number: int, there: Sequence[Drawable]
+    ) -> tuple[int, dict[str, Drawable]]:
+        """How many devices round ``number`` was given to, and which others of those there it could be, by name."""
+        asked = {member.device_id for member in cohort_of(db, federation, number)}
+        busy = asked.union(working(db, federation))
+        return len(asked), {device.name: device for device in there if device.id not in busy}
+
+    def _somebody_is_free(self, federation_id: int, number: int) -> bool:
+        """Whether a round can be given to more devices: looked up before a transaction is begun for it."""
+        with self._store.reading() as db:
+            federation = db.get_one(Federation, federation_id)
+            return bool(self._free(db, federation, number, drawable(db, federation, self._clock()))[1])
+
+    def _finish(self, db: Session, federation: Federation, reason: str) -> bool:
+        evaluations = select(Assignment.id).where(
+            Assignment.federation_id == federation.id, Assignment.kind == "evaluate"
+        )
+        if db.scalar(evaluations.where(Assignment.status == "open").limit(1)):
+            return False  # the last evaluation is still being answered
+        judged = db.scalar(evaluations.where(Assignment.round == federation.round).limit(1))
+        if federation.round and not judged and ask_for_evaluation(db, federation, self._clock(), last=True):
+            return True
+        federation.status, federation.reason, federation.finished_at = "finished", reason, self._clock()
+        log.info("%s: finished after %s rounds (%s)", federation.name, federation.round, reason)
+        return True
+
+    def _step_round(self, federation: Federation, current: Round, cohort: Sequence[Member]) -> bool:
+        done = [member.id for member in cohort if member.status == "done"]
+        waiting = [member.id for member in cohort if member.status == "open"]
+        late, stopped = self._clock() >= current.deadline_at, federation.status == "stopped"
+        settings, trains = settings_of(federation), bool(cohort) and cohort[0].kind == wire.Kind.train.value
+        asks = trains and settings.noise_multiplier is None  # under noise nobody may know how many came
+        lacking = settings.min_updates if asks and len(done) < settings.min_updates else 0
+        if lacking and not stopped and (late or not waiting) and current.extensions < settings.extensions:
+            return self._extend(federation.id, current.number, late=late) or self._expire_late(federation.id)
+        if waiting and (late or len(done) >= current.target or stopped):
+            self._expire(waiting, away=late)
+            return True
+        folding = self._fold(federation, current)
+        folding.take_in_order(cohort)
+        if waiting:
+            return self._expire_late(federation.id)
+        why = f"skipped: {len(done)} updates came, and min_updates is {lacking}"
+        self._close(federation, current.number, folding, dict.fromkeys(done, why) if lacking else None)
+        return True
+
+    def _extend(self, federation_id: int, number: int, *, late: bool) -> bool:
+        """Give a round another deadline, and its work to as many further devices as updates are missing.
+
+        False where nobody is there to ask before the deadline: somebody may come.
+        """
+        if not late and not self._somebody_is_free(federation_id, number):
+            return False
+        with self._store.writing() as db:
+            federation = db.get_one(Federation, federation_id)
+            current = open_round(db, federation)
+            if current is None or current.number != number:
+                return False
+            missing = current.target - sum(member.status == "done" for member in cohort_of(db, federation, number))
+            work = Work(plan=self._situation(db, federation, number).plan)
+            there = drawable(db, federation, self._clock())
+            more = self._hand_out(db, federation, current, work, missing, there)
+            if not more and not late:
+                return False
+            current.extensions += 1
+            extend_deadlines(db, federation, self._clock())
+        log.warning(
+            "%s: round %s lacks updates; it is extended, and given to %s devices more",
+            *(federation.name, number, more),
+            extra={"round": number},
+        )
+        return True
+
+    def _step_buffered(self, federation: Federation, current: Round) -> bool:
+        """Take in what has arrived, keep a cohort at work, and close when the buffer is full (``buffer``)."""
+        settings, number = settings_of(federation), current.number
+        late, stopped = self._clock() >= current.deadline_at, federation.status == "stopped"
+        final = self._is_final(federation, number)
+        folding = self._fold(federation, current)
+        with self._store.reading() as db:
+            busy = working(db, federation)  # before the arrivals: where nobody trains, none can come after them
+            room = None if final else max(0, current.target - folding.taken)
+            arrived = arrivals(db, federation, folding.last, room)
+        folding.take_arrivals(arrived)
+        if folding.taken < current.target and not late and not stopped:
+            if len(busy) < settings.cohort and self._top_up(federation.id, number):
+                return True
+            if busy:
+                return self._expire_late(federation.id)
+        if final and busy:
+            self._expire(list(busy.values()), away=False)
+            return True
+        self._close(federation, number, folding)
+        return True
+
+    @staticmethod
+    def _is_final(federation: Federation, number: int) -> bool:
+        """Whether nothing goes on from a buffered round: it takes all that came, and nobody is waited for."""
+        stopped, last = federation.status == "stopped", settings_of(federation).rounds
+        return stopped or number >= last or federation.rollback_version is not None
+
+    def _top_up(self, federation_id: int, number: int) -> bool:
+        """Give a buffered round's work to so many more devices that a cohort trains; False where nobody is there."""
+        if not self._somebody_is_free(federation_id, number):
+            return False
+        with self._store.writing() as db:
+            federation = db.get_one(Federation, federation_id)
+            current = open_round(db, federation)
+            if federation.status != "running" or current is None or current.number != number:
+                return False
+            room = settings_of(federation).cohort - len(working(db, federation))
+            return bool(self._hand_out(db, federation, current, Work(), room, drawable(db, federation, self._clock())))
+
+    def _expire(self, assignment_ids: Sequence[str], *, away: bool) -> None:
+        """Close assignments to updates. ``away``: their devices missed a deadline, and are not drawn until they ask."""
+        with self._store.writing() as db:
+            for assignment in db.scalars(select(Assignment).where(Assignment.id.in_(assignment_ids))):
+                if assignment.status == "open":
+                    assignment.status = "expired"
+                    federation = db.get_one(Federation, assignment.federation_id)
+                    touch(db, federation.id, assignment.round)
+                    if away:
+                        db.get_one(Device, assignment.device_id).present = False
+
+    def _withdraw_silent(self, federation: Federation, current: Round | None) -> bool:
+        """Close what is waited for of devices that were not heard of for ``silence_seconds``; True where there was any.
+
+        What nobody waits for stays: adapting the finished model, and work for everyone of an earlier round.
+        """
+        now = self._clock()
+        if now - self._silent_seen.get(federation.id, -math.inf) < LOOK_SECONDS:
+            return False
+        self._silent_seen[federation.id] = now
+        settings = settings_of(federation)
+        before = now - settings.silence_seconds - self._longest_pause() - self._heard.lag
+        if self._looking_since.get(federation.id, now) > before:
+            return False
+        awaited = [Assignment.kind == wire.Kind.evaluate.value]
+        if current is not None:
+            awaited.append(and_(Assignment.kind.in_(COHORT_KINDS), Assignment.round == current.number))
+        if settings.buffer is not None:
+            awaited.append(Assignment.kind == wire.Kind.train.value)
+        with self._store.reading() as db:
+            rows = db.execute(
+                select(Assignment.id, Device.id, Device.name, Device.seen_at)
+                .join(Device, Device.id == Assignment.device_id)
+                .where(
+                    Assignment.federation_id == federation.id,
+                    Assignment.status == "open",
+                    or_(*awaited),
+                    Assignment.created_at <= before,
+                    Device.seen_at <= before,
+                    Device.hosted.is_(False),
+                )
+            ).all()
+        silent = {row[0]: row[2] for row in rows if self._heard.at(row[1], row[3]) <= before}
+        if not silent:
+            return False
+        self._expire(list(silent), away=True)
+        names = sorted(set(silent.values()))
+        log.warning(
+            "%s: silent for more than %g s, so nobody waits for %s%s",
+            *(federation.name, settings.silence_seconds, ", ".join(names[:MOST_SAID])),
+            f" and {len(names) - MOST_SAID} more" if len(names) > MOST_SAID else "",
+            extra={"round": federation.round + 1},
+        )
+        return True
+
+    def _expire_late(self, federation_id: int) -> bool:
+        """Close the evaluations whose deadline has passed, and what is trained for no round of its own."""
+        now = self._clock()
+        if now - self._late_seen.get(federation_id, -math.inf) < LOOK_SECONDS:
+            return False
+        self._late_seen[federation_id] = now
+        with self._store.reading() as db:
+            buffered = settings_of(db.get_one(Federation, federation_id)).buffer is not None
+            kinds = ("evaluate", "train") if buffered else ("evaluate",)
+            late = db.scalars(
+                select(Assignment.id).where(
+                    Assignment.federation_id == federation_id,
+                    Assignment.kind.in_(kinds),
+                    Assignment.status == "open",
+                    Assignment.deadline_at <= now,
+                )
+            ).all()
+        if late:
+            self._expire(late, away=True)
+        return bool(late)
+
+    def _fold(self, federation: Federation, current: Round) -> Folding:
+        """The sums of the open round, begun where there are none."""
+        folding, number = self._folding.get(federation.id), current.number
+        if folding is None or folding.round != number:
+            with self._store.reading() as db:
+                situation = self._situation(db, federation, number)
+            # Into a buffered round come updates of before, too.
+            checked_here = self._opened.get(federation.id) == number and self._store.sharing is None
+            intact = checked_here and situation.settings.buffer is None
+            folding = Folding(self._store, self._models, federation, situation, intact=intact)
+            self._folding[federation.id] = folding
+        return folding
+
+    def _close(
+        self, federation: Federation, number: int, folding: Folding, skipped: Mapping[str, str] | None = None
+    ) -> None:
+        """Make the next model. skipped: assignment id -> why its update is not in it, where none is made."""
+        self._costs.write()
+        version, digest = federation.model_version, federation.model_sha256
+        method, warning = load_method(federation.method), federation.warning
+        folding.intake.finish()
+        sums, notes = folding.intake.sums, folding.intake.notes()
+        if settings_of(federation).buffer is not None:
+            notes |= {"stale_updates": sum(map(bool, folding.behind)), "most_stale": max(folding.behind, default=0)}
+        model: GlobalModel | None = None
+        if skipped is not None:
+            notes["left_out"] = dict(skipped)
+        elif folding.intake.moves(folding.position):
+            with self._store.reading() as db:
+                situation, newest = self._situation(db, federation, number), newest_version(db, federation)
+            model = method.close(self._models.model(federation, version), sums, situation)
+            notes |= model.notes
+            version = newest + 1
+            warning = method.warning(model, situation)
+            if warning and warning != federation.warning:
+                log.warning("%s: %s", federation.name, warning)
+        now = self._clock()
+        with self._store.writing() as db:
+            federation = db.get_one(Federation, federation.id)
+            current = open_round(db, federation)
+            if current is None or current.number != number:  # another process has closed it meanwhile
+                del self._folding[federation.id]
+                return
+            if self._is_final(federation, number) and working(db, federation):
+                return  # an operator has just said so: who trains is told first
+            if model is not None:
+                # In this process's turn to write, so that no two write the same file; the records name it afterwards.
+                digest = self._models.save(federation.id, version, model)
+            before, base = federation.round, federation.model_version
+            federation.round, federation.model_version, federation.model_sha256 = number, version, digest
+            federation.warning = warning
+            current.base_version, current.model_version = base, version
+            current.status, current.closed_at, current.model_sha256, current.stale = "closed", now, digest, True
+            cost = spent(db, federation.id, number, settings_of(federation))
+            current.notes = notes if cost is None else {**notes, "privacy": cost.model_dump()}
+            current.parts = dict(folding.parts)
+            count_in(db, federation, number, folding.last)
+            if method.prepares and version == 0:
+                self._withdraw(db, current)
+                federation.warning = (
+                    "the model has not been prepared yet: the device that was asked did not answer in time, or handed "
+                    "back; another one, or the same, is asked again. Where preparing takes long, raise deadline_seconds"
+                )
+            carry_out(db, federation, self._models)
+            if federation.status == "running":
+                self._evaluate_in_between(db, federation, before, now)
+        del self._folding[federation.id]
+        log.info(
+            "%s: round %s closes, %s updates in its model",
+            *(federation.name, number, 0 if model is None else sums.updates),
+            extra={"round": number},
+        )
+        self._on_closed(federation.name, now - current.opened_at, len(notes.get("left_out", {})))
+        # Only now, with the new model in the records, may what it was made from go.
+        clear(self._store, self._models, federation.id)
+
+    @staticmethod
+    def _withdraw(db: Session, current: Round) -> None:
+        """Take back a preparation that nobody answered: its round is opened anew, with whoever is there."""
+        of_round = (Assignment.federation_id == current.federation_id, Assignment.round == current.number)
+        db.execute(delete(Assignment).where(*of_round, Assignment.kind == wire.Kind.prepare.value))
+        db.delete(current)
+
+    def _situation(self, db: Session, federation: Federation, number: int) -> Situation:
+        return situation_of(db, self._models.manifest(federation), federation, number)
+
+    @staticmethod
+    def _evaluate_in_between(db: Session, federation: Federation, before: int, now: float) -> None:
+        """Ask for the evaluations that are due after a round; ``before``: the number of the round before it."""
+        settings, number = settings_of(federation), federation.round
+
+        def is_due(interval: int) -> bool:
+            return interval > 0 and number // interval > before // interval
+
+        with_global = is_due(settings.global_evaluation_interval)
+        if with_global or is_due(settings.evaluation_interval):
+            last = why_over(db, federation) is not None
+            ask_for_evaluation(db, federation, now, with_global=with_global, last=last)

@@ -1,0 +1,177 @@
+"""Central differential privacy of the global models, user by user, a device being a user (docs/privacy.md).
+
+    w ← w + (Σ_c clip(Δ_c, C) + N(0, (z C)²)) / m         C: update_clip, z: noise_multiplier, m: cohort
+
+after McMahan, Ramage, Talwar, Zhang, "Learning Differentially Private Recurrent Language Models", ICLR 2018,
+arXiv:1710.06963, with what makes it true here:
+
+- Δ_c is what an update moved, 0 wherever its device sent nothing; its 2-norm over the whole model is at most C. Noise
+  comes to every coordinate, sent or not, so that which were sent stays unknown. Updates count alike: weights by
+  examples would be data, too. m is the setting and not the number that came.
+- Noise comes also where nothing came of a drawn cohort: a model that stays would say so.
+- Who is drawn must not depend on anybody's data. So each device is drawn by itself, by the hash of its name and the
+  round, with the same chance, cohort / enrolled: one that is away, or hands back, moves nobody else in or out.
+- That draw follows from names and a seed that devices know. So no amplification by sampling is claimed: the event is a
+  Gaussian mechanism for every round in which a device was drawn. epsilon is that of the device drawn most often, an
+  upper bound by Rényi accounting (Mironov 2017), for neighbours that differ in everything that one device sends.
+- Noise comes from a generator seeded by the operating system, never from the federation's seed.
+
+Numbers are doubles, which a perfect Gaussian is not (Mironov, CCS 2012); this is not defended against.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from edge_sdk.protocol.manifest import Array, Manifest, Tensors
+from edge_sdk.protocol.masks import Mask, pack, unpack, unpack_whole
+from edge_sdk.protocol.messages import FederationSettings, Kind, PrivacySpent
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.methods import CoordinatorMethod
+from sparrow.coordinator.rounds.sums import difference
+from sparrow.coordinator.storage.tables import Assignment
+
+Noise = Callable[[int], np.ndarray[Any, np.dtype[np.float64]]]
+"""So many independent draws of the standard normal distribution."""
+
+
+def system_noise(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """From a generator that the operating system's secure one seeds, anew at every call."""
+    return np.random.Generator(np.random.PCG64(secrets.randbits(256))).standard_normal(count)
+
+
+class PrivateSums:
+    """Σ clip(Δ_c, C) over one round's updates, whose mean is noisy; memory is one model in float64, and a little."""
+
+    def __init__(
+        self, manifest: Manifest, sent: Tensors, settings: FederationSettings, noise: Noise = system_noise
+    ) -> None:
+        assert settings.update_clip is not None
+        assert settings.noise_multiplier is not None, "its settings ask for both"
+        self._manifest = manifest
+        self._sent = sent
+        self._longest = settings.update_clip
+        self._deviation = settings.noise_multiplier * settings.update_clip
+        self._cohort = settings.cohort
+        self._noise = noise
+        self._sum = np.zeros(manifest.shared_values)
+        self._parts: dict[str, Any] = unpack_whole(manifest, self._sum)
+        self.updates = 0
+
+    def fold_in_place(
+        self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
+    ) -> None:
+        """Add one update's difference from what was sent, clipped in float64: rounding to float32 could exceed C."""
+        moved = difference(self._manifest, self._sent, values, mask)
+        norm = float(np.linalg.norm(moved))
+        scale = 1.0 if norm <= self._longest else self._longest / norm
+        for spec, block, part in unpack(self._manifest, moved, mask):
+            target = self._parts[spec.name]
+            block.add(target, part, scale=scale)
+        self.updates += 1
+
+    def mean(self, previous: Tensors) -> Tensors:
+        """The next global values: name -> float32, all of them noisy."""
+        moved = (self._sum + self._deviation * self._noise(len(self._sum))) / self._cohort
+        values = pack(self._manifest, previous, None).astype(np.float64) + moved
+        return unpack_whole(self._manifest, values.astype(np.float32))
+
+
+def check_privacy(method: CoordinatorMethod, manifest: Manifest, settings: FederationSettings) -> None:
+    """Raise BadContent for a federation that would claim more than it keeps."""
+    if settings.noise_multiplier is None:
+        return
+    reasons = {
+        "update_clip": "nothing bounds what one device adds, so no noise hides it; give a largest norm"
+        if settings.update_clip is None
+        else None,
+        "early_stopping": "when a device stops depends on its data, and decides who is drawn after it; turn it off"
+        if settings.early_stopping != "off"
+        else None,
+        "quorum": "who is cut off depends on how fast others are, which depends on their data; wait for all (1)"
+        if settings.quorum < 1
+        else None,
+        "over_selection": "as with a quorum, who is cut off depends on others; leave it out"
+        if settings.over_selection
+        else None,
+        "min_updates": "whether a round is skipped would tell how many answered; leave it out"
+        if settings.min_updates > 1 or settings.extensions
+        else None,
+        "buffer": "when a device is done decides in which round it counts, and depends on its data; leave it out"
+        if settings.buffer is not None
+        else None,
+        "privacy_delta": "at one over the number of devices it would allow to show one of them whole; give far less"
+        if settings.privacy_delta * max(settings.cohort, settings.min_devices) >= 1
+        else None,
+        "robust": "these rules choose by the updates themselves, which the noise on a sum does not hide; leave it out"
+        if settings.robust
+        else None,
+        "outlier_mads": "who is left out depends on the others' updates, so one device moves more than its own; "
+        "leave it out; update_clip bounds everybody"
+        if settings.outlier_mads
+        else None,
+        "cohort_policy": "who is drawn would depend on who took part, or could afford to; leave it at uniform"
+        if settings.cohort_policy != "uniform"
+        else None,
+        "method": method.why_not_private(settings),
+    }
+    for setting, reason in reasons.items():
+        if reason:
+            raise BadContent(f"{setting}: noise_multiplier promises differential privacy, but {reason}")
+    buffers = next((spec.name for spec in manifest.shared if not spec.trainable), None)
+    if buffers is not None:
+        raise BadContent(
+            f"{buffers}: running statistics would get noise, and variances fall below 0; take a model without batch "
+            f"norm, or, with a method that keeps personal models, publish with --running-statistics personal"
+        )
+    epsilon(settings.noise_multiplier, settings.privacy_delta, 1)
+
+
+@lru_cache(maxsize=1024)
+def epsilon(noise_multiplier: float, delta: float, times: int) -> float:
+    """Of ``times`` Gaussian mechanisms on one device's data, of which z = ``noise_multiplier``; 0.0 for no times.
+
+    Raises BadContent where the accountant is not installed.
+    """
+    try:
+        from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
+        from dp_accounting.rdp import RdpAccountant
+    except ImportError:
+        raise BadContent(
+            "noise_multiplier: this coordinator has no accountant, and would not know what it promises; there, "
+            "pip install 'sparrow-fl[privacy]'"
+        ) from None
+    if not times:
+        return 0.0
+    accountant = RdpAccountant()
+    accountant.compose(SelfComposedDpEvent(GaussianDpEvent(noise_multiplier), times))
+    return float(accountant.get_epsilon(delta))
+
+
+def spent(db: Session, federation_id: int, number: int, settings: FederationSettings) -> PrivacySpent | None:
+    """What the models up to that of round ``number`` have cost; None where the federation promises nothing."""
+    if settings.noise_multiplier is None:
+        return None
+    draws = (
+        select(func.count())
+        .where(
+            Assignment.federation_id == federation_id,
+            Assignment.kind == Kind.train.value,
+            Assignment.round <= number,
+        )
+        .group_by(Assignment.device_id)
+        .subquery()
+    )
+    times = db.scalar(select(func.max(draws.c[0]))) or 0
+    return PrivacySpent(
+        epsilon=epsilon(settings.noise_multiplier, settings.privacy_delta, times),
+        delta=settings.privacy_delta,
+        most_draws=times,
+    )

@@ -1,0 +1,110 @@
+"""Going back to an older global model.
+
+The next round begins from it; round numbers go on. The rounds whose models are given up so stay in the records, marked
+``undone``, and each round's record names the model it began from. While a round is open its devices train the model
+that is given up: it closes first, and is undone with the others.
+
+Devices get along by themselves. A mask goes down as what has changed since the one that a device says it holds, from
+whatever model it is. Where a device says which model it holds, that of a round that was undone counts as unknown, and
+it is sent the whole; since that of a round before, the older model knows the changes. Personal models and parts stay as
+they are: they are the devices'. A method whose rounds build on each other in stages refuses what would tear them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from edge_sdk.protocol.messages import ModelInfo
+from sparrow.coordinator.errors import NotFound, WrongState
+from sparrow.coordinator.methods import Situation, load_method
+from sparrow.coordinator.models.global_models import Models, settings_of
+from sparrow.coordinator.rounds.assignments import open_round
+from sparrow.coordinator.storage.tables import Federation, Round
+
+log = logging.getLogger(__name__)
+
+
+def ask(db: Session, federation: Federation, models: Models, version: int) -> None:
+    """Go back to ``version``: now, or, while a round is open, when it has closed. Raises NotFound, WrongState."""
+    if version not in models.kept(federation):
+        kept = ", ".join(str(each) for each in models.kept(federation))
+        raise NotFound(f"model_version: {federation.name} has no model {version} any more; it has {kept}")
+    method, current = load_method(federation.method), open_round(db, federation)
+    if method.prepares and version == 0:
+        raise WrongState(
+            f"model_version: {federation.method} prepares model 0 before it is trained; go back to a later"
+        )
+    following = (current.number if current else federation.round) + 1
+    situation = Situation(models.manifest(federation), settings_of(federation), following)
+    method.check_rollback(_round_of(db, federation, version), situation)
+    federation.rollback_version = version
+    if current is None:
+        carry_out(db, federation, models)
+
+
+def carry_out(db: Session, federation: Federation, models: Models) -> None:
+    """Go back to where that was asked for; between rounds."""
+    version = federation.rollback_version
+    if version is None:
+        return
+    of_federation = Round.federation_id == federation.id
+    stays = _made_of(db, federation, version)
+    known = (of_federation, Round.model_version.is_not(None))
+    db.execute(update(Round).where(*known).values(undone=Round.model_version.not_in(stays), stale=True))
+    log.warning("%s: goes back from model %s to %s", federation.name, federation.model_version, version)
+    federation.model_version, federation.rollback_version = version, None
+    federation.model_sha256 = hashlib.sha256(models.file(federation.id, version)).hexdigest()
+
+
+def newest_version(db: Session, federation: Federation) -> int:
+    """The number of the newest model there has been, whether it was undone or not."""
+    of_rounds = db.scalar(select(func.max(Round.model_version)).where(Round.federation_id == federation.id))
+    return max(federation.model_version, of_rounds or 0)
+
+
+def list_models(db: Session, federation: Federation, models: Models) -> list[ModelInfo]:
+    """The global models that are kept, oldest first."""
+    made: dict[int | None, Round] = {}
+    for item in _rounds(db, federation):
+        made.setdefault(item.model_version, item)  # the first round that ended with it made it
+    return [
+        ModelInfo(
+            version=version,
+            round=made[version].number if version in made else 0 if version == 0 else None,
+            bytes=size,
+            model_sha256=made[version].model_sha256 if version in made else None,
+            undone=version in made and made[version].undone,
+            current=version == federation.model_version,
+        )
+        for version, size in models.kept(federation).items()
+    ]
+
+
+def _rounds(db: Session, federation: Federation) -> list[Round]:
+    closed = select(Round).where(Round.federation_id == federation.id, Round.status == "closed")
+    return list(db.scalars(closed.order_by(Round.number)))
+
+
+def _made_of(db: Session, federation: Federation, version: int) -> set[int]:
+    """``version``, and the models that it came of."""
+    came_of: dict[int | None, int | None] = {}
+    for item in _rounds(db, federation):
+        came_of.setdefault(item.model_version, item.base_version)
+    found: set[int] = set()
+    step: int | None = version
+    while step is not None and step not in found:
+        found.add(step)
+        step = came_of.get(step)
+    return found
+
+
+def _round_of(db: Session, federation: Federation, version: int) -> int:
+    """The round that made a model; 0 for the first model."""
+    number = select(func.min(Round.number)).where(
+        Round.federation_id == federation.id, Round.model_version == version, Round.base_version != version
+    )
+    return db.scalar(number) or 0

@@ -1,0 +1,1 @@
+"""What a device can afford: memory, seconds, and the largest budget that fits."""

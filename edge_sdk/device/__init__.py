@@ -1,0 +1,1 @@
+"""One device's conversation with a coordinator, and what it keeps."""

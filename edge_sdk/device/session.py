@@ -1,0 +1,802 @@
+"""One device's conversation with its coordinator: enrol, ask, download, train, upload, and go on after any death.
+
+``Session.step`` does one thing and returns; ``join`` calls it in a loop, a fleet for many devices in turn. Between
+steps everything that matters is on disk (``state``), so a step can be killed anywhere:
+
+    before the state is saved   the assignment is still open: it is given again and done again, from the same model and
+                                with the same random numbers, so to the same update
+    after it                    the outbox holds the update: it is sent again, byte for byte, and counts once
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar
+
+import numpy as np
+from torch import nn
+
+from edge_sdk.budget.preparing import Prepared
+from edge_sdk.budget.search import Choice
+from edge_sdk.device.heartbeat import Heartbeat
+from edge_sdk.device.rounding import round_update
+from edge_sdk.device.state import Best, Identity, Pending, StateFolder, Totals
+from edge_sdk.device.telemetry import Telemetry as Meter
+from edge_sdk.device.transport import Traffic, Transport
+from edge_sdk.device.watchdog import LOOK_SECONDS, Paused, Stint, Watch
+from edge_sdk.errors import FederationOver, Refused, RoundOver, SdkError, TokenExpired
+from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update, load_method
+from edge_sdk.protocol import bundle, personal
+from edge_sdk.protocol.elements import ElementMask
+from edge_sdk.protocol.errors import ManifestError, ProtocolError
+from edge_sdk.protocol.flops import forward_flops
+from edge_sdk.protocol.manifest import Array, Manifest, Tensors
+from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, same_mask
+from edge_sdk.protocol.messages import (
+    Assignment,
+    ChangeDevice,
+    Conditions,
+    DeviceProfile,
+    Enrol,
+    Evaluation,
+    FederationInfo,
+    FederationSettings,
+    Kind,
+    Moved,
+    PauseReason,
+    Phase,
+    Receipt,
+    Telemetry,
+    UpdateReport,
+    UploadCost,
+)
+from edge_sdk.protocol.neurons import mask_digest, mask_from_file, mask_to_file
+from edge_sdk.protocol.quantization import Quantised
+from edge_sdk.tasks import Task
+from edge_sdk.training.checking import check_task
+from edge_sdk.training.early_stopping import is_better
+from edge_sdk.training.local import (
+    TrainingDiverged,
+    count_examples,
+    evaluate,
+    evaluate_held_out,
+    get_tensors,
+    set_tensors,
+)
+from edge_sdk.training.merging import is_whole, mixed, whole_model
+from sparrow.devices import EnergyMeter
+
+log = logging.getLogger(__name__)
+
+JSON_TYPE = "application/json"
+PATIENCE_WHEN_LEAVING = 3.0
+RESERVE_SECONDS = 5.0
+"""Of a round's deadline, what is kept for judging and sending after the last step, at least."""
+MASK = "mask.bits"
+"""The file of the mask that this device holds: of elements, as last received, or of the neurons that it has chosen."""
+FAILURES = 3
+"""Rounds in a row that fail, of a device that has trained in none, after which it gives up."""
+GLOBAL_SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Shares of the global model that are tried in a mixture with the personal one; of equally good ones the first."""
+
+
+Answer = TypeVar("Answer")
+
+
+class Outcome(Enum):
+    """What a step came to."""
+
+    worked = "worked"
+    idle = "idle"
+    over = "over"
+
+
+@dataclass(frozen=True)
+class Step:
+    """Outcome of one step. ``assignment`` is what was worked on; ``pause_seconds`` what an idle device is asked for,
+    ``paused`` why its policy keeps it idle; ``failed`` why nothing came of the work."""
+
+    outcome: Outcome
+    assignment: Assignment | None = None
+    pause_seconds: float = 0.0
+    paused: PauseReason | None = None
+    failed: str | None = None
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a device must learn of its federation before it can enrol; a fleet learns it once for all its devices."""
+
+    info: FederationInfo
+    manifest: Manifest
+
+
+class Session:
+    """One device in one federation.
+
+    make_task: gives the task once the federation's settings are known. telemetry: made from the transport's counters.
+    profile: what the device says of itself, this machine by default. progress: called with (assignment, steps done,
+    steps in all, loss) while the device trains. prepare: given task, manifest and federation before the device enrols;
+    returns the task as it is to be computed, or raises where that cannot be. known: what else would be asked for; the
+    task is then trusted to fit. announce: whether a device that is enrolled says that it is there. watch: holds the
+    device to its policy, between assignments and between batches. hosted: whether it is one of many that a process
+    hosts in turn: such a device may be silent, and sends no heartbeats. Raises what ``errors`` lists; the state folder
+    stays usable.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        folder: StateFolder,
+        *,
+        federation: str,
+        name: str,
+        make_task: Callable[[FederationInfo], Task],
+        budget: float = 1.0,
+        telemetry: Callable[[Traffic], Meter] = lambda traffic: Meter(EnergyMeter(), traffic),
+        profile: DeviceProfile | None = None,
+        progress: Callable[[Assignment, int, int, float], None] = lambda assignment, done, total, loss: None,
+        prepare: Callable[[Task, Manifest, FederationInfo], Prepared] | None = None,
+        known: Known | None = None,
+        announce: bool = True,
+        watch: Watch | None = None,
+        hosted: bool = False,
+    ) -> None:
+        self._transport = transport
+        self._hosted = hosted
+        self._watch = watch
+        self._away: PauseReason | None = None  # what the coordinator was told last
+        self._uploading = 0.0  # seconds that the last upload took
+        self._folder = folder
+        self._federation = federation
+        self._profile = profile
+        self._report_progress = progress
+        self.failed_rounds = 0  # in a row, since this process began
+        self.last_failure: str | None = None
+        self._working_on: Assignment | None = None  # stays when a step is interrupted: leave() hands it back
+        self._telemetry = telemetry(transport.traffic)
+        self._enrolment_token = transport.token
+        before = folder.known_identity()
+        if before is not None and before.token is not None:
+            transport.token = before.token
+            if before.previous is not None:
+                self._settle_token(before)
+        try:
+            self.info = known.info if known else transport.federation(federation)
+        except TokenExpired:
+            transport.token = self._enrolment_token
+            self.info = transport.federation(federation)
+        self._identity = folder.identity(federation, self.info.uid, name)
+        self.manifest = known.manifest if known else self._load_manifest()
+        self.task = make_task(self.info).seeded(self.info.settings.seed)
+        if known is None:
+            check_model(self.task.model, self.manifest)
+            check_task(self.task, self.manifest)
+        self._method = load_method(self.info.method)
+        self._prepared = (
+            prepare(self.task, self.manifest, self.info) if prepare is not None else Prepared(self.task, budget)
+        )
+        self.task = self._prepared.task
+        if known is None:
+            self._note_membership()
+        self.personal, self.progress = folder.load(self.manifest)
+        self._best: tuple[Best, Tensors] | None = None
+        self._moved_before = self.progress.everything
+        self._as_new = {} if self.personal is not None else self._never_sent()
+        self._mask = self._load_mask()
+        if self._identity.token is None:
+            self._enrol()
+        elif announce:
+            transport.token = self._identity.token
+            change = ChangeDevice(
+                budget=self.budget,
+                limited_by=self._prepared.limited_by,
+                conditions=Conditions(),
+                holds_model=self.personal is not None,
+            )
+            self._or_enrol_again(lambda: self._tell(change))
+
+    @property
+    def name(self) -> str:
+        """What this device is called in its federation."""
+        return self._identity.name
+
+    @property
+    def budget(self) -> float:
+        """The share of each layer's neurons that this device trains now."""
+        return self._prepared.share
+
+    @property
+    def choice(self) -> Choice | None:
+        """How that was chosen; None where its user gave it."""
+        return self._prepared.budgets.choice if self._prepared.budgets else None
+
+    @property
+    def moved(self) -> Moved:
+        """Bytes of all HTTP bodies of this device so far: training, evaluation, and what is around them."""
+        return self._moved_before.plus(self._transport.traffic.down, self._transport.traffic.up)
+
+    # --- identity ------------------------------------------------------------------------------------------------
+
+    def _load_manifest(self) -> Manifest:
+        cached = self._folder.cached(personal.MANIFEST)
+        manifest = Manifest.model_validate_json(cached) if cached else None
+        if manifest is None or manifest.digest != self.info.manifest_digest:
+            manifest = self._transport.manifest(self._federation)
+            self._folder.cache(personal.MANIFEST, manifest.model_dump_json().encode())
+        return manifest
+
+    def skeleton(self) -> bytes:
+        """The ONNX skeleton of the federation's model, downloaded once."""
+        skeleton = self._folder.cached(personal.SKELETON)
+        if skeleton is None:
+            skeleton = self._transport.skeleton(self._federation)
+            self._folder.cache(personal.SKELETON, skeleton)
+        return skeleton
+
+    def _note_membership(self) -> None:
+        membership = personal.Membership(device=self._identity.name, budget=self.budget, federation=self.info)
+        self._folder.cache(personal.MEMBERSHIP, membership.model_dump_json(indent=1).encode())
+
+    def _enrol(self) -> None:
+        request = Enrol(
+            name=self._identity.name,
+            enrolment_key=self._identity.enrolment_key,
+            budget=self.budget,
+            limited_by=self._prepared.limited_by,
+            num_examples=count_examples(self.task.train) or None,
+            hosted=self._hosted,
+            profile=self._profile or own_profile(self._telemetry.describe()),
+        )
+        enrolled = self._transport.enrol(self._federation, request)
+        self._identity = self._identity.model_copy(update={"device_id": enrolled.device_id, "token": enrolled.token})
+        self._folder.save_identity(self._identity)
+        if enrolled.notice:
+            log.warning(enrolled.notice)
+        self._transport.token = enrolled.token
+
+    def _or_enrol_again(self, call: Callable[[], Answer]) -> Answer:
+        """What ``call`` answers; a device whose token has expired, because it was away for long, gets a new one first.
+
+        Raises Refused where an enrolment token is needed and was not given.
+        """
+        try:
+            return call()
+        except TokenExpired:
+            self._transport.token = self._enrolment_token
+            self._enrol()
+            return call()
+
+    def _renew_token(self) -> None:
+        """Take a new token. It is kept before it is used, so that there is a good one on disk at any time; and the old
+        one until it was used: where the call came twice, on a network that is slow or repeats, only the answer to the
+        later one is good, which may be the one that was lost."""
+        if self._identity.device_id is not None:
+            before, token = self._identity.token, self._transport.new_token(self._identity.device_id)
+            self._identity = self._identity.model_copy(update={"token": token, "previous": before})
+            self._folder.save_identity(self._identity)
+            self._identity = self._settle_token(self._identity)
+
+    def _settle_token(self, identity: Identity) -> Identity:
+        """Use a new token for the first time, or go on with the old one where it is refused."""
+        assert identity.device_id is not None, "there is no token without"
+        token = self._transport.token = identity.token
+        try:
+            self._transport.change_device(identity.device_id, ChangeDevice())
+        except Refused as refusal:
+            if refusal.status != 401:
+                raise
+            token = self._transport.token = identity.previous
+        settled = identity.model_copy(update={"token": token, "previous": None})
+        self._folder.save_identity(settled)
+        return settled
+
+    def _tell(self, change: ChangeDevice) -> None:
+        if self._identity.device_id is not None:
+            self._transport.change_device(self._identity.device_id, change)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def step(self, wait_seconds: float = 0.0) -> Step:
+        """Send what is waiting to be sent, or ask for work and do it, or find that there is none."""
+        if (reason := self._watch.look() if self._watch else None) is not None:
+            self._stay_away(reason)
+            return Step(Outcome.idle, pause_seconds=LOOK_SECONDS, paused=reason)
+        self._away = None  # asking for work says that it is back
+        if self.progress.pending is not None:
+            with self._heard(self.progress.pending.assignment_id, self.info.settings):
+                self._send(self.progress.pending)
+        try:
+            assignment, pause = self._or_enrol_again(
+                lambda: self._transport.assignment(
+                    self._federation,
+                    wait_seconds,
+                    self.progress.upload_cost,
+                    mask_digest(self.manifest, self._mask) if self._mask else None,
+                    self.progress.model,
+                )
+            )
+        except FederationOver:
+            return Step(Outcome.over)
+        if self._transport.renewal_due:
+            self._renew_token()
+        if self.progress.upload_cost is not None:
+            self.progress = self.progress.model_copy(update={"upload_cost": None})
+        if assignment is None:
+            return Step(Outcome.idle, pause_seconds=pause)
+        self._working_on = assignment
+        failed = None
+        try:
+            with self._heard(assignment.assignment_id, assignment.settings):
+                self._work(assignment, self._stint(assignment))
+        except (TrainingDiverged, ProtocolError) as error:
+            failed = str(error)
+            log.warning("round %s: %s", assignment.round, error)
+            self._give_up(assignment, failed)
+        except Paused as pause_:
+            log.warning("round %s is handed back: the pause would last beyond its deadline", assignment.round)
+            self._give_up(assignment, pause_.reason)
+            self._away = pause_.reason
+            self._reassess(assignment)
+        except RoundOver as error:
+            # The round closed while this device was downloading; there is other work, or will be.
+            log.info("round %s: %s", assignment.round, error.detail)
+            self._tell(ChangeDevice(conditions=Conditions()))  # it may have been thought away
+        self._working_on = None  # not in a finally: after an interrupt or error ``leave`` must know what to hand back
+        if assignment.kind is not Kind.evaluate:
+            self.failed_rounds = self.failed_rounds + 1 if failed else 0
+            self.last_failure = failed or self.last_failure
+        return Step(Outcome.worked, assignment, failed=failed)
+
+    def _heard(self, assignment_id: str, settings: FederationSettings) -> AbstractContextManager[None]:
+        """Have the coordinator hear of this device while it works, transfers included."""
+        return nullcontext() if self._hosted else Heartbeat(self._transport, assignment_id, settings.silence_seconds)
+
+    def _reassess(self, assignment: Assignment) -> None:
+        """What this device can afford from the next round on."""
+        budgets, hot = self._prepared.budgets, self._watch is not None and self._watch.hot
+        if budgets is None or assignment.kind is not Kind.train:
+            return
+        if self._watch is not None:
+            self._watch.hot = False
+        before = budgets.share
+        if budgets.reassess(assignment.settings.deadline_seconds, hot=hot):
+            log.info("from budget %g: %s", before, budgets.choice)
+            self._note_membership()
+            self._tell(ChangeDevice(budget=budgets.share, limited_by=budgets.choice.limited_by))
+
+    def _stay_away(self, reason: PauseReason) -> None:
+        """Say once that the policy keeps this device from work, and why, in a word."""
+        if reason is not self._away:
+            self._tell(ChangeDevice(conditions=Conditions(available=False, reason=reason)))
+            self._away = reason
+
+    def _stint(self, assignment: Assignment) -> Stint | None:
+        """This piece of work under the watch. Nobody waits for what is done when the federation has ended."""
+        if self._watch is None:
+            return None
+        waits = assignment.kind is not Kind.adapt
+        return Stint(
+            self._watch,
+            self._watch.clock() + assignment.deadline_seconds if waits else None,
+            reserve=max(RESERVE_SECONDS, 2 * self._uploading),
+            on_pause=self._telemetry.pause,
+        )
+
+    def _give_up(self, assignment: Assignment, reason: PauseReason | str) -> None:
+        if self.personal is None:  # a part of its own begins as it was, not with what a failed round has left
+            set_tensors(self.task.model, self._as_new)
+        self._hand_back(assignment.assignment_id, reason)
+
+    def _never_sent(self) -> Tensors:
+        """What of the task's model no payload brings: a device's own part, local running statistics."""
+        state, shared = self.task.model.state_dict(), {spec.name for spec in self.manifest.shared}
+        return {
+            spec.name: np.array(state[spec.name].detach().cpu().numpy())
+            for spec in self.manifest.kept
+            if spec.name not in shared
+        }
+
+    def leave(self, reason: str) -> None:
+        """Say goodbye: hand back what is open, so that the round need not wait for the deadline."""
+        self._transport.patience_seconds = PATIENCE_WHEN_LEAVING
+        try:
+            if self._working_on is not None:
+                self._hand_back(self._working_on.assignment_id, reason)
+            self._tell(ChangeDevice(conditions=Conditions(available=False, reason=reason)))
+        except SdkError as error:
+            log.warning("could not say goodbye: %s", error)
+
+    def _hand_back(self, assignment_id: str, reason: PauseReason | str) -> None:
+        try:
+            self._transport.hand_back(assignment_id, reason)
+        except RoundOver:
+            pass  # then nobody waits for it any more
+        except Refused as refusal:
+            if refusal.status != 404:  # it was withdrawn: a preparation that took too long
+                raise
+
+    def _work(self, assignment: Assignment, stint: Stint | None) -> None:
+        def after_step(done: int, total: int, loss: float) -> None:
+            self._report_progress(assignment, done, total, loss)
+            self._telemetry.sample()
+            if stint is not None:
+                stint.after_step(done, total)
+
+        with self._telemetry.phase("download") as download:
+            received = None
+            if assignment.payload is not None:
+                body = self._transport.payload(assignment.assignment_id, assignment.payload)
+                received = bundle.decode(body, self.manifest, _elements(self._mask))
+                self._keep_mask(_elements(received.mask))
+        job = Job(
+            assignment=assignment,
+            manifest=self.manifest,
+            task=self.task,
+            model=self.task.model,
+            state=DeviceState(
+                self.personal,
+                self.progress.memory,
+                self._folder.own,
+                self.progress.model,
+                self._mask if isinstance(self._mask, NeuronMask) else None,
+            ),
+            received=received,
+            progress=after_step,
+            federation=self.info.name,
+            device=self._identity.name,
+            budget=self.budget,
+        )
+        match assignment.kind:
+            case Kind.train:
+                self._train(job, self._method.train, download.cost)
+            case Kind.prepare:
+                self._train(job, self._method.prepare, download.cost)
+            case Kind.personalise:
+                self._personalise(job, download.cost)
+            case Kind.evaluate:
+                self._evaluate(job, download.cost)
+            case Kind.adapt:
+                self._adapt(job, download.cost)
+            case other:
+                self._hand_back(
+                    assignment.assignment_id, f"{self.info.method} on this device has no work of kind {other.value}"
+                )
+
+    def _load_mask(self) -> ElementMask | NeuronMask | None:
+        """The mask that this device holds; a file that is not one is none: it is sent, or chosen, again."""
+        data = self._folder.cached(MASK)
+        try:
+            return None if data is None else mask_from_file(self.manifest, data)
+        except ProtocolError:
+            return None
+
+    def _keep_mask(self, mask: ElementMask | NeuronMask | None) -> None:
+        if mask is not None and not same_mask(mask, self._mask):
+            self._folder.cache(MASK, mask_to_file(self.manifest, mask))
+            self._mask = mask
+
+    def _train(self, job: Job, work: Callable[[Job], Trained], download: Phase) -> None:
+        first = self._judge_first(job)
+        with self._telemetry.phase("train") as train:
+            trained = work(job)
+            best = self._find_best(job, trained)
+            train.flops = trained.flops
+        assert trained.update is not None, "such a round ends with values to send"
+        body, feedback = self._pack(job, trained.update, _report(job, trained, download, train.cost))
+        self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost, feedback)
+
+    def _personalise(self, job: Job, download: Phase) -> None:
+        first = self._judge_first(job)
+        with self._telemetry.phase("train") as train:
+            trained = self._method.personalise(job)
+            best = self._find_best(job, trained)
+            train.flops = trained.flops
+        body = _report(job, trained, download, train.cost).encode()
+        self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost)
+
+    def _keep_round(
+        self,
+        job: Job,
+        trained: Trained,
+        body: bytes,
+        judged: Mapping[str, object],
+        download: Phase,
+        train: Phase,
+        feedback: Tensors | None = None,
+    ) -> None:
+        budgets = self._prepared.budgets if job.assignment.kind is Kind.train else None
+        if budgets is not None:
+            # Before the update is sent: it may close the round, and the next one is to be made for the new budget.
+            budgets.observe(download, train)
+            self._reassess(job.assignment)
+        number = job.assignment.round
+        upload = self._keep_and_send(
+            job.assignment,
+            body,
+            trained.state,
+            feedback,
+            rounds=self.progress.rounds + (job.assignment.kind is not Kind.prepare),
+            last_round=number,
+            steps=self.progress.steps + trained.steps,
+            stopped_round=number if trained.stopped else None,
+            **judged,
+            training=self.progress.training.plus(download).plus(train),
+        )
+        if self._watch is not None:
+            spent = [download, train, upload]
+            joules = [phase.joules for phase in spent if phase.joules is not None]
+            self._watch.count(sum(phase.seconds - phase.paused_seconds for phase in spent), sum(joules))
+        if budgets is not None:
+            budgets.sent(upload)
+
+    def _pack(self, job: Job, update: Update, report: str) -> tuple[bytes, Tensors | None]:
+        """The update as a bundle, and what rounding takes from it; None where nothing is rounded."""
+        assignment = job.assignment
+        precision = assignment.settings.precision_of("up", assignment.kind)
+        values: Array | Quantised = update.values
+        feedback = None
+        if precision == "int8":
+            values, feedback = round_update(job, update, self._folder.feedback)
+        body = bundle.encode(
+            self.manifest,
+            values,
+            update.mask,
+            draw=update.draw,
+            precision=precision,
+            report=report,
+            known=None if job.received is None else _elements(job.received.mask),
+            gradients=update.gradients,
+        )
+        return body, feedback
+
+    def _evaluate(self, job: Job, download: Phase) -> None:
+        with self._telemetry.phase("evaluate") as measured:
+            self._mix_with_global(job)
+            evaluated = self._method.evaluate(replace(job, state=replace(job.state, personal=self.best)))
+            shared = self._validate_global(job, evaluated)
+            found = (evaluated.personal, evaluated.global_model, evaluated.validation, shared)
+            judged = [each.num_examples for each in found if each]
+            exists = _elements(job.received.mask) if job.received else None
+            measured.flops = forward_flops(self.manifest, exists) * sum(judged)
+        receipt = Receipt(
+            personal=evaluated.personal,
+            global_model=evaluated.global_model,
+            validation=evaluated.validation,
+            others=dict(evaluated.others),
+            state_bytes=_bytes_of(job.state),
+            telemetry=Telemetry(download=download, train=measured.cost),
+        )
+        self._keep_and_send(
+            job.assignment,
+            receipt.model_dump_json(exclude_defaults=True).encode(),
+            job.state,
+            validation_global=shared or self.progress.validation_global,
+            evaluation=self.progress.evaluation.plus(download).plus(measured.cost),
+        )
+
+    def _adapt(self, job: Job, download: Phase) -> None:
+        first = self._judge_first(job)
+        with self._telemetry.phase("adapt") as measured:
+            state = self._method.adapt(job)
+        assert state.personal is not None, "adapting ends with a personal model"
+        best = None
+        if self._keeps_best:
+            best = Best(round=job.assignment.round, validation=self._validate(state.personal))
+        receipt = Receipt(
+            personal=self.evaluate(state.personal),
+            state_bytes=_bytes_of(state),
+            telemetry=Telemetry(download=download, train=measured.cost),
+        )
+        self._keep_and_send(
+            job.assignment,
+            receipt.model_dump_json(exclude_defaults=True).encode(),
+            state,
+            adapted=True,
+            best=best,
+            **first,
+            training=self.progress.training.plus(download).plus(measured.cost),
+        )
+
+    def _keep_and_send(
+        self,
+        assignment: Assignment,
+        body: bytes,
+        state: DeviceState,
+        feedback: Tensors | None = None,
+        **changed: object,
+    ) -> Phase:
+        """Keep the new state and the update together, then send it; returns what sending cost."""
+        self._keep_mask(state.neurons)  # first: without the rest it is chosen again, from the same model
+        pending = self._folder.put_outbox(assignment.assignment_id, assignment.kind, body)
+        changed |= {"memory": dict(state.memory), "model": state.model, "pending": pending, "everything": self.moved}
+        if state.personal is self.personal and state.own is self._folder.own and feedback is None:
+            self._save_progress(**changed)
+        else:
+            before, self.personal = self.progress.best, state.personal
+            self.progress = self.progress.model_copy(update=changed)
+            best = changed.get("best") not in (None, before)
+            self._folder.save(self.manifest, self.personal, self.progress, state.own, feedback, best=best)
+        return self._send(pending, body)
+
+    def _send(self, pending: Pending, body: bytes | None = None) -> Phase:
+        if body is None:
+            body = self._folder.outbox(pending)
+        media_type = bundle.MEDIA_TYPE if pending.kind in (Kind.train, Kind.prepare) else JSON_TYPE
+        with self._telemetry.phase("upload") as upload:
+            try:
+                self._transport.update(pending.assignment_id, body, media_type)
+            except RoundOver as error:
+                # Too late, or answered already: the local step stays, as the method card asks (3.2).
+                log.info("the update was not needed any more: %s", error.detail)
+                self._say_what_stays(pending)
+            except Refused as refusal:
+                if refusal.status in (401, 403):
+                    raise
+                # It would be refused again. The local step stays, and the round need not wait for this device.
+                log.warning("the update was refused: %s", refusal.detail)
+                self._save_progress(pending=None)
+                self._hand_back(pending.assignment_id, refusal.detail)
+                self._say_what_stays(pending)
+                return Phase()
+        self._uploading = upload.cost.seconds
+        account = "evaluation" if pending.kind is Kind.evaluate else "training"
+        totals: Totals = getattr(self.progress, account)
+        cost = UploadCost(assignment_id=pending.assignment_id, upload=upload.cost, everything=self.moved)
+        self._save_progress(pending=None, upload_cost=cost, **{account: totals.plus(upload.cost)})
+        return upload.cost
+
+    def _say_what_stays(self, pending: Pending) -> None:
+        """Without an update the coordinator cannot know that this device holds a model, and would send it all again."""
+        holds = pending.kind in (Kind.train, Kind.personalise) and self.personal is not None
+        # Whoever comes too late may have been thought away.
+        self._tell(ChangeDevice(holds_model=True if holds else None, conditions=Conditions()))
+
+    def _save_progress(self, **changed: object) -> None:
+        self.progress = self.progress.model_copy(update={**changed, "everything": self.moved})
+        self._folder.save_progress(self.progress)
+
+    # --- looking at models ---------------------------------------------------------------------------------------
+
+    @property
+    def best(self) -> Tensors | None:
+        """The personal model to use: the best of all rounds on validation data where the federation asks for it and the
+        method can tell, or else the last one. None where there is none yet."""
+        best = self.progress.best
+        if best is None:
+            return self.personal
+        if self._best is None or self._best[0] != best:
+            found = self._folder.best(self.manifest)
+            if found is None:
+                log.warning("%s has lost best.safetensors; the last round's model is used", self._folder.path)
+                self.progress = self.progress.model_copy(update={"best": None})
+                return self.personal
+            self._best = (best, found)
+        return self._best[1]
+
+    def _judge_first(self, job: Job) -> dict[str, Any]:
+        """The changes to progress that say how good the model is as first received, before any local training: where a
+        part of it has come, of the narrow network that this is; and where nothing has, of the model that the device
+        has. Nothing where that is known."""
+        if self.progress.rounds or self.progress.accuracy_before is not None:
+            return {}
+        tensors = get_tensors(job.model, self.manifest) if self.personal is None else dict(self.personal)
+        if job.received is not None and is_whole(self.manifest, job.received):
+            tensors |= whole_model(self.manifest, job.received)
+        elif job.received is not None:
+            # Zeroed anew, for what was in the shared tensors is none of this federation's.
+            tensors |= {spec.name: np.zeros(spec.shape, np.float32) for spec in self.manifest.shared}
+            merge_in_place(self.manifest, tensors, job.received.values, job.received.mask)
+        set_tensors(self.task.model, tensors)
+        held_out, validation = evaluate_held_out(self.task.model, self.task)
+        return {"accuracy_before": held_out.accuracy, "validation_before": validation}
+
+    @property
+    def _keeps_best(self) -> bool:
+        return self._method.picks_best and self.info.settings.personal_model == "best"
+
+    def _find_best(self, job: Job, trained: Trained) -> Best | None:
+        """The best personal model after a round: the round's own where its validation data speak for it."""
+        state, before = trained.state, self.progress.best
+        if state.personal is None or not self._keeps_best:
+            return before
+        found = trained.personal_validation or self._validate(state.personal)
+        better = is_better(found, before.validation if before else None)
+        return Best(round=job.assignment.round, validation=found) if better else before
+
+    def _mix_with_global(self, job: Job) -> None:
+        """Keep a mixture of the personal model and the finished global one as the best model, where validation data
+        speak for it: what a small budget has never trained is then the others'."""
+        if not job.assignment.plan.get("finished") or not self._method.mixes_global:
+            return
+        if job.received is None or self.personal is None or self.progress.best is None:
+            return
+        received = whole_model(self.manifest, job.received)
+        for share in GLOBAL_SHARES:
+            mixture = mixed(self.personal, received, share)
+            try:
+                found = self._validate(mixture)
+            except TrainingDiverged:  # a model of which nothing can be said is not the best
+                continue
+            if is_better(found, self.progress.best.validation):
+                best = Best(round=job.assignment.round, validation=found, global_share=share)
+                self.progress = self.progress.model_copy(update={"best": best})
+                self._folder.save_best(self.manifest, mixture, self.progress)
+
+    def _validate_global(self, job: Job, evaluated: Evaluated) -> Evaluation | None:
+        """The global model on validation data, where it was just judged beside a personal one."""
+        if evaluated.personal is None or evaluated.global_model is None or not self.info.global_model_usable:
+            return None
+        if self.task.test is None:
+            return evaluated.global_model
+        return self._validate(get_tensors(job.model, self.manifest) | whole_model(self.manifest, job.received))
+
+    def _validate(self, tensors: Tensors) -> Evaluation:
+        set_tensors(self.task.model, tensors)
+        return evaluate(self.task.model, self.task, self.task.validation)
+
+    def evaluate(self, tensors: Tensors) -> Evaluation:
+        """Return loss and accuracy of a model on this device's held-out data."""
+        set_tensors(self.task.model, tensors)
+        return evaluate(self.task.model, self.task, self.task.held_out)
+
+
+def _elements(mask: Mask | None) -> ElementMask | None:
+    return mask if isinstance(mask, ElementMask) else None
+
+
+def _report(job: Job, trained: Trained, download: Phase, train: Phase) -> str:
+    """The report of a round's training, as JSON."""
+    report = UpdateReport(
+        num_examples=trained.num_examples,
+        status="stopped" if trained.stopped else "active",
+        steps=trained.steps,
+        training_flops=trained.flops,
+        train_loss=trained.train_loss,
+        validation_loss=trained.validation.loss if trained.validation else None,
+        stop_loss=trained.stop_loss,
+        counts=dict(trained.counts),
+        received=dict(job.received.parts) if job.received else {},
+        telemetry=Telemetry(download=download, train=train),
+    )
+    return report.model_dump_json(exclude_defaults=True)
+
+
+def _bytes_of(state: DeviceState) -> int:
+    """What the device keeps of models between rounds, bytes."""
+    return sum(tensor.nbytes for tensor in (*(state.personal or {}).values(), *state.own.values()))
+
+
+def check_model(model: nn.Module, manifest: Manifest) -> None:
+    """Raise ManifestError, naming the tensor, unless the task's model is the federation's."""
+    state = model.state_dict(keep_vars=True)
+    untied = [alias for alias, name in manifest.aliases.items() if state.get(alias) is not state.get(name)]
+    if untied:
+        name = manifest.aliases[untied[0]]
+        raise ManifestError(f"{untied[0]}: must be the same tensor as {name} (tied weights), as in the published model")
+    left_out = {spec.name for spec in manifest.tensors if spec.policy == "dropped"}.union(manifest.aliases)
+    arrays = {name: np.asarray(tensor.detach().cpu().numpy()) for name, tensor in state.items() if name not in left_out}
+    manifest.check_tensors(arrays, what="the tensors of this device's model")
+
+
+def own_profile(energy: str) -> DeviceProfile:
+    """What this device says of itself when it enrols."""
+    try:
+        sdk_version = version("sparrow-fl")
+    except PackageNotFoundError:
+        sdk_version = "unknown"
+    return DeviceProfile(
+        board=platform.machine(),
+        system=f"{platform.system()} {platform.release()}"[:200],
+        cores=os.cpu_count() or 1,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        sensors=(energy[:300],),
+        sdk_version=sdk_version,
+    )

@@ -1,0 +1,442 @@
+"""What a device keeps on disk between rounds, so that it survives its own death at any point.
+
+    state/
+      identity.json       federation, name, enrolment key, device id, token; readable by its owner alone
+      model.safetensors   the personal model by name, and beside it, as JSON, ``Progress`` as of when it was saved; also
+                          the method's own arrays, and what rounding took from updates (``quantization``)
+      best.safetensors    the personal model to use, the best on validation data: a second link to the file above as it
+                          was after a round, or a file with a mixture of the personal and the finished global model
+      progress.json       the ``Progress`` since then, where it went on and the model stayed
+      outbox.bundle       the update being sent, until it is acknowledged
+      federation.json     the federation's settings, this device's name and budget, as of its last start
+      manifest.json  skeleton.onnx  mask.bits
+      lock
+
+Every file is written under another name, flushed and renamed, so it is always whole. The personal model and the
+progress that belongs to it share one file, because a new model with an old counter would train a round twice; later
+progress has a file of its own, which names the save that it belongs to. The outbox is written before them and counts
+only once they name it: killed in between, the device trains the round again, from the same model, to the same update.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from edge_sdk.device import difference
+from edge_sdk.errors import StateError
+from edge_sdk.protocol import checkpoint, personal
+from edge_sdk.protocol.errors import ProtocolError
+from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.messages import Evaluation, Kind, Moved, Phase, UploadCost
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model that others are stored as differences from, and what tells it from another."""
+
+    tensors: Tensors
+    digest: str
+
+    @classmethod
+    def of(cls, tensors: Tensors) -> Reference:
+        """The reference of these tensors."""
+        return cls(tensors, hashlib.sha256(checkpoint.save(tensors)).hexdigest())
+
+
+class Identity(BaseModel):
+    """Who this device is to its coordinator. ``device_id`` and ``token`` come with enrolment; ``previous`` is the token
+    of before, as long as it is not known whether the coordinator takes the new one."""
+
+    model_config = ConfigDict(frozen=True)
+
+    federation: str
+    federation_uid: str
+    name: str
+    enrolment_key: str
+    device_id: str | None = None
+    token: str | None = None
+    previous: str | None = None
+
+
+class Pending(BaseModel):
+    """An update in the outbox."""
+
+    model_config = ConfigDict(frozen=True)
+
+    assignment_id: str
+    kind: Kind
+    sha256: str
+
+
+class Totals(BaseModel):
+    """What a device spent so far. Measured and estimated joules stay apart; of throttling and heat the sum and the peak
+    of what was seen, None where nothing was."""
+
+    model_config = ConfigDict(frozen=True)
+
+    seconds: float = 0.0
+    bytes_down: int = 0
+    bytes_up: int = 0
+    joules_measured: float = 0.0
+    joules_estimated: float = 0.0
+    seconds_without_joules: float = 0.0
+    paused_seconds: float = 0.0
+    throttled_seconds: float | None = None
+    celsius_peak: float | None = None
+
+    def plus(self, phase: Phase) -> Totals:
+        """The totals after one more phase."""
+        joules = phase.joules or 0.0
+        estimated = phase.quality == "estimated"
+        return Totals(
+            seconds=self.seconds + phase.seconds,
+            bytes_down=self.bytes_down + phase.bytes_down,
+            bytes_up=self.bytes_up + phase.bytes_up,
+            joules_measured=self.joules_measured + (0.0 if estimated else joules),
+            joules_estimated=self.joules_estimated + (joules if estimated else 0.0),
+            seconds_without_joules=self.seconds_without_joules + (phase.seconds if phase.joules is None else 0.0),
+            paused_seconds=self.paused_seconds + phase.paused_seconds,
+            throttled_seconds=_known(lambda one, other: one + other, self.throttled_seconds, phase.throttled_seconds),
+            celsius_peak=_known(max, self.celsius_peak, phase.celsius_peak),
+        )
+
+
+def _known(join: Callable[[float, float], float], one: float | None, other: float | None) -> float | None:
+    """Both joined, or the one that is there."""
+    return join(one, other) if one is not None and other is not None else other if one is None else one
+
+
+class Best(BaseModel):
+    """The personal model that is the best so far: the round it is of, that model on validation data, and the share of
+    the global model that was mixed into it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    round: int
+    validation: Evaluation
+    global_share: float = 0.0
+
+
+class Progress(BaseModel):
+    """How far a device has come. ``memory`` is the method's own; ``training`` and ``evaluation`` are what each cost,
+    and ``everything`` counts all bodies, whatever they were for; ``model`` names the global model that the state lets
+    the method rebuild. ``validation_before`` is the model as first received, ``validation_global`` the global model as
+    last judged, both on validation data; None where that was not measured.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    rounds: int = 0
+    last_round: int = 0
+    steps: int = 0
+    stopped_round: int | None = None
+    adapted: bool = False
+    accuracy_before: float | None = None
+    memory: dict[str, Any] = Field(default_factory=dict)
+    model: str | None = None
+    validation_before: Evaluation | None = None
+    validation_global: Evaluation | None = None
+    best: Best | None = None
+    training: Totals = Totals()
+    evaluation: Totals = Totals()
+    everything: Moved = Moved()
+    pending: Pending | None = None
+    upload_cost: UploadCost | None = None
+
+
+class FolderLock:
+    """Holds a folder, made where it is missing, for this process; a context manager. Raises StateError."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._file = (path / "lock").open("w")
+        except OSError as error:
+            raise StateError(f"{path} cannot be used ({error.strerror}); give another --state-dir") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise StateError(
+                f"another process uses {path}; stop it, or give this device a --name or --state-dir of its own"
+            ) from None
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        self._file.close()
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def default_root(server: str, federation: str) -> Path:
+    """Where the state of devices lies unless told otherwise: under the user's state folder (XDG)."""
+    home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    address = urlsplit(server)
+    place = re.sub(r"[^A-Za-z0-9.-]+", "_", address.netloc + address.path.rstrip("/"))
+    return Path(home) / "sparrow" / place / federation
+
+
+class StateFolder:
+    """One device's state folder, held by one process at a time. Raises StateError when it cannot be used.
+
+    durable: flush every file to the disk, so that it survives a power cut and not only a killed process. reference: a
+    model that stays the same as long as the folder is used, and its digest; the personal one is stored as its
+    difference from it.
+    """
+
+    def __init__(self, path: Path, *, durable: bool = True, reference: Reference | None = None) -> None:
+        self.path = path
+        self._durable = durable
+        self._reference = reference.tensors if reference else None
+        self._reference_digest = reference.digest if reference else None
+        self._saves = 0
+        self.own: Tensors = {}
+        self.feedback: Tensors = {}
+        self._lock = FolderLock(path)
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        self._lock.close()
+
+    def known_identity(self) -> Identity | None:
+        """Who this device is, where it was here before."""
+        path = self.path / "identity.json"
+        return _read_identity(path) if path.exists() else None
+
+    def identity(self, federation: str, federation_uid: str, name: str) -> Identity:
+        """Who this device is; made, with a fresh enrolment key, when the folder is new."""
+        path = self.path / "identity.json"
+        if not path.exists():
+            identity = Identity(
+                federation=federation,
+                federation_uid=federation_uid,
+                name=name,
+                enrolment_key=secrets.token_urlsafe(32),
+            )
+            self.save_identity(identity)
+            return identity
+        identity = _read_identity(path)
+        if (identity.federation, identity.name) != (federation, name):
+            raise StateError(
+                f"{self.path} belongs to {identity.name} in {identity.federation}, not to {name} in {federation}; use "
+                f"another --state-dir"
+            )
+        if identity.federation_uid != federation_uid:
+            raise StateError(
+                f"{self.path} belongs to another federation called {federation}: on another coordinator, or of before "
+                f"this one was set up anew; use another --state-dir, or move this one away to start afresh"
+            )
+        return identity
+
+    def save_identity(self, identity: Identity) -> None:
+        """Keep who this device is."""
+        self._write("identity.json", identity.model_dump_json(indent=1).encode(), mode=0o600)
+
+    def load(self, manifest: Manifest) -> tuple[Tensors | None, Progress]:
+        """The personal model, None before the first download, and the progress that belongs to it.
+
+        From then on ``own`` are the method's arrays beside it, by name, and ``feedback`` what rounding took from
+        updates: name -> float32; empty where there are none.
+        """
+        saved = self._read(personal.MODEL)
+        progress, digest, tensors = Progress(), manifest.digest, None
+        if saved is not None:
+            progress, digest = saved.progress, saved.file.manifest
+            self._saves, self.own, self.feedback = saved.file.save, saved.file.own, saved.file.feedback
+            tensors = saved.model
+        path = self.path / personal.PROGRESS
+        try:
+            later = personal.read_progress(path.read_bytes(), self._saves) if path.exists() else None
+            progress = progress if later is None else Progress.model_validate(later)
+        except (ProtocolError, ValidationError, ValueError) as error:
+            raise _damaged(path, error, "go on from its last round") from None
+        self._check(manifest, digest, tensors)
+        if saved is not None and saved.file.best and progress.best == saved.progress.best:
+            self._keep_as_best()  # killed before this was done, it is done now
+        return tensors, progress
+
+    def best(self, manifest: Manifest) -> Tensors | None:
+        """Return the personal model that was the best on validation data, None where none was kept. Raises StateError
+        for a file that is damaged or of another model."""
+        saved = self._read(personal.BEST)
+        if saved is None:
+            return None
+        self._check(manifest, saved.file.manifest, saved.model)
+        return saved.model
+
+    def _read(self, name: str) -> _Read | None:
+        path = self.path / name
+        if not path.exists():
+            return None
+        try:
+            saved = personal.read(path.read_bytes())
+            progress = Progress.model_validate(saved.progress)
+            tensors = saved.stored
+            if saved.reference is not None:
+                self._check_reference(saved.reference)
+                tensors = difference.add(tensors, self._reference or {})
+        except (ProtocolError, ValidationError, ValueError) as error:
+            raise _damaged(path, error, "start this device anew") from None
+        return _Read(saved, progress, tensors if saved.model else None)
+
+    def _check(self, manifest: Manifest, digest: str, tensors: Tensors | None) -> None:
+        if digest != manifest.digest:
+            raise StateError(
+                f"{self.path} holds a model of another manifest; use another --state-dir for this federation"
+            )
+        if tensors is not None:
+            manifest.check_tensors(tensors, what=f"the tensors in {self.path}")
+
+    def _check_reference(self, digest: str) -> None:
+        if digest != self._reference_digest:
+            raise StateError(
+                f"{self.path} holds a difference from a model that is not at hand: only the fleet that wrote it can "
+                f"open it, beside its reference.safetensors"
+            )
+
+    def _keep_as_best(self) -> None:
+        """Keep the model as it is now under its other name: a second link to the file, or a copy on a file system
+        without links."""
+        model, best = self.path / personal.MODEL, self.path / personal.BEST
+        if best.exists() and best.samefile(model):
+            return
+        partial = best.with_name(best.name + ".partial")
+        partial.unlink(missing_ok=True)
+        try:
+            os.link(model, partial)
+        except OSError:
+            self._write(personal.BEST, model.read_bytes())
+            return
+        partial.replace(best)
+        if self._durable:
+            _flush_folder(self.path)
+
+    def save(
+        self,
+        manifest: Manifest,
+        model: Tensors | None,
+        progress: Progress,
+        own: Tensors | None = None,
+        feedback: Tensors | None = None,
+        *,
+        best: bool = False,
+    ) -> None:
+        """Keep personal model, progress, the method's arrays and what rounding took, durably, in one step.
+
+        The last two stay as they were where None is given. best: the model is also kept as the best one.
+        """
+        own, feedback = self.own if own is None else own, self.feedback if feedback is None else feedback
+        saved = self._saved(manifest, model, progress, self._saves + 1, best)
+        self._write(personal.MODEL, personal.write(replace(saved, own=own, feedback=feedback)))
+        self._saves, self.own, self.feedback = self._saves + 1, own, feedback  # not before: the disk may be full
+        if best:
+            self._keep_as_best()
+
+    def save_best(self, manifest: Manifest, model: Tensors, progress: Progress) -> None:
+        """Keep ``model`` as the best one, durably, beside the model that training goes on from."""
+        self._write(personal.BEST, personal.write(self._saved(manifest, model, progress, self._saves, best=True)))
+
+    def _saved(
+        self, manifest: Manifest, model: Tensors | None, progress: Progress, save: int, best: bool
+    ) -> personal.Saved:
+        stored, reference = model or {}, None
+        if model is not None and self._reference is not None:
+            stored, reference = difference.subtract(model, self._reference), self._reference_digest
+        return personal.Saved(
+            stored=stored,
+            own={},
+            feedback={},
+            manifest=manifest.digest,
+            save=save,
+            model=model is not None,
+            reference=reference,
+            progress=progress.model_dump(mode="json"),
+            best=best,
+        )
+
+    def save_progress(self, progress: Progress) -> None:
+        """Keep later progress, durably, beside the model that was saved last."""
+        self._write(personal.PROGRESS, personal.write_progress(self._saves, progress.model_dump(mode="json")))
+
+    def put_outbox(self, assignment_id: str, kind: Kind, body: bytes) -> Pending:
+        """Lay an update out for sending; it counts once ``save`` has kept a progress that names it."""
+        self._write("outbox.bundle", body)
+        return Pending(assignment_id=assignment_id, kind=kind, sha256=hashlib.sha256(body).hexdigest())
+
+    def outbox(self, pending: Pending) -> bytes:
+        """The update that ``pending`` names. Raises StateError when it is not there whole."""
+        body = self.cached("outbox.bundle") or b""
+        if hashlib.sha256(body).hexdigest() != pending.sha256:
+            raise StateError(f"{self.path / 'outbox.bundle'} is not the update it should be; use another --state-dir")
+        return body
+
+    def cached(self, name: str) -> bytes | None:
+        """A downloaded file kept beside the state, or None."""
+        path = self.path / name
+        return path.read_bytes() if path.exists() else None
+
+    def cache(self, name: str, data: bytes) -> None:
+        """Keep a downloaded file beside the state."""
+        self._write(name, data)
+
+    def _write(self, name: str, data: bytes, mode: int = 0o644) -> None:
+        write_atomically(self.path / name, data, mode=mode, durable=self._durable)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A model's file as read: its content, the progress in it, and the model, None where there is none in it."""
+
+    file: personal.Saved
+    progress: Progress
+    model: Tensors | None
+
+
+def _damaged(path: Path, error: Exception, what: str) -> StateError:
+    return StateError(f"{path} is damaged ({error}); move it away to {what}")
+
+
+def _read_identity(path: Path) -> Identity:
+    try:
+        return Identity.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise StateError(f"{path} cannot be read ({error.error_count()} faults); use another --state-dir") from None
+
+
+def write_atomically(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = True) -> None:
+    """Write a file so that it is there whole or as it was before; ``durable``: flushed to the disk as well."""
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    partial.replace(path)
+    if durable:
+        _flush_folder(path.parent)
+
+
+def _flush_folder(path: Path) -> None:
+    """Flush to the disk which files the folder has."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

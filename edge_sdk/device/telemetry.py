@@ -1,0 +1,155 @@
+"""Seconds, bytes, joules and heat of each phase of a round, with their provenance."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from edge_sdk.device.transport import Traffic
+from edge_sdk.protocol.messages import Phase
+from sparrow.devices import EnergyMeter
+from sparrow.devices.conditions import Conditions
+from sparrow.devices.simulation import Board
+
+COMPUTING = ("train", "evaluate", "adapt")
+"""Phases that compute; the others only transfer."""
+
+SAMPLE_SECONDS = 2.0
+"""The shortest time between two looks at temperature and throttling."""
+
+
+class _Heat:
+    """What has been seen of temperature and throttling since it was made."""
+
+    def __init__(self, read: Callable[[], Conditions], clock: Callable[[], float]) -> None:
+        self._read, self._clock = read, clock
+        self.peak: float | None = None
+        self.throttled: float | None = None
+        self._seen = clock()
+        self._was_throttled: bool | None = None
+        self._look(self._seen)
+
+    def sample(self, *, at_end: bool = False) -> None:
+        """Look again, where the last look is old enough."""
+        now = self._clock()
+        if at_end or now - self._seen >= SAMPLE_SECONDS:
+            self._look(now)
+
+    def _look(self, now: float) -> None:
+        conditions = self._read()
+        if conditions.temperature.value is not None:
+            self.peak = max(conditions.temperature.value, self.peak or -math.inf)
+        throttled = None if conditions.throttled.value is None else conditions.throttled.value > 0
+        if throttled is not None and self._was_throttled is not None:
+            # Half of the time between a look that saw it and one that did not.
+            share = (throttled + self._was_throttled) / 2
+            self.throttled = (self.throttled or 0.0) + share * (now - self._seen)
+        self._seen, self._was_throttled = now, throttled
+
+
+@dataclass
+class Measured:
+    """Filled with the phase's cost when it has ended. ``flops``: what was computed in it, set by who knows."""
+
+    flops: int | None = None
+    cost: Phase = field(default_factory=Phase)
+
+
+class Telemetry:
+    """Measures phases of one device: the meter gives joules, the transport's counters give bytes, ``read`` says how hot
+    it is, where it is given."""
+
+    def __init__(
+        self,
+        meter: EnergyMeter,
+        traffic: Traffic,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        read: Callable[[], Conditions] | None = None,
+    ) -> None:
+        self._meter = meter
+        self._traffic = traffic
+        self._clock = clock
+        self._read = read
+        self._heat: _Heat | None = None
+        self._paused = 0.0
+
+    def sample(self) -> None:
+        """Look at temperature and throttling in the midst of a phase; whoever works long calls it now and then."""
+        if self._heat is not None:
+            self._heat.sample()
+
+    def pause(self, seconds: float) -> None:
+        """Of the phase that is under way, ``seconds`` were a pause."""
+        self._paused += seconds
+
+    def describe(self) -> str:
+        """Where joules come from on this device, or why there are none, in one line."""
+        return self._meter.describe()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Measured]:
+        """Measure what happens inside; ``cost`` is there afterwards, not if it raised."""
+        measured, self._paused = Measured(), 0.0
+        begin, down, up = self._clock(), self._traffic.down, self._traffic.up
+        heat = self._heat = _Heat(self._read, self._clock) if self._read and name in COMPUTING else None
+        try:
+            with self._meter.phase(name) as phase:
+                yield measured
+            if heat is not None:
+                heat.sample(at_end=True)
+        finally:
+            self._heat = None
+        energy = phase.energy
+        measured.cost = Phase(
+            seconds=max(0.0, self._clock() - begin),
+            paused_seconds=self._paused,
+            throttled_seconds=heat.throttled if heat else None,
+            celsius_peak=heat.peak if heat else None,
+            bytes_down=self._traffic.down - down,
+            bytes_up=self._traffic.up - up,
+            joules=energy.joules,
+            quality=energy.quality.value,
+            source=(energy.source or energy.reason or "")[:300],
+        )
+
+
+class SimulatedTelemetry(Telemetry):
+    """What phases would have cost on ``board``: from bytes and FLOPs, not from this machine's clock or sensors.
+
+    A phase whose FLOPs nobody knows has this machine's seconds and no joules.
+    """
+
+    def __init__(self, board: Board, traffic: Traffic, clock: Callable[[], float] = time.monotonic) -> None:
+        self._board = board
+        self._traffic = traffic
+        self._clock = clock
+        self._heat = None  # a simulation stays cool
+
+    def describe(self) -> str:
+        """Where joules come from."""
+        return f"energy: estimated, simulated {self._board.name}"
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Measured]:
+        """Count what happens inside."""
+        measured = Measured(flops=None if name in COMPUTING else 0)
+        begin, down, up = self._clock(), self._traffic.down, self._traffic.up
+        yield measured
+        down, up = self._traffic.down - down, self._traffic.up - up
+        if measured.flops is None:
+            seconds = max(0.0, self._clock() - begin)
+            measured.cost = Phase(seconds=seconds, bytes_down=down, bytes_up=up, source="the simulation cannot tell")
+            return
+        computing, transfer = self._board.computing_seconds(measured.flops), self._board.transfer_seconds(down + up)
+        measured.cost = Phase(
+            seconds=computing + transfer,
+            bytes_down=down,
+            bytes_up=up,
+            joules=self._board.joules(computing, transfer),
+            quality="estimated",
+            source=f"simulated {self._board.name}",
+        )

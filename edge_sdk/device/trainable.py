@@ -1,0 +1,69 @@
+"""Whether this device can train at all, told before anything that needs torch is imported.
+
+Training takes a 64-bit Python 3.10 or newer with PyTorch. A device without can still run an exported model, and that is
+what it is told, in one line. Decided by the Python that runs, not by ``uname``: a 64-bit kernel often runs a 32-bit
+system, and PyTorch is not made for those. This file must load in Python 3.6, to tell what is wrong with it.
+"""
+
+import importlib
+import struct
+import sys
+import sysconfig
+
+from sparrow.command_line.exits import Exit
+
+OLDEST_PYTHON = (3, 10)
+INSTALL = (
+    "pip install torch --extra-index-url https://download.pytorch.org/whl/cpu "
+    "and then pip install 'sparrow-fl[device]' bring it"
+)
+ADVICE = "it can predict with an exported model: docs/devices.md says how, and what can be installed here"
+
+
+class CannotTrain(Exception):
+    """This device cannot train; the text says why and what it can do."""
+
+
+def check(
+    *,
+    pointer_bytes: int = struct.calcsize("P"),
+    platform: str = sysconfig.get_platform(),
+    version: "tuple[int, ...]" = tuple(sys.version_info[:3]),
+    module: str = "torch",
+) -> None:
+    """Raise CannotTrain unless a Python can train.
+
+    pointer_bytes, platform, version: what ``struct.calcsize("P")``, ``sysconfig.get_platform()`` and
+    ``sys.version_info`` say of it; by default of this one. module: imported, to see that it is there and loads.
+    """
+    if pointer_bytes < 8:
+        raise CannotTrain(
+            f"this device cannot train, because its Python is one of {8 * pointer_bytes} bits ({platform}) and PyTorch "
+            f"is made for 64; {ADVICE}"
+        )
+    if version < OLDEST_PYTHON:
+        found, oldest = (".".join(str(part) for part in numbers) for numbers in (version, OLDEST_PYTHON))
+        raise CannotTrain(
+            f"this device cannot train with Python {found} ({platform}), only with {oldest} or newer, which can be put "
+            f"beside it; {ADVICE}"
+        )
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        lacks = isinstance(error, ModuleNotFoundError) and error.name == module
+        how = f"{INSTALL}; without, " if lacks else ""
+        why = "is not installed" if lacks else f"does not load ({error})"
+    except OSError as error:  # a library of the system's that is not there, or is of another kind of processor
+        how, why = "", f"does not load ({error})"
+    else:
+        return
+    raise CannotTrain(f"this device cannot train, because PyTorch {why} (Python of {platform}); {how}{ADVICE}")
+
+
+def exit_unless_trainable(program: str) -> None:
+    """End ``program`` with one line on stderr and ``Exit.CANNOT`` where this device cannot train."""
+    try:
+        check()
+    except CannotTrain as reason:
+        sys.stderr.write(f"{program}: {reason}\n")
+        sys.exit(Exit.CANNOT)

@@ -1,0 +1,320 @@
+"""Holds a device to its policy: what it finds wrong, and work that pauses between batches until all is well.
+
+    watch = Watch(policy, ConditionsReader(System.here()).read)
+    watch.look()                  # None, or the reason why the device may not work now
+
+The watch looks every few seconds at most; two bad looks in a row pause, and a minute without one resumes. What cannot
+be read is treated as each limit says: no level from a battery that is there refuses, a missing temperature slows a
+small board down (``blind_duty``), a missing throttle word is passed over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date, datetime
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from edge_sdk.arguments import MIB
+from edge_sdk.device.policy import Policy
+from edge_sdk.protocol.messages import PauseReason
+from sparrow.devices.conditions import Conditions
+from sparrow.devices.readings import Reading, Reason
+
+LOOK_SECONDS = 5.0
+"""The shortest time between two looks."""
+
+BAD_LOOKS = 2
+"""So many in a row pause work that goes on; before work begins, one keeps it from beginning."""
+
+CLEAR_SECONDS = 60.0
+"""How long all must be well before paused work resumes."""
+
+COOLING_SECONDS = 120.0
+"""The same after throttling: the clock comes back before the heat has gone."""
+
+
+class Spent(BaseModel):
+    """What a device has spent on a day of its calendar; joules measured and estimated together, for a cap only."""
+
+    model_config = ConfigDict(frozen=True)
+
+    day: date
+    seconds: float = 0.0
+    joules: float = 0.0
+
+
+@dataclass(frozen=True)
+class Objection:
+    """Why a device may not work now: the word that its coordinator is told, and a sentence that stays on the device."""
+
+    reason: PauseReason
+    text: str
+
+
+def judge(
+    policy: Policy, conditions: Conditions, *, working: bool, now: datetime, spent: Spent | None = None
+) -> list[Objection]:
+    """What ``policy`` finds wrong, the most pressing first; empty where the device may work.
+
+    working: whether work goes on, and has to stop, or is to begin: the limits differ. now: local time.
+    """
+    found: list[Objection] = []
+
+    def object_(reason: PauseReason, text: str) -> None:
+        found.append(Objection(reason, text))
+
+    if policy.not_under_voltage and conditions.under_voltage.value:
+        object_(PauseReason.power, "the supply's voltage is too low: use another supply or cable")
+    for reading, pause, resume, what in (
+        (conditions.temperature, policy.pause_celsius, policy.resume_celsius, "the chip"),
+        (conditions.battery_temperature, policy.battery_pause_celsius, policy.battery_resume_celsius, "the battery"),
+    ):
+        highest = pause if working or resume is None else resume
+        if highest is None or reading.value is None:
+            continue
+        if reading.value >= highest if working else reading.value > highest:
+            object_(PauseReason.heat, f"{what} is at {reading.value:.0f} °C, the limit is {highest:g}")
+    if policy.not_throttled and conditions.throttled.value:
+        object_(PauseReason.throttled, "the chip is throttled")
+    if policy.on_mains and not conditions.on_mains.value and not _charged_enough(policy, conditions):
+        known = "it runs on its battery" if conditions.on_mains.value is not None else _unknown(conditions.on_mains)
+        object_(PauseReason.charging, f"external power is asked for: {known}")
+    lowest = policy.battery_stop if working else (policy.battery_start or policy.battery_stop)
+    if lowest is not None and not _has_no(conditions.battery):
+        if conditions.battery.value is None:
+            object_(PauseReason.battery, f"the battery's level: {_unknown(conditions.battery)}")
+        elif conditions.battery.value < lowest:
+            object_(
+                PauseReason.battery, f"the battery is at {conditions.battery.value:.0f} %, {lowest:g} are asked for"
+            )
+    metered = conditions.metered.value
+    if policy.unmetered and (metered or (metered is None and policy.unknown_is_metered)):
+        known = "it is metered" if metered else _unknown(conditions.metered)
+        object_(PauseReason.network, f"an unmetered network is asked for: {known}")
+    load = conditions.load_by_others.value
+    if policy.load_by_others is not None and load is not None and load > policy.load_by_others:
+        object_(
+            PauseReason.load,
+            f"other programs use {100 * load:.0f} % of the cores, more than {policy.load_by_others:.0%}",
+        )
+    found += _judge_space(policy, conditions, working)
+    if policy.hours is not None and conditions.clock_synchronised.value != 0 and not policy.within_hours(now):
+        object_(PauseReason.hours, f"it is {now:%H:%M}, work is for {policy.hours}")
+    found += _judge_spending(policy, spent, now)
+    return found
+
+
+def _judge_space(policy: Policy, conditions: Conditions, working: bool) -> list[Objection]:
+    found = []
+    if policy.free_memory_mib is not None:
+        free = conditions.free_memory.value
+        if free is None:
+            found.append(Objection(PauseReason.memory, f"free memory: {_unknown(conditions.free_memory)}"))
+        # What work holds is not free while it goes on: then only the last of it is asked for.
+        elif free < policy.free_memory_mib * MIB * (0.5 if working else 1):
+            found.append(
+                Objection(
+                    PauseReason.memory, f"{free / MIB:,.0f} MiB of memory are free, of {policy.free_memory_mib:,.0f}"
+                )
+            )
+    free = conditions.free_storage.value
+    if policy.free_storage_mib is not None and free is not None and free < policy.free_storage_mib * MIB:
+        found.append(
+            Objection(
+                PauseReason.storage, f"{free / MIB:,.0f} MiB of storage are free, of {policy.free_storage_mib:,.0f}"
+            )
+        )
+    return found
+
+
+def _judge_spending(policy: Policy, spent: Spent | None, now: datetime) -> list[Objection]:
+    if spent is None or spent.day != now.date():
+        return []
+    if policy.joules_per_day is not None and spent.joules >= policy.joules_per_day:
+        return [Objection(PauseReason.energy, f"today's {policy.joules_per_day:g} J are spent")]
+    if policy.hours_per_day is not None and spent.seconds >= 3600 * policy.hours_per_day:
+        return [Objection(PauseReason.hours, f"today's {policy.hours_per_day:g} h of work are over")]
+    return []
+
+
+def _charged_enough(policy: Policy, conditions: Conditions) -> bool:
+    level = conditions.battery.value
+    return policy.battery_instead is not None and level is not None and level >= policy.battery_instead
+
+
+def _has_no(reading: Reading) -> bool:
+    return reading.reason is Reason.ABSENT
+
+
+def _unknown(reading: Reading) -> str:
+    return f"cannot be read ({reading.reason})"
+
+
+def _local_time() -> datetime:
+    return datetime.now().astimezone()
+
+
+class Watch:
+    """Holds a device to its policy: says whether it may work, pauses work between batches, and counts what it spends.
+
+    read: gives the conditions now; what it costs is its own business. clock, local_time and sleep are injected by
+    tests. keep: told what has been spent, to be handed in again as ``spent`` after a restart.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        read: Callable[[], Conditions],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        local_time: Callable[[], datetime] = _local_time,
+        sleep: Callable[[float], None] = time.sleep,
+        say: Callable[[str], None] = lambda text: None,
+        spent: Spent | None = None,
+        keep: Callable[[Spent], None] = lambda spent: None,
+    ) -> None:
+        self.policy = policy
+        self.read = read
+        self.clock = clock
+        self.sleep = sleep
+        self.say = say
+        self.spent = spent
+        self._local_time = local_time
+        self._keep = keep
+        self._looked = -float("inf")
+        self._bad = 0
+        self._clear_since: float | None = -float("inf")  # a device that starts need not wait a minute
+        self._clear_seconds = 0.0
+        self._paused: Objection | None = None
+        self._working = False
+        self._blind = False
+        self.hot = False
+        """Whether it has paused for heat or throttling since this was last taken back: its budget is too large."""
+
+    @property
+    def duty(self) -> float:
+        """Share of the time that work may compute now."""
+        return min(self.policy.duty, self.policy.blind_duty) if self._blind else self.policy.duty
+
+    def look(self) -> PauseReason | None:
+        """Why the device may not work now, or None; reads the conditions at most every ``LOOK_SECONDS``."""
+        now = self.clock()
+        if now - self._looked >= LOOK_SECONDS:
+            self._looked = now
+            self._decide(now)
+        return self._paused.reason if self._paused else None
+
+    @property
+    def text(self) -> str:
+        """Why, in words, for the device's own user."""
+        return self._paused.text if self._paused else ""
+
+    def earliest(self) -> float:
+        """Seconds of the clock before which paused work cannot resume, whatever comes."""
+        now = self.clock()
+        if self._paused is None:
+            return now
+        return (now if self._clear_since is None else self._clear_since) + self._clear_seconds
+
+    def _decide(self, now: float) -> None:
+        conditions = self.read()
+        self._blind = conditions.temperature.value is None
+        objections = judge(self.policy, conditions, working=self._working, now=self._local_time(), spent=self.spent)
+        if self._working:
+            self._bad = self._bad + 1 if objections else 0
+            # A falling voltage may end the machine at any moment: no second look.
+            if objections and (self._bad >= BAD_LOOKS or objections[0].reason is PauseReason.power):
+                self._pause(objections[0])
+            return
+        if objections:
+            if self._paused is None or self._paused.reason is not objections[0].reason:
+                self._pause(objections[0])
+            self._clear_since = None
+            return
+        if self._clear_since is None:
+            self._clear_since = now
+        if now - self._clear_since >= self._clear_seconds:
+            if self._paused is not None:
+                self.say("all clear: working again")
+            self._paused, self._working, self._bad = None, True, 0
+
+    def _pause(self, objection: Objection) -> None:
+        self.say(f"paused: {objection.text}")
+        self._paused, self._working, self._clear_since = objection, False, None
+        self._clear_seconds = COOLING_SECONDS if objection.reason is PauseReason.throttled else CLEAR_SECONDS
+        self.hot = self.hot or objection.reason in (PauseReason.heat, PauseReason.throttled)
+
+    def count(self, seconds: float, joules: float | None) -> None:
+        """Add what work has taken to what is spent today."""
+        today = self._local_time().date()
+        before = self.spent if self.spent is not None and self.spent.day == today else Spent(day=today)
+        self.spent = Spent(day=today, seconds=before.seconds + seconds, joules=before.joules + (joules or 0.0))
+        self._keep(self.spent)
+
+
+class Paused(Exception):
+    """Work cannot go on in time: it is to be handed back, for ``reason``."""
+
+    def __init__(self, reason: PauseReason) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+
+
+class Stint:
+    """One piece of work under a watch: pauses it between its steps, and gives it up where it would come too late.
+
+    deadline: seconds of the watch's clock by which the answer must be there, ``reserve`` of which go into sending it;
+    None for work that nobody waits for. on_pause: told how long a pause was, in seconds.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        deadline: float | None,
+        *,
+        reserve: float = 0.0,
+        on_pause: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self._watch = watch
+        self._deadline = None if deadline is None else deadline - reserve
+        self._on_pause = on_pause
+        self._began = self._stepped = watch.clock()
+        self._paused = 0.0
+
+    def after_step(self, done: int, total: int) -> None:
+        """Rest or wait as the watch has it, after ``done`` steps of ``total``. Raises Paused."""
+        watch = self._watch
+        if done >= total:
+            return
+        worked = watch.clock() - self._stepped
+        if watch.duty < 1:
+            watch.sleep(worked * (1 / watch.duty - 1))
+        if watch.look() is not None:
+            self._wait(done, total)
+        self._stepped = watch.clock()
+
+    def _wait(self, done: int, total: int) -> None:
+        watch, begin = self._watch, self._watch.clock()
+        per_step = (begin - self._began - self._paused) / done
+        try:
+            while (reason := watch.look()) is not None:
+                left = (total - done) * per_step
+                if self._deadline is not None and (
+                    reason is PauseReason.power or watch.earliest() + left > self._deadline
+                ):
+                    raise Paused(reason)
+                watch.sleep(LOOK_SECONDS)
+        finally:
+            self._paused += watch.clock() - begin
+            self._on_pause(watch.clock() - begin)
+
+
+def read_spent(data: bytes | None) -> Spent | None:
+    """What was kept of a day's spending; None where that cannot be read."""
+    try:
+        return None if data is None else Spent.model_validate_json(data)
+    except ValidationError:
+        return None

@@ -1,0 +1,657 @@
+"""``python -m edge_sdk.fleet --server URL --devices 100``: many simulated devices, each a real session of its own.
+
+A few processes, one thread each, host all devices. The coordinator is asked who is being waited for; those devices are
+handed to whichever process is free, which opens the device's session from its state folder, lets it do its one thing
+and closes it. A device that is not asked for anything costs nothing but its files. Over HTTP, or, with ``--app``, in
+one process with the coordinator and without sockets: the same sessions, the same calls, the same final model. With
+``--ray`` the processes are those of a Ray cluster (``cluster``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from edge_sdk.device.trainable import exit_unless_trainable
+
+if __name__ == "__main__":
+    exit_unless_trainable("edge_sdk.simulation.fleet")  # before what follows imports torch
+
+import httpx
+import torch
+from tqdm import tqdm
+
+from edge_sdk.device.session import FAILURES, Known
+from edge_sdk.device.state import FolderLock, Reference, default_root, write_atomically
+from edge_sdk.device.transport import Transport, connect, token_of
+from edge_sdk.errors import BadArgument, NothingTrained, Refused, SdkError
+from edge_sdk.protocol import checkpoint, tls
+from edge_sdk.protocol.messages import FederationInfo, FederationStatus, Kind, OpenWork
+from edge_sdk.publish import add_method_set, load_to_publish, publish, read_setting, read_settings
+from edge_sdk.simulation import in_process as inprocess
+from edge_sdk.simulation.host import Host, Plan, Stepped
+from edge_sdk.tasks.compute import ACCELERATORS, Compute, choose_device
+from edge_sdk.tasks.exits import EXITS as TASKS
+from sparrow.command_line.command import Command, Exits, Parser, WrongUsage, add_json
+from sparrow.command_line.exits import Exit
+from sparrow.devices.simulation import BOARDS, Board, load_boards
+
+LOOK_SECONDS = 10.0
+"""How long the coordinator is asked to wait for news; a process that failed is noticed no later."""
+
+OVER = (FederationStatus.finished, FederationStatus.stopped)
+MEMORY = Path("/dev/shm")
+EXITS: Exits = {
+    **TASKS,
+    ValueError: Exit.FAILED,
+}
+FORESEEN: tuple[type[BaseException], ...] = (*EXITS, OSError)
+"""What a fleet raises that its user can do something about: the text says what."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A federation's last evaluation, means over devices (None for a model that there is not), and its bytes."""
+
+    round: int
+    accuracy_personal: float | None
+    accuracy_personal_decile: float | None
+    accuracy_global: float | None
+    bytes_up: int
+    bytes_down: int
+    evaluation_bytes_up: int
+    evaluation_bytes_down: int
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name} {100 * accuracy:.1f} %"
+            for name, accuracy in (
+                ("personal models", self.accuracy_personal),
+                ("worst tenth at most", self.accuracy_personal_decile),
+                ("global model", self.accuracy_global),
+            )
+            if accuracy is not None
+        ]
+        up, down, judged_up, judged_down = (
+            f"{count / 1e6:.1f} MB"
+            for count in (self.bytes_up, self.bytes_down, self.evaluation_bytes_up, self.evaluation_bytes_down)
+        )
+        return (
+            f"accuracy on the devices' own test data after round {self.round}: {', '.join(parts) or 'none'}\n"
+            f"training moved {up} up and {down} down, evaluation {judged_up} and {judged_down}"
+        )
+
+
+def read_ended(transport: Transport, federation: str) -> Ended | None:
+    """How a federation stands by its last evaluation; None before the first."""
+    records = transport.rounds(federation)
+    judged = next((record for record in reversed(records) if record.evaluated_devices), None)
+    if judged is None:
+        return None
+    return Ended(
+        round=judged.round,
+        accuracy_personal=judged.accuracy_personal,
+        accuracy_personal_decile=judged.accuracy_personal_decile,
+        accuracy_global=judged.accuracy_global,
+        bytes_up=sum(record.bytes_up for record in records),
+        bytes_down=sum(record.bytes_down for record in records),
+        evaluation_bytes_up=sum(record.evaluation_bytes_up for record in records),
+        evaluation_bytes_down=sum(record.evaluation_bytes_down for record in records),
+    )
+
+
+@dataclass
+class Result:
+    """What a fleet did in this run. ``seconds_to_first``: from its start to the first device trained. ``failed``: how
+    often a device's work came to nothing.
+
+    ended: how the devices did, this fleet's and others', when the federation had ended; None before.
+    """
+
+    devices: int
+    device_rounds: int = 0
+    evaluations: int = 0
+    adapted: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    seconds_to_first: float | None = None
+    status: FederationStatus = FederationStatus.waiting
+    ended: Ended | None = None
+
+    def add(self, stepped: Stepped, now: float) -> None:
+        """Count one step."""
+        if stepped.failed is not None and stepped.kind is not Kind.evaluate:
+            self.failed += 1
+        elif stepped.kind in (Kind.train, Kind.personalise):
+            self.device_rounds += 1
+            self.seconds_to_first = now if self.seconds_to_first is None else self.seconds_to_first
+        elif stepped.kind is Kind.evaluate:
+            self.evaluations += 1
+        elif stepped.kind is Kind.adapt:
+            self.adapted += 1
+
+
+def run_fleet(
+    server: str | None,
+    plan: Plan,
+    *,
+    app: Any = None,
+    processes: int | None = None,
+    state_dir: Path | None = None,
+    in_memory: bool = False,
+    indices: Iterable[int] | None = None,
+    enrolment_token: str | None = None,
+    observer_token: str | None = None,
+    patience_seconds: float | None = None,
+    trust: tls.Tls | None = None,
+    quiet: bool = False,
+    on_step: Callable[[Stepped], None] = lambda stepped: None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Result:
+    """Run the devices of ``plan`` until their federation has ended, and return what was done.
+
+    server: the coordinator's address; or app: its ASGI application, run in this process, which then hosts all devices.
+    processes: how many host devices, one per core by default, one where they train on an accelerator. state_dir: where
+    the devices keep their state; a second call with the same folder goes on. in_memory: keep it in memory instead, and
+    forget it. indices: the devices of this fleet, where others simulate the rest. enrolment_token, observer_token:
+    where the coordinator asks for them, the latter to see who is being waited for; without, those of
+    SPARROW_ENROLMENT_TOKEN and SPARROW_OBSERVER_TOKEN. trust: certificates for https.
+    on_step: told of each step. interrupted: asked before each, and at least every ``LOOK_SECONDS``; true is as good as
+    Ctrl-C, which reaches only a process's main thread. Raises SdkError, DataError and what else a device raises;
+    KeyboardInterrupt once every device has finished the step it was in.
+    """
+    torch.set_num_threads(1)
+    if (server is None) == (app is None):
+        raise BadArgument("give the coordinator's address, or its application")
+    if app is not None and processes not in (None, 1):
+        raise BadArgument(f"{processes} processes, but an application in process is served by one: set 1")
+    accelerated = plan.compute.device.type != "cpu"
+    if accelerated and processes not in (None, 1):
+        raise BadArgument(f"{processes} processes, but an accelerator is served by one: set 1, or train on the cpu")
+    number = 1 if app is not None or accelerated else processes or os.cpu_count() or 1
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(_connect(server, app, trust))
+        root = stack.enter_context(_root(state_dir, in_memory, server or inprocess.ADDRESS, plan.federation))
+        transport = Transport(client, patience_seconds=patience_seconds)
+        enrolment_token = enrolment_token or token_of("enrolment")
+        transport.token = observer_token or token_of("observer") or enrolment_token
+        known = Known(transport.federation(plan.federation), transport.manifest(plan.federation))
+        reference = _reference(root, transport, plan.federation)
+
+        def make_host() -> Host:
+            return Host(
+                plan,
+                client if number == 1 else connect(str(server), trust),
+                root,
+                known,
+                reference=reference,
+                enrolment_token=enrolment_token,
+                patience_seconds=patience_seconds,
+            )
+
+        executor: Executor = stack.enter_context(_InProcess(make_host) if number == 1 else _pool(number, make_host))
+        mine = frozenset(range(plan.total) if indices is None else indices)
+        run = _Run(plan, mine, executor, transport, known.info, quiet, on_step, interrupted)
+        return run.until_over()
+
+
+def _connect(server: str | None, app: Any, trust: tls.Tls | None) -> contextlib.AbstractContextManager[httpx.Client]:
+    return connect(str(server), trust) if app is None else inprocess.running(app)
+
+
+@contextlib.contextmanager
+def _root(state_dir: Path | None, in_memory: bool, server: str, federation: str) -> Iterator[Path]:
+    """The folder of all devices' state, held by one fleet at a time."""
+    if in_memory:
+        memory = Path(tempfile.mkdtemp(prefix="sparrow-fleet-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None))
+        try:
+            yield memory
+        finally:
+            shutil.rmtree(memory, ignore_errors=True)
+        return
+    root = state_dir or default_root(server, federation) / "fleet"
+    with FolderLock(root):
+        yield root
+
+
+def _reference(root: Path, transport: Transport, federation: str) -> Reference | None:
+    """The model that personal ones are stored as differences from: the global one as the fleet first met it."""
+    path = root / "reference.safetensors"
+    if not path.exists():
+        try:
+            model = transport.model(federation)
+        except Refused as refusal:
+            if refusal.status != 404:
+                raise
+            model = {}  # no global model that could be looked at: personal models are stored whole
+        write_atomically(path, checkpoint.save(model))
+    tensors, _ = checkpoint.load(path.read_bytes())
+    return Reference.of(tensors) if tensors else None
+
+
+# --- who does the work -----------------------------------------------------------------------------------------------
+
+_host: Host | None = None
+"""The host of a worker process."""
+
+
+def _become_worker(make_host: Callable[[], Host]) -> None:
+    # Ctrl-C reaches every process of a terminal; here it is the parent's business, which lets steps end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    torch.set_num_threads(1)
+    global _host
+    _host = make_host()
+
+
+def _end_with_parent() -> None:
+    """A fleet that is killed takes its processes with it: they would keep its state folder from the next one."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _call(what: str, index: int) -> Any:
+    assert _host is not None, "the pool's initializer has made it"
+    return getattr(_host, what)(index)
+
+
+def _pool(processes: int, make_host: Callable[[], Host]) -> ProcessPoolExecutor:
+    """Worker processes, forked from this one: torch and the data that it has loaded are shared, not loaded again."""
+    # The first task of the fleet's data set, made here, loads it once.
+    make_host()
+    pool = ProcessPoolExecutor(
+        processes, multiprocessing.get_context("fork"), initializer=_become_worker, initargs=(make_host,)
+    )
+    pool.submit(os.getpid).result()  # forks them all: now, before this process has a progress bar and its threads
+    return pool
+
+
+class _InProcess(Executor):
+    """Does the work where it is asked for, at once."""
+
+    def __init__(self, make_host: Callable[[], Host]) -> None:
+        global _host
+        _host = make_host()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """The finished future of ``fn``; KeyboardInterrupt passes."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Run:
+    """One fleet at work."""
+
+    plan: Plan
+    mine: frozenset[int]
+    executor: Executor
+    transport: Transport
+    info: FederationInfo
+    quiet: bool
+    on_step: Callable[[Stepped], None]
+    interrupted: Callable[[], bool]
+    result: Result = field(init=False)
+    _given: set[str] = field(default_factory=set)
+    _due: Counter[int] = field(default_factory=Counter)
+    _busy: set[int] = field(default_factory=set)
+    _ending: bool = False
+    _lock: threading.Condition = field(default_factory=threading.Condition)  # over all of these; rung when a step ends
+    _failed: list[BaseException] = field(default_factory=list)
+    _last_failure: str | None = None
+    _seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.result = Result(devices=len(self.mine))
+        self._begin = time.monotonic()
+        self._indices = {self.plan.name(index): index for index in self.mine}
+
+    def until_over(self) -> Result:
+        """Enrol, work until the federation is over, adapt what came late."""
+        training = [index for index in sorted(self.mine) if index < self.plan.devices]
+        settings = self.info.settings
+        with self._bar(len(training), "enrolling", "device") as self.bar:
+            if self.info.status not in OVER:
+                self._all("start", training)
+        with self._bar(settings.rounds * min(settings.cohort, self.plan.devices), "", "device-round") as self.bar:
+            self._work()
+        with self._bar(len(self.mine), "finishing", "device") as self.bar:
+            self._all("finish", sorted(self.mine))
+        self._raise_nothing_trained(1)
+        self.result.seconds = time.monotonic() - self._begin
+        self.result.ended = read_ended(self.transport, self.plan.federation)
+        return self.result
+
+    def _work(self) -> None:
+        etag, listed = "", OpenWork(at="", status=self.info.status, round=0, assignments=())
+        try:
+            while True:
+                work, etag = self.transport.open_work(self.plan.federation, LOOK_SECONDS, etag)
+                self._raise_failure()
+                self._raise_nothing_trained(FAILURES * len(self.mine))
+                self._raise_interrupt()
+                if work is not None:
+                    listed = work
+                self.result.status = listed.status
+                self.bar.set_description(f"round {listed.round + 1}" if listed.assignments else listed.status.value)
+                if listed.status in OVER and not listed.assignments:
+                    self._wait_for_steps()
+                    return
+                if work is None and not self._busy:
+                    # Nothing has moved and nobody is at work: whoever missed a deadline is thought away. Say otherwise.
+                    self._given.clear()
+                    self._all("start", [index for index in sorted(self.mine) if index < self.plan.devices])
+                self._hand_out(listed)
+        except KeyboardInterrupt:
+            self._cancel()
+            raise
+
+    def _wait_for_steps(self) -> None:
+        """Until nobody is in a step: a device whose last answer was lost is still sending it when all is over."""
+        with self._lock:
+            while not self._lock.wait_for(lambda: not self._busy, LOOK_SECONDS):
+                self._raise_interrupt()
+        self._raise_failure()
+
+    def _hand_out(self, work: OpenWork) -> None:
+        # Whoever took longest the last time goes first, so that no process is left with a long one at a round's end.
+        for assignment in sorted(work.assignments, key=lambda each: -self._seconds.get(each.device, 0.0)):
+            index = self._indices.get(assignment.device)
+            if index is None or assignment.assignment_id in self._given:
+                continue
+            self._raise_interrupt()
+            with self._lock:
+                self._given.add(assignment.assignment_id)
+                self._due[index] += 1
+                self._go_on(index)
+        self._given &= {assignment.assignment_id for assignment in work.assignments}
+
+    def _go_on(self, index: int) -> None:
+        """Let a device take its next step, if one is due and it is in none: it has one folder, and one session."""
+        with self._lock:
+            if self._due[index] and index not in self._busy and not self._ending:
+                self._due[index] -= 1
+                self._busy.add(index)
+                self.executor.submit(_call, "step", index).add_done_callback(partial(self._done, index))
+
+    def _all(self, what: str, indices: list[int]) -> None:
+        """One call for each of ``indices``, to the end."""
+        try:
+            futures = [self._submit(what, index) for index in indices]
+            for future in futures:
+                self._count(future.result())
+        except KeyboardInterrupt:
+            self._cancel()
+            raise
+
+    def _submit(self, what: str, index: int) -> Future[Any]:
+        self._raise_interrupt()
+        return self.executor.submit(_call, what, index)
+
+    def _done(self, index: int, future: Future[Any]) -> None:
+        error = None if future.cancelled() else future.exception()
+        if error is not None:
+            self._failed.append(error)
+        try:
+            if error is None and not future.cancelled():
+                self._count(future.result())
+        finally:
+            with self._lock:
+                self._busy.discard(index)
+                if error is None:
+                    self._go_on(index)
+                self._lock.notify_all()
+
+    def _count(self, stepped: Stepped | None) -> None:
+        if stepped is not None:
+            if stepped.kind in (Kind.train, Kind.personalise):
+                self._seconds[self.plan.name(stepped.index)] = stepped.seconds
+            self.result.add(stepped, time.monotonic() - self._begin)
+            self.on_step(stepped)
+        if stepped is None or stepped.kind in (Kind.train, Kind.personalise, Kind.adapt):
+            self.bar.update()
+        if stepped is not None and stepped.failed is not None:
+            self._last_failure = stepped.failed
+
+    def _raise_nothing_trained(self, times: int) -> None:
+        """Where nothing has come of work ``times`` times, and something of none."""
+        done = self.result
+        if done.failed >= times and not done.device_rounds and not done.adapted:
+            self._cancel()
+            raise NothingTrained(f"no device has trained, {done.failed} times it failed: {self._last_failure}")
+
+    def _raise_interrupt(self) -> None:
+        if self.interrupted():
+            raise KeyboardInterrupt
+
+    def _raise_failure(self) -> None:
+        if self._failed:
+            self._cancel()
+            error = self._failed[0]
+            if isinstance(error, BrokenProcessPool):
+                raise SdkError("a process of the fleet died (out of memory?); the same command goes on") from error
+            raise error
+
+    def _cancel(self) -> None:
+        """Let every process end the step it is in, and begin no other."""
+        self._ending = True
+        self.executor.shutdown(wait=True, cancel_futures=True)
+
+    def _bar(self, total: int, description: str, unit: str) -> tqdm[Any]:
+        return tqdm(
+            total=total, desc=description, unit=f" {unit}", disable=self.quiet, dynamic_ncols=True, file=sys.stderr
+        )
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def _command(options: argparse.Namespace) -> None:
+    _check(options)
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        plan = Plan(
+            federation=options.federation,
+            devices=options.devices,
+            new=options.new,
+            data=_data(options.data, options.partition),
+            budgets=options.budgets,
+            boards=options.boards,
+            compute=Compute(choose_device(options.accelerator), bfloat16=options.bfloat16),
+        )
+        app = _load_app(options.app) if options.app else None
+        if options.task:
+            _create(options, plan, app)
+        result = _run(options, plan, app)
+    except KeyboardInterrupt:
+        gone, stays = "its devices lay in memory and are gone", "the same command goes on where the devices were"
+        raise KeyboardInterrupt(f"interrupted; {gone if options.memory else stays}") from None
+    if options.json:
+        print(json.dumps({"federation": options.federation, **asdict(result)}))
+        return
+    rate = result.device_rounds / result.seconds if result.seconds else 0.0
+    print(
+        f"{result.devices} devices, {result.device_rounds} device-rounds and {result.evaluations} evaluations in "
+        f"{result.seconds:.1f} s ({rate:.1f} device-rounds/s); the federation is {result.status.value}"
+    )
+    if result.ended is not None:
+        print(result.ended)
+
+
+def _run(options: argparse.Namespace, plan: Plan, app: Any) -> Result:
+    """Run the fleet here, or on a cluster."""
+    common: dict[str, Any] = {
+        "state_dir": options.state_dir,
+        "in_memory": options.memory,
+        "patience_seconds": options.patience,
+        "trust": tls.from_options(options),
+        "quiet": options.quiet,
+    }
+    if options.ray is None:
+        return run_fleet(options.server, plan, app=app, processes=options.processes, **common)
+    from edge_sdk.simulation import cluster
+
+    return cluster.run_on_ray(options.server, plan, address=options.ray, workers=options.workers, **common)
+
+
+def _create(options: argparse.Namespace, plan: Plan, app: Any) -> None:
+    """Create the federation, unless there is the same one already; a task not built in is device 0's."""
+    settings = {"min_devices": options.devices, "method_settings": dict(options.method_set), **dict(options.set)}
+    read_settings(settings, "--set ")
+    task = load_to_publish(options.task, plan.data_of(0), settings, device=plan.name(0))
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(_connect(options.server, app, tls.from_options(options)))
+        if "min_devices" not in dict(options.set):  # a further fleet joins what the first one has made
+            transport = Transport(client, patience_seconds=options.patience)
+            transport.token = token_of("admin", "observer", "enrolment")
+            with contextlib.suppress(Refused):
+                settings["min_devices"] = transport.federation(options.federation).settings.min_devices
+        publish(
+            options.server or inprocess.ADDRESS,
+            options.federation,
+            task,
+            exist_ok=True,
+            client=client,
+            **settings,
+        )
+
+
+def _load_app(text: str) -> Any:
+    """The ASGI application at ``module:attribute``."""
+    module, _, attribute = text.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute or "app")
+    except (ImportError, AttributeError) as error:
+        raise BadArgument(f"--app {text}: {error}; give it as coordinator.main:app") from None
+
+
+def _data(data: str | None, partition: str | None) -> str | None:
+    return data if partition is None else f"{data or ''},partition={partition}".lstrip(",")
+
+
+def _budgets(text: str) -> tuple[float, ...]:
+    if text == "auto":
+        return ()
+    with contextlib.suppress(ValueError):
+        budgets = tuple(float(part) for part in text.split(","))
+        if all(0 < budget <= 1 for budget in budgets):
+            return budgets
+    raise argparse.ArgumentTypeError(f"{text!r}: give numbers above 0 and up to 1, such as 0.2,0.4,0.6,0.8,1, or auto")
+
+
+def _boards(text: str) -> tuple[Board, ...]:
+    try:
+        return load_boards(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise WrongUsage for options that do not go together."""
+    if options.ray is None and options.workers is not None:
+        raise WrongUsage("--workers are those of a cluster: give --ray, or --processes")
+    if options.ray is not None and (options.app or options.processes):
+        raise WrongUsage(
+            "--ray is for a coordinator with a --server address, and takes --workers instead of --processes"
+        )
+    if options.ray is not None and options.accelerator != "cpu":
+        if options.accelerator == "cuda":
+            raise WrongUsage("--accelerator cuda: the workers of a cluster train on their processors; leave --ray out")
+        options.accelerator = "cpu"
+
+
+def _options(parser: Parser) -> None:
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--server", help="the coordinator's address, http://HOST:PORT or https://HOST")
+    where.add_argument("--app", metavar="MODULE:APP", help="or its application, run in this process")
+    parser.add_argument(
+        "--federation", default="default", metavar="NAME", help="which federation to join (default: %(default)s)"
+    )
+    parser.add_argument("--devices", type=int, required=True, help="how many devices train")
+    parser.add_argument("--new", type=int, default=0, help="how many more only adapt the finished model")
+    parser.add_argument("--task", help="create the federation for this task, unless it is there already")
+    parser.add_argument(
+        "--set", type=read_setting, action="append", default=[], metavar="KEY=VALUE", help="its settings, with --task"
+    )
+    add_method_set(parser)
+    parser.add_argument("--data", help="the devices' data; {index}, {of} and {name} are filled in (docs/fleet.md)")
+    parser.add_argument("--partition", metavar="RULE", help="how it is dealt: dirichlet,alpha=0.3, ... (docs/tasks.md)")
+    parser.add_argument(
+        "--budgets",
+        type=_budgets,
+        default=(1.0,),
+        help="0.2,0.6,1: a third of the devices has each; auto: what their boards can afford",
+    )
+    parser.add_argument(
+        "--boards", type=_boards, default=(), help=f"boards whose seconds and joules are reported: {', '.join(BOARDS)}"
+    )
+    parser.add_argument(
+        "--accelerator", choices=ACCELERATORS, default="auto", help="where to train (default: a GPU where there is one)"
+    )
+    parser.add_argument("--bfloat16", action="store_true", help="forward passes in bfloat16, by torch's autocast")
+    parser.add_argument("--processes", type=int, help="processes that host them (default: one per core)")
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="host them on a Ray cluster: HOST:PORT, auto, or local for one started here (docs/fleet.md)",
+    )
+    parser.add_argument("--workers", type=int, help="with --ray: in how many slices, on a core each (default: all)")
+    keep = parser.add_mutually_exclusive_group()
+    keep.add_argument(
+        "--state-dir", type=Path, metavar="DIR", help="where the devices keep their state, to go on later"
+    )
+    keep.add_argument("--memory", action="store_true", help="keep it in memory and forget it in the end")
+    parser.add_argument("--patience", type=float, help="give up when the coordinator is silent this long, s")
+    tls.add_options(parser)
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--verbose", action="store_true", help="say more")
+    add_json(parser)
+
+
+COMMAND = Command(
+    "edge_sdk.simulation.fleet",
+    "Many simulated devices, each a real session of its own.",
+    _options,
+    _command,
+    EXITS,
+    usage="(--server URL | --app MODULE:APP) --devices N [options]",
+    epilog="SPARROW_ENROLMENT_TOKEN, SPARROW_OBSERVER_TOKEN and SPARROW_ADMIN_TOKEN hold tokens where the "
+    "coordinator asks for them.",
+)
+main = COMMAND.main
+
+
+if __name__ == "__main__":
+    # As a module it would be __main__ here and edge_sdk.fleet in the worker processes.
+    from edge_sdk.simulation import fleet
+
+    sys.exit(fleet.main())

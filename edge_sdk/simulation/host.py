@@ -1,0 +1,242 @@
+"""One process that hosts simulated devices: opens a device's session, lets it do one thing, closes it again.
+
+Nothing of a device stays in the process between its steps but its task, which is little more than the indices of its
+samples: what it keeps lies in its state folder, so that any process of a fleet can host any of its devices next. The
+module that is trained, what is known of the federation and the connection are shared by all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import httpx
+import torch
+
+from edge_sdk.budget.search import board_budget
+from edge_sdk.device.session import Known, Outcome, Session, check_model
+from edge_sdk.device.state import Reference, StateFolder
+from edge_sdk.device.telemetry import SimulatedTelemetry, Telemetry
+from edge_sdk.device.transport import Traffic, Transport
+from edge_sdk.methods import load_method
+from edge_sdk.protocol.messages import DeviceProfile, FederationInfo, Kind
+from edge_sdk.tasks import Task, load_task
+from edge_sdk.tasks.compute import USUAL, Compute
+from edge_sdk.training.checking import check_task
+from sparrow.devices import EnergyMeter
+from sparrow.devices.simulation import Board
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which devices a fleet simulates. Device i is called ``<prefix>-i``.
+
+    devices: how many train. new: how many more only adapt the finished model, numbered after the others. data: what a
+    device's ``--data`` would be; ``{index}``, ``{of}`` and ``{name}`` are filled in, and where it has none of them
+    ``,index=i,of=N`` is appended, as the built-in tasks want it; or the text of each device, taken as it is. budgets:
+    shares of each layer's neurons to train; the first devices have the first budget, and so on, in equal parts; empty:
+    what each one's board can afford (``budget``). boards: likewise, the boards whose seconds and joules the devices
+    report, as estimates; where there are none they report this machine's. compute: how all of them train.
+    make_task: (index, what is known of the federation) -> Task, instead of ``data``, for a task of one's own.
+    """
+
+    federation: str
+    devices: int
+    new: int = 0
+    data: str | tuple[str, ...] | None = None
+    budgets: tuple[float, ...] = (1.0,)
+    boards: tuple[Board, ...] = ()
+    prefix: str = "device"
+    compute: Compute = USUAL
+    make_task: Callable[[int, FederationInfo], Task] | None = None
+
+    def __post_init__(self) -> None:
+        if self.devices < 1 or self.new < 0:
+            raise ValueError(f"{self.devices} devices and {self.new} new ones; give at least 1 device and 0 new ones")
+        if isinstance(self.data, tuple) and len(self.data) < self.total:
+            raise ValueError(f"{self.total} devices have data for {len(self.data)}; give as many, or fewer devices")
+        if not all(0 < budget <= 1 for budget in self.budgets):
+            raise ValueError(f"budgets are {self.budgets}; give numbers above 0 and up to 1")
+        if not self.budgets and not self.boards:
+            raise ValueError("what a device can afford follows from its board; give boards, or budgets")
+
+    @property
+    def total(self) -> int:
+        """Devices that train, and new ones."""
+        return self.devices + self.new
+
+    def name(self, index: int) -> str:
+        """The name of device ``index``."""
+        return f"{self.prefix}-{index}"
+
+    def budget(self, index: int) -> float | None:
+        """The budget of device ``index``; new devices get those of the first ones. None: as its board has it."""
+        if not self.budgets:
+            return None
+        return self.budgets[index % self.devices * len(self.budgets) // self.devices]
+
+    def board(self, index: int) -> Board | None:
+        """The board that device ``index`` simulates; None for this machine."""
+        return self.boards[index % self.devices * len(self.boards) // self.devices] if self.boards else None
+
+    def task(self, index: int, info: FederationInfo) -> Task:
+        """The task of device ``index`` on its own data. Raises DataError."""
+        if self.make_task is not None:
+            return self.make_task(index, info).seeded(info.settings.seed)
+        return load_task(
+            info.task,
+            self.data_of(index),
+            device=self.name(index),
+            seed=info.settings.seed,
+            batch_size=info.settings.batch_size,
+        )
+
+    def data_of(self, index: int) -> str:
+        """What the ``--data`` of device ``index`` would be."""
+        if isinstance(self.data, tuple):
+            return self.data[index]
+        text = self.data or ""
+        if any(field in text for field in ("{index}", "{of}", "{name}")):
+            filled = text.replace("{index}", str(index)).replace("{of}", str(self.total))
+            return filled.replace("{name}", self.name(index))
+        return f"{text},index={index},of={self.total}".lstrip(",")
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What one step of one device came to; ``seconds`` is what it took here, everything included; ``failed`` why
+    nothing came of its work."""
+
+    index: int
+    outcome: Outcome
+    kind: Kind | None
+    seconds: float
+    failed: str | None = None
+
+
+class Host:
+    """Opens and closes sessions of one fleet's devices in this process.
+
+    client: the connection to the coordinator. root: where the devices' state folders lie. reference: the model that
+    personal models are stored as differences from. durable: whether state is flushed to the disk.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        client: httpx.Client,
+        root: Path,
+        known: Known,
+        *,
+        reference: Reference | None,
+        enrolment_token: str | None = None,
+        patience_seconds: float | None = None,
+    ) -> None:
+        self._plan = plan
+        self._client = client
+        self._root = root
+        self._known = known
+        self._reference = reference
+        self._enrolment_token = enrolment_token
+        self._patience_seconds = patience_seconds
+        self._meter = EnergyMeter()
+        self._tasks: dict[int, Task] = {}
+        self._chosen: dict[int, float] = {}
+        first = plan.task(0, known.info)
+        check_model(first.model, known.manifest)
+        check_task(first, known.manifest)
+        first = first.on(plan.compute)
+        load_method(known.info.method)
+        self._model = first.model
+        shared = {spec.name for spec in known.manifest.shared}.union(known.manifest.aliases)
+        self._own = {name: tensor.clone() for name, tensor in first.model.state_dict().items() if name not in shared}
+
+    def start(self, index: int) -> None:
+        """Enrol a device, or say that it is back."""
+        folder, _ = self._open(index, announce=True)
+        folder.close()
+
+    def step(self, index: int) -> Stepped:
+        """Let a device do the one thing that it is asked for next."""
+        begin = time.monotonic()
+        folder, session = self._open(index, announce=False)
+        try:
+            step = session.step()
+        finally:
+            folder.close()
+        kind = step.assignment.kind if step.assignment else None
+        return Stepped(index, step.outcome, kind, time.monotonic() - begin, step.failed)
+
+    def finish(self, index: int) -> Stepped | None:
+        """Let a device do whatever is left after the end: send what was not sent, adapt the finished model.
+
+        Returns the last thing that it did, None where nothing was left.
+        """
+        last = None
+        while (stepped := self.step(index)).outcome is Outcome.worked:
+            last = stepped
+            if stepped.kind is Kind.adapt:
+                break  # nothing comes after it: there is no need to be told so
+        return last
+
+    def _open(self, index: int, *, announce: bool) -> tuple[StateFolder, Session]:
+        name = self._plan.name(index)
+        folder = StateFolder(self._root / name, durable=False, reference=self._reference)
+        board = self._plan.board(index)
+        try:
+            transport = Transport(self._client, patience_seconds=self._patience_seconds)
+            transport.token = self._enrolment_token
+            session = Session(
+                transport,
+                folder,
+                federation=self._plan.federation,
+                name=name,
+                make_task=lambda info: self._task(index),
+                budget=self._budget(index, board),
+                telemetry=self._telemetry if board is None else partial(SimulatedTelemetry, board),
+                profile=None if board is None else _profile(board),
+                known=self._known,
+                announce=announce,
+                hosted=True,
+            )
+        except BaseException:
+            folder.close()
+            raise
+        return folder, session
+
+    def _budget(self, index: int, board: Board | None) -> float:
+        given = self._plan.budget(index)
+        if given is not None or board is None:
+            return 1.0 if given is None else given
+        if index not in self._chosen:
+            choice = board_budget(board, self._task(index), self._known.manifest, self._known.info)
+            self._chosen[index] = choice.budget
+            log.info("%s on a %s: %s", self._plan.name(index), board.name, choice)
+        return self._chosen[index]
+
+    def _telemetry(self, traffic: Traffic) -> Telemetry:
+        return Telemetry(self._meter, traffic)
+
+    def _task(self, index: int) -> Task:
+        if index not in self._tasks:
+            task = self._plan.task(index, self._known.info)
+            self._tasks[index] = replace(task, model=self._model, compute=self._plan.compute)
+        # What never crosses the wire (local running statistics, counters) is the device before's: begin as new.
+        state = self._model.state_dict()
+        with torch.no_grad():
+            for name, tensor in self._own.items():
+                state[name].copy_(tensor)
+        return self._tasks[index]
+
+
+def _profile(board: Board) -> DeviceProfile:
+    """What a device on this board says of itself."""
+    return DeviceProfile(
+        board=board.name, system="simulated", cores=board.cores, memory_bytes=board.memory_bytes, sensors=()
+    )

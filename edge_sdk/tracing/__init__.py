@@ -1,0 +1,1 @@
+"""A torch model as a manifest and as an ONNX skeleton."""

@@ -1,0 +1,214 @@
+"""From an ``nn.Module`` to a manifest without neurons: what methods need that train and send tensors whole.
+
+Nothing is traced. The model runs once on an example, in evaluation mode, and is watched: which of torch's layers run,
+in which order and at how many positions, and which parameters are used outside of them. So ``forward`` may do whatever
+runs and can be exported to ONNX: recurrent layers, tied weights, parameters without a layer, decisions of its code.
+
+What the manifest then says of layers is what counting FLOPs, finding a model's head and pruning single weights take.
+Weights that forward also uses in another way are no layer's alone, and so are never pruned. Which neurons feed which
+weights is not said (``Manifest.coupling`` is False); ``edge_sdk.tracing.coupling`` finds that.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from edge_sdk.methods import load_method, methods_for_any_model
+from edge_sdk.protocol.errors import ManifestError
+from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec
+from edge_sdk.tracing.coupling import UnsupportedLayer, describe, refuse_types
+
+RunningStatistics = Literal["shared", "personal"]
+
+PARAMETER = "parameter"
+"""The kind of a layer that is a parameter which ``forward`` uses by itself."""
+
+
+def describe_for(
+    method: str,
+    model: nn.Module,
+    example: torch.Tensor,
+    *,
+    task: str,
+    running_statistics: RunningStatistics = "shared",
+) -> Manifest:
+    """The manifest of ``model`` with what ``method`` must know of it, found by running it on ``example`` [N, ...].
+
+    Raises UnsupportedLayer, naming method and layer, for a model with which its rounds would fail, and UnknownMethod.
+    """
+    half = load_method(method)
+    manifest = describe_whole(model, example, task=task, running_statistics=running_statistics)
+    try:
+        if half.needs_coupling:
+            manifest = describe(model, example, task=task, running_statistics=running_statistics)
+        half.check_model(model, manifest, example)
+    except (UnsupportedLayer, ManifestError) as error:
+        any_model = ", ".join(methods_for_any_model())
+        raise UnsupportedLayer(f"{method}: {error}. Methods that take any model: {any_model}") from error
+    return manifest
+
+
+def describe_whole(
+    model: nn.Module,
+    example: torch.Tensor,
+    *,
+    task: str,
+    running_statistics: RunningStatistics = "shared",
+) -> Manifest:
+    """The manifest of ``model`` without neurons, found by running it on ``example`` [N, ...], N >= 1.
+
+    The model is left as it was. Tensors come in state-dict order, a tied one under its first name; the others are the
+    manifest's aliases. Parameters are shared, float buffers follow ``running_statistics``, and what cannot be averaged,
+    integers and buffers of one number, stays personal. Raises UnsupportedLayer, naming the tensor, for types that
+    cannot be sent, and for a model that does not answer the example with one tensor, batch first.
+    """
+    refuse_types(model)
+    model = copy.deepcopy(model).eval()
+    names, aliases = _names(model)
+    with torch.no_grad(), _Watch(model, names, len(example)) as watch:
+        try:
+            output = model(example.clone())
+        except Exception as error:  # the user's code may raise anything
+            raise UnsupportedLayer(
+                f"the model fails on the first samples of its training data ({type(error).__name__}: {error}); let "
+                f"forward take the batch of inputs alone, batch first"
+            ) from error
+    if not isinstance(output, torch.Tensor) or output.shape[:1] != example.shape[:1]:
+        found = f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
+        raise UnsupportedLayer(
+            f"the model answers {len(example)} samples with {found}; let forward return one tensor, batch first"
+        )
+    return Manifest(
+        task=task,
+        input_shape=tuple(example.shape[1:]),
+        output_shape=tuple(output.shape[1:]),
+        tensors=tuple(_specs(model, aliases, running_statistics)),
+        layers=tuple(watch.layers()),
+        coupling=False,
+        aliases=aliases,
+    )
+
+
+def _names(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
+    """The first name of each tensor of the state dict, by identity, and the other names: name -> first name."""
+    names: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        first = names.setdefault(id(tensor), name)
+        if first != name:
+            aliases[name] = first
+    return names, aliases
+
+
+def _specs(model: nn.Module, aliases: Mapping[str, str], running_statistics: str) -> Iterator[TensorSpec]:
+    parameters = dict(model.named_parameters())
+    for name, tensor in model.state_dict().items():
+        if name in aliases:
+            continue
+        policy = "personal"
+        if name in parameters:
+            policy = "shared"
+        elif name.rpartition(".")[2] == "num_batches_tracked":
+            policy = "dropped"
+        elif tensor.dtype == torch.float32 and tensor.dim():
+            policy = running_statistics
+            if not torch.isfinite(tensor).all():
+                raise UnsupportedLayer(
+                    f"{name}: a buffer with infinite entries, which would read as a diverged model; register it with "
+                    f"persistent=False"
+                )
+        yield TensorSpec.model_validate(
+            {
+                "name": name,
+                "shape": tuple(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "policy": policy,
+                "trainable": name in parameters and parameters[name].requires_grad,
+            }
+        )
+
+
+_LOOKS = {"__get__", "__len__", "size", "dim", "numel"}
+"""What asks a parameter for its shape, type or place, and does not use its values."""
+
+
+class _Watch(TorchFunctionMode):
+    """Notes what runs of ``model`` while it is entered; ``names`` are its tensors', ``samples`` the example's."""
+
+    def __init__(self, model: nn.Module, names: Mapping[int, str], samples: int) -> None:
+        super().__init__()
+        self._names, self._samples = names, samples
+        self._parameters = {id(parameter): names[id(parameter)] for parameter in model.parameters()}
+        self._within = 0  # layers that run now: what they do with their parameters is their own business
+        self._found: dict[str, Layer] = {}
+        self._positions: dict[str, int] = {}
+        self._hooks: list[Any] = []
+        for path, module in model.named_modules():
+            if type(module).__module__.startswith("torch.nn.modules.") and any(True for _ in module.parameters(False)):
+                self._hooks.append(module.register_forward_pre_hook(self._begin))
+                self._hooks.append(module.register_forward_hook(self._ended(path)))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def layers(self) -> Iterator[Layer]:
+        """What has run, in the order in which it first did."""
+        for name, layer in self._found.items():
+            positions = max(1, math.ceil(self._positions.get(name, 0) / self._samples))
+            yield layer.model_copy(update={"positions": positions})
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``func``, and note the parameters that it takes outside of a layer."""
+        if not self._within and getattr(func, "__name__", "") not in _LOOKS:
+            for value in tree_leaves((args, kwargs)):
+                name = self._parameters.get(id(value))
+                if name is not None:
+                    self._found.setdefault(f"{name}:", Layer(name=name, kind=PARAMETER, tensors=(name,)))
+        return func(*args, **(kwargs or {}))
+
+    def _begin(self, module: nn.Module, inputs: Any) -> None:
+        self._within += 1
+
+    def _ended(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._within -= 1
+            if not self._within:
+                tensors = tuple(self._names[id(parameter)] for parameter in module.parameters())
+                kind = type(module).__name__.lower()
+                self._found.setdefault(path, Layer(name=path or kind, kind=kind, tensors=tensors))
+                self._positions[path] = self._positions.get(path, 0) + _positions(module, inputs, output)
+
+        return note
+
+
+def _positions(module: Any, inputs: Any, output: Any) -> int:
+    """At how many positions a layer has multiplied its weights, those of all samples together."""
+    given = next((each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)), torch.empty(0))
+    made: torch.Tensor = next(each for each in tree_leaves(output) if isinstance(each, torch.Tensor))
+    channels: int = next(module.parameters(recurse=False)).shape[0]
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        made, channels = given, module.input_size
+    elif isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
+        made, channels = given, module.in_channels
+    elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        channels = module.embedding_dim
+    elif isinstance(module, nn.MultiheadAttention):
+        channels = module.embed_dim
+    elif isinstance(module, nn.LayerNorm):
+        channels = math.prod(module.normalized_shape)
+    return made.numel() // channels

@@ -1,0 +1,331 @@
+"""Before a task is published, or a device enrols with it: do its data, its model and its loss work together?
+
+The first batch of each loader goes through model and loss, in milliseconds, and what cannot work is refused in one line
+that names the loader. Model, running statistics and random numbers are as before afterwards, so that results with the
+same seed stay the same bit for bit. Where all samples lie in tensors, all of them are looked at, unless they are many.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+
+from edge_sdk.errors import BadArgument
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.tasks import Task
+from edge_sdk.tracing.modes import buffers_kept, evaluating
+from edge_sdk.training.local import device_of
+
+SAMPLES = 16
+"""Of a batch, so many go through model and loss."""
+LOOKED_AT = 2**24
+"""Values of inputs up to which all samples are looked at."""
+LIKE_A_SUM = 0.05
+"""A loss that doubles with its batch, to this share of it, is a sum."""
+NOT_NOTHING = 1e-6
+NAMED_LABELS = 5
+PAIR = "(inputs, targets), two tensors"
+
+
+def check_task(task: Task, manifest: Manifest | None = None) -> None:
+    """Raise BadArgument unless the data, model and loss of ``task`` work together.
+
+    manifest: the federation's, which says what shape a sample has; None before there is one.
+    """
+    if not isinstance(task.model, nn.Module):
+        raise BadArgument(f"the task's model is a {type(task.model).__name__}; give a torch.nn.Module")
+    if not callable(task.loss):
+        raise BadArgument(f"the task's loss is a {type(task.loss).__name__}; give a function of (outputs, targets)")
+    if not any(parameter.requires_grad for parameter in task.model.parameters()):
+        raise BadArgument(
+            "the task's model has no parameter to train: all are frozen, or there are none; give it layers with "
+            "weights, and set requires_grad=True where they should train"
+        )
+    with _unnoticed(task):
+        for name, loader in (("train", task.train), ("validation", task.validation), ("test", task.test)):
+            if loader is not None or name != "test":
+                _Check(task, name, loader, manifest).run()
+
+
+@contextmanager
+def _unnoticed(task: Task) -> Iterator[None]:
+    """Random numbers, running statistics and modules' modes are then what they were."""
+    device = device_of(task.model)
+    generators = [each for loader in (task.train, task.validation, task.test) for each in _generators(loader)]
+    states = [generator.get_state() for generator in generators]
+    python, numpy = random.getstate(), np.random.get_state()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]))
+        stack.enter_context(evaluating(task.model))
+        stack.enter_context(buffers_kept(task.model))
+        if isinstance(task.loss, nn.Module):
+            stack.enter_context(buffers_kept(task.loss))
+        stack.enter_context(torch.enable_grad())
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Those of a DataLoader's own, which it would draw from."""
+    batches = getattr(loader, "batch_sampler", None)
+    holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = [getattr(holder, "generator", None) for holder in holders]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
+class _Check:
+    """The check of one loader. ``name`` is its field of Task."""
+
+    def __init__(self, task: Task, name: str, loader: Any, manifest: Manifest | None) -> None:
+        self.task, self.name, self.loader, self.manifest = task, name, loader, manifest
+
+    def run(self) -> None:
+        """Raise BadArgument, naming the loader, what was met, what is wanted and what to do."""
+        inputs, targets = self._first()
+        self._check_inputs(inputs)
+        every_inputs, every_target = _everything(self.loader) or (inputs, targets)
+        for what, values in (("input", every_inputs), ("target", every_target)):
+            if not _finite(values):
+                raise self._wrong(f"a value of the {what}s is NaN or infinite; replace or leave out such samples")
+        inputs, targets = (tensor[:SAMPLES].to(device_of(self.task.model)) for tensor in (inputs, targets))
+        outputs = self._outputs(inputs)
+        self._check_outputs(outputs, inputs)
+        if self.task.classification:
+            self._check_labels(every_target, outputs, targets)
+        self._check_loss(outputs, targets)
+        if self.name == "train":
+            self._check_training(inputs, targets)
+
+    def _wrong(self, text: str) -> BadArgument:
+        return BadArgument(f"the task's {self.name} data: {text}")
+
+    # --- what the loader gives -----------------------------------------------------------------------------------
+
+    def _first(self) -> tuple[Tensor, Tensor]:
+        loader, kind = self.loader, f"a {type(self.loader).__name__}"
+        if isinstance(loader, DataLoader):
+            kind += f" over a {type(loader.dataset).__name__}"
+        if not hasattr(loader, "__iter__"):
+            raise self._wrong(f"{kind} cannot be iterated over; give a DataLoader, or a list of {PAIR}")
+        try:
+            length = len(loader)
+        except TypeError:
+            raise self._wrong(
+                f"{kind} has no length; give a DataLoader over a data set that has a __len__ and can be read again "
+                f"and again, so that it is known where a pass over it ends"
+            ) from None
+        try:
+            batch = next(iter(loader), None)
+        except Exception as error:
+            raise self._wrong(f"its first batch cannot be read: {_said(error)}") from error
+        if batch is None or not length:
+            dropped = "; drop_last=True drops the only batch" if getattr(loader, "drop_last", False) else ""
+            raise self._wrong(f"there is no batch in it; give it at least one sample{dropped}")
+        if isinstance(batch, dict):
+            keys = ", ".join(map(repr, batch))
+            raise self._wrong(
+                f"its batches are dictionaries of {keys}; give {PAIR}: have the data set's __getitem__ return "
+                f"(sample[...], sample[...]), or give the DataLoader a collate_fn that does"
+            )
+        if not isinstance(batch, list | tuple) or len(batch) != 2:
+            of = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
+            raise self._wrong(f"its batches are a {type(batch).__name__}{of}; give {PAIR}")
+        for what, value in zip(("inputs", "targets"), batch, strict=True):
+            if not isinstance(value, Tensor):
+                raise self._wrong(
+                    f"the {what} of a batch are a {type(value).__name__}; give {PAIR}: one tensor each, batch first"
+                )
+        inputs, targets = batch
+        if not inputs.dim() or not targets.dim() or len(inputs) != len(targets) or not len(inputs):
+            raise self._wrong(
+                f"a batch has inputs {_shape(inputs)} and targets {_shape(targets)}; give as many of both, batch first"
+            )
+        return inputs, targets
+
+    def _check_inputs(self, inputs: Tensor) -> None:
+        if self.manifest is not None and tuple(inputs.shape[1:]) != tuple(self.manifest.input_shape):
+            raise self._wrong(
+                f"a sample has shape {list(inputs.shape[1:])}, and the federation's model was published for "
+                f"{list(self.manifest.input_shape)}; give the samples that shape, or join another federation"
+            )
+
+    # --- the model -----------------------------------------------------------------------------------------------
+
+    def _outputs(self, inputs: Tensor) -> Any:
+        """What the model answers to ``inputs``, in the mode that it is in."""
+        try:
+            return self.task.model(inputs)
+        except Exception as error:
+            said, weights = _said(error), next(self.task.model.parameters()).dtype
+            advice = "make model and data fit each other"
+            if any(word in said for word in ("dtype", "type", "scalar")) and inputs.dtype != weights:
+                advice = f"the weights are {_type(weights)}: give inputs.float(), or .long() where they are indices"
+            elif "more than 1 value per channel" in said:
+                advice = "batch norm cannot train on one sample, as the last batch may be: give drop_last=True"
+            raise self._wrong(f"the model fails on inputs {_shape(inputs)}: {said}; {advice}") from error
+
+    def _check_outputs(self, outputs: Any, inputs: Tensor) -> None:
+        wanted = "its scores [batch, classes]" if self.task.classification else "its outputs, batch first"
+        if not isinstance(outputs, Tensor):
+            raise self._wrong(
+                f"the model answers a {type(outputs).__name__}; have its forward return one tensor, {wanted}"
+            )
+        if self.task.classification and (outputs.dim() != 2 or outputs.shape[1] < 2):
+            raise self._wrong(
+                f"to inputs {_shape(inputs)} the model answers {_shape(outputs)}; a classification wants scores "
+                f"[batch, classes]: give the model one output per class, and torch.nn.CrossEntropyLoss, or say "
+                f"Task(..., classification=False)"
+            )
+        if not outputs.dim() or len(outputs) != len(inputs):
+            raise self._wrong(
+                f"to inputs {_shape(inputs)} the model answers {_shape(outputs)}; have it answer one row per sample"
+            )
+
+    def _check_labels(self, every: Tensor, outputs: Tensor, targets: Tensor) -> None:
+        classes = outputs.shape[1]
+        if every.dim() == 2 and every.shape[1] == classes and classes > 1:
+            raise self._wrong(
+                f"targets are rows of {classes} (one-hot?); give class indices instead: targets.argmax(1), or "
+                f"Task(..., classification=False)"
+            )
+        integers = not every.is_floating_point() and not every.is_complex() and every.dtype != torch.bool
+        if every.dim() != 1 or not integers:
+            raise self._wrong(
+                f"targets are {_shape(targets, len(every))}; a classification wants class indices, integers [batch] "
+                f"from 0 to {classes - 1}: convert them (.long(), .squeeze(1)), or say Task(..., classification=False)"
+            )
+        ignored = getattr(self.task.loss, "ignore_index", None)
+        outside = [each for each in torch.unique(every[(every < 0) | (every >= classes)]).tolist() if each != ignored]
+        if outside:
+            named = ", ".join(map(str, outside[:NAMED_LABELS])) + (", ..." if len(outside) > NAMED_LABELS else "")
+            advice = "give the model an output for each class"
+            if outside == [classes] and int(every.min()) == 1:
+                advice = "the labels count from 1: subtract 1"
+            elif outside[0] < 0:
+                advice = "leave samples without a class out"
+            raise self._wrong(
+                f"label{'s' * (len(outside) > 1)} {named} lie{'s' * (len(outside) == 1)} outside 0 to {classes - 1}, "
+                f"for the model has {classes} outputs; {advice}"
+            )
+
+    # --- the loss ------------------------------------------------------------------------------------------------
+
+    def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message="Using a target size")  # broadcast: wrong, and silently so
+                loss = self.task.loss(outputs, targets)
+        except Exception as error:
+            said, advice = _said(error), "make them fit each other"
+            if "scalar type" in said or "dtype" in said or "not implemented for" in said:
+                advice = "convert the targets: .long() for class indices, .float() for numbers"
+            raise self._wrong(
+                f"the loss fails on outputs {_shape(outputs)} and targets {_shape(targets)}: {said}; {advice}"
+            ) from error
+        if not isinstance(loss, Tensor):
+            raise self._wrong(f"the loss answers a {type(loss).__name__}; have it return a tensor, without .item()")
+        if loss.numel() != 1:
+            raise self._wrong(
+                f"the loss answers {_shape(loss)}; give the mean over the batch, one number (reduction='mean')"
+            )
+        return loss
+
+    def _check_loss(self, outputs: Tensor, targets: Tensor) -> None:
+        outputs = outputs.detach()
+        once = self._loss(outputs, targets).item()
+        if not np.isfinite(once):
+            raise self._wrong(
+                f"the loss of its first batch is {once} before any training; look at what the model answers, and at "
+                f"the targets"
+            )
+        twice = self._loss(torch.cat([outputs, outputs]), torch.cat([targets, targets])).item()
+        if abs(twice - once) > NOT_NOTHING and abs(twice - 2 * once) < LIKE_A_SUM * abs(twice):
+            raise self._wrong(
+                f"the loss doubles with the batch ({once:.4g} for {len(targets)} samples, {twice:.4g} for the same "
+                f"twice): it is a sum; give the mean over the batch (reduction='mean')"
+            )
+
+    def _check_training(self, inputs: Tensor, targets: Tensor) -> None:
+        """In training mode, as rounds are: a gradient comes of it."""
+        self.task.model.train()
+        loss = self._loss(self._outputs(inputs), targets)
+        trainable = [parameter for parameter in self.task.model.parameters() if parameter.requires_grad]
+        gradients: tuple[Tensor | None, ...] = ()
+        if loss.requires_grad:
+            try:
+                gradients = torch.autograd.grad(loss.sum(), trainable, allow_unused=True)
+            except Exception as error:
+                raise self._wrong(f"the loss has no gradient: {_said(error)}") from error
+        known = [gradient for gradient in gradients if gradient is not None]
+        if not known:
+            raise self._wrong(
+                "the loss has no gradient with respect to any of the model's parameters; compute it from the outputs "
+                "by torch, without .detach(), .item(), .argmax() or numpy"
+            )
+        if not all(_finite(gradient) for gradient in known):
+            raise self._wrong("a gradient of its first batch is NaN or infinite; look for a log, root or division by 0")
+        left = _last_batch(self.loader)
+        if left == 1 and len(inputs) > 1:
+            self._outputs(inputs[:1])
+
+
+def _everything(loader: Any) -> tuple[Tensor, Tensor] | None:
+    """All samples, where they lie in two tensors and are not too many; else None."""
+    if not isinstance(loader, DataLoader) or loader.collate_fn is not default_collate:
+        return None
+    data: Any = loader.dataset
+    chosen: Tensor | None = None
+    while isinstance(data, Subset):
+        indices = torch.as_tensor(data.indices)
+        chosen = indices if chosen is None else indices[chosen]
+        data = data.dataset
+    if not isinstance(data, TensorDataset) or len(data.tensors) != 2 or data.tensors[0].numel() > LOOKED_AT:
+        return None
+    inputs, targets = data.tensors
+    return (inputs, targets) if chosen is None else (inputs[chosen], targets[chosen])
+
+
+def _last_batch(loader: Any) -> int | None:
+    """How many samples the last batch of a pass has; None where that is not known."""
+    size = getattr(loader, "batch_size", None)
+    if not isinstance(loader, DataLoader) or size is None or loader.drop_last:
+        return None
+    try:
+        return int((len(loader.sampler) - 1) % size + 1)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _finite(values: Tensor) -> bool:
+    if not (values.is_floating_point() or values.is_complex()) or not values.numel():
+        return True
+    return bool(torch.isfinite(values).all())
+
+
+def _shape(values: Tensor, rows: int | None = None) -> str:
+    """A tensor's shape and type."""
+    shape = list(values.shape) if rows is None else [rows, *values.shape[1:]]
+    return f"{shape} {_type(values.dtype)}"
+
+
+def _type(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _said(error: Exception) -> str:
+    """The first line of what was raised, and its kind."""
+    first = (str(error).strip().splitlines() or [""])[0].strip().rstrip(".;")[:300]
+    return f"{first} ({type(error).__name__})" if first else type(error).__name__

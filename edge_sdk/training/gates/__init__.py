@@ -1,0 +1,1 @@
+"""Gates that choose the blocks of a model for each batch (pFedGate)."""

@@ -1,0 +1,427 @@
+"""Linear layers, convolutions and batch norm on values of which only some channels are computed, and for off rows.
+
+A layer's weight is cut down to the rows that are on and to the columns of its input's computed channels. What the
+constant channels add is the same for every sample: computed once, it goes into the bias, or, where a convolution pads
+and a position near the border sees less of the constant, into a bias per position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from edge_sdk.training.gates.tensors import Batch, BlockedTensor, Channels, Cut, Index, columns_of, index, total
+from edge_sdk.training.gates.values import Echo, Partial
+
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+class Matrix:
+    """What a linear layer does with its weight; its channels are its last axis."""
+
+    pads = False
+    dims = 2
+
+    def axis(self, inputs: torch.Tensor) -> int:
+        """The axis of the channels."""
+        return inputs.dim() - 1
+
+    def run(self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The layer's output."""
+        return F.linear(inputs, weight, bias)
+
+    def gradients(
+        self, output: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, bool, bool]
+    ) -> Gradients:
+        """Gradients of inputs, weight and bias, where ``needed``, from that of the output."""
+        flat = output.flatten(0, -2)
+        return (
+            output @ weight if needed[0] else None,
+            flat.t() @ inputs.flatten(0, -2) if needed[1] else None,
+            flat.sum(0) if needed[2] else None,
+        )
+
+    def still(self, constants: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """One sample of ``constants`` [channels], as large as their part of the output differs between positions."""
+        return constants.unsqueeze(0)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """What a convolution in one group, padded with zeros, does with its weight; its channels are axis 1."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    @classmethod
+    def of(cls, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Convolution | None:
+        """How ``module`` convolves; None where it does so in groups or pads with anything but zeros on both sides."""
+        taken = tuple(step * (taps - 1) for step, taps in zip(module.dilation, module.kernel_size, strict=True))
+        padding = module.padding
+        if isinstance(padding, str):
+            padding = tuple(length // 2 if padding == "same" else 0 for length in taken)
+            if module.padding == "same" and any(length % 2 for length in taken):
+                return None
+        if module.groups > 1 or module.padding_mode != "zeros":
+            return None
+        return cls(module.kernel_size, module.stride, padding, module.dilation)
+
+    @property
+    def dims(self) -> int:
+        """How many axes an input has, samples included."""
+        return len(self.kernel) + 2
+
+    @property
+    def pads(self) -> bool:
+        """Whether positions near the border see less of the input."""
+        return any(self.padding)
+
+    def axis(self, inputs: torch.Tensor) -> int:
+        """The axis of the channels."""
+        return 1
+
+    def run(self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The layer's output."""
+        return torch.convolution(
+            inputs, weight, bias, self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), 1
+        )
+
+    def gradients(
+        self, output: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, bool, bool]
+    ) -> Gradients:
+        """Gradients of inputs, weight and bias, where ``needed``, from that of the output."""
+        none = (0,) * len(self.stride)
+        found = torch.ops.aten.convolution_backward.default(
+            *(output, inputs, weight, [len(weight)], self.stride, self.padding, self.dilation, False, none, 1, needed)
+        )
+        return cast(Gradients, found)
+
+    def still(self, constants: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """One sample of ``constants`` [channels], as large as their part of the output differs between positions."""
+        seen = (step * (taps - 1) + 1 for step, taps in zip(self.dilation, self.kernel, strict=True))
+        size = tuple(inputs.shape[2:]) if self.pads else tuple(seen)
+        return constants.view(1, -1, *(1,) * len(size)).expand(1, len(constants), *size)
+
+
+Operator = Matrix | Convolution
+
+
+def operator_of(module: object) -> Operator | None:
+    """What ``module`` does with its weight; None where it is no linear layer or convolution that can be cut."""
+    if type(module) is nn.Linear:
+        return Matrix()
+    return Convolution.of(module) if type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) else None  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A layer's θ' in one batch.
+
+    weight: of the rows of ``cut``, [rows, ...]; of_columns: ``columns`` of these, where it was foreseen that the input
+    would have them. bias: of the rows, and fixed: of the other rows; None where the layer has no bias.
+    """
+
+    cut: Cut
+    weight: torch.Tensor
+    columns: Channels | None
+    of_columns: torch.Tensor | None
+    bias: torch.Tensor | None
+    fixed: torch.Tensor | None
+
+    def computed(self, columns: Channels) -> torch.Tensor:
+        """The weight's ``columns``. Those that were foreseen cost less: see ``_Adapt``."""
+        if self.columns is not None and self.columns.source == columns.source:
+            return cast(torch.Tensor, self.of_columns)
+        return columns_of(self.weight, columns)
+
+
+def apply(operator: Operator, adapted: Adapted, value: torch.Tensor | Partial, batch: Batch) -> torch.Tensor | Partial:
+    """A layer's output under a batch's gates.
+
+    ``value`` is the layer's input; where it is partial, its channels lie on the operator's axis.
+    """
+    rows, bias, fixed = adapted.cut.rows, adapted.bias, adapted.fixed
+    layer = _Layer(operator, adapted.cut.tensor, batch, rows, None, _NONE, _NONE)
+    inputs, weight, constants, along = value, adapted.weight, None, None
+    if isinstance(value, Partial):
+        inputs, weight = value.computed, adapted.computed(value.channels)
+        seen, heard = np.flatnonzero(value.matters), _NONE
+        if len(seen):
+            constants = value.known()
+            along, heard = value.listened()
+        layer = replace(layer, columns=value.channels, seen=seen, heard=heard)
+    inputs = cast(torch.Tensor, inputs)
+    if constants is None:
+        output = operator.run(inputs, weight, bias)
+    else:
+        output = _Apply.apply(layer, weight, adapted.weight, bias, inputs, constants, along)  # type: ignore[no-untyped-call]
+    if not len(rows.off):
+        return output
+    learns = torch.is_grad_enabled()
+    hears = learns and batch.heard > 0
+    echo = None
+    if hears:
+        off = _OffRows(layer, rows.off, fixed, inputs, constants, output.shape)
+        echo = Echo(off.start, len(rows.off))
+    live = np.full(len(rows.off), learns and (hears or fixed is not None))
+    return Partial(output, rows, operator.axis(output), fixed, live, np.full(len(rows.off), hears), echo)
+
+
+_NONE: Index = np.zeros(0, dtype=np.intp)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer in one batch.
+
+    weight: all of it; rows: those that are computed; columns: the computed channels of its input, None where all are;
+    seen: which of the input's constants are not left out; heard: to which of them gradients go back per sample.
+    """
+
+    operator: Operator
+    weight: BlockedTensor
+    batch: Batch
+    rows: Channels
+    columns: Channels | None
+    seen: Index
+    heard: Index
+
+    @cached_property
+    def channels(self) -> torch.Tensor:
+        """The columns of the constants that are seen."""
+        assert self.columns is not None
+        return index(self.columns.off[self.seen], self.columns.device)
+
+
+class _Apply(torch.autograd.Function):
+    """The layer itself, where its input has constants that are seen: the output of the rows that are computed.
+
+    Backward also takes the signal back along the echo's channels, which add nothing forward. All of it is one step of
+    autograd, since with one for every cut, sum and copy a small layer would spend its time between them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: _Layer,
+        computed: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        inputs: torch.Tensor,
+        constants: torch.Tensor,
+        echo: torch.Tensor | None,
+    ) -> torch.Tensor:
+        operator = layer.operator
+        known = constants.index_select(0, index(layer.seen, constants.device))
+        seen = weight.index_select(1, layer.channels)
+        shift = operator.run(operator.still(known, inputs), seen, None)
+        ctx.layer, ctx.echo = layer, None if echo is None else echo.detach()
+        ctx.save_for_backward(inputs, computed, seen, known)
+        if operator.pads:
+            if bias is not None:
+                shift += bias.view(1, -1, *(1,) * (shift.dim() - 2))
+            return operator.run(inputs, computed, None).add_(shift)
+        return operator.run(inputs, computed, shift.flatten() if bias is None else shift.flatten() + bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        layer, (inputs, computed, seen, known) = ctx.layer, ctx.saved_tensors
+        operator, columns = layer.operator, layer.columns
+        _, _, _, needs_bias, needs_inputs, needs_constants, needs_echo = ctx.needs_input_grad
+        needed = needs_inputs, True, not operator.pads
+        inward, for_computed, for_bias = operator.gradients(gradient, inputs, computed, needed)
+        still, wide = operator.still(known, inputs), known.new_zeros(len(columns.flags))
+        if operator.pads:
+            signal = gradient.sum(0, keepdim=True)
+            for_bias = signal.flatten(2).sum((0, 2))
+        else:
+            signal = for_bias.view(1, -1, *(1,) * (still.dim() - 2))
+        # As if of one sample that is 0 wherever it is computed: writing many columns one by one is far slower.
+        sample = operator.still(wide.index_copy_(0, layer.channels, known), inputs)
+        like_weight = layer.weight.parameter[: len(layer.rows.on)]  # its shape is all that is looked at
+        for_weight = operator.gradients(signal, sample, like_weight, _WEIGHT)[1]
+        for_constants = along = None
+        if needs_constants:
+            found = operator.gradients(signal, still, seen, _INPUTS)[0].view(len(known), -1).sum(1)
+            places = index(layer.seen, known.device)
+            for_constants = known.new_zeros(len(columns.off)).index_copy_(0, places, found)
+        if needs_echo:
+            among = index(np.searchsorted(layer.seen, layer.heard), known.device)
+            heard = seen.index_select(1, among)
+            along = operator.gradients(gradient[: len(ctx.echo)], ctx.echo, heard, _INPUTS)[0]
+        return None, for_computed, for_weight, for_bias if needs_bias else None, inward, for_constants, along
+
+
+_INPUTS, _WEIGHT = (True, False, False), (False, True, False)
+
+
+@dataclass(frozen=True)
+class _OffRows:
+    """A layer's off rows: what would have to be computed to know how their gates matter.
+
+    rows: which they are; fixed: their output as it is, [rows], None where that is 0. inputs: the computed channels of
+    the layer's input; constants: the others. shape: of the layer's output.
+    """
+
+    layer: _Layer
+    rows: Index
+    fixed: torch.Tensor | None
+    inputs: torch.Tensor
+    constants: torch.Tensor | None
+    shape: torch.Size
+
+    def start(self, which: Index) -> torch.Tensor:
+        """The output of the rows ``which`` of these for the samples that are heard (see ``Echo``)."""
+        chosen = self
+        if len(which) < len(self.rows):
+            fixed = self.fixed
+            if fixed is not None:
+                fixed = fixed.detach().index_select(0, index(which, fixed.device))
+            chosen = replace(self, rows=self.rows[which], fixed=fixed)
+        return cast(torch.Tensor, _Start.apply(self.layer.batch.gates, chosen))  # type: ignore[no-untyped-call]
+
+    def products(self, signal: torch.Tensor) -> torch.Tensor:
+        """<δ, z_b> for every block b of the model, [L]: δ is ``signal``, and z_b what block b's weights alone give.
+
+        That is e_b of the card, 4.5, since z_b is linear in θ_b; it needs no gradient as large as the weight.
+        """
+        layer, operator, columns = self.layer, self.layer.operator, self.layer.columns
+        batch, weight = layer.batch, layer.weight
+        segments = weight.segments(self.rows)
+        values, inputs = weight.values(segments), self.inputs[: batch.heard]
+        result = operator.run(inputs, values if columns is None else columns.computed(values, 1), None)
+        if self.constants is not None:
+            known = self.constants.index_select(0, index(layer.seen, inputs.device))
+            result += operator.run(operator.still(known, inputs), values.index_select(1, layer.channels), None)
+        axis = operator.axis(result)
+        if segments.rows is not None:
+            signal = signal.index_select(axis, segments.rows)
+        products = (signal * result).sum([dim for dim in range(result.dim()) if dim != axis])
+        return total(batch, segments.blocks, products * batch.factor)
+
+
+class _Start(torch.autograd.Function):
+    """Off rows' constant output; backward turns the signal that arrives into gradients of their blocks' gates."""
+
+    @staticmethod
+    def forward(ctx: Any, gates: torch.Tensor, off: _OffRows) -> torch.Tensor:
+        ctx.off = off
+        axis = off.layer.operator.axis(off.inputs)
+        shape = [off.layer.batch.heard, *off.shape[1:]]
+        shape[axis] = len(off.rows)
+        fixed = off.inputs.new_zeros(len(off.rows)) if off.fixed is None else off.fixed.detach()
+        return fixed.view(-1, *(1,) * (len(shape) - axis - 1)).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, signal: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.off.products(signal), None
+
+
+def normalise(
+    module: nn.modules.batchnorm._BatchNorm,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    value: torch.Tensor | Partial,
+) -> torch.Tensor | Partial:
+    """Batch norm under θ' ``weight`` and ``bias`` [channels]; its running statistics move as if all were computed.
+
+    Over a batch a constant channel has no variance: its output is the bias. Still a signal passes, through the mean.
+    """
+    of_batch = module.training or module.running_mean is None
+    statistics: tuple[Any, Any] = (module.running_mean, module.running_var)
+    moves = module.training and module.track_running_stats and module.running_mean is not None
+    share = _share(module) if moves else 0.0
+    if not isinstance(value, Partial):
+        mean, variance = statistics if moves or not of_batch else (None, None)
+        return F.batch_norm(value, mean, variance, weight, bias, of_batch, share, module.eps)
+    channels = value.channels
+    weight = value.computed.new_ones(len(channels.flags)) if weight is None else weight
+    bias = value.computed.new_zeros(len(channels.flags)) if bias is None else bias
+    computed: torch.Tensor
+    constants: torch.Tensor
+    deviation: torch.Tensor | None = None
+    if of_batch:
+        if value.computed.numel() == len(channels.on):
+            raise ValueError("in training mode batch norm needs more than one value of every channel")
+        computed, constants, own = _Normalise.apply(value.computed, weight, bias, channels, moves, module.eps)  # type: ignore[no-untyped-call]
+        if moves:
+            still = None if value.constants is None else value.constants.detach()
+            statistics[0].lerp_(channels.joined(own[0], still), share)
+            statistics[1].lerp_(channels.joined(own[1], None), share)
+    else:
+        scaled = channels.computed(weight), channels.computed(bias)
+        (mean, still), (variance, others) = ((channels.computed(s), channels.others(s)) for s in statistics)
+        computed = F.batch_norm(value.computed, mean, variance, *scaled, False, 0.0, module.eps)
+        deviation = (others + module.eps).sqrt()
+        constants = (value.known() - still) / deviation * channels.others(weight) + channels.others(bias)
+
+    def step(echo: torch.Tensor, rows: Index) -> torch.Tensor:
+        which, wide = index(rows, echo.device), (-1, *(1,) * (echo.dim() - 2))
+        fixed, gain = constants.detach(), channels.others(weight.detach())
+        gain = gain * module.eps**-0.5 if deviation is None else gain / deviation
+        # 0, exactly: deviations from a constant are rounding errors, and grow by eps^-1/2
+        signal = echo - echo.detach()
+        if of_batch:
+            signal = signal - signal.mean([dim for dim in range(signal.dim()) if dim != 1], keepdim=True)
+        return fixed.index_select(0, which).view(wide) + gain.index_select(0, which).view(wide) * signal
+
+    live = np.full(len(channels.off), torch.is_grad_enabled())
+    return replace(value, computed=computed, constants=constants, live=live, echo=value.after(step))
+
+
+class _Normalise(torch.autograd.Function):
+    """Batch norm by the batch's own statistics: computed channels, the others' constants, and the statistics.
+
+    The statistics are mean and variance [2, computed]: with momentum 1, nothing is left of what they held.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        channels: Channels,
+        moves: bool,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        own = values.new_zeros(2, len(channels.on)) if moves else None
+        mean, variance = (None, None) if own is None else own
+        scale, constants = channels.computed(weight), channels.others(bias)
+        found = torch.native_batch_norm(values, scale, channels.computed(bias), mean, variance, True, 1.0, eps)
+        output, *saved = found
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(values, scale, *saved)
+        ctx.channels, ctx.eps = channels, eps
+        if own is not None:
+            ctx.mark_non_differentiable(own)
+        return output, constants, own
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient: torch.Tensor | None, for_constants: torch.Tensor | None, _: None
+    ) -> tuple[torch.Tensor | None, ...]:
+        values, scale, mean, deviation = ctx.saved_tensors
+        gradient = torch.zeros_like(values) if gradient is None else gradient
+        inward, for_scale, for_bias = torch.ops.aten.native_batch_norm_backward.default(
+            *(gradient, values, scale, None, None, mean, deviation, True, ctx.eps, [True, True, True])
+        )
+        joined = ctx.channels.joined
+        return inward, joined(for_scale, None), joined(for_bias, for_constants), None, None, None
+
+
+def _share(module: nn.modules.batchnorm._BatchNorm) -> float:
+    """How far running statistics move in this batch; counts it."""
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if module.momentum is None:
+            return 1.0 / float(module.num_batches_tracked)
+    return module.momentum or 0.0
