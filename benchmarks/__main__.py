@@ -147,7 +147,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     )
 
 
-COMMAND = Command("benchmarks", "Comparisons of methods.", _options, _run, EXITS)
+COMMAND = Command("sparrow bench", "Comparisons of methods.", _options, _run, EXITS)
 main = COMMAND.main
 
 

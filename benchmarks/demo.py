@@ -314,7 +314,7 @@ def show(report: dict[str, Any], folder: Path) -> None:
     print(
         f"\n{folder}/report.json      these figures\n"
         f"{folder}/accuracy.png     accuracy by round\n"
-        f"{folder}/<device>/model.onnx   try: python -m edge_sdk.predict {folder}/{name(0)}/model.onnx "
+        f"{folder}/<device>/model.onnx   try: sparrow predict {folder}/{name(0)}/model.onnx "
         f"--input x.npy"
     )
 

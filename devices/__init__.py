@@ -1,7 +1,7 @@
 """What a device is, what it draws and what it is like now, read from the device itself.
 
 This package knows nothing of federated learning and needs only the standard library. `devices.board` says what it is,
-`devices.conditions` what it is like, and `python -m devices` prints all of it for a person. `EnergyMeter` measures a
+`devices.conditions` what it is like, and `sparrow devices` prints all of it for a person. `EnergyMeter` measures a
 phase of work, `PowerModel` stands in where no sensor exists, and every figure carries its `Quality`: measured, derived
 from measured values, estimated by a model, or unavailable with the reason. It only ever reads: it changes no setting of
 the device it runs on.

@@ -1,10 +1,10 @@
 """What this device is, what it draws and what it is like now, for a person.
 
-python -m devices                     what was found, each sensor with its value, what is missing and how to get it
-python -m devices --watch             again and again
-python -m devices --json              for a program
-python -m devices --root FOLDER       a copy of some other device
-python -m devices --meter METER.csv --phases PHASES.csv     joules per phase from an external meter
+sparrow devices                     what was found, each sensor with its value, what is missing and how to get it
+sparrow devices --watch             again and again
+sparrow devices --json              for a program
+sparrow devices --root FOLDER       a copy of some other device
+sparrow devices --meter METER.csv --phases PHASES.csv     joules per phase from an external meter
 """
 
 import argparse
@@ -162,7 +162,9 @@ def _print_phases(meter: Path, phases: Path | None, offset: float, *, as_json: b
         print(f"{name:<20}  {joules:>12}  {energy.quality}, {energy.coverage:.0%} of {energy.seconds:.1f} s{why}")
 
 
-COMMAND = Command("devices", "What this device is, what it draws and what it is like now.", _options, _run, EXITS)
+COMMAND = Command(
+    "sparrow devices", "What this device is, what it draws and what it is like now.", _options, _run, EXITS
+)
 main = COMMAND.main
 
 

@@ -1,7 +1,7 @@
 """A device as this package sees it: its files, its commands and its environment; this machine's, or a copy's.
 
 Everything is read through here, so that a folder with the files and the command outputs of some board stands in for
-the board itself (`System.at`), in tests as well as in `python -m devices --root`.
+the board itself (`System.at`), in tests as well as in `sparrow devices --root`.
 """
 
 import importlib

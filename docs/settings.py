@@ -32,11 +32,11 @@ loudly when it is reached from beyond it. Where all three are there, a caller wi
 and `/readyz`. Callers send `Authorization: Bearer <token>`; the SDK reads `SPARROW_ENROLMENT_TOKEN` (join, fleet),
 `SPARROW_ADMIN_TOKEN` (publish, delete, evaluate) and `SPARROW_OBSERVER_TOKEN` (fleet, status, track), its Python
 functions too, where they are given none. Tokens limited in number and time are
-made by `python -m coordinator.tokens`; [operating.md](operating.md) has that, TLS, rate limits, logs and metrics.
+made by `sparrow token`; [operating.md](operating.md) has that, TLS, rate limits, logs and metrics.
 
 ## A federation's
 
-Given when it is created: as options of `python -m edge_sdk.publish` (`--local-epochs 3`), as arguments of
+Given when it is created: as options of `sparrow publish` (`--local-epochs 3`), as arguments of
 `publish(...)`, or as `settings` of `POST /v1/federations`. `rounds`, `cohort`, `deadline_seconds` and `silence_seconds`
 can be changed later by `PATCH /v1/federations/{name}`.
 

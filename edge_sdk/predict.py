@@ -1,8 +1,8 @@
 """Run an exported personal model with ONNX Runtime: no torch, no onnx, and of this package nothing
 but how its commands end.
 
-    python -m edge_sdk.predict model.onnx --input samples.npy --top 3
-    python -m edge_sdk.predict model.onnx --input samples.npy --watch
+    sparrow predict model.onnx --input samples.npy --top 3
+    sparrow predict model.onnx --input samples.npy --watch
 
 ``Predictor`` is one loaded model; ``Watched`` is the newest of a file that is replaced now and then, as a device's
 export is after more training.
@@ -105,7 +105,7 @@ class Predictor:
         except ImportError as error:
             raise MissingPart("ONNX Runtime is not installed: pip install 'sparrow-fl[predict]'") from error
         if not Path(path).is_file():
-            raise NoSuchFile(f"there is no model file {path}; export one with python -m export")
+            raise NoSuchFile(f"there is no model file {path}; export one with sparrow export")
         if chunk < 1:
             raise PredictError(f"{chunk} samples per run; at least 1 is needed")
         options = onnxruntime.SessionOptions()
@@ -127,7 +127,7 @@ class Predictor:
             )
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
         if len(inputs) != 1 or len(outputs) != 1 or inputs[0].type not in _DTYPES or not inputs[0].shape:
-            raise PredictError(f"{path} does not take and give one batch of samples; export it with python -m export")
+            raise PredictError(f"{path} does not take and give one batch of samples; export it with sparrow export")
         self._input, self._output = inputs[0].name, outputs[0].name
         self._chunk = chunk
         self.input_shape = _lengths(inputs[0].shape[1:])
@@ -475,7 +475,7 @@ def _write(path: Path, outputs: Array) -> None:
         raise PredictError(f"{path} cannot be written: {error.strerror}") from error
 
 
-COMMAND = Command("edge_sdk.predict", "Run an exported model.", _options, _run, EXITS)
+COMMAND = Command("sparrow predict", "Run an exported model.", _options, _run, EXITS)
 main = COMMAND.main
 
 

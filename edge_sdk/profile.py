@@ -1,4 +1,4 @@
-"""``python -m edge_sdk.profile --task cifar10 --budget 0.4``: what a step of local training takes at a budget, here.
+"""``sparrow profile --task cifar10 --budget 0.4``: what a step of local training takes at a budget, here.
 
 Prints FLOPs, peak memory and seconds per step, predicted and measured. Predicted memory comes from trainings on a
 handful of samples (``training.footprint``), predicted seconds from steps under two other masks and counted FLOPs
@@ -326,7 +326,7 @@ def _options(parser: Parser) -> None:
 
 
 COMMAND = Command(
-    "edge_sdk.profile",
+    "sparrow profile",
     "What a step of local training takes at a budget on this device, predicted and measured.",
     _options,
     _command,

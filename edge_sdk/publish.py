@@ -1,4 +1,4 @@
-"""``python -m edge_sdk.publish``: create a federation on a running coordinator.
+"""``sparrow publish``: create a federation on a running coordinator.
 
 As a library: ``publish(server, name, task, ...)`` creates one for a ``Task`` of one's own: its manifest is found by
 running the model, its ONNX skeleton made by torch's exporter, and both are sent with the model's weights: as they are,
@@ -279,7 +279,7 @@ def _options(parser: Parser) -> None:
 
 
 COMMAND = Command(
-    "edge_sdk.publish",
+    "sparrow publish",
     "Create a federation on a running coordinator.",
     _options,
     _run,

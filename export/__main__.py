@@ -1,6 +1,6 @@
 """A device's personal model as the smallest ONNX file that predicts the same, and what that gains.
 
-    python -m export ~/.local/state/sparrow/HOST/FEDERATION/NAME --output model.onnx --data mine.npz
+    sparrow export ~/.local/state/sparrow/HOST/FEDERATION/NAME --output model.onnx --data mine.npz
 
 Exit codes: docs/cli.md.
 """
@@ -158,7 +158,9 @@ def _check_accuracy(report: Report, built: Built, limit: float) -> None:
         )
 
 
-COMMAND = Command("export", "Export a personal model to ONNX, and report what that gains.", _options, _run, EXITS)
+COMMAND = Command(
+    "sparrow export", "Export a personal model to ONNX, and report what that gains.", _options, _run, EXITS
+)
 main = COMMAND.main
 
 

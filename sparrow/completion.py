@@ -38,7 +38,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 COMMAND = Command(
-    "sparrow.completion",
+    "sparrow completion",
     "Print a script that makes your shell complete sparrow's commands and options.",
     _options,
     _run,

@@ -47,7 +47,7 @@ def _ask(info: FederationInfo) -> None:
 
 
 COMMAND = Command(
-    "sparrow.delete",
+    "sparrow delete",
     "Delete a federation, with its records, devices and models, for good.",
     _options,
     _run,

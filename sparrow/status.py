@@ -207,7 +207,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 COMMAND = Command(
-    "sparrow.status",
+    "sparrow status",
     "What the federations of a running coordinator do.",
     _options,
     _run,

@@ -151,7 +151,7 @@ def _say_waiting(reason: str, seconds: float) -> None:
 
 
 COMMAND = Command(
-    "sparrow.track",
+    "sparrow track",
     "A federation's rounds as curves in TensorBoard or MLflow, while it runs or afterwards.",
     _options,
     _run,

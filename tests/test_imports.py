@@ -15,7 +15,7 @@ LIGHT += [
     "edge_sdk.predict",
     "devices",
 ]
-LIGHT += ["export", "export.skeleton", "export.__main__", "sparrow.coordinator.main"]
+LIGHT += ["sparrow.export", "sparrow.export.skeleton", "sparrow.export.__main__", "sparrow.coordinator.main"]
 
 PROBE = """
 import importlib, json, sys

@@ -131,7 +131,7 @@ class OpenHouseWarning:
                 self._said = True
                 log.critical(
                     "OPEN TO THE NETWORK: no %s token is set, so anybody who reaches %s may make these calls. Set %s, "
-                    "make them with python -m coordinator.tokens, or listen on 127.0.0.1 only.",
+                    "make them with sparrow token, or listen on 127.0.0.1 only.",
                     " and no ".join(unguarded),
                     scope["server"][0],
                     ", ".join(f"COORDINATOR_{kind.upper()}_TOKEN" for kind in unguarded),

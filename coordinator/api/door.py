@@ -40,7 +40,7 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 STRANGER = (
     "a token is needed here, and none was sent that is valid: Authorization: Bearer <token>. An enrolment token is "
     "needed to join (SPARROW_ENROLMENT_TOKEN), an admin token to publish (SPARROW_ADMIN_TOKEN), an observer token to "
-    "look; the operator makes them with python -m coordinator.tokens"
+    "look; the operator makes them with sparrow token"
 )
 
 

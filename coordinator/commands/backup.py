@@ -1,8 +1,8 @@
-"""``python -m coordinator.backup TARGET``: a copy of a coordinator, running or not, that fits together.
+"""``sparrow backup TARGET``: a copy of a coordinator, running or not, that fits together.
 
 TARGET gets ``coordinator.sqlite3`` (of PostgreSQL ``records.dump``, made by pg_dump), ``blobs/`` and, last,
 ``backup.json``: without that file it is not complete. Which coordinator is said by the settings that it has itself
-(``COORDINATOR_*``); ``python -m coordinator.restore`` brings a copy back.
+(``COORDINATOR_*``); ``sparrow restore`` brings a copy back.
 
 The records come first, as of one moment; then the blobs that they name. A coordinator that goes on deletes what it does
 not need any more: where that has taken a blob, newer records are copied, and what these name. Blobs never change under
@@ -195,7 +195,7 @@ def _run(options: argparse.Namespace) -> None:
 
 EXITS: Exits = {**COMMON, BackupFailed: Exit.FAILED}
 COMMAND = Command(
-    "coordinator.commands.backup",
+    "sparrow backup",
     "Copy a coordinator, running or not, so that records and models fit together.",
     _options,
     _run,

@@ -1,6 +1,6 @@
-"""``python -m coordinator.evaluate``: have a running coordinator judge its global model on a test file of one's own.
+"""``sparrow evaluate``: have a running coordinator judge its global model on a test file of one's own.
 
-    python -m coordinator.evaluate --server http://HOST:8000 --federation digits --data test.npz
+    sparrow evaluate --server http://HOST:8000 --federation digits --data test.npz
 
 The file is what numpy.savez wrote: samples as the model takes them, scaled as in training, and their classes. Exit
 codes: docs/cli.md.
@@ -115,7 +115,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 COMMAND = Command(
-    "coordinator.commands.evaluate",
+    "sparrow evaluate",
     "Have a running coordinator judge its global model on a test file.",
     _options,
     _run,

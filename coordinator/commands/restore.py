@@ -1,6 +1,6 @@
-"""``python -m coordinator.restore SOURCE``: bring a backup back, into an empty place.
+"""``sparrow restore SOURCE``: bring a backup back, into an empty place.
 
-SOURCE is a folder that ``python -m coordinator.backup`` has made; where it goes is said by the coordinator's settings
+SOURCE is a folder that ``sparrow backup`` has made; where it goes is said by the coordinator's settings
 (``COORDINATOR_*``). Everything is checked first; what lies there already is never touched. The records come last, so
 that a restore which was cut off is no coordinator that lacks its models.
 
@@ -119,7 +119,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 COMMAND = Command(
-    "coordinator.commands.restore",
+    "sparrow restore",
     "Bring a backup back, into an empty place.",
     _options,
     _run,

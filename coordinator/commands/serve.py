@@ -1,4 +1,4 @@
-"""``python -m coordinator.serve``: the coordinator, as ``uvicorn coordinator.main:app`` runs it.
+"""``sparrow serve``: the coordinator, as ``uvicorn coordinator.main:app`` runs it.
 
 It limits how long a request's head may take (``api.headers``), and says in one line why it cannot start. Its settings
 are environment variables ``COORDINATOR_*`` (docs/settings.md). For several processes, and for uvicorn's other options,
@@ -120,7 +120,7 @@ def _run(options: argparse.Namespace) -> None:
 
 EXITS: Exits = {**COMMON, NoPort: Exit.FAILED, StartFailed: Exit.FAILED}
 COMMAND = Command(
-    "coordinator.commands.serve",
+    "sparrow serve",
     "Run the coordinator.",
     _options,
     _run,

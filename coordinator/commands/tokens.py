@@ -1,8 +1,8 @@
-"""``python -m coordinator.tokens``: make, list and revoke tokens of operators, and take devices' tokens away.
+"""``sparrow token``: make, list and revoke tokens of operators, and take devices' tokens away.
 
-    python -m coordinator.tokens create enrolment --uses 20 --expires 7d --note "lab 3"
-    python -m coordinator.tokens list
-    python -m coordinator.tokens revoke 3f0c9a52d1e84b67
+    sparrow token create enrolment --uses 20 --expires 7d --note "lab 3"
+    sparrow token list
+    sparrow token revoke 3f0c9a52d1e84b67
 
 It works on the records themselves, found by the same COORDINATOR_* settings as the coordinator's, which may be running;
 what it changes holds there within seconds. A secret is printed once, alone on stdout, and kept as its SHA-256 only.
@@ -214,7 +214,7 @@ def _seconds(text: str) -> float:
 
 
 COMMAND = Command(
-    "coordinator.commands.tokens",
+    "sparrow token",
     "Make, list and revoke tokens, beside a running coordinator or without one.",
     _options,
     _run,

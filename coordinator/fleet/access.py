@@ -2,7 +2,7 @@
 
 An operator gives people and devices tokens of three kinds: ``admin`` to create and change federations, ``observer`` to
 look, ``enrolment`` to let a device in. They come from the settings (``COORDINATOR_ADMIN_TOKEN`` and so on) or from the
-records, where ``python -m coordinator.tokens`` puts and revokes them, also beside a running coordinator. What was
+records, where ``sparrow token`` puts and revokes them, also beside a running coordinator. What was
 looked up is remembered for ``REMEMBER_SECONDS``: so long may a token live on that another process revoked.
 
 A secret is 256 random bits behind a prefix that says what it is, for scanners that look for leaked ones. It is looked
@@ -156,5 +156,5 @@ def spend(db: Session, token_id: str, now: float) -> None:
     if not db.connection().execute(counted).rowcount:
         raise NotAuthenticated(
             "the enrolment token has been used as often as it may be, or is no longer valid; ask the operator for "
-            "another (python -m coordinator.tokens create enrolment)"
+            "another (sparrow token create enrolment)"
         )

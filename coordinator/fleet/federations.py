@@ -83,7 +83,7 @@ class Federations:
             manifest_json = tensors.pop("sparrow.manifest").tobytes()
             skeleton = tensors.pop("sparrow.skeleton").tobytes()
         except KeyError as missing:
-            raise BadContent(f"the checkpoint lacks {missing}; publish with python -m edge_sdk.publish") from None
+            raise BadContent(f"the checkpoint lacks {missing}; publish with sparrow publish") from None
         manifest = Manifest.model_validate_json(manifest_json)
         manifest.check_tensors(tensors, what="the published weights", only_shared=True)
         return self._create(request, manifest, skeleton, tensors, len(body))
@@ -340,7 +340,7 @@ def _built_in(name: str | None) -> BuiltinTask:
     if name not in builtin_tasks():
         raise BadContent(
             f"task: {name!r} is not built in; choose one of {', '.join(builtin_tasks())}, or publish a model of your "
-            f"own with python -m edge_sdk.publish"
+            f"own with sparrow publish"
         )
     return load_builtin(name)
 

@@ -202,7 +202,7 @@ class Store:
         if known and not self.blobs.keys(f"{known[0]}/models"):
             raise WrongBlobs(
                 "the records name models that are not among the blobs: set COORDINATOR_BLOBS and COORDINATOR_DATA_DIR "
-                "to where they were, or bring both back from a backup with python -m coordinator.restore"
+                "to where they were, or bring both back from a backup with sparrow restore"
             )
         # A first model alone may be from a start that was cut off.
         if not known and not before and not all("/000000000." in key for key in self.blobs.keys("1/models")):

@@ -204,7 +204,7 @@ class Assignment(Base):
 
 
 class Token(Base):
-    """A token that an operator made (``python -m coordinator.tokens``); of its secret only the SHA-256.
+    """A token that an operator made (``sparrow token``); of its secret only the SHA-256.
 
     ``kind``: admin, observer, enrolment. ``uses``: devices that an enrolment token has let in, at most ``max_uses``.
     None is ever deleted, not even with its federation: that there was one keeps its doors shut.

@@ -1,4 +1,4 @@
-"""``python -m edge_sdk.fleet --server URL --devices 100``: many simulated devices, each a real session of its own.
+"""``sparrow fleet --server URL --devices 100``: many simulated devices, each a real session of its own.
 
 A few processes, one thread each, host all devices. The coordinator is asked who is being waited for; those devices are
 handed to whichever process is free, which opens the device's session from its state folder, lets it do its one thing
@@ -638,7 +638,7 @@ def _options(parser: Parser) -> None:
 
 
 COMMAND = Command(
-    "edge_sdk.simulation.fleet",
+    "sparrow fleet",
     "Many simulated devices, each a real session of its own.",
     _options,
     _command,

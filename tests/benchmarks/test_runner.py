@@ -345,7 +345,7 @@ def test_a_file_that_describes_no_experiment_is_refused_with_what_is_wrong(tmp_p
     file.write_text(TINY.replace(*change))
     assert main(command("run", file, tmp_path / "work")) == Exit.USAGE
     line = capsys.readouterr().err
-    assert line.startswith(f"benchmarks: {file}: ")
+    assert line.startswith(f"sparrow bench: {file}: ")
     assert " ".join(said.split()) in line
     assert not (tmp_path / "work").exists()
 
@@ -381,7 +381,7 @@ def test_data_that_cannot_be_used_end_the_run_with_a_word(tmp_path, capsys):
     file = tmp_path / "tiny.toml"
     file.write_text(TINY.replace("alpha = [0.5]", "alhpa = [0.5]"))
     assert main(command("run", file, tmp_path / "work", "--processes", "1")) == Exit.USAGE
-    assert "benchmarks: " in capsys.readouterr().err
+    assert "sparrow bench: " in capsys.readouterr().err
 
 
 def test_every_experiment_of_the_repository_can_be_read():

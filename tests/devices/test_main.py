@@ -1,4 +1,4 @@
-"""python -m devices, as a person and as a program see it."""
+"""sparrow devices, as a person and as a program see it."""
 
 import json
 import subprocess

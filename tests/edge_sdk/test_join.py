@@ -142,7 +142,7 @@ def test_two_coordinators_have_folders_of_their_own():
 def test_settings_that_contradict_each_other_are_said_without_an_option(capsys):
     command = ["--server", "http://127.0.0.1:9", "--name", "x", "--optimizer", "adam", "--momentum", "0.9"]
     assert publish.main(command) == Exit.USAGE
-    assert "edge_sdk.publish: momentum belongs to the optimizer sgd" in capsys.readouterr().err
+    assert "sparrow publish: momentum belongs to the optimizer sgd" in capsys.readouterr().err
 
 
 def test_a_device_without_work_comes_again_at_the_moment_it_was_told(monkeypatch):

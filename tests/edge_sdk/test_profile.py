@@ -167,7 +167,7 @@ def test_a_method_that_trains_the_whole_model_says_so(capsys):
 def test_what_cannot_be_is_said(arguments, status, said, capsys):
     got, out, error = run(capsys, *arguments)
     assert got == status
-    assert error.startswith("edge_sdk.profile: ")
+    assert error.startswith("sparrow profile: ")
     assert said in error
     assert out == ""
 

@@ -49,7 +49,7 @@ def test_zsh_has_a_script_of_its_own(sparrow):
 
 
 def test_a_part_that_is_not_installed_is_completed_by_its_name(sparrow, monkeypatch):
-    for name in [each for each in sys.modules if each.startswith("coordinator.commands.serve")]:
+    for name in [each for each in sys.modules if each.startswith("sparrow.coordinator.commands.serve")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     code, script, err = sparrow("completion", "bash")

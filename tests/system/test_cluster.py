@@ -111,7 +111,7 @@ def test_it_goes_on_after_ctrl_c(machine: Machine, start: Start) -> None:
 def test_a_slice_that_fails_ends_the_others(coordinator: Coordinator, start: Start) -> None:
     coordinator.create("digits", **SETTINGS)
     output = finish(start(coordinator.url, "--data", "index={index},of=4"), 1)  # which has no index 4 and 5
-    assert "edge_sdk.simulation.fleet: slice " in output
+    assert "sparrow fleet: slice " in output
     assert "Traceback" not in output
 
 

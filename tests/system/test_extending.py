@@ -151,7 +151,7 @@ def test_method_task_and_partition_run_in_a_fleet_as_printed(run, lab):
     # Published by hand, with a server that takes no step: the model stays as it was, and is what "lab" began with.
     publish, *_ = commands("edge_sdk.publish")
     run(publish.replace("effective_steps=6", "effective_steps=0"))
-    run(f"python -m edge_sdk.fleet --server {SERVER} --federation lab2 --devices 4 --memory --quiet --data sensors.csv")
+    run(f"sparrow fleet --server {SERVER} --federation lab2 --devices 4 --memory --quiet --data sensors.csv")
     assert lab.info("lab2")["settings"]["method_settings"] == {"effective_steps": 0.0}
     assert lab.info("lab2")["model_version"] > 0
     start = global_model(lab, "lab2")

@@ -47,7 +47,7 @@ PLAN = Plan(NAME, DEVICES, budgets=BUDGETS)
 
 
 class Fleets:
-    """Starts ``python -m edge_sdk.fleet``, and leaves none behind."""
+    """Starts ``sparrow fleet``, and leaves none behind."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -396,7 +396,7 @@ def test_a_device_without_its_data_ends_the_fleet_with_a_word(coordinator, comma
     process = command(coordinator.url, "--processes", processes, "--data", "partition=classes,classes_per_device=99")
     assert process.wait(60) == 2, "an option of the data that cannot be"
     output = command.output()
-    assert output.startswith("edge_sdk.simulation.fleet: "), output
+    assert output.startswith("sparrow fleet: "), output
     assert "Traceback" not in output
     assert len(output.splitlines()) == 1
 

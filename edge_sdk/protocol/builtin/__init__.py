@@ -40,7 +40,7 @@ def load_builtin(name: str) -> BuiltinTask:
     if name not in builtin_tasks():
         raise ManifestError(
             f"there is no built-in task {name!r}; there are {', '.join(builtin_tasks())}. "
-            "Publish a model of your own with python -m edge_sdk.publish"
+            "Publish a model of your own with sparrow publish"
         )
     folder = resources.files(__name__)
     manifest = Manifest.model_validate_json((folder / f"{file_stem(name)}.json").read_text(encoding="utf-8"))

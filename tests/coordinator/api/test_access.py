@@ -30,7 +30,7 @@ DEVICES = "/v1/federations/default/devices"
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
-    """Runs ``python -m coordinator.tokens`` on this test's records; answers its JSON, or its error line."""
+    """Runs ``sparrow token`` on this test's records; answers its JSON, or its error line."""
     monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path / "data"))
 
     def run(*arguments):

@@ -98,7 +98,7 @@ def test_the_command(client, digits, tmp_path, monkeypatch, capsys):
     assert evaluate.main(command) == 1
     assert "name its arrays with --inputs and --targets" in capsys.readouterr().err
     assert evaluate.main([*command, "--inputs", "y", "--targets", "y"]) == 1
-    assert "coordinator.commands.evaluate: inputs: int64" in capsys.readouterr().err
+    assert "sparrow evaluate: inputs: int64" in capsys.readouterr().err
     assert evaluate.main([*command[:2], "--data", str(tmp_path / "none.npz")]) == Exit.NOT_FOUND
     (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04")
     assert evaluate.main([*command[:2], "--data", str(tmp_path / "bad.npz")]) == 1

@@ -89,7 +89,7 @@ def test_lines_say_what_they_are_about():
         "round": 3,
         "request": "r1",
         "level": "INFO",
-        "logger": "coordinator.test",
+        "logger": "sparrow.coordinator.test",
     }
     assert first["message"] == "round 3 'opens \"now\"\\n'"
     assert (second["federation"], "round" in second, "request" in second) == ("night", False, False)
