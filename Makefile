@@ -8,10 +8,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TORCH  := torch==2.13.0
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo dist test test-slow test-arm64 check format setup builtin demo-seeds pictures site clean
 
-demo: setup
+demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.demo $(if $(KEEP),--keep)
 
 test: setup
@@ -59,13 +60,21 @@ builtin: setup
 setup: $(READY)
 
 # torch comes first and pinned: resolved with the rest, its newest build would bring gigabytes of CUDA.
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("Sparrow needs Python 3.10 to 3.13, this is " + sys.version.split()[0] + \
-	  ": make PYTHON=python3.11") if not (3, 10) <= sys.version_info[:2] <= (3, 13) else None'
+$(VENV)/.torch:
+	$(PYTHON) -c 'import sys; sys.exit("Sparrow needs Python 3.10 to 3.14, this is " + sys.version.split()[0] + \
+	  ": make PYTHON=python3.11") if not (3, 10) <= sys.version_info[:2] <= (3, 14) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) $(TORCH)
 	touch $@
+
+# What the demo needs, which is a small part of what the tests need.
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml constraints.txt
+	$(PIP) --constraint constraints.txt --editable '.[demo]'
+	touch $@
+
+$(READY): $(VENV)/.torch pyproject.toml constraints.txt
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	touch $@ $(VENV)/.demo
 
 clean:
 	rm -rf $(VENV) .arm64 .site runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

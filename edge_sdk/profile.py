@@ -21,7 +21,7 @@ from typing import Any
 from edge_sdk.device.trainable import exit_unless_trainable
 
 if __name__ == "__main__":
-    exit_unless_trainable("edge_sdk.profile")  # before what follows imports torch
+    exit_unless_trainable("sparrow profile")  # before what follows imports torch
 
 import torch
 import torch.nn.functional as F

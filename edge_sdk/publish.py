@@ -16,7 +16,7 @@ from typing import Any, get_args
 from edge_sdk.device.trainable import exit_unless_trainable
 
 if __name__ == "__main__":
-    exit_unless_trainable("edge_sdk.publish")  # before what follows imports torch
+    exit_unless_trainable("sparrow publish")  # before what follows imports torch
 
 import httpx
 import numpy as np

@@ -67,7 +67,7 @@ PARTS = {
     "devices": Part("sparrow.devices.__main__", "what this device is, its sensors"),
     "export": Part("sparrow.export.__main__", "a personal model as the smallest ONNX file", "export"),
     "predict": Part("edge_sdk.predict", "run an exported model", "predict"),
-    "bench": Part("sparrow.benchmarks.__main__", "comparisons of methods", "demo", trains=True),
+    "bench": Part("sparrow.benchmarks.__main__", "comparisons of methods", "bench", trains=True),
     "completion": Part("sparrow.completion", "print what makes bash or zsh complete these", "completion"),
 }
 

@@ -13,7 +13,7 @@ LIGHT += [
     "edge_sdk.device.transport",
     "edge_sdk.device.state",
     "edge_sdk.predict",
-    "devices",
+    "sparrow.devices",
 ]
 LIGHT += ["sparrow.export", "sparrow.export.skeleton", "sparrow.export.__main__", "sparrow.coordinator.main"]
 
@@ -42,7 +42,7 @@ def loaded(names, heavy, folder):
 
 
 def test_nothing_light_loads_torch(tmp_path):
-    found = loaded(LIGHT, ["torch", "sklearn", "torchvision"], tmp_path)
+    found = loaded(LIGHT, ["torch", "torchvision"], tmp_path)
     assert found == {name: [] for name in LIGHT}
     assert list(tmp_path.iterdir()) == [], "importing the coordinator makes no data folder"
 

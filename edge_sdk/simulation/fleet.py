@@ -34,7 +34,7 @@ from typing import Any
 from edge_sdk.device.trainable import exit_unless_trainable
 
 if __name__ == "__main__":
-    exit_unless_trainable("edge_sdk.simulation.fleet")  # before what follows imports torch
+    exit_unless_trainable("sparrow fleet")  # before what follows imports torch
 
 import httpx
 import torch

@@ -20,7 +20,7 @@ PROBE = """
 import importlib.util, json, sys
 import numpy as np
 from edge_sdk.predict import Predictor, Watched
-found = [name for name in ("torch", "onnx", "sklearn", "fastapi") if importlib.util.find_spec(name)]
+found = [name for name in ("torch", "onnx", "fastapi") if importlib.util.find_spec(name)]
 outputs = Watched(sys.argv[1], threads=1)(np.load(sys.argv[2]))
 json.dump({"found": found, "outputs": outputs.tolist()}, sys.stdout)
 """

@@ -209,7 +209,7 @@ def needs(large, monkeypatch):
     """Bytes that rounds at a budget need, or that judging the model takes alone, where a process holds 100 MiB: what
     this one does changes by more than a budget takes, by what other tests leave and a first session brings."""
     for room in ("preparing", "demand"):
-        monkeypatch.setattr(f"edge_sdk.{room}.held", lambda device: 100 * MIB)
+        monkeypatch.setattr(f"edge_sdk.budget.{room}.held", lambda device: 100 * MIB)
     task, manifest = large
     rehearsal = Rehearsal(task, manifest, FederationSettings(**SETTINGS))
 

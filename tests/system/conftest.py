@@ -187,10 +187,10 @@ class Device:
 
 NURSERY = """
 import json, os, sys, traceback
-import edge_sdk.simulation.fleet, edge_sdk.join, edge_sdk.tasks.digits, edge_sdk.transport, sklearn.datasets
+import edge_sdk.simulation.fleet, edge_sdk.join, edge_sdk.tasks.digits, edge_sdk.device.transport
 
 # After many kills they would be away for long.
-edge_sdk.transport.FIRST_WAIT, edge_sdk.transport.LONGEST_WAIT = 0.1, 1.0
+edge_sdk.device.transport.FIRST_WAIT, edge_sdk.device.transport.LONGEST_WAIT = 0.1, 1.0
 
 for line in sys.stdin:
     order = json.loads(line)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import onnxruntime
 import pytest
-from sklearn.datasets import load_digits
 
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.simulation import in_process as inprocess
+from edge_sdk.tasks.digits import load_images
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.commands import evaluate
 from sparrow.coordinator.main import create_app
@@ -28,11 +28,8 @@ def client(tmp_path):
 
 @pytest.fixture(scope="module")
 def digits():
-    found = load_digits()
-    return {
-        "inputs": (found.images[:700] / 16).astype(np.float32).reshape(-1, *SHAPE),
-        "targets": found.target[:700].astype(np.int64),
-    }
+    found = load_images()
+    return {"inputs": found.inputs[:700], "targets": found.targets[:700]}
 
 
 def test_the_model_is_judged_as_onnxruntime_runs_it(client, digits):

@@ -8,11 +8,11 @@ import re
 import pytest
 
 from edge_sdk.protocol.messages import FederationSettings
-from sparrow.coordinator.dashboard import FROM_CHARTS, OWN
+from sparrow.coordinator.dashboard import OWN
 
 SETTINGS = FederationSettings(rounds=2, evaluation_interval=0)
 TOKENS = {"admin_token": "chief", "observer_token": "eye", "enrolment_token": "way in"}
-PAGES = ["/", *(f"/page/{path.name}" for path in OWN.iterdir()), *(f"/page/{name}" for name in FROM_CHARTS)]
+PAGES = ["/", *(f"/page/{path.name}" for path in OWN.iterdir())]
 
 
 def basic(password, name="anybody"):

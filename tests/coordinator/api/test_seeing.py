@@ -96,7 +96,7 @@ def test_lines_say_what_they_are_about():
     assert "ValueError: why" in third["exception"]
     with logging_to(TextFormatter()) as lines, about(federation="night", request="r2"):
         log.info("opens", extra={"round": 4})
-    assert lines[0].endswith(" INFO coordinator.test: opens federation=night round=4 request=r2")
+    assert lines[0].endswith(" INFO sparrow.coordinator.test: opens federation=night round=4 request=r2")
 
 
 def test_a_rounds_lines_name_federation_and_round_and_a_calls_lines_its_device(open_app):

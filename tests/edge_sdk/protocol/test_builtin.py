@@ -71,7 +71,7 @@ def test_the_tool_writes_both_files(tmp_path, monkeypatch):
 
 def test_an_unknown_task_lists_the_known():
     with pytest.raises(
-        ManifestError, match=r"no built-in task 'imagenet'; there are cifar10, .*digits.*edge_sdk\.publish"
+        ManifestError, match=r"no built-in task 'imagenet'; there are cifar10, .*digits.*sparrow publish"
     ):
         load_builtin("imagenet")
     with pytest.raises(ManifestError):
