@@ -651,7 +651,7 @@ main = COMMAND.main
 
 
 if __name__ == "__main__":
-    # As a module it would be __main__ here and edge_sdk.fleet in the worker processes.
+    # As a module it would be __main__ here and edge_sdk.simulation.fleet in the worker processes.
     from edge_sdk.simulation import fleet
 
     sys.exit(fleet.main())

@@ -204,8 +204,8 @@ for line in sys.stdin:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(log, 1), os.dup2(log, 2)
         status = 70
         try:
-            edge_sdk.transport.RESUMED = order["resumed"] or edge_sdk.transport.RESUMED
-            program = {"join": edge_sdk.join, "fleet": edge_sdk.fleet}[order["program"]]
+            edge_sdk.device.transport.RESUMED = order["resumed"] or edge_sdk.device.transport.RESUMED
+            program = {"join": edge_sdk.join, "fleet": edge_sdk.simulation.fleet}[order["program"]]
             status = program.main(order["arguments"])
         except BaseException:
             traceback.print_exc()

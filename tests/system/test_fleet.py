@@ -183,7 +183,7 @@ def test_in_two_fleets_that_share_the_devices(undisturbed, coordinator, command,
     """Machines that simulate a part each: ``indices`` says which."""
     coordinator.create(NAME, **SETTINGS)
     script = (
-        "import sys; from edge_sdk.fleet import run_fleet; from edge_sdk.host import Plan; "
+        "import sys; from edge_sdk.simulation.fleet import run_fleet; from edge_sdk.simulation.host import Plan; "
         f"run_fleet(sys.argv[1], Plan({NAME!r}, {DEVICES}, budgets={BUDGETS}), processes=1, in_memory=True, "
         f"indices=range(3), quiet=True, patience_seconds=30)"
     )
