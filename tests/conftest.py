@@ -8,6 +8,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import struct
 import sys
 import tempfile
@@ -15,6 +16,9 @@ import tempfile
 # Tests run as many at a time as there are cores, and start processes of their own: threads of each for every core
 # would wait for one another longer than they work. Before torch is imported, and for the processes, too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A background job of a shell inherits SIGINT ignored, and so would every process that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test writes into the state folder of whoever runs it: coordinators and devices keep theirs here.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="sparrow-tests-")
