@@ -1,5 +1,5 @@
 # make demo   set up, run the main job, show what came out; with KEEP=1 its page stays open
-# make test   set up, run the tests
+# make test   set up, run the fast tests: 2.5 minutes on 2 cores; .ci/run runs all
 # make dist   a wheel in dist/, to install on other machines
 # make site   docs/ as a site, in .site
 # make test-arm64   the device's side on aarch64, emulated; as root, with debootstrap and qemu-user-static
@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TORCH  := torch==2.13.0
 
-.PHONY: demo dist test test-slow test-arm64 check format setup builtin demo-seeds pictures site clean
+.PHONY: demo dist test test-integration test-slow test-arm64 check format setup builtin demo-seeds pictures site clean
 
 demo: setup
 	$(BIN)/python -m benchmarks.demo $(if $(KEEP),--keep)
@@ -17,6 +17,11 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
+# Real coordinators, devices, browsers, databases and shells.
+test-integration: setup
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'integration and not slow'
+
+# One at a time: several measure seconds or memory.
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 

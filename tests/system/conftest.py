@@ -187,10 +187,12 @@ class Device:
 
 NURSERY = """
 import json, os, sys, traceback
-import edge_sdk.simulation.fleet, edge_sdk.join, edge_sdk.tasks.digits, edge_sdk.transport, sklearn.datasets
+import edge_sdk.join, edge_sdk.tasks.digits
+from edge_sdk.device import transport
+from edge_sdk.simulation import fleet
 
 # After many kills they would be away for long.
-edge_sdk.transport.FIRST_WAIT, edge_sdk.transport.LONGEST_WAIT = 0.1, 1.0
+transport.FIRST_WAIT, transport.LONGEST_WAIT = 0.1, 1.0
 
 for line in sys.stdin:
     order = json.loads(line)
@@ -204,8 +206,8 @@ for line in sys.stdin:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(log, 1), os.dup2(log, 2)
         status = 70
         try:
-            edge_sdk.transport.RESUMED = order["resumed"] or edge_sdk.transport.RESUMED
-            program = {"join": edge_sdk.join, "fleet": edge_sdk.fleet}[order["program"]]
+            transport.RESUMED = order["resumed"] or transport.RESUMED
+            program = {"join": edge_sdk.join, "fleet": fleet}[order["program"]]
             status = program.main(order["arguments"])
         except BaseException:
             traceback.print_exc()
@@ -350,20 +352,20 @@ def machine(nursery: Callable[[], Nursery], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def house(nursery: Callable[[], Nursery], tmp_path: Path) -> Iterator[tuple[Coordinator, Devices]]:
+def coordinator_and_devices(nursery: Callable[[], Nursery], tmp_path: Path) -> Iterator[tuple[Coordinator, Devices]]:
     """A coordinator of one's own, and a way to start devices."""
     with one_machine(nursery, tmp_path) as both:
         yield both
 
 
 @pytest.fixture
-def coordinator(house: tuple[Coordinator, Devices]) -> Coordinator:
-    return house[0]
+def coordinator(coordinator_and_devices: tuple[Coordinator, Devices]) -> Coordinator:
+    return coordinator_and_devices[0]
 
 
 @pytest.fixture
-def device(house: tuple[Coordinator, Devices]) -> Devices:
-    return house[1]
+def device(coordinator_and_devices: tuple[Coordinator, Devices]) -> Devices:
+    return coordinator_and_devices[1]
 
 
 @pytest.fixture

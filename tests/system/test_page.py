@@ -127,8 +127,8 @@ def records_of(coordinator, name="lab"):
     return [RoundRecord.model_validate(each) for each in coordinator.rounds(name)]
 
 
-def test_what_is_shown_equals_the_records_and_follows_them_live(house, open_page, pictures):
-    trained = train(*house, rounds=3)
+def test_what_is_shown_equals_the_records_and_follows_them_live(coordinator_and_devices, open_page, pictures):
+    trained = train(*coordinator_and_devices, rounds=3)
     page = open_page(trained.url)
     expect = playwright.expect
     expect(page.locator("#connection")).to_have_text("live")
