@@ -19,9 +19,6 @@ from typing import Any
 # would wait for one another longer than they work. Before torch is imported, and for the processes, too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A background job of a shell inherits SIGINT ignored, and so would every process that a test starts and interrupts.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 # No test writes into the state folder of whoever runs it: coordinators and devices keep theirs here.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="sparrow-tests-")
 
@@ -34,6 +31,9 @@ from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons
 from edge_sdk.protocol.messages import Assignment, Telemetry, UpdateReport
 
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+
+# A background job of a shell inherits SIGINT ignored, and so would every process that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test pulls the plug: what this process writes need not reach the disk before it goes on (SQLite: see `_unsynced`).
 os.fsync = lambda descriptor: None
