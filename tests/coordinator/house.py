@@ -50,7 +50,6 @@ class Wire:
         self.traffic = Traffic()
         self.token = self.patience_seconds = None
         self.renewal_due = False
-        self._device = None
         self.media_types = []
         self.received = []
         self.sent = []
@@ -58,9 +57,7 @@ class Wire:
 
     @property
     def device(self):
-        if self._device is None:
-            self._device = self.house.device(self.name).device_id
-        return self._device
+        return self.house.device(self.name).device_id
 
     def federation(self, name):
         return self.house.federations.get(name)
@@ -69,7 +66,6 @@ class Wire:
         return self.house.federations.manifest(name)
 
     def enrol(self, federation, request):
-        self._device = None
         return self.house.devices.enrol(federation, request)
 
     def change_device(self, device_id, change):

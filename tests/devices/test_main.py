@@ -198,8 +198,8 @@ def test_importing_it_needs_the_standard_library_alone():
     probe = (
         "import sys, pkgutil, importlib\n"
         "before = set(sys.modules) | {'tomli'}\n"
-        "import sparrow.devices\n"
-        "for m in pkgutil.iter_modules(sparrow.devices.__path__):\n"
+        "from sparrow import devices\n"
+        "for m in pkgutil.iter_modules(devices.__path__):\n"
         "    m.name != '__main__' and importlib.import_module(f'sparrow.devices.{m.name}')\n"
         "names = {n.partition('.')[0] for n in set(sys.modules) - before}\n"
         "print(sorted(names - set(sys.stdlib_module_names) - before))\n"

@@ -187,12 +187,10 @@ class Device:
 
 NURSERY = """
 import json, os, sys, traceback
-import edge_sdk.join, edge_sdk.tasks.digits
-from edge_sdk.device import transport
-from edge_sdk.simulation import fleet
+import edge_sdk.simulation.fleet, edge_sdk.join, edge_sdk.tasks.digits, edge_sdk.device.transport
 
 # After many kills they would be away for long.
-transport.FIRST_WAIT, transport.LONGEST_WAIT = 0.1, 1.0
+edge_sdk.device.transport.FIRST_WAIT, edge_sdk.device.transport.LONGEST_WAIT = 0.1, 1.0
 
 for line in sys.stdin:
     order = json.loads(line)
@@ -206,8 +204,8 @@ for line in sys.stdin:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(log, 1), os.dup2(log, 2)
         status = 70
         try:
-            transport.RESUMED = order["resumed"] or transport.RESUMED
-            program = {"join": edge_sdk.join, "fleet": fleet}[order["program"]]
+            edge_sdk.device.transport.RESUMED = order["resumed"] or edge_sdk.device.transport.RESUMED
+            program = {"join": edge_sdk.join, "fleet": edge_sdk.simulation.fleet}[order["program"]]
             status = program.main(order["arguments"])
         except BaseException:
             traceback.print_exc()
