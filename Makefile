@@ -21,9 +21,10 @@ test: setup
 test-integration: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal -m 'integration and not slow'
 
-# One at a time: several measure seconds or memory.
+# Those of whole machines one at a time: they kill processes and wait for deadlines of seconds.
 test-slow: setup
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'slow and not integration'
+	$(BIN)/python -m pytest -m 'slow and integration'
 
 # Not in CI: the first run takes 10 minutes and downloads 250 MB.
 test-arm64: setup
