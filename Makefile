@@ -1,5 +1,5 @@
 # make demo   set up, run the main job, show what came out; with KEEP=1 its page stays open
-# make test   set up, run the tests
+# make test   set up, run the fast tests: 2.5 minutes on 2 cores; .ci/run runs all
 # make dist   a wheel in dist/, to install on other machines
 # make site   docs/ as a site, in .site
 # make test-arm64   the device's side on aarch64, emulated; as root, with debootstrap and qemu-user-static
@@ -10,7 +10,7 @@ READY  := $(VENV)/.ready
 TORCH  := torch==2.13.0
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo dist test test-slow test-arm64 check format setup builtin demo-seeds pictures site clean
+.PHONY: demo dist test test-integration test-slow test-arm64 check format setup builtin demo-seeds pictures site clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.demo $(if $(KEEP),--keep)
@@ -18,8 +18,14 @@ demo: $(VENV)/.demo
 test: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
+# Real coordinators, devices, browsers, databases and shells.
+test-integration: setup
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'integration and not slow'
+
+# Those of whole machines one at a time: they kill processes and wait for deadlines of seconds.
 test-slow: setup
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'slow and not integration'
+	$(BIN)/python -m pytest -m 'slow and integration'
 
 # Not in CI: the first run takes 10 minutes and downloads 250 MB.
 test-arm64: setup

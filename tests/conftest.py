@@ -8,9 +8,12 @@ import json
 import os
 import random
 import shutil
+import signal
 import struct
 import sys
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 # Tests run as many at a time as there are cores, and start processes of their own: threads of each for every core
 # would wait for one another longer than they work. Before torch is imported, and for the processes, too.
@@ -28,6 +31,46 @@ from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons
 from edge_sdk.protocol.messages import Assignment, Telemetry, UpdateReport
 
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+
+# A background job of a shell inherits SIGINT ignored, and so would every process that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No test pulls the plug: what this process writes need not reach the disk before it goes on (SQLite: see `_unsynced`).
+os.fsync = lambda descriptor: None
+
+
+INTEGRATION = {"system", "deploy"}
+"""Folders whose tests start real coordinators, devices, browsers or programs of others (make test-integration)."""
+SERVERS = {"postgresql", "s3"}
+"""Fixtures that start such a program."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name in INTEGRATION or SERVERS & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.integration)
+
+
+@pytest.fixture
+def synced() -> None:
+    """Let SQLite sync its files as it is told to, for tests of that."""
+
+
+@pytest.fixture(autouse=True)
+def _unsynced(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Keep SQLite from waiting for the disk after every commit."""
+    if "sqlalchemy" not in sys.modules or "synced" in request.fixturenames:
+        yield
+        return
+    from sqlalchemy import Engine, event
+
+    def unsync(connection: Any) -> None:
+        if connection.dialect.name == "sqlite":
+            connection.connection.dbapi_connection.execute("PRAGMA synchronous=OFF")
+
+    event.listen(Engine, "engine_connect", unsync)
+    yield
+    event.remove(Engine, "engine_connect", unsync)
 
 
 @pytest.fixture(autouse=True)

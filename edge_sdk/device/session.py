@@ -209,6 +209,26 @@ class Session:
         return self._identity.name
 
     @property
+    def identity(self) -> Identity:
+        """Return the identity under which the coordinator knows this device."""
+        return self._identity
+
+    @property
+    def transport(self) -> Transport:
+        """Return the transport that this session calls the coordinator with."""
+        return self._transport
+
+    @property
+    def folder(self) -> StateFolder:
+        """Return the folder in which this device keeps its state."""
+        return self._folder
+
+    @property
+    def mask(self) -> ElementMask | NeuronMask | None:
+        """Return the mask that this device keeps between rounds, if its method has one."""
+        return self._mask
+
+    @property
     def budget(self) -> float:
         """The share of each layer's neurons that this device trains now."""
         return self._prepared.share

@@ -1,7 +1,10 @@
 """Trees of devices, with values laid over them and a clock that only the test moves."""
 
+import atexit
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,9 @@ import pytest
 from sparrow.devices.readings import Files
 from sparrow.devices.system import Commands, System
 
-TREES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parent / "fixtures"
+TREES = Path(tempfile.mkdtemp(prefix="sparrow-boards-"))
+atexit.register(shutil.rmtree, TREES, ignore_errors=True)
 
 Overlay = dict[str, str | Exception]
 
@@ -95,12 +100,22 @@ def clock() -> Clock:
     return Clock()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _laid_out() -> None:
+    """Write the files of all copied devices to `TREES`."""
+    for board in FIXTURES.glob("*.json"):
+        for path, text in json.loads(board.read_text())["files"].items():
+            file = TREES / board.stem / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(text.encode("utf-8", "surrogateescape"))
+
+
 @pytest.fixture
 def tree() -> Callable[[str], Tree]:
     return lambda name: Tree(TREES / name)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def trees() -> Path:
     """The folder of all copied devices."""
     return TREES
@@ -108,7 +123,7 @@ def trees() -> Path:
 
 @pytest.fixture
 def expected() -> Callable[[str], Any]:
-    return lambda board: json.loads((TREES / board / "expected.json").read_text())
+    return lambda board: json.loads((FIXTURES / f"{board}.json").read_text())["expected"]
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import subprocess
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +20,6 @@ from sparrow.devices.survey import Survey
 from sparrow.devices.system import Commands, System
 from sparrow.devices.termux import TermuxBattery
 
-TREES_FOLDER = Path(__file__).parent / "fixtures"
 ZONE = "sys/class/thermal/thermal_zone0/temp"
 RAPL = "sys/class/powercap/intel-rapl:0/energy_uj"
 OC1 = "sys/class/hwmon/hwmon3/oc1_event_cnt"
@@ -253,9 +251,9 @@ def test_a_phones_answer_that_is_not_one_is_none(tree, text):
 @given(
     noise=st.one_of(st.binary(max_size=40), st.text(max_size=40).map(str.encode)), what=st.sampled_from(sorted(READERS))
 )
-def test_noise_in_a_file_is_a_reading_all_the_same(noise, what):
+def test_noise_in_a_file_is_a_reading_all_the_same(trees, noise, what):
     where, path, read = READERS[what]
-    root = TREES_FOLDER / where
+    root = trees / where
     files = Files(root, lambda p: noise if p == root / path else p.read_bytes())
     reading = read(System(files))
     assert reading.value is None or math.isfinite(reading.value)
@@ -275,9 +273,9 @@ def test_noise_in_a_file_is_a_reading_all_the_same(noise, what):
     ),
     what=st.sampled_from(sorted(COMMANDS)),
 )
-def test_noise_of_a_command_is_a_reading_all_the_same(noise, what):
+def test_noise_of_a_command_is_a_reading_all_the_same(trees, noise, what):
     where, _, read = COMMANDS[what]
-    reading = read(System(Files(TREES_FOLDER / where), Commands(lambda _argv, _timeout: (0, noise))))
+    reading = read(System(Files(trees / where), Commands(lambda _argv, _timeout: (0, noise))))
     assert reading.value is None or math.isfinite(reading.value)
 
 

@@ -105,6 +105,7 @@ def trained(weight, bias, x, y, rate):
     return weight, bias
 
 
+@pytest.mark.integration
 def test_two_of_them_are_a_federation_whose_model_moves_as_they_train(coordinator, published, start):
     weight, bias = published(rounds=2, min_devices=2)
     data = {"one": samples(1, 100), "two": samples(2, 55)}
@@ -133,6 +134,7 @@ def test_two_of_them_are_a_federation_whose_model_moves_as_they_train(coordinato
     np.testing.assert_allclose(model["0.bias"], bias, atol=1e-5)
 
 
+@pytest.mark.integration
 def test_who_takes_anothers_name_is_told(coordinator, start):
     coordinator.create("plain", method="fedavg")
     other = {"name": "one", "enrolment_key": "of another device, of this length."}

@@ -157,6 +157,7 @@ def test_there_is_something_to_follow():
     assert any(command.startswith("pip install ") for command in commands)
 
 
+@pytest.mark.integration
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_it_works_as_printed_in_an_empty_environment_without_and_with_tokens(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.integration
 def test_it_is_built_and_stands_alone(tmp_path):
     pytest.importorskip("material")
     site = tmp_path / "site"

@@ -18,6 +18,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 """
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_bash_completes_commands_options_and_choices(sparrow, tmp_path):
     code, script, err = sparrow("completion", "bash")

@@ -470,6 +470,7 @@ def serve(tmp_path):
             process.kill()
 
 
+@pytest.mark.integration
 def test_a_coordinator_goes_on_where_ctrl_c_stopped_it_and_keeps_a_second_one_out(serve, tmp_path):
     first = serve()
     said = []

@@ -67,7 +67,7 @@ class Coordinator:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._http = httpx.Client(base_url=self.url, timeout=10)
+        self.http = httpx.Client(base_url=self.url, timeout=10)
         self._process: subprocess.Popen[bytes] | None = None
         self._name = f"coordinator in {folder.name}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ class Coordinator:
         def answers() -> bool:
             assert process.poll() is None, "the coordinator ended before it answered"
             try:
-                return self._http.get("/healthz").status_code == 200
+                return self.http.get("/healthz").status_code == 200
             except httpx.TransportError:
                 return False
 
@@ -118,17 +118,17 @@ class Coordinator:
     def close(self) -> None:
         """End it for good."""
         self.stop()
-        self._http.close()
+        self.http.close()
         LOGS.pop(self._name, None)
 
     def get(self, path: str) -> httpx.Response:
         """Ask it; an error status fails the test."""
-        return self._http.get(path).raise_for_status()
+        return self.http.get(path).raise_for_status()
 
     def create(self, name: str, **settings: Any) -> None:
         """Create a federation of the digits."""
         body = {"name": name, "task": "digits", "settings": settings}
-        self._http.post("/v1/federations", json=body).raise_for_status()
+        self.http.post("/v1/federations", json=body).raise_for_status()
 
     def info(self, name: str) -> dict[str, Any]:
         return self.get(f"/v1/federations/{name}").json()
@@ -350,20 +350,20 @@ def machine(nursery: Callable[[], Nursery], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def house(nursery: Callable[[], Nursery], tmp_path: Path) -> Iterator[tuple[Coordinator, Devices]]:
+def coordinator_and_devices(nursery: Callable[[], Nursery], tmp_path: Path) -> Iterator[tuple[Coordinator, Devices]]:
     """A coordinator of one's own, and a way to start devices."""
     with one_machine(nursery, tmp_path) as both:
         yield both
 
 
 @pytest.fixture
-def coordinator(house: tuple[Coordinator, Devices]) -> Coordinator:
-    return house[0]
+def coordinator(coordinator_and_devices: tuple[Coordinator, Devices]) -> Coordinator:
+    return coordinator_and_devices[0]
 
 
 @pytest.fixture
-def device(house: tuple[Coordinator, Devices]) -> Devices:
-    return house[1]
+def device(coordinator_and_devices: tuple[Coordinator, Devices]) -> Devices:
+    return coordinator_and_devices[1]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ TOKENS = {"ADMIN": "first-secret", "OBSERVER": "second-secret", "ENROLMENT": "th
 def coordinator(tmp_path):
     settings = {f"COORDINATOR_{kind}_TOKEN": token for kind, token in TOKENS.items()}
     coordinator = Coordinator(
-        tmp_path / "house", COORDINATOR_LOG_LEVEL="DEBUG", COORDINATOR_LOG_FORMAT="json", **settings
+        tmp_path / "machine", COORDINATOR_LOG_LEVEL="DEBUG", COORDINATOR_LOG_FORMAT="json", **settings
     )
     coordinator.start()
     yield coordinator

@@ -103,7 +103,7 @@ def train(coordinator, device, rounds):
 
 
 def change(coordinator, **what):
-    coordinator._http.patch("/v1/federations/lab", json=what).raise_for_status()
+    coordinator.http.patch("/v1/federations/lab", json=what).raise_for_status()
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +126,8 @@ def records_of(coordinator, name="lab"):
     return [RoundRecord.model_validate(each) for each in coordinator.rounds(name)]
 
 
-def test_what_is_shown_equals_the_records_and_follows_them_live(house, open_page, pictures):
-    trained = train(*house, rounds=3)
+def test_what_is_shown_equals_the_records_and_follows_them_live(coordinator_and_devices, open_page, pictures):
+    trained = train(*coordinator_and_devices, rounds=3)
     page = open_page(trained.url)
     expect = playwright.expect
     expect(page.locator("#connection")).to_have_text("live")
@@ -275,7 +275,7 @@ def test_a_change_that_cannot_be_made_is_said(coordinator, open_page):
     coordinator.create("lab", rounds=1)
     page = open_page(coordinator.url)
     page.get_by_role("button", name="Pause").wait_for()
-    coordinator._http.patch("/v1/federations/lab", json={"action": "stop"})
+    coordinator.http.patch("/v1/federations/lab", json={"action": "stop"})
     with page.expect_response("**/v1/federations/lab"):
         page.evaluate("document.querySelector('#actions button').click()")
     playwright.expect(page.get_by_role("alert")).to_contain_text("lab is stopped")
@@ -288,7 +288,7 @@ def test_a_user_signs_in_with_a_token_and_only_an_administrator_sees_the_actions
     server.start()
     create = {"name": "lab", "task": "digits"}
     headers = {"Authorization": "Bearer chief"}
-    server._http.post("/v1/federations", json=create, headers=headers).raise_for_status()
+    server.http.post("/v1/federations", json=create, headers=headers).raise_for_status()
     page = open_page(server.url, http_credentials={"username": "me", "password": "eye"})
     playwright.expect(page.locator("#connection")).to_have_text("live")
     playwright.expect(page.locator("#name")).to_have_text("lab")
@@ -304,7 +304,7 @@ def test_a_user_whose_token_is_good_for_nothing_any_more_is_told_so(new_coordina
     server = new_coordinator(COORDINATOR_ADMIN_TOKEN="chief", COORDINATOR_OBSERVER_TOKEN="eye")
     server.start()
     create = {"name": "lab", "task": "digits"}
-    server._http.post("/v1/federations", json=create, headers={"Authorization": "Bearer chief"}).raise_for_status()
+    server.http.post("/v1/federations", json=create, headers={"Authorization": "Bearer chief"}).raise_for_status()
     page = open_page(server.url, http_credentials={"username": "me", "password": "eye"})
     expect = playwright.expect
     expect(page.locator("#connection")).to_have_text("live")
@@ -321,7 +321,7 @@ def test_the_way_to_the_actions_leads_to_the_federation_that_is_shown(new_coordi
     server.start()
     for name in ("old", "new"):
         body, headers = {"name": name, "task": "digits"}, {"Authorization": "Bearer chief"}
-        server._http.post("/v1/federations", json=body, headers=headers).raise_for_status()
+        server.http.post("/v1/federations", json=body, headers=headers).raise_for_status()
     page = open_page(f"{server.url}/?federation=old", http_credentials={"username": "me", "password": "chief"})
     page.get_by_role("link", name="Administer").click()
     page.get_by_role("button", name="Pause").wait_for()
@@ -373,7 +373,7 @@ def test_devices_follow_and_what_is_the_same_is_not_read_out_again(coordinator, 
     )
     for index, count in enumerate(("1 to 1 of 1 device", "1 to 2 of 2 devices")):
         body = {"name": f"pi-{index}", "enrolment_key": "k" * 32}
-        coordinator._http.post("/v1/federations/lab/devices", json=body).raise_for_status()
+        coordinator.http.post("/v1/federations/lab/devices", json=body).raise_for_status()
         expect(page.locator("#tiles")).to_contain_text(f"Devices{index + 1}")
         expect(page.locator("#count")).to_have_text(count)  # though another look at them was a moment ago
     assert page.evaluate("read") == ["count", "count"]
@@ -383,7 +383,7 @@ def test_what_devices_say_of_themselves_is_shown_as_text(coordinator, open_page)
     coordinator.create("lab")
     board = "<img src=x onerror=document.title='taken'>"
     body = {"name": "sly", "enrolment_key": "k" * 32, "profile": {"board": board}}
-    coordinator._http.post("/v1/federations/lab/devices", json=body).raise_for_status()
+    coordinator.http.post("/v1/federations/lab/devices", json=body).raise_for_status()
     page = open_page(coordinator.url)
     playwright.expect(page.locator("#devices tbody td").first).to_have_text(board)
     assert "lab" in page.title()
@@ -414,7 +414,7 @@ def test_a_fleet_of_ten_thousand_and_a_thousand_rounds(new_coordinator, open_pag
     expect(page.get_by_role("figure", name="Accuracy").locator("canvas")).to_be_visible()
     own = [request for request in page.requests if not request.url.endswith(("uPlot.js", "uPlot.css"))]
     assert len(own) <= 6, [request.url for request in own]
-    stream = server._http.stream("GET", "/v1/federations/large/events")
+    stream = server.http.stream("GET", "/v1/federations/large/events")
     with stream as events:
         first = next(line for line in events.iter_lines() if line.startswith("data"))
     answered = [request for request in own if not request.url.endswith("/events")]
@@ -429,10 +429,10 @@ def test_a_fleet_of_ten_thousand_and_a_thousand_rounds(new_coordinator, open_pag
     page.screenshot(path=pictures / "large.png", full_page=True)
     page.close()
 
-    with server._http.stream("GET", "/v1/federations/large/events") as events:
+    with server.http.stream("GET", "/v1/federations/large/events") as events:
         lines = (line for line in events.iter_lines() if line.startswith("data"))
         next(lines)
-        server._http.patch("/v1/federations/large", json={"action": "resume"}).raise_for_status()
+        server.http.patch("/v1/federations/large", json={"action": "resume"}).raise_for_status()
         update = next(lines)
     assert '"status":"running"' in update
     assert len(update) < 50_000

@@ -38,7 +38,7 @@ def test_a_long_training_is_waited_for_and_a_dead_device_is_not(coordinator, tmp
     settings = {"method": "fedavg", "rounds": 1, "local_steps": 1, "evaluation_interval": 0, "deadline_seconds": 600}
     publish(coordinator.url, "f", task, silence_seconds=SECONDS, min_devices=2, **settings)
     dead = {"name": "dead", "enrolment_key": "k" * 32}
-    coordinator._http.post("/v1/federations/f/devices", json=dead).raise_for_status()
+    coordinator.http.post("/v1/federations/f/devices", json=dead).raise_for_status()
     results = []
     where = {"federation": "f", "name": "slow", "state_dir": tmp_path / "slow"}
     thread = threading.Thread(
@@ -71,7 +71,7 @@ def test_who_joined_what_was_deleted_is_told_in_a_line(coordinator, device):
     coordinator.create("f", min_devices=2)
     waiting = device(coordinator.url, "f", "pi", "--quiet")
     wait_until(lambda: coordinator.info("f")["devices"], "the device to enrol")
-    coordinator._http.delete("/v1/federations/f").raise_for_status()
+    coordinator.http.delete("/v1/federations/f").raise_for_status()
     assert waiting.wait() == Exit.NOT_FOUND
     (line,) = waiting.output.splitlines()
     assert line.startswith("edge_sdk.join: the federation of this device was deleted by its operator")

@@ -21,7 +21,7 @@ NAMES = ("pi-1", "pi-2")
 @pytest.fixture
 def guarded(tmp_path):
     coordinator = Coordinator(
-        tmp_path / "house", **{f"COORDINATOR_{kind.upper()}_TOKEN": token for kind, token in TOKENS.items()}
+        tmp_path / "machine", **{f"COORDINATOR_{kind.upper()}_TOKEN": token for kind, token in TOKENS.items()}
     )
     coordinator.start()
     yield coordinator

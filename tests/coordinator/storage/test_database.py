@@ -44,6 +44,7 @@ def test_a_migration_that_dies_half_way_leaves_nothing_behind(tmp_path, monkeypa
     assert {"federations", "devices", "rounds", "assignments", "alembic_version"} <= tables(path)
 
 
+@pytest.mark.usefixtures("synced")
 def test_opening_again_changes_nothing_and_commits_survive_a_power_cut(tmp_path):
     path = tmp_path / "records.sqlite3"
     database.open_database(path).dispose()
