@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from edge_sdk.protocol.messages import FederationSettings
+from sparrow.command_line.command import WrongUsage
 from sparrow.command_line.nearest import nearest
 from sparrow.coordinator.fleet.access import KINDS, Kind
 
@@ -117,7 +119,7 @@ class Settings(BaseSettings):
             if rest == upper or upper in known or SERVICE.fullmatch(rest):
                 continue
             if not (rest.endswith("PORT") and "://" in text):
-                raise ValueError(f"{name} is no setting{nearest(upper, known)}; correct or unset it")
+                raise ValueError(f"{name} is not a setting{nearest(upper, known)}; correct or unset it")
         return self
 
     @model_validator(mode="after")
@@ -134,3 +136,18 @@ class Settings(BaseSettings):
         """The operators' tokens that are set, by kind."""
         given: dict[Kind, SecretStr | None] = {kind: getattr(self, f"{kind}_token") for kind in KINDS}
         return {kind: token.get_secret_value() for kind, token in given.items() if token is not None}
+
+
+def read_settings() -> Settings:
+    """Return the settings of the environment. Raises WrongUsage, which names the variable."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_input=False)
+        raise WrongUsage("; ".join(map(_describe, faults))) from None
+
+
+def _describe(fault: Mapping[str, Any]) -> str:
+    """Return a setting's fault after the variable's name; a fault of several settings names them itself."""
+    text = fault["msg"].removeprefix("Value error, ")
+    return f"{(PREFIX + '_'.join(map(str, fault['loc']))).upper()}: {text}" if fault["loc"] else text

@@ -14,7 +14,6 @@ from starlette.exceptions import HTTPException
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import Problem
 from sparrow.coordinator import errors
-from sparrow.coordinator.api.slow import TooSlow
 from sparrow.coordinator.errors import explain
 from sparrow.export.errors import SkeletonError
 
@@ -103,7 +102,7 @@ async def _invalid_content(_: Request, error: Exception) -> JSONResponse:
 async def _framework(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     title = HTTPStatus(error.status_code).phrase.replace(" ", "")
-    advised = isinstance(error, TooSlow)
+    advised = isinstance(error, errors.RequestError)  # whose text says what to do
     what = f"there is nothing at {request.url.path}" if error.status_code == 404 else error.detail
     detail = error.detail if advised else f"{what}; check the address; the OpenAPI page at /docs lists the calls"
     return problem(error.status_code, title, detail, dict(error.headers or {}))

@@ -10,8 +10,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import generate_latest
 from starlette.requests import Request
 
-from sparrow.coordinator.api.access import ObserverOnly, TheVisit
-from sparrow.coordinator.api.parts import TheHouse
+from sparrow.coordinator.api.access import ObserverOnly, TheCoordinator, TheIdentity
 from sparrow.coordinator.api.problems import problem
 from sparrow.coordinator.fleet.access import KINDS
 
@@ -26,22 +25,24 @@ def healthz() -> dict[str, str]:
 
 
 @router.get("/readyz", response_model=dict[str, str])
-def readyz(house: TheHouse, visit: TheVisit) -> dict[str, str] | JSONResponse:
+def readyz(coordinator: TheCoordinator, identity: TheIdentity) -> dict[str, str] | JSONResponse:
     """The records can be read and the data folder written, with room to spare. Strangers are not told what is wrong."""
     try:
-        house.check_ready()
+        coordinator.check_ready()
     except Exception as error:
         log.error("not ready: %s", error)
-        shut = visit.caller is None and len(visit.guarded) == len(KINDS)
+        shut = identity.caller is None and len(identity.guarded) == len(KINDS)
         what = "something" if shut else str(error)
         return problem(503, "NotReady", f"{what}; check the database and the disk of the data folder")
     return {"status": "ready"}
 
 
 @router.get("/metrics", dependencies=[ObserverOnly])
-def metrics(house: TheHouse) -> Response:
+def metrics(coordinator: TheCoordinator) -> Response:
     """Prometheus text."""
-    return Response(generate_latest(house.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(
+        generate_latest(coordinator.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8"
+    )
 
 
 @router.get("/docs", include_in_schema=False, dependencies=[ObserverOnly])

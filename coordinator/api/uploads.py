@@ -21,8 +21,7 @@ import secrets
 import shutil
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,7 +30,9 @@ from sqlalchemy import select
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
+from sparrow.coordinator.api.bodies import LARGEST_REQUEST, read_body
 from sparrow.coordinator.errors import BadContent, LengthRequired, TooLarge, WrongRange
+from sparrow.coordinator.rounds.acceptance import Acceptance
 from sparrow.coordinator.storage.blobs import read_file
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment
@@ -45,15 +46,6 @@ AT_ONCE = 4
 GATHERED_BYTES = 1024 * 1024
 """What comes is written in parts of about so many bytes: a network hands it over in pieces of a few kB, and a thread
 and an open file for each cost more than all else that is done with an update."""
-
-
-@dataclass(frozen=True)
-class Whole:
-    """An update that has arrived; its SHA-256 and a file that holds it, where there are such."""
-
-    body: bytes | memoryview
-    digest: str | None = None
-    file: Path | None = None
 
 
 @dataclass
@@ -78,8 +70,9 @@ class _Part:
 class Uploads:
     """Updates on their way, one for each assignment."""
 
-    def __init__(self, folder: Path, store: Store, clock: Callable[[], float]) -> None:
+    def __init__(self, folder: Path, store: Store, acceptance: Acceptance, clock: Callable[[], float]) -> None:
         self._folder, self._store, self._clock = folder / secrets.token_hex(8), store, clock
+        self._acceptance = acceptance
         self._parts: dict[str, _Part] = {}
         self._few = asyncio.Semaphore(AT_ONCE)
         self._swept = -math.inf
@@ -94,14 +87,32 @@ class Uploads:
         self._write(part)
         return part.received
 
-    @asynccontextmanager
-    async def receive(self, request: Request, assignment_id: str, limit: int) -> AsyncIterator[Whole]:
-        """The whole update, once this call has brought what was missing; forgotten when the ``with`` ends well.
+    async def receive(self, request: Request, assignment_id: str, device_id: str, media_type: str) -> tuple[bool, int]:
+        """Receive an update, have it checked and stored, and return whether it is new, and its bytes.
 
-        Few at a time are in memory, from ``with`` to its end; who waits has sent everything already.
+        A small one is read first, and then one call in a worker thread does the rest. A large one is checked against
+        its assignment before its first byte is taken, too: it may bring no more than is valid.
 
-        Raises WrongRange where it does not begin where the last one broke, or the digest is another; LengthRequired,
-        TooLarge, BadContent.
+        Raises the errors of ``Acceptance.accept_update``; LengthRequired, TooLarge, BadContent.
+        """
+        accept, declared = self._acceptance.accept_update, request.headers.get("content-length", "")
+        if "content-range" not in request.headers:
+            limit = LARGEST_REQUEST
+            if declared.isdigit() and int(declared) > limit:
+                limit = await run_in_threadpool(self._acceptance.check_envelope, assignment_id, device_id, media_type)
+            body = await read_body(request, limit)
+            return await run_in_threadpool(accept, assignment_id, device_id, body, media_type), len(body)
+        limit = await run_in_threadpool(self._acceptance.check_envelope, assignment_id, device_id, media_type)
+        return await self._receive_rest(request, assignment_id, device_id, media_type, limit)
+
+    async def _receive_rest(
+        self, request: Request, assignment_id: str, device_id: str, media_type: str, limit: int
+    ) -> tuple[bool, int]:
+        """Add what was missing of a large update, and have the whole accepted; its part is removed when that is done.
+
+        Few at a time are in memory; the others wait when they have sent everything already.
+
+        Raises WrongRange if it does not begin where the last one broke, or the digest is another.
         """
         digest = request.headers.get(DIGEST_HEADER, "")
         asked = re.fullmatch(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", request.headers["content-range"])
@@ -120,14 +131,20 @@ class Uploads:
         try:
             await self._gather(request, part, turn)
             async with self._few:
-                body, found = await run_in_threadpool(self._read, part, turn)
-                if found != digest:
-                    self.forget(assignment_id)
-                    raise WrongRange("the update's digest is another than was said; send it again from its first byte")
-                yield Whole(body, digest, part.path)
-            await run_in_threadpool(self.forget, assignment_id)  # it was taken
+                new = await run_in_threadpool(self._accept, part, turn, assignment_id, device_id, media_type)
+            return new, total
         finally:
             part.calls -= 1
+
+    def _accept(self, part: _Part, turn: int, assignment_id: str, device_id: str, media_type: str) -> bool:
+        """Have a whole update accepted, and remove its part."""
+        body, found = self._read(part, turn)
+        if found != part.digest:
+            self.forget(assignment_id)
+            raise WrongRange("the update's digest is another than was announced; send it again from its first byte")
+        new = self._acceptance.accept_update(assignment_id, device_id, body, media_type, found, part.path)
+        self.forget(assignment_id)
+        return new
 
     async def _gather(self, request: Request, part: _Part, turn: int) -> None:
         """Add what a call brings to its part."""

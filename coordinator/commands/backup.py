@@ -27,25 +27,20 @@ from typing import Any
 from sqlalchemy import Connection, case, create_engine, make_url, select, text
 from sqlalchemy.orm import Session
 
-from sparrow.command_line.command import Command, Exits, MissingPart, Parser, add_json
-from sparrow.command_line.exits import Exit
-from sparrow.coordinator.commands.exits import EXITS as COMMON
-from sparrow.coordinator.commands.exits import NoRecords, read_settings, told
+from sparrow.command_line.command import Command, MissingPart, Parser, add_json
+from sparrow.coordinator.errors import BackupFailed, NoRecords
 from sparrow.coordinator.models.global_models import model_key
 from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, update_key
-from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.settings import Settings, read_settings
 from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, flush_folder
 from sparrow.coordinator.storage.database import connect
+from sparrow.coordinator.storage.failing import database_errors
 from sparrow.coordinator.storage.store import RECORDS_FILE, open_blobs
 from sparrow.coordinator.storage.tables import Assignment, Federation, Round
 
 DUMP_FILE, SUMMARY_FILE, BLOBS_FOLDER = "records.dump", "backup.json", "blobs"
 TRIES = 50
 FORMAT = 1
-
-
-class BackupFailed(RuntimeError):
-    """No backup was made, or none brought back; the text says what to do."""
 
 
 def back_up(settings: Settings, target: Path, copied: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -187,19 +182,17 @@ def _options(parser: Parser) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     settings = read_settings()
-    with told(options.target):
+    with database_errors(options.target):
         summary = back_up(settings, options.target)
     rounds = ", ".join(f"{name} after round {number}" for name, number in summary["federations"].items())
     print(json.dumps(summary) if options.json else f"{options.target}: {rounds or 'no federations'}")
 
 
-EXITS: Exits = {**COMMON, BackupFailed: Exit.FAILED}
 COMMAND = Command(
     "sparrow backup",
     "Copy a coordinator, running or not, so that records and models fit together.",
     _options,
     _run,
-    EXITS,
     epilog="Finds it by its own settings: COORDINATOR_DATA_DIR, COORDINATOR_DATABASE_URL, COORDINATOR_BLOBS.",
 )
 main = COMMAND.main

@@ -24,17 +24,16 @@ from sparrow.command_line.command import Command, Parser
 from sparrow.coordinator.commands.backup import (
     BLOBS_FOLDER,
     DUMP_FILE,
-    EXITS,
     FORMAT,
     SUMMARY_FILE,
-    BackupFailed,
     blobs_named,
     run_postgresql,
 )
-from sparrow.coordinator.commands.exits import NoRecords, read_settings, told
-from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.errors import BackupFailed, NoRecords
+from sparrow.coordinator.settings import Settings, read_settings
 from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, flush_folder, make_folder
 from sparrow.coordinator.storage.database import connect
+from sparrow.coordinator.storage.failing import database_errors
 from sparrow.coordinator.storage.store import RECORDS_FILE, lock_folder, open_blobs
 
 
@@ -113,7 +112,7 @@ def _options(parser: Parser) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     settings = read_settings()
-    with told(settings.data_dir):
+    with database_errors(settings.data_dir):
         bring_back(settings, options.source)
     print("restored; start the coordinator with the same settings")
 
@@ -123,7 +122,6 @@ COMMAND = Command(
     "Bring a backup back, into an empty place.",
     _options,
     _run,
-    EXITS,
     epilog="Goes where COORDINATOR_DATA_DIR, COORDINATOR_DATABASE_URL and COORDINATOR_BLOBS say.",
 )
 main = COMMAND.main

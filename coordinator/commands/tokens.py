@@ -26,14 +26,14 @@ from sqlalchemy.orm import Session
 
 from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
 from sparrow.command_line.table import table
-from sparrow.coordinator.commands.exits import EXITS, NoRecords, read_settings, told
-from sparrow.coordinator.errors import NotFound
+from sparrow.coordinator.errors import NoRecords, NotFound
 from sparrow.coordinator.fleet.access import KINDS, REMEMBER_SECONDS, digest_of, new_secret
 from sparrow.coordinator.fleet.devices import revoke as revoke_device
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.reports.records import iso
-from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.settings import Settings, read_settings
 from sparrow.coordinator.storage.database import WRITING, open_database
+from sparrow.coordinator.storage.failing import database_errors
 from sparrow.coordinator.storage.tables import Device, Federation, Token
 
 UNITS = {"m": 60, "h": 3600, "d": 24 * 3600}
@@ -115,7 +115,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.command == "create":
         _check(options)
     settings = read_settings()
-    with told(settings.data_dir), records(settings) as db:
+    with database_errors(settings.data_dir), records(settings) as db:
         text = {"create": _create, "list": _list, "revoke": _revoke}[options.command](db, options)
     print(text)  # not before the commit: a secret that was shown is good
 
@@ -218,7 +218,6 @@ COMMAND = Command(
     "Make, list and revoke tokens, beside a running coordinator or without one.",
     _options,
     _run,
-    EXITS,
     epilog="Finds the records by COORDINATOR_DATA_DIR or COORDINATOR_DATABASE_URL.",
 )
 main = COMMAND.main

@@ -130,7 +130,7 @@ class Devices:
             return None
         return caller
 
-    def was_here(self, token: str) -> bool:
+    def was_known(self, token: str) -> bool:
         """Whether this token was a device's when it was last looked up."""
         return digest_of(token) in self._callers
 

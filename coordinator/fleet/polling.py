@@ -24,7 +24,7 @@ COUNT_SECONDS = 10.0
 OVER = (FederationStatus.finished.value, FederationStatus.stopped.value)
 
 
-class Pace:
+class Polling:
     """Tells devices when to come again. least: the usual pause, s. calls: most calls for work a second."""
 
     def __init__(self, store: Store, clock: Callable[[], float], *, least: int, calls: float) -> None:

@@ -25,7 +25,7 @@ assert set(_COLUMNS) == {order.removeprefix("-") for order in get_args(Order)}
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DeviceQuery:
     """Which devices of a federation. search: part of the name or board, whatever its case."""
 
     search: str = ""
@@ -35,34 +35,34 @@ class Wanted:
     limit: int | None = None
 
 
-class Roster:
+class DeviceLists:
     """The devices of every federation."""
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store = store
         self._clock = clock
 
-    def list(self, federation_name: str, wanted: Wanted | None = None) -> tuple[list[DeviceInfo], int]:
+    def list(self, federation_name: str, query: DeviceQuery | None = None) -> tuple[list[DeviceInfo], int]:
         """The devices wanted, and how many there are on all pages. Raises NotFound."""
-        wanted = wanted or Wanted()
+        query = query or DeviceQuery()
         with self._store.reading() as db:
             federation = find(db, federation_name)
             doing = doing_of(federation, self._clock())
             those = [Device.federation_id == federation.id]
-            if wanted.search:
+            if query.search:
                 where = (Device.name, Device.profile["board"].as_string())
-                those.append(or_(*(text.icontains(wanted.search, autoescape=True) for text in where)))
-            if wanted.doing is not None:
-                those.append(doing == wanted.doing.value)
+                those.append(or_(*(text.icontains(query.search, autoescape=True) for text in where)))
+            if query.doing is not None:
+                those.append(doing == query.doing.value)
             total = db.scalar(select(func.count()).select_from(Device).where(*those)) or 0
-            column = _COLUMNS[wanted.order.removeprefix("-")]
-            ordered = column.desc() if wanted.order.startswith("-") else column.asc()
+            column = _COLUMNS[query.order.removeprefix("-")]
+            ordered = column.desc() if query.order.startswith("-") else column.asc()
             page = (
                 select(Device, doing)
                 .where(*those)
                 .order_by(ordered.nulls_last(), Device.name, Device.id)
-                .offset(wanted.offset)
-                .limit(wanted.limit)
+                .offset(query.offset)
+                .limit(query.limit)
                 .options(undefer(Device.profile))
             )
             return [_info(device, Doing(what)) for device, what in db.execute(page)], total

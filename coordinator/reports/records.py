@@ -30,7 +30,7 @@ from edge_sdk.protocol.messages import (
 )
 from sparrow.coordinator.errors import NotFound
 from sparrow.coordinator.fleet.federations import find
-from sparrow.coordinator.fleet.last_heard import Heard
+from sparrow.coordinator.fleet.last_seen import LastSeen
 from sparrow.coordinator.methods import load_method
 from sparrow.coordinator.rounds.assignments import COHORT_KINDS, UNCOUNTED
 from sparrow.coordinator.storage.store import Store
@@ -44,11 +44,13 @@ class Records:
     """The records of every round. bring: writes down what waits in memory, before anybody looks. heard: when devices
     were."""
 
-    def __init__(self, store: Store, bring: Callable[[], None], clock: Callable[[], float], heard: Heard) -> None:
+    def __init__(
+        self, store: Store, bring: Callable[[], None], clock: Callable[[], float], last_seen: LastSeen
+    ) -> None:
         self._store = store
         self._bring = bring
         self._clock = clock
-        self._heard = heard
+        self._last_seen = last_seen
 
     def rounds(self, federation_name: str) -> list[RoundRecord]:
         """A record per round, the open one last. Raises NotFound."""
@@ -132,7 +134,7 @@ class Records:
                 kind=Kind(kind),
                 round=number,
                 since=iso(since),
-                heard_at=iso(self._heard.at(device_id, seen_at)),
+                heard_at=iso(self._last_seen.at(device_id, seen_at)),
             )
             for assignment_id, name, kind, number, since, device_id, seen_at in rows
         )

@@ -43,7 +43,7 @@ from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import messages as wire
 from sparrow.coordinator.errors import Unavailable
-from sparrow.coordinator.fleet.last_heard import Heard
+from sparrow.coordinator.fleet.last_seen import LastSeen
 from sparrow.coordinator.logs import about
 from sparrow.coordinator.methods import GlobalModel, Situation, Work, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
@@ -57,13 +57,14 @@ from sparrow.coordinator.rounds.assignments import (
     extend_deadlines,
     open_round,
     touch,
+    update_folder,
 )
 from sparrow.coordinator.rounds.buffered import arrivals, count_in, working
 from sparrow.coordinator.rounds.candidates import draw, drawable, situation_of, why_over
 from sparrow.coordinator.rounds.cleanup import clear
 from sparrow.coordinator.rounds.costs import UploadCosts
 from sparrow.coordinator.rounds.evaluations import ask_for_evaluation
-from sparrow.coordinator.rounds.folding import Folding
+from sparrow.coordinator.rounds.intake import DecodedUpdates, Folding
 from sparrow.coordinator.rounds.privacy import spent
 from sparrow.coordinator.rounds.rollback import carry_out, newest_version
 from sparrow.coordinator.storage.store import Store
@@ -86,9 +87,12 @@ GAP_SECONDS = 10.0
 
 
 class Rounds:
-    """Runs the rounds of every federation. heard: when devices were. longest_pause: that a device without work may make
-    because it was asked to, s. on_closed: told of each that closes: its seconds, and how many of its updates were left
-    out."""
+    """Runs the rounds of every federation.
+
+    last_seen: when each device was. decoded: accepted updates that are still in memory. longest_pause: the pause, s,
+    that a device without work may make because it was asked to. on_closed: called with each round that closes, its
+    seconds, and the number of its updates that were left out.
+    """
 
     def __init__(
         self,
@@ -96,7 +100,8 @@ class Rounds:
         models: Models,
         clock: Callable[[], float],
         costs: UploadCosts,
-        heard: Heard,
+        last_seen: LastSeen,
+        decoded: DecodedUpdates,
         *,
         longest_pause: Callable[[], float] = lambda: 0.0,
         on_closed: Callable[[str, float, int], None] = lambda federation, seconds, left_out: None,
@@ -105,7 +110,8 @@ class Rounds:
         self._models = models
         self._clock = clock
         self._costs = costs
-        self._heard = heard
+        self._last_seen = last_seen
+        self._decoded = decoded
         self._longest_pause = longest_pause
         self._on_closed = on_closed
         self._advancing = threading.Lock()
@@ -388,7 +394,7 @@ class Rounds:
             return False
         self._silent_seen[federation.id] = now
         settings = settings_of(federation)
-        before = now - settings.silence_seconds - self._longest_pause() - self._heard.lag
+        before = now - settings.silence_seconds - self._longest_pause() - self._last_seen.lag
         if self._looking_since.get(federation.id, now) > before:
             return False
         awaited = [Assignment.kind == wire.Kind.evaluate.value]
@@ -409,7 +415,7 @@ class Rounds:
                     Device.hosted.is_(False),
                 )
             ).all()
-        silent = {row[0]: row[2] for row in rows if self._heard.at(row[1], row[3]) <= before}
+        silent = {row[0]: row[2] for row in rows if self._last_seen.at(row[1], row[3]) <= before}
         if not silent:
             return False
         self._expire(list(silent), away=True)
@@ -450,9 +456,9 @@ class Rounds:
             with self._store.reading() as db:
                 situation = self._situation(db, federation, number)
             # Into a buffered round come updates of before, too.
-            checked_here = self._opened.get(federation.id) == number and self._store.sharing is None
+            checked_here = self._opened.get(federation.id) == number and self._store.shared is None
             intact = checked_here and situation.settings.buffer is None
-            folding = Folding(self._store, self._models, federation, situation, intact=intact)
+            folding = Folding(self._store, self._models, self._decoded, federation, situation, intact=intact)
             self._folding[federation.id] = folding
         return folding
 
@@ -517,6 +523,7 @@ class Rounds:
         )
         self._on_closed(federation.name, now - current.opened_at, len(notes.get("left_out", {})))
         # Only now, with the new model in the records, may what it was made from go.
+        self._decoded.forget(update_folder(federation.id))
         clear(self._store, self._models, federation.id)
 
     @staticmethod

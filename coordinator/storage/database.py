@@ -23,6 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import ArgumentError
 
+from sparrow.coordinator.errors import BadDatabase
 from sparrow.coordinator.storage.tables import Base, Federation
 
 BUSY_SECONDS = 30  # that a commit waits for another process that holds the lock: a backup, somebody's sqlite3
@@ -40,10 +41,6 @@ REVISION = Table(
 """Alembic's own table, as it would make it."""
 
 POSTGRESQL = ("postgresql", "postgresql+psycopg")
-
-
-class BadDatabase(ValueError):
-    """A database's address cannot be used; the text says what to write."""
 
 
 def open_database(where: Path | str) -> Engine:

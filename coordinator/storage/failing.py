@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
@@ -24,6 +26,8 @@ log = logging.getLogger(__name__)
 RECORDS, BLOBS = "records", "blobs"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 DISK_FULL_STATE = "53100"  # PostgreSQL's SQLSTATE
+SQLITE_NEEDS = 64 * 1024
+"""Free bytes below which SQLite cannot even begin to write: then it calls its I/O broken, not the disk full."""
 
 
 class Troubles:
@@ -99,3 +103,18 @@ def of_database(error: SQLAlchemyError | sqlite3.Error) -> Unavailable:
     if full:
         return DiskFull("the disk of the coordinator's records is full; it goes on when its operator has made room")
     return Unavailable("the coordinator cannot reach its records just now; try again in a while")
+
+
+@contextmanager
+def database_errors(folder: Path) -> Iterator[None]:
+    """Translate the database's errors within, for the database's own words may hold its address.
+
+    folder: where SQLite writes. Raises DiskFull, Unavailable.
+    """
+    try:
+        yield
+    except (SQLAlchemyError, sqlite3.Error) as error:
+        trouble = of_database(error)
+        if isinstance(trouble, DiskFull) or (folder.is_dir() and shutil.disk_usage(folder).free < SQLITE_NEEDS):
+            raise DiskFull(f"the disk of {folder}, or of the database, is full; make room") from error
+        raise Unavailable(f"the database failed ({type(error).__name__}); is it running?") from error

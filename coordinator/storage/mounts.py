@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from sparrow.coordinator.errors import NetworkFolder
+
 MOUNTS = Path("/proc/self/mountinfo")
 
 NETWORK = frozenset(
@@ -18,10 +20,6 @@ NETWORK = frozenset(
 NETWORK_FUSE = re.compile(
     r"fuse\.(.*s3.*|sshfs|rclone|glusterfs|ceph.*|gcsfuse|blobfuse.*|davfs.*|juicefs|mfs.*|smb.*)"
 )
-
-
-class NetworkFolder(RuntimeError):
-    """The data folder lies on a network file system; the text says what to do."""
 
 
 def network_type(folder: Path, mounts: str) -> str | None:

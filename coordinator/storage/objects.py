@@ -14,17 +14,13 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
-from sparrow.coordinator.errors import Unavailable
+from sparrow.coordinator.errors import BadObjectStore, Unavailable
 from sparrow.coordinator.storage.failing import BLOBS, Troubles
 
 SCHEME = "s3://"
 RETRIES = 3
 RETRY_SECONDS = 10.0
 TIMEOUT_SECONDS = 30.0
-
-
-class BadObjectStore(RuntimeError):
-    """The object storage cannot be used as it is set up; the text says what to change."""
 
 
 class ObjectBlobs:

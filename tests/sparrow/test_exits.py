@@ -203,7 +203,7 @@ def test_so_is_a_setting_that_the_coordinator_refuses(fails, guarded, calls, mon
 def test_so_is_a_misspelt_setting_or_option(fails, sparrow, monkeypatch):
     monkeypatch.setenv("COORDINATOR_DEFUALT_TASK", "")
     line = fails(Exit.USAGE, "serve")
-    assert "COORDINATOR_DEFUALT_TASK is no setting (did you mean COORDINATOR_DEFAULT_TASK?)" in line
+    assert "COORDINATOR_DEFUALT_TASK is not a setting (did you mean COORDINATOR_DEFAULT_TASK?)" in line
     assert "--rouds 3 (did you mean --rounds?)" in sparrow("publish", "--server", "x", "--name", "x", "--rouds", "3")[2]
     assert "there is no command 'jion' (did you mean join?)" in sparrow("jion")[2]
 

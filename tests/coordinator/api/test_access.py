@@ -11,7 +11,7 @@ import pytest
 
 from edge_sdk.protocol.messages import ChangeDevice, CreateFederation, Enrol, FederationSettings
 from sparrow.command_line.exits import Exit
-from sparrow.coordinator.api.rate_limits import BURST_SECONDS, RateLimit, address_key
+from sparrow.coordinator.api.buckets import BURST_SECONDS, RateLimit, address_key
 from sparrow.coordinator.commands import tokens
 from sparrow.coordinator.errors import NameTaken, NotAuthenticated, NotFound, TokenExpired
 from sparrow.coordinator.fleet import access

@@ -27,7 +27,7 @@ _WRITE = (
 )
 
 
-class Heard:
+class LastSeen:
     """What this process has heard of devices and the records do not know yet."""
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
@@ -49,7 +49,7 @@ class Heard:
     @property
     def lag(self) -> float:
         """By how many seconds other processes may know better."""
-        return 0.0 if self._store.sharing is None else WRITE_SECONDS
+        return 0.0 if self._store.shared is None else WRITE_SECONDS
 
     def write(self) -> None:
         """Bring what was heard to the records, where that was not done a moment ago. Raises Unavailable."""

@@ -25,12 +25,10 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.storage.store import MOVED
-
 log = logging.getLogger(__name__)
 
 CHANNEL = "sparrow"
-FACT = "fact"
+FACT, MOVED = "fact", "moved"
 
 # Not a lock by function: a query would fix what the transaction sees before it has waited for its turn.
 _TURN = text("LOCK TABLE alembic_version IN EXCLUSIVE MODE")
@@ -39,8 +37,8 @@ _THERE, _MOVING = "hashtext('sparrow coordinator')", "hashtext('sparrow moves ro
 _LISTEN_SECONDS = 1.0
 
 
-class Sharing:
-    """This process's part in a shared database.
+class SharedDatabase:
+    """This process's part in a database that several coordinator processes share.
 
     first: whether no other process was there when this one came; ``settled`` lets the others in.
     """
@@ -108,10 +106,11 @@ class Sharing:
             lost.invalidate()
             lost.close()
 
-    def listen(self, heard: Callable[[str], None]) -> None:
-        """Call ``heard`` with FACT or MOVED for what other processes say, in a thread of its own.
+    def listen(self, heard: Callable[[bool], None]) -> None:
+        """Call ``heard`` for every message of other processes, in a thread of its own.
 
-        It hears MOVED first, and again after every gap: what was said before it listened is missed, so look anew.
+        Its argument is True where rounds have moved, False where a fact was written. It is called with True first, and
+        again after every gap: earlier messages are lost, so look anew.
         """
         self._listener = threading.Thread(target=self._listen, args=(heard,), name="listener", daemon=True)
         self._listener.start()
@@ -141,12 +140,12 @@ class Sharing:
         self._connection = connection
         return True
 
-    def _listen(self, heard: Callable[[str], None]) -> None:
+    def _listen(self, heard: Callable[[bool], None]) -> None:
         address = self._engine.url.set(drivername="postgresql").render_as_string(hide_password=False)
         while not self._closing.is_set():
             try:
                 for what in self._said(address):
-                    heard(what)
+                    heard(what == MOVED)
             except psycopg.Error:  # the database is away, which who writes will say
                 self._closing.wait(_LISTEN_SECONDS)
 
