@@ -17,7 +17,8 @@ from sparrow.coordinator.errors import Finished
 from sparrow.coordinator.settings import Settings
 
 DIGITS = load_builtin("digits").manifest
-CALM = {"deadline_seconds": 100, "evaluation_interval": 0}
+CALM = {"deadline_seconds": 100, "evaluation_interval": 0, "silence_seconds": 59}
+"""With the second that a device without work may pause, a device is silent after a minute."""
 
 
 class LocalCoordinator(Coordinator):

@@ -19,7 +19,7 @@ from edge_sdk.protocol.messages import (
     UpdateReport,
 )
 from sparrow.coordinator.errors import BadContent, WrongMediaType
-from sparrow.coordinator.rounds.acceptance import JSON_TYPE, WrongState
+from sparrow.coordinator.rounds.acceptance import JSON_TYPE
 
 DIGITS = load_builtin("digits").manifest
 

@@ -71,7 +71,7 @@ def test_one_that_says_that_it_works_has_until_the_deadline(coordinator, wait, a
 
 
 def test_one_that_died_before_it_asked_is_silent_from_the_start_of_its_round(coordinator, wait, answer):
-    coordinator.create(deadline_seconds=300, silence_seconds=20)
+    coordinator.create(deadline_seconds=300, silence_seconds=19)
     here, _ = coordinator.enrol("a", "b")
     wait(coordinator, 5)
     answer(here)
@@ -200,9 +200,9 @@ def test_what_another_process_has_heard_counts(postgresql, tmp_path, clock, answ
         for passed in range(5, 301, 5):
             clock.pass_seconds(5)
             if passed % 20 == 0:
-                other.heard.note(works.id)
+                other.last_seen.note(works.id)
             for each in (mover, other):
-                each.heard.write()
+                each.last_seen.write()
             mover.rounds.advance()
             awaited = {each.device for each in mover.records.open_work("f").assignments}
             assert awaited == ({"a", "b"} if passed < 60 + WRITE_SECONDS else {"a"}), passed
