@@ -162,7 +162,7 @@ class CoordinatorWithDevices(LocalCoordinator):
         self.federations.change("f", ChangeFederation(action="reopen", rounds=rounds))
 
     def device(self, name):
-        return next(device for device in self.roster.list("f")[0] if device.name == name)
+        return next(device for device in self.device_lists.list("f")[0] if device.name == name)
 
     def receipts(self, kind="evaluate"):
         with self.store.reading() as db:

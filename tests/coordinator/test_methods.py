@@ -18,7 +18,7 @@ from edge_sdk.protocol.messages import (
     Kind,
     UpdateReport,
 )
-from sparrow.coordinator.errors import BadContent, WrongMediaType
+from sparrow.coordinator.errors import BadContent, WrongMediaType, WrongState
 from sparrow.coordinator.rounds.acceptance import JSON_TYPE
 
 DIGITS = load_builtin("digits").manifest
