@@ -60,7 +60,7 @@ class Coordinator:
     def __init__(
         self, settings: Settings, clock: Callable[[], float] | None = None, store: Store | None = None
     ) -> None:
-        """store: one that is open already; by default that of the settings."""
+        """Build all parts. store: one that is open already; by default that of the settings."""
         self.settings = settings
         clock = clock or steady_clock()
         url = settings.database_url
@@ -165,7 +165,7 @@ class Coordinator:
         self.changed.send()
 
     def _hear(self, moved: bool) -> None:
-        """Another process of this coordinator has moved rounds, or written a fact."""
+        """Handle a message of another process: it has moved rounds, or written a fact."""
         if moved:
             self.wake()
         self.fact_recorded()

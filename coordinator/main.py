@@ -1,4 +1,4 @@
-"""``uvicorn coordinator.main:app``: with no configuration, a federation called ``default`` for two devices and more."""
+"""The ASGI application of ``uvicorn coordinator.main:app``; without settings it has a federation ``default``."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ SERVICE = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UD
 
 
 class Settings(BaseSettings):
-    """Where the coordinator keeps its data, who may call it, and what it serves at first start."""
+    """The settings: data folder, tokens, limits, and the federation of the first start."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
 
@@ -107,7 +107,7 @@ class Settings(BaseSettings):
         try:
             return folder.expanduser().absolute()
         except RuntimeError:
-            raise ValueError("this user has no home folder; set it to a folder") from None
+            raise ValueError("this user has no home folder; set it to another folder") from None
 
     @model_validator(mode="after")
     def _no_others(self) -> Settings:
@@ -133,7 +133,7 @@ class Settings(BaseSettings):
         return self
 
     def tokens(self) -> dict[Kind, str]:
-        """The operators' tokens that are set, by kind."""
+        """Return the operators' tokens that are set, by kind."""
         given: dict[Kind, SecretStr | None] = {kind: getattr(self, f"{kind}_token") for kind in KINDS}
         return {kind: token.get_secret_value() for kind, token in given.items() if token is not None}
 

@@ -68,9 +68,9 @@ def list_devices(
     offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
     limit: Annotated[int | None, Query(ge=1, le=100_000, description="All where left out")] = None,
 ) -> list[DeviceInfo]:
-    """The devices of a federation: who each is, what it can afford, what it is doing or why it does not train.
+    """Return the devices of a federation, with the budget of each, and its work or the reason why it does not train.
 
-    ``Sparrow-Total`` says how many there are on all pages.
+    The header ``Sparrow-Total`` has the number of devices on all pages.
     """
     found, total = coordinator.device_lists.list(name, DeviceQuery(search, doing, order, offset, limit))
     response.headers["Sparrow-Total"] = str(total)
@@ -78,7 +78,7 @@ def list_devices(
 
 
 async def _itself(device_id: str, identity: TheIdentity) -> bool:
-    """Whether the device itself is calling; if not, it must be an admin. Raises NotAuthenticated.
+    """Return whether the device itself is calling; any other caller must be an admin. Raises NotAuthenticated.
 
     A token that is nobody's is refused, also where anybody may do it: its holder thinks that it is known.
     """
@@ -98,7 +98,7 @@ def change_device(
     identity: TheIdentity,
     itself: Annotated[bool, Depends(_itself)],
 ) -> None:
-    """A device changes its own budget and conditions; an admin changes any device, and revokes it."""
+    """Change a device: it changes its own budget and conditions, an admin those of any device, and revokes it."""
     if change.revoked and itself:
         check_admin(identity)
     coordinator.devices.change(device_id, change)
@@ -107,7 +107,7 @@ def change_device(
 
 @router.post("/devices/{device_id}/token", status_code=201)
 def rotate_token(device_id: str, device: KnownDevice, coordinator: TheCoordinator) -> NewToken:
-    """A new token for the calling device. Its old one is good until the new one is used for the first time."""
+    """Return a new token for the calling device. Its old one is valid until the new one is used for the first time."""
     if device_id != device.device_id:
         raise NotAllowed("a device renews only its own token")
     return coordinator.devices.rotate(device_id)
@@ -166,7 +166,7 @@ def _note_upload_cost(coordinator: TheCoordinator, device_id: str, text: str) ->
 
 @router.get("/assignments/{assignment_id}/payload")
 def get_payload(assignment_id: str, device: KnownDevice, coordinator: TheCoordinator, request: Request) -> Response:
-    """The assignment's bundle; a range resumes a broken download."""
+    """Return the assignment's bundle; a range resumes a broken download."""
     packed = coordinator.dispatch.payload(assignment_id, device.device_id)
     answer = ranged(request, packed.body, bundle.MEDIA_TYPE, packed.sha256)
     coordinator.metrics.traffic.labels(device.federation, "down").inc(len(answer.body))
@@ -175,7 +175,7 @@ def get_payload(assignment_id: str, device: KnownDevice, coordinator: TheCoordin
 
 @router.post("/assignments/{assignment_id}/heartbeat", status_code=204)
 def heartbeat(assignment_id: str, device: KnownDevice, coordinator: TheCoordinator) -> None:
-    """Say that the device still works on an assignment. 409: nobody waits for it any more."""
+    """Report that the device still works on an assignment. 409: the assignment is closed."""
     # That the device was seen is noted by the middleware.
     coordinator.dispatch.check_open(assignment_id, device.device_id)
 
@@ -194,7 +194,7 @@ def get_received(
     coordinator: TheCoordinator,
     sha256: Annotated[str, Query(pattern="^[0-9a-f]{64}$", description="Digest of the update")],
 ) -> UpdateReceived:
-    """How much of an update that broke off is here: the rest is sent with ``Content-Range``."""
+    """Return how much of an interrupted update has arrived: the rest is sent with ``Content-Range``."""
     coordinator.acceptance.check_owner(assignment_id, device.device_id)
     return UpdateReceived(received=coordinator.uploads.received(assignment_id, sha256))
 

@@ -74,20 +74,21 @@ async def create_federation(request: Request, coordinator: TheCoordinator) -> Fe
 
 @router.get("", dependencies=[ObserverOnly])
 def list_federations(coordinator: TheCoordinator) -> list[FederationInfo]:
-    """Every federation of this coordinator."""
+    """Return every federation of this coordinator."""
     return coordinator.federations.list()
 
 
 @router.get("/{name}", dependencies=[ProspectiveMemberOnly])
 def get_federation(name: str, coordinator: TheCoordinator) -> FederationInfo:
-    """Where a federation stands."""
+    """Return the state of a federation."""
     return coordinator.federations.get(name)
 
 
 @router.patch("/{name}", dependencies=[AdminOnly])
 def change_federation(name: str, change: ChangeFederation, coordinator: TheCoordinator) -> FederationInfo:
-    """Pause, resume, stop or reopen it, or go back to an older model; deadline, cohort and rounds change from the next
-    round on."""
+    """Pause, resume, stop or reopen a federation, or go back to an older model.
+
+    Deadline, cohort and rounds change from the next round on."""
     info = coordinator.federations.change(name, change)
     coordinator.fact_recorded()
     coordinator.wake()
@@ -96,13 +97,13 @@ def change_federation(name: str, change: ChangeFederation, coordinator: TheCoord
 
 @router.post("/{name}/comparison", dependencies=[ProspectiveMemberOnly])
 def compare_federation(name: str, wanted: CompareFederation, coordinator: TheCoordinator) -> FederationInfo:
-    """Where a federation stands that is what the caller would publish; 409 with the differences where it is not."""
+    """Return the federation if it is the one that the caller would publish; 409 with the differences if not."""
     return coordinator.federations.compare(name, wanted)
 
 
 @router.delete("/{name}", status_code=204, dependencies=[AdminOnly])
 def delete_federation(name: str, coordinator: TheCoordinator) -> None:
-    """Delete a federation that waits, is finished or stopped, with its records, devices and models, for good."""
+    """Delete a federation that is waiting, finished or stopped, with its records, devices and models."""
     coordinator.federations.delete(name)
     coordinator.devices.forget()
     coordinator.tokens.forget()
@@ -114,14 +115,14 @@ def delete_federation(name: str, coordinator: TheCoordinator) -> None:
 def get_rounds(
     name: str, coordinator: TheCoordinator, format: Literal["json", "csv"] = "json"
 ) -> list[RoundRecord] | Response:
-    """A record per round, as JSON or CSV."""
+    """Return a record per round, as JSON or CSV."""
     records = coordinator.records.rounds(name)
     return records if format == "json" else Response(_csv(records), media_type="text/csv")
 
 
 @router.get("/{name}/rounds/{number}/reports", dependencies=[ObserverOnly])
 def get_reports(name: str, number: int, coordinator: TheCoordinator) -> list[DeviceReport]:
-    """What each device reported in a round: training, and the evaluation that followed it."""
+    """Return the reports of a round's devices: on training, and on the evaluation that followed it."""
     return coordinator.records.reports(name, number)
 
 
@@ -132,7 +133,7 @@ async def get_open_work(
     request: Request,
     wait: Annotated[float, Query(ge=0, le=600, description="Longest wait for a change, s")] = 0.0,
 ) -> Response:
-    """Who is being waited for. With ``If-None-Match`` and ``wait`` it answers when that has changed (long poll)."""
+    """Return the open assignments; with ``If-None-Match`` and ``wait``, when they have changed (long poll)."""
     loop = asyncio.get_running_loop()
     until = loop.time() + min(wait, coordinator.settings.max_wait_seconds)
     while True:
@@ -164,13 +165,13 @@ def _csv(records: list[RoundRecord]) -> str:
 
 @router.get("/{name}/overview", dependencies=[ObserverOnly])
 def get_overview(name: str, coordinator: TheCoordinator, identity: TheIdentity) -> Overview:
-    """The federation at a glance, of bounded size: its rounds in a few points, its devices counted."""
+    """Return an overview of bounded size: the rounds in a few points, the devices counted."""
     return seen_by(identity, coordinator.overviews.look(name))
 
 
 @router.get("/{name}/events", dependencies=[ObserverOnly])
 async def get_events(name: str, coordinator: TheCoordinator, request: Request) -> StreamingResponse:
-    """Server-sent events ``overview``: first the whole, then, whenever something happened, what changed."""
+    """Stream server-sent events ``overview``: first the whole, then the changes whenever there are any."""
     await run_in_threadpool(coordinator.federations.get, name)  # 404 before the stream begins
 
     async def admit() -> Identity:
@@ -184,13 +185,13 @@ async def get_events(name: str, coordinator: TheCoordinator, request: Request) -
 
 @router.get("/{name}/manifest", dependencies=[ProspectiveMemberOnly])
 def get_manifest(name: str, coordinator: TheCoordinator) -> Response:
-    """The manifest of the federation's model."""
+    """Return the manifest of the federation's model."""
     return Response(coordinator.federations.manifest(name).model_dump_json(), media_type="application/json")
 
 
 @router.get("/{name}/skeleton.onnx", dependencies=[ProspectiveMemberOnly])
 def get_skeleton(name: str, coordinator: TheCoordinator, request: Request) -> Response:
-    """The ONNX graph of the federation's model, without weights."""
+    """Return the ONNX graph of the federation's model, without weights."""
     return ranged(request, coordinator.federations.skeleton(name), "application/octet-stream")
 
 
@@ -201,13 +202,13 @@ def get_model(
     request: Request,
     version: Annotated[int | None, Query(ge=0, description="One that is kept; the newest where left out")] = None,
 ) -> Response:
-    """The global model: a safetensors file with tensors by name."""
+    """Return the global model: a safetensors file with tensors by name."""
     return ranged(request, coordinator.federations.model(name, version), checkpoint.MEDIA_TYPE)
 
 
 @router.get("/{name}/models", dependencies=[ObserverOnly])
 def list_models(name: str, coordinator: TheCoordinator) -> list[ModelInfo]:
-    """The global models that are kept, oldest first: what a rollback can go back to."""
+    """Return the global models that are kept, oldest first: a rollback can go back to these."""
     return coordinator.federations.models(name)
 
 
@@ -222,7 +223,7 @@ def list_models(name: str, coordinator: TheCoordinator) -> list[ModelInfo]:
     },
 )
 async def evaluate_model(name: str, request: Request, coordinator: TheCoordinator) -> Evaluation:
-    """The global model on test data that are sent: a safetensors file of ``inputs`` and ``targets``."""
+    """Evaluate the global model on test data from the caller: a safetensors file of ``inputs`` and ``targets``."""
     if request.headers.get("content-type", "").split(";")[0].strip() != checkpoint.MEDIA_TYPE:
         raise WrongMediaType(f"send the test data as {checkpoint.MEDIA_TYPE}")
     body = await read_body(request, coordinator.settings.max_test_bytes)
@@ -231,5 +232,5 @@ async def evaluate_model(name: str, request: Request, coordinator: TheCoordinato
 
 @router.get("/{name}/model.onnx", dependencies=[MemberOnly])
 def get_model_onnx(name: str, coordinator: TheCoordinator, request: Request) -> Response:
-    """The global model as ONNX."""
+    """Return the global model as ONNX."""
     return ranged(request, coordinator.federations.model_onnx(name), "application/octet-stream")

@@ -1,4 +1,4 @@
-"""Server-sent events: a federation at a glance, and what has changed since."""
+"""Server-sent events: the overview of a federation, and its changes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ STILL_HERE_SECONDS = 15.0
 
 
 async def follow(view: LiveView, admit: Callable[[], Awaitable[Identity]]) -> AsyncIterator[str]:
-    """Events named ``overview`` until the process stops: the first is whole, later ones have the points that are new
-    or changed. In between, comments keep proxies from closing an idle stream.
+    """Yield events named ``overview`` until the process stops.
 
-    It ends where ``admit`` raises NotAuthenticated, which is asked each time, for a token may be taken away; and where
-    the records cannot be read, or the federation is deleted: whoever asks again is told why.
+    The first is whole, later ones have the points that are new or changed. In between, comments keep proxies from
+    closing an idle stream.
+
+    The stream ends if ``admit``, which is called for each event, raises NotAuthenticated, since a token may be revoked;
+    and if the records cannot be read, or the federation is deleted: the next call gets the reason.
     """
     loop = asyncio.get_running_loop()
     had: Overview | None = None
@@ -47,7 +49,7 @@ async def follow(view: LiveView, admit: Callable[[], Awaitable[Identity]]) -> As
 
 
 def seen_by(identity: Identity, overview: Overview) -> Overview:
-    """What this caller may see of it: of other federations nothing, where its token is for one."""
+    """Return the part of an overview that this caller may see: its own federation, if its token is for one."""
     only = own_federation(identity)
     lines = tuple(line for line in overview.federations if only in (None, line.name))
     return overview.model_copy(update={"federations": lines, "may_change": is_admin(identity)})

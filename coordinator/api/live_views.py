@@ -1,4 +1,4 @@
-"""What pages show of a federation, looked up once for all that are open on it."""
+"""Overviews of a federation, looked up once for all pages that are open on it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ class LiveView:
         self._turn = asyncio.Lock()
 
     async def after(self, had: Overview | None) -> Overview | None:
-        """The federation after what the caller had: when something has happened, or some seconds later, for a few
-        things come by time alone. Who had none is told at once. None when the process stops. Raises Unavailable."""
+        """Return the overview that follows the one the caller had: after something was recorded, or some seconds later.
+
+        A caller without one gets it at once. None when the process stops. Raises Unavailable."""
         loop = asyncio.get_running_loop()
         while not self._views.closing():
             latest = self._latest
@@ -76,7 +77,7 @@ class LiveView:
         self._latest = _Look(overview, changed, again)
 
     def _compare(self, known: Overview | None) -> Overview:
-        """The whole, in which points that did not change are the same objects as before."""
+        """Return the whole overview, in which points that did not change are the same objects as before."""
         look = self._views.overviews.look
         if known is None:
             return look(self._name)
@@ -90,7 +91,7 @@ class LiveView:
 
 
 def _timed(compare: Callable[[Overview | None], Overview], known: Overview | None) -> tuple[Overview, float]:
-    """With the processor's seconds that it took: on a busy machine far fewer than have passed."""
+    """Return the overview with the processor seconds that it took: on a busy machine far fewer than have passed."""
     began = time.thread_time()
     return compare(known), time.thread_time() - began
 

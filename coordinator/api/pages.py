@@ -17,19 +17,19 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/", dependencies=[AnyObserverOnly])
 def index(request: Request, coordinator: TheCoordinator, identity: TheIdentity) -> Response:
-    """The page, to look; of the newest federation, where ``?federation=`` names none."""
+    """Return the page; of the newest federation, unless ``?federation=`` names one."""
     return _page(request, coordinator, identity)
 
 
 @router.get("/admin", dependencies=[AdminOnly])
 def admin(request: Request, coordinator: TheCoordinator, identity: TheIdentity) -> Response:
-    """The same page, for those who may change things: here a browser asks for an admin token."""
+    """Return the same page for administrators: here a browser asks for an admin token."""
     return _page(request, coordinator, identity)
 
 
 @router.get("/page/{name}", dependencies=[AnyObserverOnly])
 def file(name: str, request: Request) -> Response:
-    """What the page is made of."""
+    """Return a file of the page."""
     body, media_type = dashboard.load(name)
     return _answer(request, body, media_type)
 

@@ -63,14 +63,14 @@ def install(app: FastAPI) -> None:
 
 
 def challenge(path: str) -> dict[str, str]:
-    """The header of a 401: a browser at a page asks its user for a token, which is the password; others send theirs."""
+    """Return the header of a 401. On a page it has a browser ask its user for a token, which is the password."""
     page = path in PAGES or path.startswith("/page/")
     how = 'Basic realm="Sparrow: any name, and a token as the password", charset="UTF-8"' if page else "Bearer"
     return {"WWW-Authenticate": how}
 
 
 def problem(status: int, title: str, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """One problem document. ``title`` is the kind of problem in CamelCase; its type URI is derived from it."""
+    """Return a problem document. ``title`` is the kind of problem in CamelCase; its type URI is derived from it."""
     document = Problem(type=f"urn:sparrow:problem:{title}", title=title, status=status, detail=detail)
     return JSONResponse(
         document.model_dump(exclude_none=True), status_code=status, media_type=MEDIA_TYPE, headers=headers

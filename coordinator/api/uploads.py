@@ -1,4 +1,4 @@
-"""Large updates resume where a connection broke: what has arrived is kept, and only the rest is sent again.
+"""Uploads: large updates resume where a connection broke. The part that has arrived is kept, and the rest is sent.
 
     PUT /v1/assignments/{id}/update               Sparrow-Update-SHA256: D, Content-Range: bytes FIRST-LAST/TOTAL
     GET /v1/assignments/{id}/update?sha256=D      {"received": N}: go on with bytes N-LAST/TOTAL, or, where N is TOTAL,
@@ -50,9 +50,10 @@ and an open file for each cost more than all else that is done with an update.""
 
 @dataclass
 class _Part:
-    """What of one update of ``total`` bytes has arrived: ``received``, which ``found`` is the digest of, and what is
-    ``gathered`` to be written next; ``turn`` counts the calls that went on with it, ``calls`` those that are at it
-    now. Once ``forgotten`` it has no file."""
+    """The part of an update of ``total`` bytes that has arrived.
+
+    received: its bytes on the disk. found: their digest. gathered: what is written next. turn: how many calls went on
+    with it. calls: how many are at it now. forgotten: it has no file any more."""
 
     digest: str
     total: int
@@ -80,7 +81,7 @@ class Uploads:
             shutil.rmtree(folder, ignore_errors=True)
 
     def received(self, assignment_id: str, digest: str) -> int:
-        """The bytes of this update that are here."""
+        """Return how many bytes of this update have arrived."""
         part = self._parts.get(assignment_id)
         if part is None or part.digest != digest:
             return 0
@@ -185,7 +186,7 @@ class Uploads:
             return part, part.turn
 
     def _write(self, part: _Part) -> None:
-        """Bring what has been gathered to the file."""
+        """Write to the file what has been gathered."""
         with part.lock:
             # Nobody but this takes from it, and what comes meanwhile goes to its end.
             pieces = [part.gathered.popleft() for _ in range(len(part.gathered))]
@@ -222,7 +223,7 @@ class Uploads:
                 part.path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Remove what nobody goes on with, and what is of settled assignments; may be called as often as one likes."""
+        """Remove parts that nobody continues, and those of settled assignments; may be called at any time."""
         now = self._clock()
         if not self._parts or now - self._swept < SWEEP_SECONDS:
             return

@@ -1,4 +1,4 @@
-"""Memory of large arrays goes back to the system when they go: what a coordinator holds at rest stays near one model.
+"""Settings of glibc's allocator: freed arrays go back to the system, so an idle coordinator holds about one model.
 
 glibc would keep it. Each time that a block is freed it raises the size from which it asks the system (up to 32 MiB), so
 that updates of some megabytes soon come from heaps, of which it has several for each core: pieces of all of them stay.

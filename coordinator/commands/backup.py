@@ -78,7 +78,7 @@ def back_up(settings: Settings, target: Path, copied: Callable[[], None] = lambd
 
 
 def blobs_named(db: Session) -> dict[str, str | None]:
-    """Keys of the blobs that the records cannot do without, and their SHA-256 where the records know it."""
+    """Return the keys of the blobs that the records need, and their SHA-256 if the records know it."""
     named: dict[str, str | None] = {}
     for federation in db.scalars(select(Federation)):
         named[model_key(federation.id, federation.model_version)] = federation.model_sha256

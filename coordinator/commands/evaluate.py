@@ -1,4 +1,4 @@
-"""``sparrow evaluate``: have a running coordinator judge its global model on a test file of one's own.
+"""``sparrow evaluate``: have a running coordinator evaluate its global model on a test file.
 
     sparrow evaluate --server http://HOST:8000 --federation digits --data test.npz
 
@@ -34,8 +34,9 @@ def evaluate(
     token: str | None = None,
     trust: tls.Tls | None = None,
 ) -> Evaluation:
-    """What the coordinator finds. token: an admin's; without, that of SPARROW_ADMIN_TOKEN. trust: certificates for
-    https.
+    """Return the coordinator's evaluation of its global model.
+
+    token: an admin's; by default that of SPARROW_ADMIN_TOKEN. trust: certificates for https.
 
     Raises FileNotFoundError, BadTestFile, NoAnswer, EvaluationRefused; WrongUsage for an address or certificate that
     cannot be used.
@@ -97,7 +98,7 @@ def _run(options: argparse.Namespace) -> None:
 
 COMMAND = Command(
     "sparrow evaluate",
-    "Have a running coordinator judge its global model on a test file.",
+    "Have a running coordinator evaluate its global model on a test file.",
     _options,
     _run,
     epilog="SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one.",

@@ -1,4 +1,4 @@
-"""``sparrow restore SOURCE``: bring a backup back, into an empty place.
+"""``sparrow restore SOURCE``: restore a backup into an empty folder or database.
 
 SOURCE is a folder that ``sparrow backup`` has made; where it goes is said by the coordinator's settings
 (``COORDINATOR_*``). Everything is checked first; what lies there already is never touched. The records come last, so
@@ -45,7 +45,7 @@ def bring_back(settings: Settings, source: Path) -> None:
     try:
         summary = json.loads((source / SUMMARY_FILE).read_text())
     except FileNotFoundError:
-        raise NoRecords(f"{source} has no {SUMMARY_FILE}: it is no backup, or was not finished") from None
+        raise NoRecords(f"{source} has no {SUMMARY_FILE}: it is not a complete backup; give another folder") from None
     if summary["format"] != FORMAT:
         raise BackupFailed(f"{source} is of format {summary['format']}, this version reads {FORMAT}; update it")
     to_server = settings.database_url is not None
@@ -119,7 +119,7 @@ def _run(options: argparse.Namespace) -> None:
 
 COMMAND = Command(
     "sparrow restore",
-    "Bring a backup back, into an empty place.",
+    "Restore a backup into an empty folder or database.",
     _options,
     _run,
     epilog="Goes where COORDINATOR_DATA_DIR, COORDINATOR_DATABASE_URL and COORDINATOR_BLOBS say.",

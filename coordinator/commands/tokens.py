@@ -41,7 +41,7 @@ UNITS = {"m": 60, "h": 3600, "d": 24 * 3600}
 
 @contextmanager
 def records(settings: Settings) -> Iterator[Session]:
-    """A transaction on the coordinator's records, committed when the block ends. Raises NoRecords, BadDatabase."""
+    """Open a transaction on the coordinator's records, committed when the block ends. Raises NoRecords, BadDatabase."""
     if settings.database_url is not None:
         engine = open_database(settings.database_url.get_secret_value())
     else:
@@ -59,7 +59,7 @@ def records(settings: Settings) -> Iterator[Session]:
 def create(
     db: Session, kind: str, now: float, *, note: str, uses: int | None, seconds: float | None, federation: str | None
 ) -> tuple[Token, str]:
-    """A new token, and its secret. seconds: how long it is good for; None for ever. Raises NotFound."""
+    """Create a token; return it and its secret. seconds: how long it is valid; None for ever. Raises NotFound."""
     secret = new_secret(kind)
     token = Token(
         id=secrets.token_hex(8),
@@ -77,7 +77,7 @@ def create(
 
 
 def revoke(db: Session, wanted: str, now: float) -> str:
-    """Take away the operator's or the device's token with this id; says whose. Raises NotFound."""
+    """Revoke the operator's or the device's token with this id; return a sentence that says so. Raises NotFound."""
     token = db.get(Token, wanted)
     if token is not None:
         token.revoked_at = token.revoked_at or now
@@ -90,7 +90,7 @@ def revoke(db: Session, wanted: str, now: float) -> str:
 
 
 def describe(token: Token, federation: str | None, now: float) -> dict[str, Any]:
-    """What there is to know of a token."""
+    """Return a description of a token."""
     status = "valid"
     if token.revoked_at is not None:
         status = "revoked"

@@ -30,7 +30,7 @@ HEADERS = {
 
 @cache
 def load(name: str) -> tuple[bytes, str]:
-    """A file of the page, and its media type. Raises NotFound."""
+    """Return a file of the page, and its media type. Raises NotFound."""
     own = {path.name: path for path in OWN.iterdir()}
     path = _chart_file(name) if name in FROM_CHARTS else own.get(name)
     if path is None:

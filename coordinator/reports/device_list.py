@@ -1,4 +1,4 @@
-"""Who is in a federation, and what each device is doing or why it does not train: in pages, for there may be many."""
+"""Device lists of a federation, in pages: what each device is doing, or why it does not train."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ assert set(_COLUMNS) == {order.removeprefix("-") for order in get_args(Order)}
 
 @dataclass(frozen=True)
 class DeviceQuery:
-    """Which devices of a federation. search: part of the name or board, whatever its case."""
+    """A selection of a federation's devices. search: part of the name or board, in any case."""
 
     search: str = ""
     doing: Doing | None = None
@@ -43,7 +43,7 @@ class DeviceLists:
         self._clock = clock
 
     def list(self, federation_name: str, query: DeviceQuery | None = None) -> tuple[list[DeviceInfo], int]:
-        """The devices wanted, and how many there are on all pages. Raises NotFound."""
+        """Return the selected devices, and the number of those on all pages. Raises NotFound."""
         query = query or DeviceQuery()
         with self._store.reading() as db:
             federation = find(db, federation_name)
@@ -69,7 +69,7 @@ class DeviceLists:
 
 
 def count_doing(db: Session, federation: Federation, now: float) -> dict[Doing, int]:
-    """The federation's devices by what they are doing."""
+    """Return the number of a federation's devices for each ``Doing``."""
     doing = doing_of(federation, now).label("doing")
     each = select(doing).where(Device.federation_id == federation.id).subquery()
     rows = db.execute(select(each.c.doing, func.count()).group_by(each.c.doing))
@@ -77,7 +77,7 @@ def count_doing(db: Session, federation: Federation, now: float) -> dict[Doing, 
 
 
 def doing_of(federation: Federation, now: float) -> ColumnElement[str]:
-    """SQL that says of each device what it is doing, or why it does not train: a value of ``Doing``."""
+    """Return SQL for what each device is doing, or why it does not train: a value of ``Doing``."""
     asked = select(Assignment.device_id).where(Assignment.federation_id == federation.id, Assignment.status == "open")
     return case(
         (Device.status == "revoked", Doing.revoked.value),

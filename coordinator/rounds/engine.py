@@ -130,14 +130,16 @@ class Rounds:
                 extend_deadlines(db, federation, self._clock())
 
     def forget_sums(self) -> None:
-        """Running sums of before: another process may have moved rounds since. They are made again from what is
-        stored."""
+        """Forget the running sums, since another process may have moved rounds.
+
+        They are made again from the stored updates.
+        """
         with self._advancing:
             self._folding.clear()
             self._looking_since.clear()
 
     def advance(self) -> bool:
-        """Turn what has happened into progress; True when something moved that a device or observer may wait for."""
+        """Turn facts into progress; return whether something moved that a device or observer may wait for."""
         moved = False
         with self._advancing:
             with self._store.reading() as db:
@@ -240,7 +242,7 @@ class Rounds:
 
     @staticmethod
     def _goes_on(db: Session, federation: Federation) -> bool:
-        """Whether devices train, or updates wait, that count in the next round whoever is drawn for it."""
+        """Return whether devices train, or updates wait, that count in the next round whoever is drawn for it."""
         if settings_of(federation).buffer is None:
             return False
         return bool(working(db, federation) or arrivals(db, federation, most=1))
@@ -248,7 +250,7 @@ class Rounds:
     def _hand_out(
         self, db: Session, federation: Federation, current: Round, work: Work, size: int, there: Sequence[Drawable]
     ) -> int:
-        """Have up to ``size`` devices more, of those that are there, do a round's work; returns how many there were."""
+        """Have up to ``size`` devices more, of those that are present, do a round's work; return their number."""
         now, (asked, free) = self._clock(), self._free(db, federation, current.number, there)
         names = draw(db, federation, list(free.values()), size, current.number) if size > 0 else []
         drop_late_work(db, [free[name].id for name in names])
@@ -262,13 +264,13 @@ class Rounds:
     def _free(
         db: Session, federation: Federation, number: int, there: Sequence[Drawable]
     ) -> tuple[int, dict[str, Drawable]]:
-        """How many devices round ``number`` was given to, and which others of those there it could be, by name."""
+        """Return how many devices round ``number`` was given to, and the others, by name, that could have it."""
         asked = {member.device_id for member in cohort_of(db, federation, number)}
         busy = asked.union(working(db, federation))
         return len(asked), {device.name: device for device in there if device.id not in busy}
 
     def _somebody_is_free(self, federation_id: int, number: int) -> bool:
-        """Whether a round can be given to more devices: looked up before a transaction is begun for it."""
+        """Return whether a round can be given to more devices: looked up before a transaction is begun for it."""
         with self._store.reading() as db:
             federation = db.get_one(Federation, federation_id)
             return bool(self._free(db, federation, number, drawable(db, federation, self._clock()))[1])
@@ -357,7 +359,7 @@ class Rounds:
 
     @staticmethod
     def _is_final(federation: Federation, number: int) -> bool:
-        """Whether nothing goes on from a buffered round: it takes all that came, and nobody is waited for."""
+        """Return whether a buffered round is the last one: it takes all that came, and waits for nobody."""
         stopped, last = federation.status == "stopped", settings_of(federation).rounds
         return stopped or number >= last or federation.rollback_version is not None
 
@@ -450,7 +452,7 @@ class Rounds:
         return bool(late)
 
     def _fold(self, federation: Federation, current: Round) -> Folding:
-        """The sums of the open round, begun where there are none."""
+        """Return the sums of the open round; begin them if there are none."""
         folding, number = self._folding.get(federation.id), current.number
         if folding is None or folding.round != number:
             with self._store.reading() as db:

@@ -97,7 +97,7 @@ def _bytes_of(decoded: bundle.Bundle) -> int:
 
 
 def sums_of(method: CoordinatorMethod, model: GlobalModel, situation: Situation, folder: Path) -> Sums:
-    """What a round's updates are folded into: the method's sums, or what the federation has in their place.
+    """Return the sums that a round's updates are folded into: the method's, or those of the federation's settings.
 
     What one device prepares (round 0) comes through as it is: there is nobody to compare it with.
     """
@@ -113,7 +113,7 @@ def sums_of(method: CoordinatorMethod, model: GlobalModel, situation: Situation,
 
 @dataclass(frozen=True)
 class Update:
-    """An update as it was decoded: values float32 [count_values(manifest, mask)], those of a model."""
+    """A decoded update: values float32 [count_values(manifest, mask)], those of a model."""
 
     values: Array
     mask: Mask | None
@@ -147,7 +147,7 @@ class Intake:
         self._left_out: dict[str, str] = {}
 
     def take(self, assignment_id: str, key: str, update: Update) -> None:
-        """The next update, and the key under which it can be read again."""
+        """Take in the next update; key: the one under which it can be read again."""
         if self._mads is None:
             self._fold(update)
         else:
@@ -155,7 +155,7 @@ class Intake:
             self._measured.append((assignment_id, key, float(np.sqrt(np.mean(moved * moved)))))
 
     def finish(self) -> None:
-        """All have come: fold what was only measured, less the outliers."""
+        """Fold the updates that were only measured, except outliers, when all have come."""
         if self._mads is None or not self._measured:
             return
         median, spread = centre([size for _, _, size in self._measured])
@@ -170,12 +170,13 @@ class Intake:
         self._measured.clear()
 
     def moves(self, drawn: int) -> bool:
-        """Whether a round for which so many devices were drawn makes a new model: an update came, or may have come of
-        whom nobody shall know."""
+        """Return whether a round for which so many devices were drawn makes a new model.
+
+        It does if an update came; under noise always, since nobody shall know whether one came."""
         return bool(self.sums.updates) or (isinstance(self.sums, PrivateSums) and drawn > 0)
 
     def notes(self) -> dict[str, Any]:
-        """For the round's record: how many updates were clipped and left out, and assignment id -> why."""
+        """Return notes for the round's record: how many updates were clipped and left out, and assignment id -> why."""
         found: dict[str, Any] = {}
         if self._clip is not None:
             found["updates_clipped"] = self._clipped
@@ -191,7 +192,7 @@ class Intake:
 
 
 def clip(manifest: Manifest, sent: Tensors, update: Update, longest: float) -> tuple[Update, bool]:
-    """The update, its difference from what was sent no longer than ``longest`` (2-norm), and whether it was longer."""
+    """Return the update, its difference from what was sent cut to ``longest`` (2-norm), and whether it was longer."""
     moved = difference(manifest, sent, update.values, update.mask)
     norm = float(np.linalg.norm(moved))
     if norm <= longest:
@@ -201,7 +202,7 @@ def clip(manifest: Manifest, sent: Tensors, update: Update, longest: float) -> t
 
 
 def centre(sizes: list[float]) -> tuple[float, float]:
-    """The median, and the standard deviation that the MAD stands for."""
+    """Return the median, and the standard deviation that the MAD stands for."""
     median = float(np.median(sizes))
     mad = float(np.median(np.abs(np.array(sizes) - median)))
     return median, 1.4826 * max(mad, LEAST_SPREAD * median)

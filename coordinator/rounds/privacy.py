@@ -43,12 +43,12 @@ Noise = Callable[[int], np.ndarray[Any, np.dtype[np.float64]]]
 
 
 def system_noise(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """From a generator that the operating system's secure one seeds, anew at every call."""
+    """Return noise from a generator that the operating system's secure one seeds anew at every call."""
     return np.random.Generator(np.random.PCG64(secrets.randbits(256))).standard_normal(count)
 
 
 class PrivateSums:
-    """Σ clip(Δ_c, C) over one round's updates, whose mean is noisy; memory is one model in float64, and a little."""
+    """The sums Σ clip(Δ_c, C) of one round's updates, with a noisy mean; memory is about one model in float64."""
 
     def __init__(
         self, manifest: Manifest, sent: Tensors, settings: FederationSettings, noise: Noise = system_noise
@@ -78,7 +78,7 @@ class PrivateSums:
         self.updates += 1
 
     def mean(self, previous: Tensors) -> Tensors:
-        """The next global values: name -> float32, all of them noisy."""
+        """Return the next global values: name -> float32, all of them noisy."""
         moved = (self._sum + self._deviation * self._noise(len(self._sum))) / self._cohort
         values = pack(self._manifest, previous, None).astype(np.float64) + moved
         return unpack_whole(self._manifest, values.astype(np.float32))
@@ -136,7 +136,7 @@ def check_privacy(method: CoordinatorMethod, manifest: Manifest, settings: Feder
 
 @lru_cache(maxsize=1024)
 def epsilon(noise_multiplier: float, delta: float, times: int) -> float:
-    """Of ``times`` Gaussian mechanisms on one device's data, of which z = ``noise_multiplier``; 0.0 for no times.
+    """Return epsilon of ``times`` Gaussian mechanisms on one device's data, z = ``noise_multiplier``; 0.0 for none.
 
     Raises BadContent where the accountant is not installed.
     """
@@ -156,7 +156,7 @@ def epsilon(noise_multiplier: float, delta: float, times: int) -> float:
 
 
 def spent(db: Session, federation_id: int, number: int, settings: FederationSettings) -> PrivacySpent | None:
-    """What the models up to that of round ``number`` have cost; None where the federation promises nothing."""
+    """Return the privacy cost of the models up to round ``number``; None if the federation promises none."""
     if settings.noise_multiplier is None:
         return None
     draws = (

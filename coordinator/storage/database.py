@@ -58,12 +58,12 @@ def open_database(where: Path | str) -> Engine:
 
 
 def connect(where: Path | str) -> Engine:
-    """An engine for the database at ``where``, as it is. Raises BadDatabase."""
+    """Return an engine for the database at ``where``, as it is. Raises BadDatabase."""
     return _sqlite(where) if isinstance(where, Path) else _postgresql(where)
 
 
 def migrate(engine: Engine) -> None:
-    """Bring the tables to the newest revision: make them where there are none, else apply what is missing.
+    """Migrate the tables to the newest revision: make them if there are none, else apply what is missing.
 
     Alembic, which takes 10 MB for as long as the process lives, is imported only for the latter.
     """
@@ -83,7 +83,7 @@ def migrate(engine: Engine) -> None:
 
 
 def newest_revision() -> str:
-    """The revision that the tables of this code have, from the name of its migration."""
+    """Return the revision that the tables of this code have, from the name of its migration."""
     return max(path.name for path in (MIGRATIONS / "versions").glob("[0-9]*_*.py")).partition("_")[0]
 
 
@@ -118,7 +118,7 @@ def _postgresql(address: str) -> Engine:
         url = None  # no word of it in the message: it may hold a password
     if url is None or url.drivername not in POSTGRESQL:
         raise BadDatabase(
-            "the database's URL is none of PostgreSQL; write postgresql://USER:PASSWORD@HOST/DATABASE, or leave it out "
+            "the database's URL is not PostgreSQL's; write postgresql://USER:PASSWORD@HOST/DATABASE, or leave it out "
             "to keep the records in SQLite in the data folder"
         )
     try:

@@ -72,19 +72,19 @@ class ObjectBlobs:
             self._calls.put(self._store, key, data, use_multipart=False)
 
     def settle(self, keys: Iterable[str]) -> None:
-        """Nothing to do: what ``write`` has stored is durable."""
+        """Do nothing: ``write`` is durable."""
 
     def put(self, key: str, data: bytes) -> None:
         """Store ``data`` durably under ``key``, in place of what was there."""
         self.write(key, data)
 
     def get(self, key: str) -> bytes:
-        """The blob's bytes. Raises FileNotFoundError."""
+        """Return the blob's bytes. Raises FileNotFoundError."""
         with self._watched(missing=True):
             return bytes(self._calls.get(self._store, key).bytes())
 
     def load(self, key: str) -> memoryview:
-        """The blob's bytes, where they were received. Raises FileNotFoundError."""
+        """Return the blob's bytes, in the memory in which they were received. Raises FileNotFoundError."""
         with self._watched(missing=True):
             return memoryview(self._calls.get(self._store, key).bytes())
 
@@ -94,21 +94,21 @@ class ObjectBlobs:
             self._calls.delete(self._store, key)
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Keys in the folder ``prefix``, sorted, and the bytes that each has."""
+        """Return the keys in the folder ``prefix``, sorted, and the bytes of each."""
         with self._watched():
             pages = self._calls.list(self._store, prefix.rstrip("/"))
             return dict(sorted((str(each["path"]), int(each["size"])) for page in pages for each in page))
 
     def keys(self, prefix: str) -> list[str]:
-        """Keys in the folder ``prefix``, sorted."""
+        """Return the keys in the folder ``prefix``, sorted."""
         return list(self.sizes(prefix))
 
     def clean(self) -> None:
-        """Nothing to do: there are no halves of objects."""
+        """Do nothing: there are no partial objects."""
 
     @contextmanager
     def _watched(self, size: int | None = None, *, missing: bool = False) -> Iterator[None]:
-        """Around a call. ``missing``: that there is no such object is an answer."""
+        """Translate the errors of a call. ``missing``: a missing object is an answer, not an error."""
         try:
             yield
         except self._errors as error:

@@ -1,4 +1,4 @@
-"""Several coordinator processes on one PostgreSQL database: who is there, who writes, who moves rounds on.
+"""Several coordinator processes on one PostgreSQL database: their presence, their writes, and the moving of rounds.
 
     there     a shared advisory lock, for as long as a process lives. The first one, which gets it exclusively for a
               moment, clears up what kills left behind; the others wait for that.
@@ -56,7 +56,7 @@ class SharedDatabase:
             self._come(exclusively=False)
 
     def settled(self) -> None:
-        """The first has cleared up: let the others in."""
+        """Let the other processes in, since the first one has cleaned up."""
         with self._lock:
             if self.first and self._connection is not None:
                 self._connection.execute(text(f"SELECT pg_advisory_lock_shared({_THERE})"))
@@ -64,7 +64,7 @@ class SharedDatabase:
             self.first = False
 
     def take_turn(self, session: Session) -> None:
-        """At the beginning of a transaction that writes: wait until no other one does."""
+        """Wait, at the beginning of a transaction that writes, until no other one does."""
         session.execute(_TURN)
 
     def say_fact(self, session: Session) -> None:
@@ -79,7 +79,7 @@ class SharedDatabase:
             connection.commit()
 
     def moves(self) -> tuple[bool, bool]:
-        """Whether this process may move rounds now, and whether it could not just before. Raises DBAPIError."""
+        """Return whether this process may move rounds now, and whether it could not before. Raises DBAPIError."""
         with self._lock:
             before = self._moving
             try:
@@ -116,7 +116,7 @@ class SharedDatabase:
         self._listener.start()
 
     def close(self) -> None:
-        """Leave: another process may move rounds at once."""
+        """Release all locks, so that another process may move rounds at once."""
         self._closing.set()
         if self._listener is not None:
             self._listener.join(timeout=5)
@@ -129,7 +129,7 @@ class SharedDatabase:
                 self._connection = None
 
     def _come(self, *, exclusively: bool) -> bool:
-        """Be there; whether that could be. The shared form waits for a first that clears up."""
+        """Take the lock of a present process; return whether it could. The shared form waits for a first process."""
         connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         connection.detach()  # its locks go with it: back in the pool they would live on
         if exclusively and not connection.scalar(text(f"SELECT pg_try_advisory_lock({_THERE})")):

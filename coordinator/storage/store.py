@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class _Fact(Generic[Result]):
-    """What one caller has to record: what to do in a transaction, and the blobs that must be durable before it."""
+    """A fact that one caller records: work in a transaction, and the blobs that must be durable before it."""
 
     work: Callable[[Session], Result]
     keys: Sequence[str]
@@ -42,7 +42,7 @@ class _Fact(Generic[Result]):
 
 
 class Store:
-    """The coordinator's memory.
+    """The coordinator's records and blobs.
 
     Transactions that write take turns: rounds move in steps that read, decide and write, and no other write may fall
     between. Facts that many callers bring at once go into one of them together (``record``). ``on_commit`` is told how
@@ -53,7 +53,7 @@ class Store:
     """
 
     def __init__(self, data_dir: Path, database_url: str | None = None, blobs: str | None = None) -> None:
-        """``database_url``: PostgreSQL, ``blobs``: s3://BUCKET/PREFIX; without, they are in ``data_dir``."""
+        """Open both. database_url: PostgreSQL; blobs: s3://BUCKET/PREFIX; without, they are in ``data_dir``."""
         make_folder(data_dir)
         self.folder = data_dir
         if database_url is None or blobs is None:
@@ -86,14 +86,14 @@ class Store:
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
-        """A session to look with; what it changes is not kept. Raises Unavailable."""
+        """Open a session to read; its changes are not kept. Raises Unavailable."""
         self._check_open()
         with self.troubles.of_records(writes=False), self._sessions() as session:
             yield session
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
-        """A transaction: committed, durably, when the block ends, undone when it raises. Raises Unavailable."""
+        """Open a transaction: committed durably when the block ends, undone if it raises. Raises Unavailable."""
         with self._turn, self.troubles.of_records(writes=True):
             self._check_open()
             with self._writers.begin() as session:
@@ -157,16 +157,16 @@ class Store:
 
     @property
     def is_first(self) -> bool:
-        """Whether no other process works with these records and blobs, nor begins to before ``settled``."""
+        """Return whether no other process works with these records and blobs, nor begins to before ``settled``."""
         return self.shared is None or self.shared.first
 
     def settled(self) -> None:
-        """What kills left behind is cleared up: others may come in."""
+        """Let other processes in, since this one has cleaned up."""
         if self.shared is not None:
             self.shared.settled()
 
     def moves(self) -> tuple[bool, bool]:
-        """Whether this process may move rounds now, and whether it could not just before. Raises Unavailable."""
+        """Return whether this process may move rounds now, and whether it could not before. Raises Unavailable."""
         if self.shared is None:
             return True, False
         with self.troubles.of_records(writes=False):
@@ -204,7 +204,7 @@ class Store:
             )
 
     def close(self) -> None:
-        """Let go of the database and the folder, when who writes has done so; later calls are refused."""
+        """Close the database and release the folder after the current write; later calls are refused."""
         with self._turn:
             self._closed = True
             self._let_go()
@@ -227,7 +227,7 @@ class Store:
 
 
 def lock_folder(data_dir: Path, *, shared: bool = False) -> IO[str]:
-    """An open file that keeps others out; with ``shared`` only those that would have it alone. Raises DataInUse."""
+    """Return an open file that locks the folder; with ``shared`` only against exclusive use. Raises DataInUse."""
     lock_file = (data_dir / "lock").open("w")
     try:
         fcntl.flock(lock_file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -241,5 +241,5 @@ def lock_folder(data_dir: Path, *, shared: bool = False) -> IO[str]:
 
 
 def open_blobs(data_dir: Path, address: str | None, troubles: Troubles | None = None) -> Blobs:
-    """The blobs in object storage, where an address of one is given, or in the data folder. Raises BadObjectStore."""
+    """Return the blobs: in object storage, if its address is given, or in the data folder. Raises BadObjectStore."""
     return FolderBlobs(data_dir / "blobs", troubles) if address is None else ObjectBlobs(address, troubles)

@@ -9,7 +9,7 @@ from sqlalchemy import event, update
 
 from edge_sdk.protocol.messages import ChangeDevice, Conditions, DeviceProfile, Doing, Enrol, PauseReason
 from sparrow.coordinator.errors import NotFound
-from sparrow.coordinator.reports.device_list import Wanted
+from sparrow.coordinator.reports.device_list import DeviceQuery
 from sparrow.coordinator.reports.overview import MOST_POINTS, span_of
 from sparrow.coordinator.reports.records import bottom_decile
 from sparrow.coordinator.storage.tables import Round
@@ -179,12 +179,12 @@ def test_a_large_fleet_takes_no_more_queries_and_few_bytes(coordinator, queries)
         return what(), len(queries)
 
     _, few = look(lambda: coordinator.overviews.look("f"))
-    _, few_devices = look(lambda: coordinator.device_lists.list("f", Wanted(limit=50)))
+    _, few_devices = look(lambda: coordinator.device_lists.list("f", DeviceQuery(limit=50)))
     coordinator.create("large")
     grow(coordinator.store, devices=10_000, rounds=1000, cohort=2000, name="large")
     whole, many = look(lambda: coordinator.overviews.look("large"))
     update, again = look(lambda: coordinator.overviews.look("large", since=1000))
-    (page, total), devices = look(lambda: coordinator.device_lists.list("large", Wanted(limit=50)))
+    (page, total), devices = look(lambda: coordinator.device_lists.list("large", DeviceQuery(limit=50)))
     assert few == many == again <= 16
     assert few_devices == devices <= 4
     assert len(whole.model_dump_json()) < 150_000
@@ -201,7 +201,7 @@ def test_devices_are_found_by_name_board_and_what_they_do(coordinator):
     grow(coordinator.store, devices=200, rounds=1, cohort=3)
 
     def names(**wanted):
-        return [device.name for device in coordinator.device_lists.list("f", Wanted(**wanted))[0]]
+        return [device.name for device in coordinator.device_lists.list("f", DeviceQuery(**wanted))[0]]
 
     assert names(search="00017") == ["device-00017"]
     assert names(search="PI 4", limit=3) == ["device-00001", "device-00004", "device-00007"]
@@ -212,7 +212,7 @@ def test_devices_are_found_by_name_board_and_what_they_do(coordinator):
     assert names(order="-seen", limit=2) == ["device-00199", "device-00198"]
     assert names(order="-budget", limit=2) == ["device-00004", "device-00009"]
     assert names(doing=Doing.stopped, offset=18) == ["device-00180", "device-00190"]
-    assert coordinator.device_lists.list("f", Wanted(doing=Doing.stopped, limit=1))[1] == 20
+    assert coordinator.device_lists.list("f", DeviceQuery(doing=Doing.stopped, limit=1))[1] == 20
     assert names(order="stopped", limit=1) == ["device-00000"]
 
 

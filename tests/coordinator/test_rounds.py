@@ -693,7 +693,7 @@ def test_a_restart_trusts_no_file_that_it_has_not_seen_come(open_coordinator, tm
     assert coordinator.info().round == 0
 
 
-def test_the_first_word_about_an_upload_counts_and_a_strangers_none(coordinator, answer):
+def test_the_first_word_about_an_upload_counts_and_a_other_devices_none(coordinator, answer):
     coordinator.create(rounds=5)
     one, two = coordinator.enrol("a", "b")
     coordinator.rounds.advance()

@@ -34,16 +34,16 @@ class Direct:
     """A transport to a coordinator's domain in this process."""
 
     def __init__(self, coordinator):
-        self._house = coordinator
+        self._coordinator = coordinator
 
     def federation(self, name):
-        return self._house.info(name)
+        return self._coordinator.info(name)
 
     def open_work(self, name, wait_seconds, etag):
-        return self._house.records.open_work(name), ""
+        return self._coordinator.records.open_work(name), ""
 
     def rounds(self, name):
-        return self._house.records.rounds(name)
+        return self._coordinator.records.rounds(name)
 
 
 class Slowly:

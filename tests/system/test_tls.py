@@ -32,7 +32,7 @@ class Certificates:
         theirs.cert_pem.write_to_path(self.unknown_ca)
         self.server = self._issue(ours, folder / "server", "localhost")
         self.device = self._issue(ours, folder / "device", "pi-1")
-        self.stranger = self._issue(theirs, folder / "stranger", "pi-1")
+        self.unknown = self._issue(theirs, folder / "unknown", "pi-1")
 
     @staticmethod
     def _issue(authority, path, name):
@@ -110,7 +110,7 @@ def test_a_coordinator_may_ask_devices_for_certificates(mutual, files):
     certificate, key = files.device
     assert status(mutual, Tls(files.ca, certificate, key)) == "waiting"
     assert "--client-cert FILE" in why_not(mutual, Tls(files.ca))
-    assert "--client-cert FILE" in why_not(mutual, Tls(files.ca, *files.stranger))
+    assert "--client-cert FILE" in why_not(mutual, Tls(files.ca, *files.unknown))
 
 
 def test_files_that_cannot_be_used_are_named(files, tmp_path):

@@ -709,8 +709,8 @@ def test_a_device_is_sent_the_mask_that_it_does_not_name(open_app):
     bits = len(received.mask.bits)
     assert abs(whole - again.payload.bytes - bits) < 100, "what is left out are its bits; it is named instead"
     assert payload_of(client, one, again, received.mask).mask is received.mask
-    stranger = Assignment.model_validate(ask_with(client, one, "f" * 64).json())
-    assert stranger.payload == first.payload, "of a mask that nobody knows nothing can be left out"
+    unknown = Assignment.model_validate(ask_with(client, one, "f" * 64).json())
+    assert unknown.payload == first.payload, "of a mask that nobody knows nothing can be left out"
     assert Assignment.model_validate(ask_with(client, one, None).json()).payload == first.payload
     for malformed in ("", "f" * 63, "F" * 64, "../" + "f" * 61, "f" * 64 + "%0a"):
         assert_problem(ask_with(client, one, malformed, wait=0), 422, "mask")
@@ -846,7 +846,7 @@ def test_without_a_token_nothing_is_learnt_but_health(open_app):
     assert len(bodies) == 1, "whether anything is there is nobody's business"
 
 
-def test_no_stranger_can_fill_the_memory(open_app):
+def test_no_unknown_caller_can_fill_the_memory(open_app):
     """A body is refused by its length, or by its sender, before it is read."""
     client = open_app(**TOKENS)
     for method, path in every_call(client):

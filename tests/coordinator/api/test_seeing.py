@@ -96,7 +96,7 @@ def test_lines_say_what_they_are_about():
     assert "ValueError: why" in third["exception"]
     with logging_to(TextFormatter()) as lines, about(federation="night", request="r2"):
         log.info("opens", extra={"round": 4})
-    assert lines[0].endswith(" INFO coordinator.test: opens federation=night round=4 request=r2")
+    assert lines[0].endswith(" INFO sparrow.coordinator.test: opens federation=night round=4 request=r2")
 
 
 def test_a_rounds_lines_name_federation_and_round_and_a_calls_lines_its_device(open_app):
@@ -294,7 +294,7 @@ def test_it_is_not_ready_when_the_disk_is_nearly_full(open_app, monkeypatch):
     assert client.get("/healthz").status_code == 200
 
 
-def test_strangers_are_not_told_why_it_is_not_ready(open_app, tmp_path, monkeypatch):
+def test_unknown_callers_are_not_told_why_it_is_not_ready(open_app, tmp_path, monkeypatch):
     client = open_app(**TOKENS)
     shutil.rmtree(tmp_path / "data" / "blobs")
     (tmp_path / "data" / "blobs").write_text("a file where the folder was")
