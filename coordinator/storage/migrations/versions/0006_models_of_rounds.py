@@ -1,4 +1,4 @@
-"""The global model that each round began from and ended with, and rollback to an older one
+"""The global model that each round began from and ended with, and rollback to an older one"""
 
 import sqlalchemy as sa
 from alembic import op

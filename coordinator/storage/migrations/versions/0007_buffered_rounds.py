@@ -1,4 +1,4 @@
-"""The number of updates that close a round, and the round in which a late update counts
+"""The number of updates that close a round, and the round in which a late update counts"""
 
 import sqlalchemy as sa
 from alembic import op
