@@ -22,7 +22,7 @@ DATA_DIR = Path("~/.local/state/sparrow-coordinator")
 """The same from whichever folder the coordinator is started: else it would begin anew in each, without a word."""
 
 SERVICE = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
-"""What Kubernetes and Docker set for a service called ``coordinator``, besides ``PORT`` with an address in it."""
+"""Variables that Kubernetes and Docker set for a service called ``coordinator``, besides an address in ``PORT``."""
 
 
 class Settings(BaseSettings):

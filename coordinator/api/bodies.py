@@ -16,7 +16,7 @@ LARGEST_REQUEST = 1024 * 1024
 """Longest JSON of a request, in bytes."""
 
 PART_BYTES = 256 * 1024
-"""Of a long answer, what is handed to the server at a time."""
+"""The part of a long answer that is handed to the server at a time."""
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 BURST_SECONDS = 10.0
-"""How many seconds' worth of calls may come at once."""
+"""Calls of so many seconds may come at once."""
 
 
 class RateLimit:

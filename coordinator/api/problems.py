@@ -23,7 +23,7 @@ MEDIA_TYPE = "application/problem+json"
 
 PAGES = ("/", "/admin", "/docs")
 RETRY_SECONDS = 5
-"""When to come again after what passes by itself, or when an operator has mended it."""
+"""The pause before a retry after a failure that passes by itself or that an operator repairs."""
 
 STATUS: dict[type[Exception], int] = {
     errors.NotAuthenticated: 401,

@@ -40,11 +40,11 @@ from sparrow.coordinator.storage.tables import Assignment
 DIGEST_HEADER = "Sparrow-Update-SHA256"
 KEEP_SECONDS = 3600.0
 SWEEP_SECONDS = 1.0
-"""How often parts are looked through, which takes a query."""
+"""The time between two looks at all parts, which take a query."""
 AT_ONCE = 4
 """Large updates that are in memory, to be checked and stored: as many as keep cores and disk busy."""
 GATHERED_BYTES = 1024 * 1024
-"""What comes is written in parts of about so many bytes: a network hands it over in pieces of a few kB, and a thread
+"""The size of a write: a network hands an update over in pieces of a few kB, and a thread
 and an open file for each cost more than all else that is done with an update."""
 
 

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
-"""Of glibc's malloc.h; see mallopt(3)."""
+"""Constants of glibc's malloc.h; see mallopt(3)."""
 LARGE_BYTES = 1024 * 1024
 HEAPS = 2
 

@@ -19,7 +19,7 @@ from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.store import RECORDS_FILE
 
 FORMER = Path("sparrow-data")
-"""Where the data were by default, in the folder in which the coordinator was started."""
+"""The former default folder of the data, below the folder in which the coordinator was started."""
 
 ELSEWHERE = {4: "192.0.2.1", 6: "2001:db8::1"}
 """Addresses of nobody (RFC 5737, RFC 3849): the way there begins at this machine's own address. Nothing is sent."""

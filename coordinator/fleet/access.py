@@ -35,7 +35,7 @@ PREFIXES = {
     "device": "sparrow_device_",
 }
 REMEMBER_SECONDS = 5.0
-"""How long an answer of the records about a token is believed."""
+"""The time for which a look-up of a token is remembered."""
 
 MOST_REMEMBERED = 100_000
 """Tokens remembered at a time, of each sort; beyond it all are looked up anew."""

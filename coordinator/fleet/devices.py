@@ -207,7 +207,7 @@ class Devices:
         with self._store.writing() as db:
             device = db.get(Device, device_id)
             if device is None:
-                raise NotFound("there is no such device")
+                raise NotFound("this device does not exist; GET /v1/federations/NAME/devices lists all")
             if request.budget is not None:
                 device.budget = request.budget
                 device.limited_by = request.limited_by.value if request.limited_by else None

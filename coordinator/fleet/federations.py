@@ -402,7 +402,7 @@ def find(db: Session, name: str) -> Federation:
     """Return the federation of this name. Raises NotFound."""
     federation = db.scalar(select(Federation).where(Federation.name == name))
     if federation is None:
-        raise NotFound(f"there is no federation {name!r}; GET /v1/federations lists those that there are")
+        raise NotFound(f"there is no federation {name!r}; GET /v1/federations lists all")
     return federation
 
 

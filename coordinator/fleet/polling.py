@@ -19,7 +19,7 @@ from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Device, Federation
 
 COUNT_SECONDS = 10.0
-"""How long a count of the fleet is good for."""
+"""The time for which a count of the fleet is used."""
 
 OVER = (FederationStatus.finished.value, FederationStatus.stopped.value)
 

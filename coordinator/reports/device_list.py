@@ -18,7 +18,7 @@ from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 
 Order = Literal["name", "budget", "seen", "stopped", "-name", "-budget", "-seen", "-stopped"]
-"""What a list of devices is ordered by; with a minus, the largest or latest first."""
+"""The orders of a list of devices; with a minus, the largest or latest first."""
 
 _COLUMNS = {"name": Device.name, "budget": Device.budget, "seen": Device.seen_at, "stopped": Device.stopped_round}
 assert set(_COLUMNS) == {order.removeprefix("-") for order in get_args(Order)}

@@ -20,10 +20,10 @@ from sparrow.coordinator.models.global_models import settings_of
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 
 COHORT_KINDS = (Kind.train.value, Kind.personalise.value, Kind.prepare.value)
-"""What a round's cohort can be asked to do; a federation's method decides which of them."""
+"""The kinds of work of a round's cohort; a federation's method decides which of them."""
 
 BUNDLE_KINDS = (Kind.train.value, Kind.prepare.value)
-"""What is answered with values of the model."""
+"""The kinds of work that are answered with values of the model."""
 
 UNCOUNTED = and_(Assignment.arrival.is_not(None), Assignment.counted_round.is_(None))
 """SQL, of an assignment in buffered rounds: its update has come, and waits to count in one."""
@@ -58,7 +58,7 @@ def owned(db: Session, assignment_id: str, device_id: str) -> tuple[Assignment, 
     """Return an assignment of this device, the device and its federation. Raises NotFound, NotAllowed."""
     row = db.execute(_OWNED, {"assignment_id": assignment_id}).first()
     if row is None:
-        raise NotFound("there is no such assignment; ask for the next one")
+        raise NotFound("this assignment does not exist; ask for the next one")
     assignment, device, federation = row
     if device.id != device_id:
         raise NotAllowed("this assignment belongs to another device; ask for your own")

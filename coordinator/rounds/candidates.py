@@ -16,7 +16,7 @@ from sparrow.coordinator.rounds.cohort import Candidate, choose, choose_each
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 
 SLACK = 1e-9
-"""What an accident of binary floats may make a budget smaller by: 1 - 0.7 exceeds 0.3."""
+"""The error of binary floats that a budget may have: 1 - 0.7 exceeds 0.3."""
 
 
 def devices_of(db: Session, federation: Federation, statuses: Sequence[str]) -> list[Device]:

@@ -21,7 +21,7 @@ from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 log = logging.getLogger(__name__)
 
 REST_SECONDS = 60.0
-"""How long a device that handed its work back is not drawn: what kept it (heat, load, a diverging loss) takes time to
+"""A device that handed its work back is not drawn for so long: the cause (heat, load, a diverging loss) takes time to
 pass, and a lone device would otherwise hand back a federation's rounds one after the other."""
 
 

@@ -73,17 +73,17 @@ from sparrow.coordinator.storage.tables import Assignment, Device, Federation, R
 log = logging.getLogger(__name__)
 
 ACCIDENT = 1e-9
-"""Of binary floats: 0.28 * 25 is 7.000000000000001, and seven are enough."""
+"""The error of binary floats: 0.28 * 25 is 7.000000000000001, and seven are enough."""
 
 LOOK_SECONDS = 0.5
-"""How often open work is looked through for silent devices, and what has no round of its own for late ones, while
+"""The time between two looks at open work for silent devices, and at work without a round for late ones, while
 updates keep coming."""
 
 MOST_SAID = 10
 """Silent devices that a line of the log names."""
 
 GAP_SECONDS = 10.0
-"""Between two looks: after a longer one silence counts anew, for the process may have stood still, and heard nobody."""
+"""The longest gap between two looks; after a longer one silence counts anew, for the process may have stood still."""
 
 
 class Rounds:

@@ -47,7 +47,7 @@ FEWEST = 4
 """Updates among which an outlier can be told."""
 
 LEAST_SPREAD = 0.05
-"""Of the median: a smaller MAD counts as this."""
+"""A share of the median: a smaller MAD counts as this."""
 
 
 DECODED_BYTES = 32 * 1024 * 1024

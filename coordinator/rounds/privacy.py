@@ -89,7 +89,7 @@ def check_privacy(method: CoordinatorMethod, manifest: Manifest, settings: Feder
     if settings.noise_multiplier is None:
         return
     reasons = {
-        "update_clip": "nothing bounds what one device adds, so no noise hides it; give a largest norm"
+        "update_clip": "without a largest norm no noise hides one device's contribution; set update_clip"
         if settings.update_clip is None
         else None,
         "early_stopping": "when a device stops depends on its data, and decides who is drawn after it; turn it off"

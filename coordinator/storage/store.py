@@ -199,7 +199,7 @@ class Store:
         # A first model alone may be from a start that was cut off.
         if not known and not before and not all("/000000000." in key for key in self.blobs.keys("1/models")):
             raise WrongBlobs(
-                "the blobs are another coordinator's, of which the records know nothing: give an empty folder, or "
+                "the blobs are another coordinator's, and the records do not name them: give an empty folder, or "
                 "another prefix in COORDINATOR_BLOBS, or the database that belongs to them"
             )
 
