@@ -29,6 +29,7 @@ CoordinatorError
     ├── DataInUse, WrongBlobs                         the data belong to another coordinator
     ├── NoRecords                                     there is no database where the settings say
     ├── NoPort, StartFailed                           the server did not start
+    ├── MissingProgram                                a program of PostgreSQL is not installed here
     ├── BackupFailed                                  no backup was made, or none was restored
     └── EvaluationFailed                              no evaluation of the global model
         ├── BadTestFile                               the test file cannot be used
@@ -195,6 +196,12 @@ class NoPort(OperatorError):
 
 class StartFailed(OperatorError):
     """The coordinator did not start; uvicorn's log has the reason."""
+
+
+class MissingProgram(OperatorError):
+    """A program that the command runs is not installed here."""
+
+    exit_code = Exit.CANNOT
 
 
 class BackupFailed(OperatorError):

@@ -27,8 +27,8 @@ from typing import Any
 from sqlalchemy import Connection, case, create_engine, make_url, select, text
 from sqlalchemy.orm import Session
 
-from sparrow.command_line.command import Command, MissingPart, Parser, add_json
-from sparrow.coordinator.errors import BackupFailed, NoRecords
+from sparrow.command_line.command import Command, Parser, add_json
+from sparrow.coordinator.errors import BackupFailed, MissingProgram, NoRecords
 from sparrow.coordinator.models.global_models import model_key
 from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, update_key
 from sparrow.coordinator.settings import Settings, read_settings
@@ -155,13 +155,13 @@ def _records_of(settings: Settings, target: Path) -> Iterator[Connection]:
 def run_postgresql(address: str, program: str, *arguments: str) -> None:
     """Run one of PostgreSQL's programs on a database; the password is not on its command line.
 
-    Raises BackupFailed, MissingPart.
+    Raises BackupFailed, MissingProgram.
     """
     url = make_url(address).set(drivername="postgresql")
     password = {"PGPASSWORD": str(url.password)} if url.password else {}
     where = f"--dbname={url._replace(password=None).render_as_string()}"
     if shutil.which(program) is None:
-        raise MissingPart(f"{program} is not installed here; install PostgreSQL's client of the server's version")
+        raise MissingProgram(f"{program} is not installed here; install PostgreSQL's client of the server's version")
     done = subprocess.run([program, where, *arguments], env={**os.environ, **password}, capture_output=True, text=True)
     if done.returncode:
         raise BackupFailed(f"{program} failed: {done.stderr.strip()[-1000:]}")
