@@ -61,7 +61,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def install(level: str, format: Literal["text", "json"]) -> None:
-    """Log to stderr in this format, unless whoever runs this process has set logging up.
+    """Log to stderr in this format, unless logging has been set up already.
 
     As JSON the server's own lines, the access log among them, go the same way.
     """

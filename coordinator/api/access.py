@@ -1,4 +1,4 @@
-"""Permissions: what a caller may do, whom ``api.middleware.authentication`` has identified.
+"""Permissions of callers, whom ``api.middleware.authentication`` has identified.
 
 Where no token of a kind is set, its calls are open to everybody.
 """

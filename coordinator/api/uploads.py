@@ -163,7 +163,7 @@ class Uploads:
         except ClientDisconnect:
             raise BadContent("the connection broke before the whole body had come; send the rest") from None
         finally:
-            self._write(part)  # whatever has ended the call: what has come takes no memory, and need not come again
+            self._write(part)  # also if the call was cut off: its pieces take no memory, and need not be sent again
 
     def _take(self, assignment_id: str, digest: str, first: int, total: int) -> tuple[_Part, int]:
         received = self.received(assignment_id, digest)
@@ -171,7 +171,7 @@ class Uploads:
         if first == 0 and (part is None or (part.digest, part.total) != (digest, total) or received):
             received = 0
             self.forget(assignment_id)
-            # A name of its own: what was there before may be removed only now, by another thread.
+            # A name of its own: another thread may still remove the former file.
             path = self._folder / f"{assignment_id}.{secrets.token_hex(8)}.part"
             part = self._parts[assignment_id] = _Part(digest, total, path, self._clock())
             with self._store.troubles.of_blobs():
@@ -181,26 +181,26 @@ class Uploads:
             raise WrongRange(f"{received} bytes of this update are here; go on with the next")
         with part.lock:
             if self._parts.get(assignment_id) is not part:
-                raise WrongRange("what was here of this update is gone; begin with its first byte")
+                raise WrongRange("the part of this update that had arrived is gone; begin with its first byte")
             part.turn += 1
             return part, part.turn
 
     def _write(self, part: _Part) -> None:
         """Write to the file what has been gathered."""
         with part.lock:
-            # Nobody but this takes from it, and what comes meanwhile goes to its end.
+            # Only this function takes from it; later pieces are appended meanwhile.
             pieces = [part.gathered.popleft() for _ in range(len(part.gathered))]
             if pieces and not part.forgotten:
                 self._append(part, pieces)
 
     def _append(self, part: _Part, pieces: list[bytes]) -> None:
         size = sum(map(len, pieces))
-        if part.received + size > part.total:  # what is whole is never written again: it may be a blob already
+        if part.received + size > part.total:  # a whole update is never written again: it may be a blob already
             raise BadContent("more has come than Content-Range says; send the update again")
         with self._store.troubles.of_blobs(size), part.path.open("r+b") as file:
             file.seek(part.received)
             file.writelines(pieces)
-            file.truncate()  # what a full disk has cut off
+            file.truncate()  # the rest of a write that a full disk has cut off
         for piece in pieces:  # while caches hold it
             part.found.update(piece)
         part.received += size
@@ -213,12 +213,12 @@ class Uploads:
             return read_file(part.path), part.found.hexdigest()
 
     def forget(self, assignment_id: str) -> None:
-        """Remove what has arrived of an assignment's update, if anything."""
+        """Remove the part of an assignment's update that has arrived, if any."""
         part = self._parts.pop(assignment_id, None)
         if part is not None:
             with part.lock:
                 part.turn += 1
-                part.forgotten = True  # what a call still adds has no file to go to
+                part.forgotten = True  # pieces of a call that goes on are dropped
                 part.gathered.clear()
                 part.path.unlink(missing_ok=True)
 

@@ -6,7 +6,7 @@ TARGET gets ``coordinator.sqlite3`` (of PostgreSQL ``records.dump``, made by pg_
 
 The records come first, as of one moment; then the blobs that they name. A coordinator that goes on deletes what it does
 not need any more: where that has taken a blob, newer records are copied, and what these name. Blobs never change under
-their names, so what was copied once is not copied again.
+their names, so each is copied once.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ def blobs_named(db: Session) -> dict[str, str | None]:
     for each in db.scalars(waiting):
         digest = each.update_sha256 or ""
         named[update_key(each.federation_id, each.id, digest)] = digest
-        named.setdefault(model_key(each.federation_id, each.model_version), None)  # what it moved is told from this
+        named.setdefault(model_key(each.federation_id, each.model_version), None)  # its base
     return named
 
 
 def _copy(source: Blobs, kept: Blobs, ids: Sequence[int], named: dict[str, str | None]) -> bool:
-    """Copy what is named, and what else lies there of models and masks; False where something named has gone."""
+    """Copy the named blobs and all other models and masks; return False if a named one has gone."""
     wanted = [f"{number}/skeleton.onnx" for number in ids]
     for number in ids:
         # A model's state before its values: these are deleted first, so values that are there had their state before.
@@ -130,7 +130,7 @@ def _records_of(settings: Settings, target: Path) -> Iterator[Connection]:
         where = f"file:{settings.data_dir.resolve() / RECORDS_FILE}?mode=rw"
         with closing(sqlite3.connect(where, uri=True)) as source, closing(sqlite3.connect(copy)) as made:
             source.backup(made)
-            made.execute("PRAGMA journal_mode=DELETE")  # one file, whoever copies it on
+            made.execute("PRAGMA journal_mode=DELETE")  # one file, for any later copy
         flush_folder(target)
         engine = create_engine(f"sqlite:///{copy.resolve()}")
         try:

@@ -5,7 +5,7 @@
     sparrow token revoke 3f0c9a52d1e84b67
 
 It works on the records themselves, found by the same COORDINATOR_* settings as the coordinator's, which may be running;
-what it changes holds there within seconds. A secret is printed once, alone on stdout, and kept as its SHA-256 only.
+changes take effect there within seconds. A secret is printed once, alone on stdout, and kept as its SHA-256 only.
 Exit codes: docs/cli.md.
 """
 

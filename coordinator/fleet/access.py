@@ -5,7 +5,7 @@ look, ``enrolment`` to let a device in. They come from the settings (``COORDINAT
 records, where ``sparrow token`` puts and revokes them, also beside a running coordinator. A
 look-up is remembered for ``REMEMBER_SECONDS``: after that time every process knows of a revoked token.
 
-A secret is 256 random bits behind a prefix that says what it is, for scanners that look for leaked ones. It is looked
+A secret is 256 random bits behind a prefix with its kind, for scanners that look for leaked ones. It is looked
 up by its SHA-256: what the time of a look-up tells is about a digest of it, which nobody can steer.
 """
 
@@ -100,7 +100,7 @@ class Tokens:
         return self._kinds
 
     def forget(self) -> None:
-        """Forget what was looked up: the next call looks anew."""
+        """Forget all look-ups: the next call reads the records."""
         self._remembered.clear()
         self._looked_at = -REMEMBER_SECONDS
 

@@ -52,7 +52,7 @@ class Devices:
     """Every enrolled device. Tokens and enrolment keys are kept hashed only.
 
     rotation_seconds: age at which a device is asked to take a new token, None for never. lifetime_seconds: age beyond
-    which a token is good for nothing, None for none. Who holds a token is remembered for ``REMEMBER_SECONDS``.
+    which a token is good for nothing, None for none. The holder of a token is remembered for ``REMEMBER_SECONDS``.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Devices:
         self._rotation_seconds = rotation_seconds
         self._lifetime_seconds = lifetime_seconds
         self._callers: dict[bytes, tuple[Caller, float]] = {}  # by the token's digest; with when it was looked up
-        self._changes = 0  # of tokens in this process: what was read before one is not remembered after it
+        self._changes = 0  # of tokens in this process: a look-up before one is not remembered after it
         self._remembering = threading.Lock()
 
     def enrol(self, federation_name: str, request: Enrol, token_id: str | None = None) -> Enrolled:
@@ -151,7 +151,7 @@ class Devices:
     def rotate(self, device_id: str) -> NewToken:
         """Return a new token for a device. The old one is valid until the new one is used for the first time.
 
-        So a lost answer does no harm: the device asks again, and what it never got is forgotten. Raises
+        So a lost answer does no harm: the device asks again, and the token it never got is forgotten. Raises
         NotAuthenticated.
         """
         token = new_secret("device")

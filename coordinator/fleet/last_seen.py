@@ -61,5 +61,5 @@ class LastSeen:
             written = dict(self._at)
         with self._store.writing() as db:
             db.connection().execute(_WRITE, [{"device_id": key, "heard_at": at} for key, at in written.items()])
-        with self._lock:  # only now: whoever looked meanwhile found it here
+        with self._lock:  # only now: a reader meanwhile found it here
             self._at = {key: at for key, at in self._at.items() if written.get(key) != at}

@@ -2,7 +2,7 @@
 
 A fleet of n devices that may make r calls for work a second comes round once in a cycle of n / r seconds. In each cycle
 every device has one moment of its own, which follows from its id and the cycle's number: spread evenly, never the same
-neighbours twice, and the same again for whoever asks twice. So after an outage, when all come back together, the next
+neighbours twice, the same for one that asks twice. So after an outage, when all come back together, the next
 cycle is calm. Fleets that r calls a second suffice for are told the usual pause.
 """
 

@@ -4,8 +4,8 @@ A payload is not stored: which values it holds follows from the assignment (mode
 and from the mask that the device holds, so it is packed when asked for, and a restarted coordinator packs the same
 bytes again. The last few are remembered (``payloads``).
 
-What a method keeps beside a model's values lies in a second file of the same version. Masks of elements also lie by
-themselves, under their digests, as long as a device holds them: what changed since then is what it is sent. So do the
+A method's own arrays lie in a second file of the same version. Masks of elements also lie by themselves, under their
+digests, as long as a device holds them: it is sent the changes since then. So do the
 masks of neurons that devices have chosen, whose values are what these are sent. Where a method knows what of the values
 changed since a round, a device that holds the model of that round is sent no more.
 """
@@ -201,7 +201,7 @@ class Models:
 
     def payload(self, federation: Federation, device: Device, assignment: Assignment) -> Packed:
         """Return the bundle of global values that an assignment sends down."""
-        # What is not cut for one device's neurons is the same for all that hold the same mask.
+        # A payload that is not cut for one device's neurons is the same for all that hold the same mask.
         whose = None if assignment.full or assignment.ratio is None else assignment.id
         version, plan = assignment.model_version, json.dumps(assignment.plan)
         sends_changes = load_method(federation.method).sends_changes

@@ -51,7 +51,7 @@ class Payloads:
             body = pack()
         except BaseException as error:
             with self._lock:
-                if self._packed.get(key) is mine:  # whoever asks next may have more luck
+                if self._packed.get(key) is mine:  # the next caller may succeed
                     del self._packed[key]
             mine.set_exception(error)
             raise

@@ -45,7 +45,7 @@ class Metrics:
         )
         self.refused = Counter(
             "sparrow_updates_refused",
-            "Updates refused, by what was wrong",
+            "Updates refused, by reason",
             ["federation", "reason"],
             registry=self.registry,
         )
@@ -88,7 +88,7 @@ class Metrics:
         store.blobs = timed
 
     def observe_records(self, store: Store) -> None:
-        """Read from its records, at every look, what is not counted here."""
+        """Read the other metrics from its records, at every look."""
         self.registry.register(_Records(store))
 
 
@@ -201,7 +201,7 @@ def _accuracies(db: Session, federation: Federation, settings: FederationSetting
 
 @contextmanager
 def counted_refusals(refused: Counter, federation: str) -> Iterator[None]:
-    """Count what is raised within, by its kind."""
+    """Count the errors within, by their class."""
     try:
         yield
     except Exception as error:

@@ -168,7 +168,7 @@ def _open_round(db: Session, federation: Federation, records: Records) -> OpenRo
     if current is None:
         return None
     its_own = Assignment.round == current.number
-    if settings_of(federation).buffer is not None:  # whoever trains, since whichever round, brings what may count here
+    if settings_of(federation).buffer is not None:  # any device that trains may bring an update that counts here
         its_own = or_(Assignment.status == "open", UNCOUNTED, and_(its_own, Assignment.status != "done"))
     of_round = (Assignment.federation_id == federation.id, Assignment.kind.in_(COHORT_KINDS), its_own)
     by_status = select(Assignment.status, func.count()).where(*of_round).group_by(Assignment.status)

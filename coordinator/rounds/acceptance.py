@@ -128,7 +128,7 @@ class Acceptance:
         changed: dict[str, Any] = {}
         keys: list[str] = []
         if assignment.kind in BUNDLE_KINDS:
-            # Who trained holds the model's mask, though it has not said so yet: it may not be lost with this round.
+            # A device that trained holds the model's mask, though it has not said so: the mask must outlive the round.
             mask = self._models.model(federation, assignment.model_version).mask
             held = mask.digest if mask is not None else self._models.keep_mask(federation, chosen) if chosen else None
             if held is not None and held != device.mask:

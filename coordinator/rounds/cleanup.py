@@ -63,7 +63,7 @@ def clear_all(store: Store, models: Models) -> None:
             else:
                 clear(store, models, federation_id)
         except Exception:
-            log.exception("what is left over of federation %s could not be removed", federation_id)
+            log.exception("unused files of federation %s could not be removed", federation_id)
 
 
 def clear_deleted(store: Store, federation_id: int) -> None:

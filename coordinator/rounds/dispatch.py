@@ -48,7 +48,7 @@ class Dispatch:
 
         A device that comes after the end, without a model, is given ``adapt`` first. mask: the digest of the mask that
         it holds; model: that of the global model that it can rebuild. asked: False for another look within one long
-        poll: whoever has left since it asked, perhaps without a word to the poll, stays away.
+        poll: a device that has left since it asked, perhaps in another call, stays away.
         """
         now = self._clock()
         with self._store.reading() as db:

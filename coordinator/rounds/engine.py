@@ -7,10 +7,10 @@
     assignment   open --> done (update accepted) | returned (handed back)
                       --> expired (deadline, silence of its device, or the quorum was met)
 
-Buffered rounds, which do not wait for their cohort, are in ``buffer``.
+Buffered rounds, which do not wait for their cohort, are in ``buffered``.
 
-Where a method has one device prepare the model, that is round 0; it is tried again, with whoever is there, until an
-update comes of it.
+If a method has one device prepare the model, that is round 0; it is repeated, with any device that is present, until
+an update comes.
 
 Calls from devices only record facts, each in one transaction: enrolled, asked, handed back, sent an update.
 ``advance`` turns facts into progress: it opens rounds, folds updates into running sums, closes rounds. It is called by
@@ -24,8 +24,8 @@ whatever order they arrive, and memory does not grow with the cohort.
 A round closes in two steps: first the new model's files, then the commit of the transaction that moves everything on.
 Killed between them, the coordinator finds the round still open, and does the same again.
 
-Devices that miss a deadline, or are not heard of for ``silence_seconds`` while somebody waits for them, are not drawn
-again until they ask for work, those that hand back not for a minute. Silence counts only while this process looks:
+Devices that miss a deadline, or are not seen for ``silence_seconds`` while their work is awaited, are not drawn again
+until they ask for work; those that hand back are not drawn for a minute. Silence counts only while this process looks:
 after a restart, a pause, or a time in which no call could come, it counts anew. A round whose cohort sent nothing is
 recorded with no updates and leaves the model as it was; the next opens when somebody is there.
 """
@@ -155,7 +155,7 @@ class Rounds:
                     try:
                         while self._step(federation_id):
                             moved = True
-                    except Unavailable:  # the store has said so, once; what is half folded is made again
+                    except Unavailable:  # the store has logged it, once; the sums are made again
                         self._folding.pop(federation_id, None)
                         self._looking_since.pop(federation_id, None)
                     except NoResultFound:  # deleted meanwhile
@@ -336,7 +336,7 @@ class Rounds:
         return True
 
     def _step_buffered(self, federation: Federation, current: Round) -> bool:
-        """Take in what has arrived, keep a cohort at work, and close when the buffer is full (``buffer``)."""
+        """Take in what has arrived, keep a cohort at work, and close when the buffer is full (``buffered``)."""
         settings, number = settings_of(federation), current.number
         late, stopped = self._clock() >= current.deadline_at, federation.status == "stopped"
         final = self._is_final(federation, number)
@@ -387,9 +387,9 @@ class Rounds:
                         db.get_one(Device, assignment.device_id).present = False
 
     def _withdraw_silent(self, federation: Federation, current: Round | None) -> bool:
-        """Close what is waited for of devices that were not heard of for ``silence_seconds``; True where there was any.
+        """Close the awaited work of devices that were not seen for ``silence_seconds``; return whether there was any.
 
-        What nobody waits for stays: adapting the finished model, and work for everyone of an earlier round.
+        Work that nobody waits for stays: adapting the finished model, and work for everyone of an earlier round.
         """
         now = self._clock()
         if now - self._silent_seen.get(federation.id, -math.inf) < LOOK_SECONDS:
@@ -431,7 +431,7 @@ class Rounds:
         return True
 
     def _expire_late(self, federation_id: int) -> bool:
-        """Close the evaluations whose deadline has passed, and what is trained for no round of its own."""
+        """Close the evaluations whose deadline has passed, and the training that belongs to no round of its own."""
         now = self._clock()
         if now - self._late_seen.get(federation_id, -math.inf) < LOOK_SECONDS:
             return False
@@ -524,13 +524,13 @@ class Rounds:
             extra={"round": number},
         )
         self._on_closed(federation.name, now - current.opened_at, len(notes.get("left_out", {})))
-        # Only now, with the new model in the records, may what it was made from go.
+        # Only now, with the new model in the records, may its updates be removed.
         self._decoded.forget(update_folder(federation.id))
         clear(self._store, self._models, federation.id)
 
     @staticmethod
     def _withdraw(db: Session, current: Round) -> None:
-        """Take back a preparation that nobody answered: its round is opened anew, with whoever is there."""
+        """Take back a preparation that nobody answered: its round is opened anew, with the devices that are present."""
         of_round = (Assignment.federation_id == current.federation_id, Assignment.round == current.number)
         db.execute(delete(Assignment).where(*of_round, Assignment.kind == wire.Kind.prepare.value))
         db.delete(current)

@@ -249,7 +249,7 @@ class Folding:
         self._versions: dict[str, int] = {}
 
     def take_in_order(self, cohort: Sequence[Member]) -> None:
-        """Fold what is next in the cohort's order and there; stop at the first that is still awaited."""
+        """Fold the next updates in the cohort's order; stop at the first that is still awaited."""
         while self.position < len(cohort) and cohort[self.position].status != "open":
             member = cohort[self.position]
             if member.status == "done" and member.kind in BUNDLE_KINDS:

@@ -54,7 +54,7 @@ SMALLEST_SLICE = 2**20
 
 
 def check_robust(method: CoordinatorMethod, settings: FederationSettings) -> None:
-    """Raise BadContent for a federation whose rule could not do what it is for."""
+    """Raise BadContent for a federation whose rule could not work."""
     if settings.robust is None:
         return
     reason = method.why_mean_only(settings)
@@ -161,7 +161,7 @@ def middle_mean(values: Sum, counts: NDArray[np.intp], trimmed: NDArray[np.intp]
     counts [m]: how many of a column are not NaN; trimmed [m]: how many of those go at each end.
     """
     if trimmed.any():
-        values.sort(axis=0)  # what is NaN comes last
+        values.sort(axis=0)  # NaN is sorted to the end
         ranks = np.arange(len(values))[:, None]
         inside = (ranks >= trimmed) & (ranks < counts - trimmed)
     else:
@@ -184,5 +184,5 @@ def _read(file: int, row: NDArray[np.float32], offset: int) -> None:
     while view:
         count = os.preadv(file, [view], offset)
         if not count:
-            raise OSError("the file of this round's updates is shorter than what was written to it")
+            raise OSError("the file of this round's updates is shorter than the bytes written to it")
         view, offset = view[count:], offset + count

@@ -4,7 +4,7 @@ The next round begins from it; round numbers go on. The rounds whose models are 
 ``undone``, and each round's record names the model it began from. While a round is open its devices train the model
 that is given up: it closes first, and is undone with the others.
 
-Devices get along by themselves. A mask goes down as what has changed since the one that a device says it holds, from
+Devices need not know of it. A mask is sent as the changes since the one that a device says it holds, from
 whatever model it is. Where a device says which model it holds, that of a round that was undone counts as unknown, and
 it is sent the whole; since that of a round before, the older model knows the changes. Personal models and parts stay as
 they are: they are the devices'. A method whose rounds build on each other in stages refuses what would tear them.

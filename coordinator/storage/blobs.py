@@ -29,17 +29,17 @@ class Blobs(Protocol):
     """
 
     def write(self, key: str, data: bytes | memoryview, file: Path | None = None) -> None:
-        """Store ``data`` under ``key``, in place of what was there; durable once ``settle`` was called with the key.
+        """Store ``data`` under ``key``, replacing the former blob; durable once ``settle`` was called with the key.
 
         file: one of this machine that holds the same and is not written any more, where there is one: it need not be
         written again. It may be removed at any moment.
         """
 
     def settle(self, keys: Iterable[str]) -> None:
-        """Make what was written under these keys durable."""
+        """Make the blobs written under these keys durable."""
 
     def put(self, key: str, data: bytes) -> None:
-        """Store ``data`` durably under ``key``, in place of what was there."""
+        """Store ``data`` durably under ``key``, replacing the former blob."""
 
     def get(self, key: str) -> bytes:
         """Return the blob's bytes. Raises FileNotFoundError."""
@@ -57,14 +57,14 @@ class Blobs(Protocol):
         """Return the keys in the folder ``prefix``, sorted."""
 
     def clean(self) -> None:
-        """Remove what is left of calls that a kill cut off. Only for who has the storage to itself."""
+        """Remove partial blobs of calls that a kill cut off. Only for a process that has the storage to itself."""
 
 
 class FolderBlobs:
     """Blobs as files in ``root``.
 
-    A blob is written under a temporary name, flushed to the disk and renamed; then the folder is flushed, too. What is
-    found half written at start-up is from an unacknowledged call and is removed.
+    A blob is written under a temporary name, flushed to the disk and renamed; then the folder is flushed, too.
+    A partial file at start-up is from an unacknowledged call and is removed.
     """
 
     def __init__(self, root: Path, troubles: Troubles | None = None) -> None:
@@ -73,7 +73,7 @@ class FolderBlobs:
         make_folder(root)
 
     def clean(self) -> None:
-        """Remove what is left of calls that a kill cut off. Only for who has the folder to itself."""
+        """Remove partial blobs of calls that a kill cut off. Only for a process that has the folder to itself."""
         for partial in self._root.rglob(f"*{PARTIAL}"):
             partial.unlink()
 
@@ -103,7 +103,7 @@ class FolderBlobs:
                 flush_folder(folder)
 
     def put(self, key: str, data: bytes) -> None:
-        """Store ``data`` durably under ``key``, in place of what was there."""
+        """Store ``data`` durably under ``key``, replacing the former blob."""
         self.write(key, data)
         self.settle([key])
 

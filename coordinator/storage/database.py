@@ -158,7 +158,7 @@ def _prepare(connection: Any, _: object) -> None:
     # leave half its tables. With its own beginnings off and ours on, a migration is there as a whole or not at all.
     connection.isolation_level = None
     cursor = connection.cursor()
-    # WAL: who looks keeps nobody from writing, and a commit is one flush of one file.
+    # WAL: readers do not block writers, and a commit is one flush of one file.
     cursor.execute("PRAGMA journal_mode=WAL")
     # FULL: in WAL mode the default, NORMAL, may lose the last commits in a power cut, and those were acknowledged.
     cursor.execute("PRAGMA synchronous=FULL")

@@ -52,7 +52,7 @@ class ObjectBlobs:
         self._check()
 
     def _check(self) -> None:
-        """Write once, so that what is wrong is told at start."""
+        """Write once, so that a wrong setting is reported at the start."""
         try:
             self._calls.put(self._store, "ready", b"ready", use_multipart=False)
         except self._errors as error:
@@ -66,7 +66,7 @@ class ObjectBlobs:
             raise BadObjectStore(f"object storage cannot be written; {advice} ({_first_line(error)})") from None
 
     def write(self, key: str, data: bytes | memoryview, file: Path | None = None) -> None:
-        """Store ``data`` durably under ``key``, in place of what was there."""
+        """Store ``data`` durably under ``key``, replacing the former blob."""
         with self._watched(len(data)):
             # In one request: an upload in parts that is cut off leaves parts behind, which are kept, and cost.
             self._calls.put(self._store, key, data, use_multipart=False)
@@ -75,7 +75,7 @@ class ObjectBlobs:
         """Do nothing: ``write`` is durable."""
 
     def put(self, key: str, data: bytes) -> None:
-        """Store ``data`` durably under ``key``, in place of what was there."""
+        """Store ``data`` durably under ``key``, replacing the former blob."""
         self.write(key, data)
 
     def get(self, key: str) -> bytes:

@@ -1,14 +1,14 @@
 """Several coordinator processes on one PostgreSQL database: their presence, their writes, and the moving of rounds.
 
     there     a shared advisory lock, for as long as a process lives. The first one, which gets it exclusively for a
-              moment, clears up what kills left behind; the others wait for that.
+              moment, cleans up after killed processes; the others wait for that.
     writing   one transaction at a time in all processes: each locks a table before it looks at anything, so it sees
               all that was written before it.
-    moving    one process opens, folds and closes rounds: who has an advisory lock that lives and dies with a
+    moving    one process opens, folds and closes rounds: the holder of an advisory lock that ends with its
               connection. Killed, or cut off from the database, it loses the lock, and another one goes on.
-    waking    LISTEN and NOTIFY: that a fact was written, for who moves; that something moved, for all who wait.
+    waking    LISTEN and NOTIFY: facts are announced to the process that moves rounds, moves to all that wait.
 
-What two movers at a time could do, between the loss of a lock and its notice, is harmless: rounds are moved by
+Two movers at a time, between the loss of a lock and its notice, are harmless: rounds are moved by
 transactions that look again at what they change, and updates are summed in one order, so both write the same model.
 """
 
@@ -68,7 +68,7 @@ class SharedDatabase:
         session.execute(_TURN)
 
     def say_fact(self, session: Session) -> None:
-        """Tell who moves rounds that something was written, when this transaction is committed."""
+        """Tell the process that moves rounds about a fact, when this transaction is committed."""
         if not self._moving:
             session.execute(_SAY, {"channel": CHANNEL, "what": f"{FACT} {self._name}"})
 
@@ -146,7 +146,7 @@ class SharedDatabase:
             try:
                 for what in self._said(address):
                     heard(what == MOVED)
-            except psycopg.Error:  # the database is away, which who writes will say
+            except psycopg.Error:  # the database is away; the next write reports it
                 self._closing.wait(_LISTEN_SECONDS)
 
     def _said(self, address: str) -> Iterator[str]:

@@ -106,7 +106,7 @@ class Store:
             self.on_commit(time.perf_counter() - began)
 
     def record(self, work: Callable[[Session], Result], keys: Sequence[str] = ()) -> Result:
-        """Do ``work`` in a transaction that many callers may share; durable when this returns. Raises what it raises.
+        """Do ``work`` in a transaction that many callers may share; durable when this returns. Raises its errors.
 
         keys: blobs that were written for it, and are made durable first. One caller at a time writes, for all who wait
         by then: a single caller waits for nobody, and many callers share one commit and one flush per folder. ``work``

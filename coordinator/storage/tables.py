@@ -49,7 +49,7 @@ class Federation(Base):
 
 
 class DeletedFederation(Base):
-    """A federation that there was. Its id stays taken: what a kill left of its blobs lies under it."""
+    """A deleted federation. Its id is not used again, since blobs that a kill left lie under it."""
 
     __tablename__ = "deleted_federations"
 
