@@ -92,7 +92,7 @@ def check_privacy(method: CoordinatorMethod, manifest: Manifest, settings: Feder
         "update_clip": "without a largest norm no noise hides one device's contribution; set update_clip"
         if settings.update_clip is None
         else None,
-        "early_stopping": "the round in which a device stops depends on its data, and decides later draws; set it to off"
+        "early_stopping": "when a device stops depends on its data, and decides later draws; set it to off"
         if settings.early_stopping != "off"
         else None,
         "quorum": "late devices are cut off by the speed of others, which depends on their data; set it to 1"

@@ -165,7 +165,7 @@ def test_a_token_revoked_elsewhere_or_expired_lives_on_for_seconds_at_most(domai
     assert known.find(made["secret"]) is not None, "remembered"
     clock.pass_seconds(REMEMBER_SECONDS)
     assert known.find(made["secret"]) is None
-    assert known.guarded() == {"observer", "enrolment"}, "and the doors stay shut"
+    assert known.guarded() == {"observer", "enrolment"}, "and their calls stay guarded"
     clock.pass_seconds(1800 - REMEMBER_SECONDS - 1)
     assert known.find(short["secret"]) is not None
     clock.pass_seconds(1)
