@@ -671,7 +671,7 @@ def test_what_breaks_the_contract_changes_nothing(coordinator, train):
         two.payload(assignment)
     with pytest.raises(NotAllowed):
         two.hand_back(assignment)
-    with pytest.raises(NotFound, match="no such assignment; ask for the next one"):
+    with pytest.raises(NotFound, match="this assignment does not exist; ask for the next one"):
         coordinator.acceptance.accept_update("0" * 32, one.id, b"")
     assert (coordinator.record(1), coordinator.model()) == before
     assert one.send(assignment, train(DIGITS, assignment)), "the right one is still welcome"

@@ -585,7 +585,9 @@ def test_a_bad_upload_is_refused_and_changes_nothing(client, half_pair, train, s
     assert_problem(client.put(path, content=good, headers=BUNDLE), 401, "token")
     assert_problem(client.put(path, content=good, headers={**BUNDLE, **bearer("x")}), 401, "enrol again")
     nowhere = f"/v1/assignments/{'0' * 32}/update"
-    assert_problem(client.put(nowhere, content=good, headers={**headers, **BUNDLE}), 404, "this assignment does not exist")
+    assert_problem(
+        client.put(nowhere, content=good, headers={**headers, **BUNDLE}), 404, "this assignment does not exist"
+    )
     assert all_that_counts(client) == before
     assert put(client, headers, assignment, good).status_code == 201, "the right one is still welcome"
 
