@@ -52,7 +52,7 @@ class _Observed:
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens there; for port 0 the system chooses one. Raises WrongUsage, NoPort."""
     if not 0 <= port <= LAST_PORT:  # the system's resolver would take the rest of a division by 65536
-        raise WrongUsage(f"--port {port}: this port does not exist; choose one from 1 to {LAST_PORT}, or 0 for any")
+        raise WrongUsage(f"--port {port}: there is no such port; choose one from 1 to {LAST_PORT}, or 0 for any")
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # asyncio sends at once only on what says that it is TCP

@@ -126,8 +126,8 @@ def records_of(coordinator, name="lab"):
     return [RoundRecord.model_validate(each) for each in coordinator.rounds(name)]
 
 
-def test_what_is_shown_equals_the_records_and_follows_them_live(coordinator, open_page, pictures):
-    trained = train(*coordinator, rounds=3)
+def test_what_is_shown_equals_the_records_and_follows_them_live(house, open_page, pictures):
+    trained = train(*house, rounds=3)
     page = open_page(trained.url)
     expect = playwright.expect
     expect(page.locator("#connection")).to_have_text("live")
@@ -402,12 +402,12 @@ def test_the_page_says_when_the_coordinator_is_gone_and_goes_on_when_it_is_back(
 
 def test_a_fleet_of_ten_thousand_and_a_thousand_rounds(new_coordinator, open_page, clock, pictures):
     server = new_coordinator()
-    coordinator = LocalCoordinator(server.data, clock)
-    coordinator.create("large")
-    grow(coordinator.store, devices=10_000, rounds=1000, cohort=200, name="large")
-    with coordinator.store.writing() as db:  # nobody moves it on while it is looked at
+    large = LocalCoordinator(server.data, clock)
+    large.create("large")
+    grow(large.store, devices=10_000, rounds=1000, cohort=200, name="large")
+    with large.store.writing() as db:  # nobody moves it on while it is looked at
         find(db, "large").status = "paused"
-    coordinator.store.close()
+    large.store.close()
     server.start()
     page, expect = open_page(server.url), playwright.expect
     expect(page.locator("#count")).to_have_text("1 to 50 of 10,000 devices")
