@@ -176,7 +176,7 @@ def explain(error: BaseException, exits: Exits) -> tuple[Exit, str]:
     text = _one_line(str(error))
     if isinstance(error, KeyboardInterrupt):
         return Exit.INTERRUPTED, text or "interrupted"
-    code = _listed(error, {**COMMON, **exits})
+    code: Exit | None = getattr(error, "exit_code", None) or _listed(error, {**COMMON, **exits})
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if any(isinstance(cause, OSError) and cause.errno in NO_ROOM for cause in _causes(error)):

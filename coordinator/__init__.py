@@ -1,1 +1,1 @@
-"""What runs on the server: rounds, cohorts, streaming sparse averages. numpy only; imports no torch."""
+"""The coordinator, which runs on the server: rounds, cohorts, streaming sparse averages. It uses numpy, never torch."""

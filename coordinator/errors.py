@@ -1,36 +1,63 @@
-"""What can go wrong with a call, by what the caller can do about it; ``coordinator/api/problems.py`` maps it to HTTP.
+"""The errors of the coordinator, by what the caller can do about them.
+
+``coordinator/api/problems.py`` maps those of requests to HTTP; ``exit_code`` is how a command ends that meets one.
 
 CoordinatorError
-├── NotAuthenticated      send a valid token
-│   ├── TokenExpired      the device's token is too old: enrol again
-│   └── FederationDeleted  the device's federation is there no more
-├── TooManyRequests       come back later, as Retry-After says
-├── NotAllowed            the token is valid, but not for this
-├── NotFound              no such federation, device, assignment
-│   └── NoGlobalModel     this method has no global model that can be used alone
-├── NameTaken             choose another name
-├── DifferentFederation   one of this name exists, and is not the one that was asked for
-├── WrongState            the federation's status forbids this now
-├── RoundClosed           the assignment is no longer open: fetch the next one
-├── DifferentUpdate       another update was already accepted for this assignment
-├── Finished              the federation is over
-├── Unavailable           storage does not work just now: try again later
-│   └── DiskFull          there is no room left for it
-├── WrongRange            ask how much of the update is here, and send the rest
-├── LengthRequired, TooLarge, WrongMediaType      the request's envelope is wrong
-└── BadContent            what was sent breaks the contract; the text says where and what to do
-    └── UnknownMethod     the method that was named is not installed at the coordinator
+├── RequestError          the answer to a request, whose text is for its caller
+│   ├── NotAuthenticated      send a valid token
+│   │   ├── TokenExpired      the device's token is too old: enrol again
+│   │   └── FederationDeleted  the device's federation was deleted
+│   ├── TooManyRequests       come back later, as Retry-After says
+│   ├── NotAllowed            the token is valid, but not for this
+│   ├── NotFound              no such federation, device, assignment
+│   │   └── NoGlobalModel     this method has no global model that can be used alone
+│   ├── NameTaken             choose another name
+│   ├── DifferentFederation   one of this name exists, with another method, model or settings
+│   ├── WrongState            the federation's status forbids this now
+│   ├── RoundClosed           the assignment is no longer open: fetch the next one
+│   ├── DifferentUpdate       another update was already accepted for this assignment
+│   ├── Finished              the federation is over
+│   ├── TooSlow               the body came too slowly: send it again (``api.middleware.body_limits``)
+│   ├── Unavailable           storage does not work at the moment: try again later
+│   │   └── DiskFull          there is no room left
+│   ├── WrongRange            ask how much of the update has arrived, and send the rest
+│   ├── LengthRequired, TooLarge, WrongMediaType      the request's envelope is wrong
+│   └── BadContent            the body breaks the contract; the text says where and what to do
+│       └── UnknownMethod     the method is not installed at the coordinator
+└── OperatorError         a command, or the coordinator's start, cannot go on; its text is for the operator
+    ├── BadDatabase, BadObjectStore, NetworkFolder    a setting cannot work: correct it
+    ├── DataInUse, WrongBlobs                         the data belong to another coordinator
+    ├── NoRecords                                     there is no database where the settings say
+    ├── NoPort, StartFailed                           the server did not start
+    ├── MissingProgram                                a program of PostgreSQL is not installed here
+    ├── BackupFailed                                  no backup was made, or none was restored
+    └── EvaluationFailed                              no evaluation of the global model
+        ├── BadTestFile                               the test file cannot be used
+        ├── NoAnswer                                  no coordinator answers at this address
+        └── EvaluationRefused                         the coordinator refused, with this HTTP status
 """
+
+from __future__ import annotations
 
 from pydantic import ValidationError
 
+from sparrow.command_line.exits import Exit, of_status
+
 
 class CoordinatorError(Exception):
-    """Base of everything a caller can be told; its text is for the caller."""
+    """The base of every error of the coordinator. ``exit_code`` is how a command ends that meets it."""
+
+    exit_code: Exit = Exit.FAILED
 
 
-class NotAuthenticated(CoordinatorError):
-    """No token, or none that is known."""
+class RequestError(CoordinatorError):
+    """The base of every answer to a request that is no success; its text is for the caller."""
+
+
+class NotAuthenticated(RequestError):
+    """The request has no token, or an unknown one."""
+
+    exit_code = Exit.REFUSED
 
 
 class TokenExpired(NotAuthenticated):
@@ -43,84 +70,168 @@ class FederationDeleted(NotAuthenticated):
     def __init__(self) -> None:
         super().__init__(
             "the federation of this device was deleted by its operator, so there is nothing left to do; its personal "
-            "model stays with it. To join one that was made anew, start with another --state-dir"
+            "model stays on the device. To join a new federation, start with another --state-dir"
         )
 
 
-class TooManyRequests(CoordinatorError):
-    """More calls than this caller may make."""
+class TooManyRequests(RequestError):
+    """The caller makes more calls than it may."""
 
 
-class NotAllowed(CoordinatorError):
-    """The token belongs to somebody who may not do this."""
+class NotAllowed(RequestError):
+    """The token is valid, but not for this call."""
+
+    exit_code = Exit.REFUSED
 
 
-class NotFound(CoordinatorError):
-    """There is no such thing."""
+class NotFound(RequestError):
+    """The requested thing does not exist."""
+
+    exit_code = Exit.NOT_FOUND
 
 
 class NoGlobalModel(NotFound):
     """The method has no global model that can be used alone."""
 
 
-class NameTaken(CoordinatorError):
+class NameTaken(RequestError):
     """A federation or device of this name exists."""
 
 
-class DifferentFederation(CoordinatorError):
+class DifferentFederation(RequestError):
     """A federation of this name exists, with another method, model or other settings."""
 
 
-class WrongState(CoordinatorError):
+class WrongState(RequestError):
     """The federation's status forbids this now."""
 
 
-class RoundClosed(CoordinatorError):
+class RoundClosed(RequestError):
     """The assignment is no longer open."""
 
 
-class DifferentUpdate(CoordinatorError):
+class DifferentUpdate(RequestError):
     """Another update was already accepted for this assignment."""
 
 
-class Finished(CoordinatorError):
+class Finished(RequestError):
     """The federation is over and this device has nothing left to do in it."""
 
 
-class LengthRequired(CoordinatorError):
+class LengthRequired(RequestError):
     """The body's length must be declared."""
 
 
-class TooLarge(CoordinatorError):
-    """The body is longer than anything valid could be."""
+class TooLarge(RequestError):
+    """The body is longer than any valid one."""
 
 
-class WrongMediaType(CoordinatorError):
+class WrongMediaType(RequestError):
     """The body is of a type that this call does not take."""
 
 
-class BadContent(CoordinatorError):
-    """What was sent breaks the contract."""
+class BadContent(RequestError):
+    """The body breaks the contract."""
 
 
 class UnknownMethod(BadContent):
-    """The method that was named is not installed here."""
+    """The method is not installed here."""
 
 
-class Unavailable(CoordinatorError):
-    """Records or blobs cannot be reached just now; nothing of the call was done."""
+class Unavailable(RequestError):
+    """Records or blobs cannot be reached at the moment; nothing of the call was done."""
+
+    exit_code = Exit.UNREACHABLE
 
 
 class DiskFull(Unavailable):
-    """There is no room for what the call brings."""
+    """There is no room for the call's data."""
+
+    exit_code = Exit.FULL
 
 
-class WrongRange(CoordinatorError):
-    """A part of an update does not begin where the last one ended, or the whole is not what was announced."""
+class WrongRange(RequestError):
+    """A part of an update does not begin where the last one ended, or the whole has another digest than announced."""
+
+
+class OperatorError(CoordinatorError):
+    """The base of every error of a command and of the coordinator's start; its text is for the operator."""
+
+
+class BadDatabase(OperatorError):
+    """The address of the database cannot be used."""
+
+    exit_code = Exit.USAGE
+
+
+class BadObjectStore(OperatorError):
+    """The object storage cannot be used as it is set up."""
+
+    exit_code = Exit.USAGE
+
+
+class NetworkFolder(OperatorError):
+    """The data folder lies on a network file system."""
+
+    exit_code = Exit.USAGE
+
+
+class DataInUse(OperatorError):
+    """Another coordinator process works on the same data folder."""
+
+
+class WrongBlobs(OperatorError):
+    """Records and blobs do not belong together."""
+
+
+class NoRecords(OperatorError):
+    """There is no database where the settings say."""
+
+    exit_code = Exit.NOT_FOUND
+
+
+class NoPort(OperatorError):
+    """The server cannot listen on this address."""
+
+
+class StartFailed(OperatorError):
+    """The coordinator did not start; uvicorn's log has the reason."""
+
+
+class MissingProgram(OperatorError):
+    """A program that the command runs is not installed here."""
+
+    exit_code = Exit.CANNOT
+
+
+class BackupFailed(OperatorError):
+    """No backup was made, or none was restored."""
+
+
+class EvaluationFailed(OperatorError):
+    """The global model was not evaluated."""
+
+
+class BadTestFile(EvaluationFailed):
+    """The test file cannot be used."""
+
+
+class NoAnswer(EvaluationFailed):
+    """No coordinator answers at this address."""
+
+    exit_code = Exit.UNREACHABLE
+
+
+class EvaluationRefused(EvaluationFailed):
+    """The coordinator refused, with this HTTP status; the text is its advice."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(f"{detail} (HTTP {status})")
+        self.exit_code = of_status(status)
 
 
 def explain(error: ValidationError) -> str:
-    """A pydantic error in one line: where, what was wrong."""
+    """Return the place and the reason of a pydantic error, in one line."""
     first = error.errors(include_url=False)[0]
     where = ".".join(map(str, first["loc"])) or "body"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""

@@ -1,4 +1,4 @@
-"""Log lines with what they are about: federation, round, device, request.
+"""Log lines with fields: federation, round, device, request.
 
 ``about`` says it for everything that is logged within, in whichever module; a line's own ``extra`` adds to it. As text
 the fields stand at its end as key=value, as JSON each line is one object.
@@ -21,7 +21,7 @@ _about: ContextVar[dict[str, Any]] = ContextVar("about", default={})  # noqa: B0
 
 @contextmanager
 def about(**fields: Any) -> Iterator[None]:
-    """What is logged within concerns these; None says nothing."""
+    """Add these fields to everything that is logged within; None adds nothing."""
     token = _about.set({**_about.get(), **{key: value for key, value in fields.items() if value is not None}})
     try:
         yield
@@ -30,7 +30,7 @@ def about(**fields: Any) -> Iterator[None]:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """What a line is about, in the order of ``FIELDS``. To be asked where the line is logged."""
+    """Return a line's fields, in the order of ``FIELDS``. It must be called in the context that logs the line."""
     known = {**_about.get(), **{key: getattr(record, key) for key in FIELDS if hasattr(record, key)}}
     return {key: known[key] for key in FIELDS if key in known}
 
@@ -42,7 +42,7 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the standard library's name
-        """The line without its traceback, which follows it."""
+        """Return the line without its traceback, which follows it."""
         fields = "".join(f" {key}={value}" for key, value in fields_of(record).items())
         return super().formatMessage(record) + fields
 
@@ -51,7 +51,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line."""
         when = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
         line = {"time": when, "level": record.levelname, "logger": record.name, "message": record.getMessage()}
         line |= fields_of(record)
@@ -61,7 +61,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def install(level: str, format: Literal["text", "json"]) -> None:
-    """Log to stderr in this format, unless whoever runs this process has set logging up.
+    """Log to stderr in this format, unless logging has been set up already.
 
     As JSON the server's own lines, the access log among them, go the same way.
     """

@@ -1,4 +1,4 @@
-"""``uvicorn coordinator.main:app``: with no configuration, a federation called ``default`` for two devices and more."""
+"""The ASGI application of ``uvicorn coordinator.main:app``; without settings it has a federation ``default``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from starlette.concurrency import run_in_threadpool
 
 from sparrow.coordinator import logs
 from sparrow.coordinator.api import devices, federations, pages, problems, status
-from sparrow.coordinator.api.access import OpenHouseWarning
-from sparrow.coordinator.api.bodies import SmallBodies
-from sparrow.coordinator.api.door import Door
-from sparrow.coordinator.api.parts import House
-from sparrow.coordinator.api.slow import SlowBodies
+from sparrow.coordinator.api.middleware.authentication import Authentication, UnknownCallers
+from sparrow.coordinator.api.middleware.body_limits import SlowBodies, SmallBodies
+from sparrow.coordinator.api.middleware.cross_site import CrossSite
+from sparrow.coordinator.api.middleware.open_calls import MissingTokenWarning
+from sparrow.coordinator.api.middleware.rate_limits import AddressLimits, CallerLimits
+from sparrow.coordinator.api.middleware.request_ids import RequestIds
+from sparrow.coordinator.app import Coordinator
 from sparrow.coordinator.commands import allocator, starting
 from sparrow.coordinator.commands.starting import Listening
 from sparrow.coordinator.settings import Settings
@@ -28,9 +30,9 @@ log = logging.getLogger(__name__)
 
 
 def create_app(settings: Settings | None = None, listening: Listening | None = None) -> FastAPI:
-    """The application over the given settings, or those of the environment.
+    """Return the application with the given settings, or those of the environment.
 
-    listening: where its server does, to say how a device joins; by default as uvicorn's command line says.
+    listening: the address of its server, to log how a device joins; by default that of uvicorn's command line.
     """
     settings = settings or Settings()
 
@@ -38,22 +40,22 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
     async def life(app: FastAPI) -> AsyncIterator[None]:
         allocator.give_back()
         logs.install(settings.log_level, settings.log_format)
-        house = House(settings)
-        app.state.house = house
+        coordinator = Coordinator(settings)
+        app.state.coordinator = coordinator
         try:
-            await house.open()
+            await run_in_threadpool(coordinator.open)
             former = starting.forgotten(settings)
             if former is not None:
                 log.warning("%s", former)
-            guarded = await run_in_threadpool(house.tokens.guarded)
-            house.tokens.forget()  # so that a token made meanwhile is in force with the first call
+            guarded = await run_in_threadpool(coordinator.tokens.guarded)
+            coordinator.tokens.forget()  # so that a token made meanwhile is in force with the first call
             where = listening or starting.by_uvicorn(sys.argv)
             for line in starting.introduction(settings, where, enrolment_guarded="enrolment" in guarded):
                 log.info("%s", line)
-            with _before_stop(house.leave):
+            with _before_stop(coordinator.leave):
                 yield
         finally:
-            await house.close()
+            await run_in_threadpool(coordinator.close)
 
     app = FastAPI(
         title="Sparrow coordinator",
@@ -64,12 +66,14 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
         redoc_url=None,
         openapi_url=None,
     )
+    # From the inside out: the last one added is the first to see a call.
     app.add_middleware(SmallBodies)
     app.add_middleware(SlowBodies, settings=settings)
-    app.add_middleware(OpenHouseWarning, settings=settings)
-    app.add_middleware(Door)  # the last one added is the first to see a call
-    for part in (devices, federations, status, pages):  # looked through in this order: devices call most often
-        app.include_router(part.router)
+    app.add_middleware(MissingTokenWarning, settings=settings)
+    for middleware in (UnknownCallers, CallerLimits, Authentication, AddressLimits, CrossSite, RequestIds):
+        app.add_middleware(middleware)
+    for module in (devices, federations, status, pages):  # looked through in this order: devices call most often
+        app.include_router(module.router)
     problems.install(app)
     return app
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from edge_sdk.protocol.messages import FederationSettings
+from sparrow.command_line.command import WrongUsage
 from sparrow.command_line.nearest import nearest
 from sparrow.coordinator.fleet.access import KINDS, Kind
 
@@ -20,11 +22,11 @@ DATA_DIR = Path("~/.local/state/sparrow-coordinator")
 """The same from whichever folder the coordinator is started: else it would begin anew in each, without a word."""
 
 SERVICE = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
-"""What Kubernetes and Docker set for a service called ``coordinator``, besides ``PORT`` with an address in it."""
+"""Variables that Kubernetes and Docker set for a service called ``coordinator``, besides an address in ``PORT``."""
 
 
 class Settings(BaseSettings):
-    """Where the coordinator keeps its data, who may call it, and what it serves at first start."""
+    """The settings: data folder, tokens, limits, and the federation of the first start."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
 
@@ -105,7 +107,7 @@ class Settings(BaseSettings):
         try:
             return folder.expanduser().absolute()
         except RuntimeError:
-            raise ValueError("this user has no home folder; set it to a folder") from None
+            raise ValueError("this user has no home folder; set it to another folder") from None
 
     @model_validator(mode="after")
     def _no_others(self) -> Settings:
@@ -117,7 +119,7 @@ class Settings(BaseSettings):
             if rest == upper or upper in known or SERVICE.fullmatch(rest):
                 continue
             if not (rest.endswith("PORT") and "://" in text):
-                raise ValueError(f"{name} is no setting{nearest(upper, known)}; correct or unset it")
+                raise ValueError(f"{name} is not a setting{nearest(upper, known)}; correct or unset it")
         return self
 
     @model_validator(mode="after")
@@ -131,6 +133,21 @@ class Settings(BaseSettings):
         return self
 
     def tokens(self) -> dict[Kind, str]:
-        """The operators' tokens that are set, by kind."""
+        """Return the operators' tokens that are set, by kind."""
         given: dict[Kind, SecretStr | None] = {kind: getattr(self, f"{kind}_token") for kind in KINDS}
         return {kind: token.get_secret_value() for kind, token in given.items() if token is not None}
+
+
+def read_settings() -> Settings:
+    """Return the settings of the environment. Raises WrongUsage, which names the variable."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_input=False)
+        raise WrongUsage("; ".join(map(_describe, faults))) from None
+
+
+def _describe(fault: Mapping[str, Any]) -> str:
+    """Return a setting's fault after the variable's name; a fault of several settings names them itself."""
+    text = fault["msg"].removeprefix("Value error, ")
+    return f"{(PREFIX + '_'.join(map(str, fault['loc']))).upper()}: {text}" if fault["loc"] else text

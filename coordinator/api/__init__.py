@@ -1,1 +1,1 @@
-"""Thin HTTP handlers: parse, call, answer. What they call knows neither requests nor status codes."""
+"""Thin HTTP handlers: parse, call, answer. The domain behind them knows neither requests nor status codes."""

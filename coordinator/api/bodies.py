@@ -1,4 +1,4 @@
-"""Bodies in and out: bounded reads, and byte ranges so that a broken download resumes."""
+"""Bodies of requests and answers: bounded reads, and byte ranges so that a broken download resumes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from sparrow.coordinator.api.problems import problem
 from sparrow.coordinator.errors import BadContent, LengthRequired, TooLarge
@@ -15,42 +15,15 @@ from sparrow.coordinator.errors import BadContent, LengthRequired, TooLarge
 LARGEST_REQUEST = 1024 * 1024
 """Longest JSON of a request, in bytes."""
 
-
-READS_ITSELF = re.compile(r"POST /v1/federations(/[^/]+/model/evaluation)?|PUT /v1/assignments/[^/]+/update")
-"""Calls whose handlers read the body with ``read_body``, once they know who is calling."""
-
 PART_BYTES = 256 * 1024
-"""Of a long answer, what is handed to the server at a time."""
-
-
-class SmallBodies:
-    """Middleware that refuses long bodies where the framework reads them itself, before it asks who sends them.
-
-    Updates, new federations and test data are read with ``read_body``, by callers that are known, up to limits of their
-    own.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Look at the declared length; the server sees to it that it is kept."""
-        if scope["type"] != "http" or READS_ITSELF.fullmatch(f"{scope['method']} {scope['path']}"):
-            return await self._app(scope, receive, send)
-        headers = dict(scope["headers"])
-        if b"transfer-encoding" in headers:
-            answer = problem(
-                411, "LengthRequired", "declare the body's length: send Content-Length, not a chunked body"
-            )
-        elif int(headers.get(b"content-length", b"0")) > LARGEST_REQUEST:
-            answer = problem(413, "TooLarge", f"nothing valid here is longer than {LARGEST_REQUEST} bytes; send less")
-        else:
-            return await self._app(scope, receive, send)
-        return await answer(scope, receive, send)
+"""The part of a long answer that is handed to the server at a time."""
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The request's body, its length declared, at most ``limit`` bytes. Raises LengthRequired, TooLarge, BadContent."""
+    """Return the request's body of at most ``limit`` bytes, whose length must be declared.
+
+    Raises LengthRequired, TooLarge, BadContent.
+    """
     declared = request.headers.get("content-length")
     if declared is None or not declared.isdigit():
         raise LengthRequired("declare the body's length: send Content-Length, not a chunked body")
@@ -66,7 +39,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 class InParts(Response):
-    """A body that goes out part by part, as fast as the caller takes it: the server would copy all of it at once."""
+    """A body that is sent part by part, as fast as the caller takes it: the server would copy all of it at once."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
@@ -78,8 +51,10 @@ class InParts(Response):
 
 
 def ranged(request: Request, body: bytes, media_type: str, digest: str | None = None) -> Response:
-    """``body`` with its ETag: whole, the range asked for, or 304 where the caller has it. digest: its SHA-256, where
-    that is known."""
+    """Return ``body`` with its ETag: the whole, the range asked for, or 304 if the caller has it.
+
+    digest: its SHA-256, if that is known.
+    """
     etag = f'"{digest or hashlib.sha256(body).hexdigest()}"'
     headers = {"ETag": etag, "Accept-Ranges": "bytes"}
     if request.headers.get("if-none-match") == etag:

@@ -27,11 +27,18 @@ from edge_sdk.protocol.messages import (
     RoundRecord,
 )
 from edge_sdk.protocol.overview import Overview
-from sparrow.coordinator.api.access import AdminOnly, JoinerOnly, MemberOnly, ObserverOnly, TheVisit, observer
+from sparrow.coordinator.api.access import (
+    AdminOnly,
+    MemberOnly,
+    ObserverOnly,
+    ProspectiveMemberOnly,
+    TheCoordinator,
+    TheIdentity,
+    observer,
+)
 from sparrow.coordinator.api.bodies import LARGEST_REQUEST, ranged, read_body
-from sparrow.coordinator.api.door import Visit, identify, secret_of
 from sparrow.coordinator.api.live import follow, seen_by
-from sparrow.coordinator.api.parts import TheHouse
+from sparrow.coordinator.api.middleware.authentication import Identity, identify, secret_of
 from sparrow.coordinator.errors import WrongMediaType
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
@@ -51,94 +58,97 @@ router = APIRouter(prefix="/v1/federations", tags=["federations"])
         }
     },
 )
-async def create_federation(request: Request, house: TheHouse) -> FederationInfo:
+async def create_federation(request: Request, coordinator: TheCoordinator) -> FederationInfo:
     """Create a federation: JSON for a built-in task, a checkpoint with manifest and skeleton for one's own model."""
     match request.headers.get("content-type", "").split(";")[0].strip():
         case "application/json":
             body = await read_body(request, LARGEST_REQUEST)
             wanted = CreateFederation.model_validate_json(body)
-            return await run_in_threadpool(house.federations.create, wanted)
+            return await run_in_threadpool(coordinator.federations.create, wanted)
         case checkpoint.MEDIA_TYPE:
-            body = await read_body(request, house.settings.max_model_bytes)
-            return await run_in_threadpool(house.federations.publish, body)
+            body = await read_body(request, coordinator.settings.max_model_bytes)
+            return await run_in_threadpool(coordinator.federations.publish, body)
         case other:
             raise WrongMediaType(f"send application/json or {checkpoint.MEDIA_TYPE}, not {other!r}")
 
 
 @router.get("", dependencies=[ObserverOnly])
-def list_federations(house: TheHouse) -> list[FederationInfo]:
-    """Every federation of this coordinator."""
-    return house.federations.list()
+def list_federations(coordinator: TheCoordinator) -> list[FederationInfo]:
+    """Return every federation of this coordinator."""
+    return coordinator.federations.list()
 
 
-@router.get("/{name}", dependencies=[JoinerOnly])
-def get_federation(name: str, house: TheHouse) -> FederationInfo:
-    """Where a federation stands."""
-    return house.federations.get(name)
+@router.get("/{name}", dependencies=[ProspectiveMemberOnly])
+def get_federation(name: str, coordinator: TheCoordinator) -> FederationInfo:
+    """Return the state of a federation."""
+    return coordinator.federations.get(name)
 
 
 @router.patch("/{name}", dependencies=[AdminOnly])
-def change_federation(name: str, change: ChangeFederation, house: TheHouse) -> FederationInfo:
-    """Pause, resume, stop or reopen it, or go back to an older model; deadline, cohort and rounds change from the next
-    round on."""
-    info = house.federations.change(name, change)
-    house.something_happened()
-    house.wake()
+def change_federation(name: str, change: ChangeFederation, coordinator: TheCoordinator) -> FederationInfo:
+    """Pause, resume, stop or reopen a federation, or go back to an older model.
+
+    Deadline, cohort and rounds change from the next round on."""
+    info = coordinator.federations.change(name, change)
+    coordinator.fact_recorded()
+    coordinator.wake()
     return info
 
 
-@router.post("/{name}/comparison", dependencies=[JoinerOnly])
-def compare_federation(name: str, wanted: CompareFederation, house: TheHouse) -> FederationInfo:
-    """Where a federation stands that is what the caller would publish; 409 with the differences where it is not."""
-    return house.federations.compare(name, wanted)
+@router.post("/{name}/comparison", dependencies=[ProspectiveMemberOnly])
+def compare_federation(name: str, wanted: CompareFederation, coordinator: TheCoordinator) -> FederationInfo:
+    """Return the federation if it is the one that the caller would publish; 409 with the differences if not."""
+    return coordinator.federations.compare(name, wanted)
 
 
 @router.delete("/{name}", status_code=204, dependencies=[AdminOnly])
-def delete_federation(name: str, house: TheHouse) -> None:
-    """Delete a federation that waits, is finished or stopped, with its records, devices and models, for good."""
-    house.federations.delete(name)
-    house.devices.forget()
-    house.tokens.forget()
-    house.something_happened()
-    house.wake()
+def delete_federation(name: str, coordinator: TheCoordinator) -> None:
+    """Delete a federation that is waiting, finished or stopped, with its records, devices and models."""
+    coordinator.federations.delete(name)
+    coordinator.devices.forget()
+    coordinator.tokens.forget()
+    coordinator.fact_recorded()
+    coordinator.wake()
 
 
 @router.get("/{name}/rounds", dependencies=[ObserverOnly], response_model=list[RoundRecord])
-def get_rounds(name: str, house: TheHouse, format: Literal["json", "csv"] = "json") -> list[RoundRecord] | Response:
-    """A record per round, as JSON or CSV."""
-    records = house.records.rounds(name)
+def get_rounds(
+    name: str, coordinator: TheCoordinator, format: Literal["json", "csv"] = "json"
+) -> list[RoundRecord] | Response:
+    """Return a record per round, as JSON or CSV."""
+    records = coordinator.records.rounds(name)
     return records if format == "json" else Response(_csv(records), media_type="text/csv")
 
 
 @router.get("/{name}/rounds/{number}/reports", dependencies=[ObserverOnly])
-def get_reports(name: str, number: int, house: TheHouse) -> list[DeviceReport]:
-    """What each device reported in a round: training, and the evaluation that followed it."""
-    return house.records.reports(name, number)
+def get_reports(name: str, number: int, coordinator: TheCoordinator) -> list[DeviceReport]:
+    """Return the reports of a round's devices: on training, and on the evaluation that followed it."""
+    return coordinator.records.reports(name, number)
 
 
 @router.get("/{name}/assignments", dependencies=[ObserverOnly], response_model=OpenWork)
 async def get_open_work(
     name: str,
-    house: TheHouse,
+    coordinator: TheCoordinator,
     request: Request,
     wait: Annotated[float, Query(ge=0, le=600, description="Longest wait for a change, s")] = 0.0,
 ) -> Response:
-    """Who is being waited for. With ``If-None-Match`` and ``wait`` it answers when that has changed (long poll)."""
+    """Return the open assignments; with ``If-None-Match`` and ``wait``, when they have changed (long poll)."""
     loop = asyncio.get_running_loop()
-    until = loop.time() + min(wait, house.settings.max_wait_seconds)
+    until = loop.time() + min(wait, coordinator.settings.max_wait_seconds)
     while True:
-        ring = house.bell.next_ring()
-        work = await run_in_threadpool(house.records.open_work, name)
+        moved = coordinator.moved.next()
+        work = await run_in_threadpool(coordinator.records.open_work, name)
         # Without times that change while nothing does: when the coordinator looked, and last heard of a device.
         lasting = work.model_dump_json(exclude={"at": True, "assignments": {"__all__": {"heard_at"}}})
         headers = {"ETag": f'"{hashlib.sha256(lasting.encode()).hexdigest()}"'}
         if request.headers.get("if-none-match") != headers["ETag"]:
             return Response(work.model_dump_json(), media_type="application/json", headers=headers)
         remaining = until - loop.time()
-        if remaining <= 0 or house.closing:
+        if remaining <= 0 or coordinator.closing:
             return Response(status_code=304, headers=headers)
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(ring.wait(), remaining)
+            await asyncio.wait_for(moved.wait(), remaining)
 
 
 def _csv(records: list[RoundRecord]) -> str:
@@ -154,52 +164,52 @@ def _csv(records: list[RoundRecord]) -> str:
 
 
 @router.get("/{name}/overview", dependencies=[ObserverOnly])
-def get_overview(name: str, house: TheHouse, visit: TheVisit) -> Overview:
-    """The federation at a glance, of bounded size: its rounds in a few points, its devices counted."""
-    return seen_by(visit, house.overviews.look(name))
+def get_overview(name: str, coordinator: TheCoordinator, identity: TheIdentity) -> Overview:
+    """Return an overview of bounded size: the rounds in a few points, the devices counted."""
+    return seen_by(identity, coordinator.overviews.look(name))
 
 
 @router.get("/{name}/events", dependencies=[ObserverOnly])
-async def get_events(name: str, house: TheHouse, request: Request) -> StreamingResponse:
-    """Server-sent events ``overview``: first the whole, then, whenever something happened, what changed."""
-    await run_in_threadpool(house.federations.get, name)  # 404 before the stream begins
+async def get_events(name: str, coordinator: TheCoordinator, request: Request) -> StreamingResponse:
+    """Stream server-sent events ``overview``: first the whole, then the changes whenever there are any."""
+    await run_in_threadpool(coordinator.federations.get, name)  # 404 before the stream begins
 
-    async def admit() -> Visit:
-        visit = await identify(house, secret_of(request))
-        await observer(visit, request)
-        return visit
+    async def admit() -> Identity:
+        identity = await identify(coordinator, secret_of(request))
+        await observer(identity, request)
+        return identity
 
-    stream = follow(house.watches.on(name), admit)
+    stream = follow(coordinator.live_views.of(name), admit)
     return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
-@router.get("/{name}/manifest", dependencies=[JoinerOnly])
-def get_manifest(name: str, house: TheHouse) -> Response:
-    """The manifest of the federation's model."""
-    return Response(house.federations.manifest(name).model_dump_json(), media_type="application/json")
+@router.get("/{name}/manifest", dependencies=[ProspectiveMemberOnly])
+def get_manifest(name: str, coordinator: TheCoordinator) -> Response:
+    """Return the manifest of the federation's model."""
+    return Response(coordinator.federations.manifest(name).model_dump_json(), media_type="application/json")
 
 
-@router.get("/{name}/skeleton.onnx", dependencies=[JoinerOnly])
-def get_skeleton(name: str, house: TheHouse, request: Request) -> Response:
-    """The ONNX graph of the federation's model, without weights."""
-    return ranged(request, house.federations.skeleton(name), "application/octet-stream")
+@router.get("/{name}/skeleton.onnx", dependencies=[ProspectiveMemberOnly])
+def get_skeleton(name: str, coordinator: TheCoordinator, request: Request) -> Response:
+    """Return the ONNX graph of the federation's model, without weights."""
+    return ranged(request, coordinator.federations.skeleton(name), "application/octet-stream")
 
 
 @router.get("/{name}/model", dependencies=[MemberOnly])
 def get_model(
     name: str,
-    house: TheHouse,
+    coordinator: TheCoordinator,
     request: Request,
     version: Annotated[int | None, Query(ge=0, description="One that is kept; the newest where left out")] = None,
 ) -> Response:
-    """The global model: a safetensors file with tensors by name."""
-    return ranged(request, house.federations.model(name, version), checkpoint.MEDIA_TYPE)
+    """Return the global model: a safetensors file with tensors by name."""
+    return ranged(request, coordinator.federations.model(name, version), checkpoint.MEDIA_TYPE)
 
 
 @router.get("/{name}/models", dependencies=[ObserverOnly])
-def list_models(name: str, house: TheHouse) -> list[ModelInfo]:
-    """The global models that are kept, oldest first: what a rollback can go back to."""
-    return house.federations.models(name)
+def list_models(name: str, coordinator: TheCoordinator) -> list[ModelInfo]:
+    """Return the global models that are kept, oldest first: a rollback can go back to these."""
+    return coordinator.federations.models(name)
 
 
 @router.post(
@@ -212,15 +222,15 @@ def list_models(name: str, house: TheHouse) -> list[ModelInfo]:
         }
     },
 )
-async def evaluate_model(name: str, request: Request, house: TheHouse) -> Evaluation:
-    """The global model on test data that are sent: a safetensors file of ``inputs`` and ``targets``."""
+async def evaluate_model(name: str, request: Request, coordinator: TheCoordinator) -> Evaluation:
+    """Evaluate the global model on test data from the caller: a safetensors file of ``inputs`` and ``targets``."""
     if request.headers.get("content-type", "").split(";")[0].strip() != checkpoint.MEDIA_TYPE:
         raise WrongMediaType(f"send the test data as {checkpoint.MEDIA_TYPE}")
-    body = await read_body(request, house.settings.max_test_bytes)
-    return await run_in_threadpool(house.federations.evaluate, name, body)
+    body = await read_body(request, coordinator.settings.max_test_bytes)
+    return await run_in_threadpool(coordinator.federations.evaluate, name, body)
 
 
 @router.get("/{name}/model.onnx", dependencies=[MemberOnly])
-def get_model_onnx(name: str, house: TheHouse, request: Request) -> Response:
-    """The global model as ONNX."""
-    return ranged(request, house.federations.model_onnx(name), "application/octet-stream")
+def get_model_onnx(name: str, coordinator: TheCoordinator, request: Request) -> Response:
+    """Return the global model as ONNX."""
+    return ranged(request, coordinator.federations.model_onnx(name), "application/octet-stream")

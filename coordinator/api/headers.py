@@ -1,4 +1,4 @@
-"""uvicorn's HTTP with a limit that it lacks: how long the head of a request may take to come.
+"""uvicorn's HTTP protocol with a limit that it lacks: the time in which the head of a request must arrive.
 
     uvicorn coordinator.main:app --http coordinator.api.headers:TimedHeaders
 
@@ -27,22 +27,22 @@ class TimedHeaders(HttpToolsProtocol):
     _limit: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """The first request is awaited."""
+        """Start the limit for the head of the first request."""
         super().connection_made(transport)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is awaited any more."""
+        """Cancel the limit."""
         self._have_head()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        """A request's first byte; the connection may have been idle before, which has a limit of its own."""
+        """Start the limit at a request's first byte; an idle connection has another limit."""
         super().on_message_begin()
         self._await_head()
 
     def on_headers_complete(self) -> None:
-        """Its head is there."""
+        """Cancel the limit, since the head has arrived."""
         self._have_head()
         super().on_headers_complete()
 

@@ -1,4 +1,4 @@
-"""Server-sent events: a federation at a glance, and what has changed since."""
+"""Server-sent events: the overview of a federation, and its changes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from edge_sdk.protocol.overview import Overview, RoundPoint
 from sparrow.coordinator.api.access import is_admin, own_federation
-from sparrow.coordinator.api.door import Visit
-from sparrow.coordinator.api.watch import Watch
+from sparrow.coordinator.api.live_views import LiveView
+from sparrow.coordinator.api.middleware.authentication import Identity
 from sparrow.coordinator.errors import NotAuthenticated, NotFound, Unavailable
 
 STILL_HERE_SECONDS = 15.0
 
 
-async def follow(watch: Watch, admit: Callable[[], Awaitable[Visit]]) -> AsyncIterator[str]:
-    """Events named ``overview`` until the process stops: the first is whole, later ones have the points that are new
-    or changed. In between, comments keep proxies from closing an idle stream.
+async def follow(view: LiveView, admit: Callable[[], Awaitable[Identity]]) -> AsyncIterator[str]:
+    """Yield events named ``overview`` until the process stops.
 
-    It ends where ``admit`` raises NotAuthenticated, which is asked each time, for a token may be taken away; and where
-    the records cannot be read, or the federation is deleted: whoever asks again is told why.
+    The first is whole, later ones have the points that are new or changed. In between, comments keep proxies from
+    closing an idle stream.
+
+    The stream ends if ``admit``, which is called for each event, raises NotAuthenticated, since a token may be revoked;
+    and if the records cannot be read, or the federation is deleted: the next call gets the reason.
     """
     loop = asyncio.get_running_loop()
     had: Overview | None = None
@@ -27,16 +29,16 @@ async def follow(watch: Watch, admit: Callable[[], Awaitable[Visit]]) -> AsyncIt
     before, said = "", loop.time()
     while True:
         try:
-            overview = await watch.after(had)
+            overview = await view.after(had)
             if overview is None:
                 return
-            visit = await admit()
+            identity = await admit()
         except (NotAuthenticated, NotFound, Unavailable):
             return
         fresh = tuple(point for point in overview.points if told.get(point.first) is not point)
         told = {point.first: point for point in overview.points}
         had = overview
-        news = seen_by(visit, overview.model_copy(update={"points": ()}))
+        news = seen_by(identity, overview.model_copy(update={"points": ()}))
         now = news.model_dump_json(exclude={"at"})
         if fresh or now != before:
             yield f"event: overview\ndata: {news.model_copy(update={'points': fresh}).model_dump_json()}\n\n"
@@ -46,8 +48,8 @@ async def follow(watch: Watch, admit: Callable[[], Awaitable[Visit]]) -> AsyncIt
             said = loop.time()
 
 
-def seen_by(visit: Visit, overview: Overview) -> Overview:
-    """What this caller may see of it: of other federations nothing, where its token is for one."""
-    only = own_federation(visit)
+def seen_by(identity: Identity, overview: Overview) -> Overview:
+    """Return the part of an overview that this caller may see: its own federation, if its token is for one."""
+    only = own_federation(identity)
     lines = tuple(line for line in overview.federations if only in (None, line.name))
-    return overview.model_copy(update={"federations": lines, "may_change": is_admin(visit)})
+    return overview.model_copy(update={"federations": lines, "may_change": is_admin(identity)})

@@ -5,37 +5,37 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from sparrow.coordinator import dashboard
-from sparrow.coordinator.api.access import AdminOnly, OnlookerOnly, TheVisit, own_federation
+from sparrow.coordinator.api.access import AdminOnly, AnyObserverOnly, TheCoordinator, TheIdentity, own_federation
 from sparrow.coordinator.api.bodies import ranged
-from sparrow.coordinator.api.door import Visit
-from sparrow.coordinator.api.parts import House, TheHouse
+from sparrow.coordinator.api.middleware.authentication import Identity
+from sparrow.coordinator.app import Coordinator
 
 EMPTY = b'data-federation=""'
 
 router = APIRouter(include_in_schema=False)
 
 
-@router.get("/", dependencies=[OnlookerOnly])
-def index(request: Request, house: TheHouse, visit: TheVisit) -> Response:
-    """The page, to look; of the newest federation, where ``?federation=`` names none."""
-    return _page(request, house, visit)
+@router.get("/", dependencies=[AnyObserverOnly])
+def index(request: Request, coordinator: TheCoordinator, identity: TheIdentity) -> Response:
+    """Return the page; of the newest federation, unless ``?federation=`` names one."""
+    return _page(request, coordinator, identity)
 
 
 @router.get("/admin", dependencies=[AdminOnly])
-def admin(request: Request, house: TheHouse, visit: TheVisit) -> Response:
-    """The same page, for those who may change things: here a browser asks for an admin token."""
-    return _page(request, house, visit)
+def admin(request: Request, coordinator: TheCoordinator, identity: TheIdentity) -> Response:
+    """Return the same page for administrators: here a browser asks for an admin token."""
+    return _page(request, coordinator, identity)
 
 
-@router.get("/page/{name}", dependencies=[OnlookerOnly])
+@router.get("/page/{name}", dependencies=[AnyObserverOnly])
 def file(name: str, request: Request) -> Response:
-    """What the page is made of."""
+    """Return a file of the page."""
     body, media_type = dashboard.load(name)
     return _answer(request, body, media_type)
 
 
-def _page(request: Request, house: House, visit: Visit) -> Response:
-    federation = own_federation(visit) or house.overviews.newest() or ""
+def _page(request: Request, coordinator: Coordinator, identity: Identity) -> Response:
+    federation = own_federation(identity) or coordinator.overviews.newest() or ""
     body, media_type = dashboard.load("index.html")
     return _answer(request, body.replace(EMPTY, EMPTY.replace(b'""', f'"{federation}"'.encode())), media_type)
 

@@ -14,7 +14,6 @@ from starlette.exceptions import HTTPException
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import Problem
 from sparrow.coordinator import errors
-from sparrow.coordinator.api.slow import TooSlow
 from sparrow.coordinator.errors import explain
 from sparrow.export.errors import SkeletonError
 
@@ -24,7 +23,7 @@ MEDIA_TYPE = "application/problem+json"
 
 PAGES = ("/", "/admin", "/docs")
 RETRY_SECONDS = 5
-"""When to come again after what passes by itself, or when an operator has mended it."""
+"""The pause before a retry after a failure that passes by itself or that an operator repairs."""
 
 STATUS: dict[type[Exception], int] = {
     errors.NotAuthenticated: 401,
@@ -64,14 +63,14 @@ def install(app: FastAPI) -> None:
 
 
 def challenge(path: str) -> dict[str, str]:
-    """The header of a 401: a browser at a page asks its user for a token, which is the password; others send theirs."""
+    """Return the header of a 401. On a page it has a browser ask its user for a token, which is the password."""
     page = path in PAGES or path.startswith("/page/")
     how = 'Basic realm="Sparrow: any name, and a token as the password", charset="UTF-8"' if page else "Bearer"
     return {"WWW-Authenticate": how}
 
 
 def problem(status: int, title: str, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """One problem document. ``title`` is the kind of problem in CamelCase; its type URI is derived from it."""
+    """Return a problem document. ``title`` is the kind of problem in CamelCase; its type URI is derived from it."""
     document = Problem(type=f"urn:sparrow:problem:{title}", title=title, status=status, detail=detail)
     return JSONResponse(
         document.model_dump(exclude_none=True), status_code=status, media_type=MEDIA_TYPE, headers=headers
@@ -103,7 +102,7 @@ async def _invalid_content(_: Request, error: Exception) -> JSONResponse:
 async def _framework(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     title = HTTPStatus(error.status_code).phrase.replace(" ", "")
-    advised = isinstance(error, TooSlow)
+    advised = isinstance(error, errors.RequestError)  # whose text says what to do
     what = f"there is nothing at {request.url.path}" if error.status_code == 404 else error.detail
     detail = error.detail if advised else f"{what}; check the address; the OpenAPI page at /docs lists the calls"
     return problem(error.status_code, title, detail, dict(error.headers or {}))

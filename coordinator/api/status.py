@@ -10,8 +10,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import generate_latest
 from starlette.requests import Request
 
-from sparrow.coordinator.api.access import ObserverOnly, TheVisit
-from sparrow.coordinator.api.parts import TheHouse
+from sparrow.coordinator.api.access import ObserverOnly, TheCoordinator, TheIdentity
 from sparrow.coordinator.api.problems import problem
 from sparrow.coordinator.fleet.access import KINDS
 
@@ -21,36 +20,38 @@ router = APIRouter(tags=["status"])
 
 @router.get("/healthz")
 def healthz() -> dict[str, str]:
-    """The process runs."""
+    """Report that the process runs."""
     return {"status": "ok"}
 
 
 @router.get("/readyz", response_model=dict[str, str])
-def readyz(house: TheHouse, visit: TheVisit) -> dict[str, str] | JSONResponse:
-    """The records can be read and the data folder written, with room to spare. Strangers are not told what is wrong."""
+def readyz(coordinator: TheCoordinator, identity: TheIdentity) -> dict[str, str] | JSONResponse:
+    """Report whether records can be read and the data folder written. Unknown callers are not told the reason."""
     try:
-        house.check_ready()
+        coordinator.check_ready()
     except Exception as error:
         log.error("not ready: %s", error)
-        shut = visit.caller is None and len(visit.guarded) == len(KINDS)
-        what = "something" if shut else str(error)
+        closed = identity.caller is None and len(identity.guarded) == len(KINDS)
+        what = "something is wrong" if closed else str(error)
         return problem(503, "NotReady", f"{what}; check the database and the disk of the data folder")
     return {"status": "ready"}
 
 
 @router.get("/metrics", dependencies=[ObserverOnly])
-def metrics(house: TheHouse) -> Response:
-    """Prometheus text."""
-    return Response(generate_latest(house.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+def metrics(coordinator: TheCoordinator) -> Response:
+    """Return the metrics as Prometheus text."""
+    return Response(
+        generate_latest(coordinator.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8"
+    )
 
 
 @router.get("/docs", include_in_schema=False, dependencies=[ObserverOnly])
 def docs() -> HTMLResponse:
-    """OpenAPI, to read and try."""
+    """Return the page that shows the OpenAPI document."""
     return get_swagger_ui_html(openapi_url="/openapi.json", title="Sparrow coordinator")
 
 
 @router.get("/openapi.json", include_in_schema=False, dependencies=[ObserverOnly])
 def openapi(request: Request) -> JSONResponse:
-    """The OpenAPI document."""
+    """Return the OpenAPI document."""
     return JSONResponse(request.app.openapi())

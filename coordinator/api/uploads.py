@@ -1,4 +1,4 @@
-"""Large updates resume where a connection broke: what has arrived is kept, and only the rest is sent again.
+"""Uploads: large updates resume where a connection broke. The part that has arrived is kept, and the rest is sent.
 
     PUT /v1/assignments/{id}/update               Sparrow-Update-SHA256: D, Content-Range: bytes FIRST-LAST/TOTAL
     GET /v1/assignments/{id}/update?sha256=D      {"received": N}: go on with bytes N-LAST/TOTAL, or, where N is TOTAL,
@@ -21,8 +21,7 @@ import secrets
 import shutil
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,7 +30,9 @@ from sqlalchemy import select
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
+from sparrow.coordinator.api.bodies import LARGEST_REQUEST, read_body
 from sparrow.coordinator.errors import BadContent, LengthRequired, TooLarge, WrongRange
+from sparrow.coordinator.rounds.acceptance import Acceptance
 from sparrow.coordinator.storage.blobs import read_file
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment
@@ -39,28 +40,20 @@ from sparrow.coordinator.storage.tables import Assignment
 DIGEST_HEADER = "Sparrow-Update-SHA256"
 KEEP_SECONDS = 3600.0
 SWEEP_SECONDS = 1.0
-"""How often parts are looked through, which takes a query."""
+"""The time between two looks at all parts, which take a query."""
 AT_ONCE = 4
 """Large updates that are in memory, to be checked and stored: as many as keep cores and disk busy."""
 GATHERED_BYTES = 1024 * 1024
-"""What comes is written in parts of about so many bytes: a network hands it over in pieces of a few kB, and a thread
+"""The size of a write: a network hands an update over in pieces of a few kB, and a thread
 and an open file for each cost more than all else that is done with an update."""
-
-
-@dataclass(frozen=True)
-class Whole:
-    """An update that has arrived; its SHA-256 and a file that holds it, where there are such."""
-
-    body: bytes | memoryview
-    digest: str | None = None
-    file: Path | None = None
 
 
 @dataclass
 class _Part:
-    """What of one update of ``total`` bytes has arrived: ``received``, which ``found`` is the digest of, and what is
-    ``gathered`` to be written next; ``turn`` counts the calls that went on with it, ``calls`` those that are at it
-    now. Once ``forgotten`` it has no file."""
+    """The part of an update of ``total`` bytes that has arrived.
+
+    received: its bytes on the disk. found: their digest. gathered: what is written next. turn: how many calls went on
+    with it. calls: how many are at it now. forgotten: it has no file any more."""
 
     digest: str
     total: int
@@ -78,8 +71,9 @@ class _Part:
 class Uploads:
     """Updates on their way, one for each assignment."""
 
-    def __init__(self, folder: Path, store: Store, clock: Callable[[], float]) -> None:
+    def __init__(self, folder: Path, store: Store, acceptance: Acceptance, clock: Callable[[], float]) -> None:
         self._folder, self._store, self._clock = folder / secrets.token_hex(8), store, clock
+        self._acceptance = acceptance
         self._parts: dict[str, _Part] = {}
         self._few = asyncio.Semaphore(AT_ONCE)
         self._swept = -math.inf
@@ -87,21 +81,39 @@ class Uploads:
             shutil.rmtree(folder, ignore_errors=True)
 
     def received(self, assignment_id: str, digest: str) -> int:
-        """The bytes of this update that are here."""
+        """Return how many bytes of this update have arrived."""
         part = self._parts.get(assignment_id)
         if part is None or part.digest != digest:
             return 0
         self._write(part)
         return part.received
 
-    @asynccontextmanager
-    async def receive(self, request: Request, assignment_id: str, limit: int) -> AsyncIterator[Whole]:
-        """The whole update, once this call has brought what was missing; forgotten when the ``with`` ends well.
+    async def receive(self, request: Request, assignment_id: str, device_id: str, media_type: str) -> tuple[bool, int]:
+        """Receive an update, have it checked and stored, and return whether it is new, and its bytes.
 
-        Few at a time are in memory, from ``with`` to its end; who waits has sent everything already.
+        A small one is read first, and then one call in a worker thread does the rest. A large one is checked against
+        its assignment before its first byte is taken, too: it may bring no more than is valid.
 
-        Raises WrongRange where it does not begin where the last one broke, or the digest is another; LengthRequired,
-        TooLarge, BadContent.
+        Raises the errors of ``Acceptance.accept_update``; LengthRequired, TooLarge, BadContent.
+        """
+        accept, declared = self._acceptance.accept_update, request.headers.get("content-length", "")
+        if "content-range" not in request.headers:
+            limit = LARGEST_REQUEST
+            if declared.isdigit() and int(declared) > limit:
+                limit = await run_in_threadpool(self._acceptance.check_envelope, assignment_id, device_id, media_type)
+            body = await read_body(request, limit)
+            return await run_in_threadpool(accept, assignment_id, device_id, body, media_type), len(body)
+        limit = await run_in_threadpool(self._acceptance.check_envelope, assignment_id, device_id, media_type)
+        return await self._receive_rest(request, assignment_id, device_id, media_type, limit)
+
+    async def _receive_rest(
+        self, request: Request, assignment_id: str, device_id: str, media_type: str, limit: int
+    ) -> tuple[bool, int]:
+        """Add what was missing of a large update, and have the whole accepted; its part is removed when that is done.
+
+        Few at a time are in memory; the others wait when they have sent everything already.
+
+        Raises WrongRange if it does not begin where the last one broke, or the digest is another.
         """
         digest = request.headers.get(DIGEST_HEADER, "")
         asked = re.fullmatch(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", request.headers["content-range"])
@@ -120,14 +132,20 @@ class Uploads:
         try:
             await self._gather(request, part, turn)
             async with self._few:
-                body, found = await run_in_threadpool(self._read, part, turn)
-                if found != digest:
-                    self.forget(assignment_id)
-                    raise WrongRange("the update's digest is another than was said; send it again from its first byte")
-                yield Whole(body, digest, part.path)
-            await run_in_threadpool(self.forget, assignment_id)  # it was taken
+                new = await run_in_threadpool(self._accept, part, turn, assignment_id, device_id, media_type)
+            return new, total
         finally:
             part.calls -= 1
+
+    def _accept(self, part: _Part, turn: int, assignment_id: str, device_id: str, media_type: str) -> bool:
+        """Have a whole update accepted, and remove its part."""
+        body, found = self._read(part, turn)
+        if found != part.digest:
+            self.forget(assignment_id)
+            raise WrongRange("the update's digest is another than was announced; send it again from its first byte")
+        new = self._acceptance.accept_update(assignment_id, device_id, body, media_type, found, part.path)
+        self.forget(assignment_id)
+        return new
 
     async def _gather(self, request: Request, part: _Part, turn: int) -> None:
         """Add what a call brings to its part."""
@@ -145,7 +163,7 @@ class Uploads:
         except ClientDisconnect:
             raise BadContent("the connection broke before the whole body had come; send the rest") from None
         finally:
-            self._write(part)  # whatever has ended the call: what has come takes no memory, and need not come again
+            self._write(part)  # also if the call was cut off: its pieces take no memory, and need not be sent again
 
     def _take(self, assignment_id: str, digest: str, first: int, total: int) -> tuple[_Part, int]:
         received = self.received(assignment_id, digest)
@@ -153,7 +171,7 @@ class Uploads:
         if first == 0 and (part is None or (part.digest, part.total) != (digest, total) or received):
             received = 0
             self.forget(assignment_id)
-            # A name of its own: what was there before may be removed only now, by another thread.
+            # A name of its own: another thread may still remove the former file.
             path = self._folder / f"{assignment_id}.{secrets.token_hex(8)}.part"
             part = self._parts[assignment_id] = _Part(digest, total, path, self._clock())
             with self._store.troubles.of_blobs():
@@ -163,26 +181,26 @@ class Uploads:
             raise WrongRange(f"{received} bytes of this update are here; go on with the next")
         with part.lock:
             if self._parts.get(assignment_id) is not part:
-                raise WrongRange("what was here of this update is gone; begin with its first byte")
+                raise WrongRange("the part of this update that had arrived is gone; begin with its first byte")
             part.turn += 1
             return part, part.turn
 
     def _write(self, part: _Part) -> None:
-        """Bring what has been gathered to the file."""
+        """Write to the file what has been gathered."""
         with part.lock:
-            # Nobody but this takes from it, and what comes meanwhile goes to its end.
+            # Only this function takes from it; later pieces are appended meanwhile.
             pieces = [part.gathered.popleft() for _ in range(len(part.gathered))]
             if pieces and not part.forgotten:
                 self._append(part, pieces)
 
     def _append(self, part: _Part, pieces: list[bytes]) -> None:
         size = sum(map(len, pieces))
-        if part.received + size > part.total:  # what is whole is never written again: it may be a blob already
+        if part.received + size > part.total:  # a whole update is never written again: it may be a blob already
             raise BadContent("more has come than Content-Range says; send the update again")
         with self._store.troubles.of_blobs(size), part.path.open("r+b") as file:
             file.seek(part.received)
             file.writelines(pieces)
-            file.truncate()  # what a full disk has cut off
+            file.truncate()  # the rest of a write that a full disk has cut off
         for piece in pieces:  # while caches hold it
             part.found.update(piece)
         part.received += size
@@ -195,17 +213,17 @@ class Uploads:
             return read_file(part.path), part.found.hexdigest()
 
     def forget(self, assignment_id: str) -> None:
-        """Remove what has arrived of an assignment's update, if anything."""
+        """Remove the part of an assignment's update that has arrived, if any."""
         part = self._parts.pop(assignment_id, None)
         if part is not None:
             with part.lock:
                 part.turn += 1
-                part.forgotten = True  # what a call still adds has no file to go to
+                part.forgotten = True  # pieces of a call that goes on are dropped
                 part.gathered.clear()
                 part.path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Remove what nobody goes on with, and what is of settled assignments; may be called as often as one likes."""
+        """Remove parts that nobody continues, and those of settled assignments; may be called at any time."""
         now = self._clock()
         if not self._parts or now - self._swept < SWEEP_SECONDS:
             return

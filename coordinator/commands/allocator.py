@@ -1,4 +1,4 @@
-"""Memory of large arrays goes back to the system when they go: what a coordinator holds at rest stays near one model.
+"""Settings of glibc's allocator: freed arrays go back to the system, so an idle coordinator holds about one model.
 
 glibc would keep it. Each time that a block is freed it raises the size from which it asks the system (up to 32 MiB), so
 that updates of some megabytes soon come from heaps, of which it has several for each core: pieces of all of them stay.
@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
-"""Of glibc's malloc.h; see mallopt(3)."""
+"""Constants of glibc's malloc.h; see mallopt(3)."""
 LARGE_BYTES = 1024 * 1024
 HEAPS = 2
 

@@ -6,7 +6,7 @@ TARGET gets ``coordinator.sqlite3`` (of PostgreSQL ``records.dump``, made by pg_
 
 The records come first, as of one moment; then the blobs that they name. A coordinator that goes on deletes what it does
 not need any more: where that has taken a blob, newer records are copied, and what these name. Blobs never change under
-their names, so what was copied once is not copied again.
+their names, so each is copied once.
 """
 
 from __future__ import annotations
@@ -27,25 +27,20 @@ from typing import Any
 from sqlalchemy import Connection, case, create_engine, make_url, select, text
 from sqlalchemy.orm import Session
 
-from sparrow.command_line.command import Command, Exits, MissingPart, Parser, add_json
-from sparrow.command_line.exits import Exit
-from sparrow.coordinator.commands.exits import EXITS as COMMON
-from sparrow.coordinator.commands.exits import NoRecords, read_settings, told
+from sparrow.command_line.command import Command, Parser, add_json
+from sparrow.coordinator.errors import BackupFailed, MissingProgram, NoRecords
 from sparrow.coordinator.models.global_models import model_key
 from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, update_key
-from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.settings import Settings, read_settings
 from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, flush_folder
 from sparrow.coordinator.storage.database import connect
+from sparrow.coordinator.storage.failing import database_errors
 from sparrow.coordinator.storage.store import RECORDS_FILE, open_blobs
 from sparrow.coordinator.storage.tables import Assignment, Federation, Round
 
 DUMP_FILE, SUMMARY_FILE, BLOBS_FOLDER = "records.dump", "backup.json", "blobs"
 TRIES = 50
 FORMAT = 1
-
-
-class BackupFailed(RuntimeError):
-    """No backup was made, or none brought back; the text says what to do."""
 
 
 def back_up(settings: Settings, target: Path, copied: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -83,7 +78,7 @@ def back_up(settings: Settings, target: Path, copied: Callable[[], None] = lambd
 
 
 def blobs_named(db: Session) -> dict[str, str | None]:
-    """Keys of the blobs that the records cannot do without, and their SHA-256 where the records know it."""
+    """Return the keys of the blobs that the records need, and their SHA-256 if the records know it."""
     named: dict[str, str | None] = {}
     for federation in db.scalars(select(Federation)):
         named[model_key(federation.id, federation.model_version)] = federation.model_sha256
@@ -103,12 +98,12 @@ def blobs_named(db: Session) -> dict[str, str | None]:
     for each in db.scalars(waiting):
         digest = each.update_sha256 or ""
         named[update_key(each.federation_id, each.id, digest)] = digest
-        named.setdefault(model_key(each.federation_id, each.model_version), None)  # what it moved is told from this
+        named.setdefault(model_key(each.federation_id, each.model_version), None)  # its base
     return named
 
 
 def _copy(source: Blobs, kept: Blobs, ids: Sequence[int], named: dict[str, str | None]) -> bool:
-    """Copy what is named, and what else lies there of models and masks; False where something named has gone."""
+    """Copy the named blobs and all other models and masks; return False if a named one has gone."""
     wanted = [f"{number}/skeleton.onnx" for number in ids]
     for number in ids:
         # A model's state before its values: these are deleted first, so values that are there had their state before.
@@ -135,7 +130,7 @@ def _records_of(settings: Settings, target: Path) -> Iterator[Connection]:
         where = f"file:{settings.data_dir.resolve() / RECORDS_FILE}?mode=rw"
         with closing(sqlite3.connect(where, uri=True)) as source, closing(sqlite3.connect(copy)) as made:
             source.backup(made)
-            made.execute("PRAGMA journal_mode=DELETE")  # one file, whoever copies it on
+            made.execute("PRAGMA journal_mode=DELETE")  # one file, for any later copy
         flush_folder(target)
         engine = create_engine(f"sqlite:///{copy.resolve()}")
         try:
@@ -160,13 +155,13 @@ def _records_of(settings: Settings, target: Path) -> Iterator[Connection]:
 def run_postgresql(address: str, program: str, *arguments: str) -> None:
     """Run one of PostgreSQL's programs on a database; the password is not on its command line.
 
-    Raises BackupFailed, MissingPart.
+    Raises BackupFailed, MissingProgram.
     """
     url = make_url(address).set(drivername="postgresql")
     password = {"PGPASSWORD": str(url.password)} if url.password else {}
     where = f"--dbname={url._replace(password=None).render_as_string()}"
     if shutil.which(program) is None:
-        raise MissingPart(f"{program} is not installed here; install PostgreSQL's client of the server's version")
+        raise MissingProgram(f"{program} is not installed here; install PostgreSQL's client of the server's version")
     done = subprocess.run([program, where, *arguments], env={**os.environ, **password}, capture_output=True, text=True)
     if done.returncode:
         raise BackupFailed(f"{program} failed: {done.stderr.strip()[-1000:]}")
@@ -187,19 +182,17 @@ def _options(parser: Parser) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     settings = read_settings()
-    with told(options.target):
+    with database_errors(options.target):
         summary = back_up(settings, options.target)
     rounds = ", ".join(f"{name} after round {number}" for name, number in summary["federations"].items())
     print(json.dumps(summary) if options.json else f"{options.target}: {rounds or 'no federations'}")
 
 
-EXITS: Exits = {**COMMON, BackupFailed: Exit.FAILED}
 COMMAND = Command(
     "sparrow backup",
     "Copy a coordinator, running or not, so that records and models fit together.",
     _options,
     _run,
-    EXITS,
     epilog="Finds it by its own settings: COORDINATOR_DATA_DIR, COORDINATOR_DATABASE_URL, COORDINATOR_BLOBS.",
 )
 main = COMMAND.main

@@ -1,4 +1,4 @@
-"""``sparrow evaluate``: have a running coordinator judge its global model on a test file of one's own.
+"""``sparrow evaluate``: have a running coordinator evaluate its global model on a test file.
 
     sparrow evaluate --server http://HOST:8000 --federation digits --data test.npz
 
@@ -19,34 +19,10 @@ import numpy as np
 
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.messages import Evaluation, Problem
-from sparrow.command_line.command import Command, Exits, Parser, WrongUsage, add_json
-from sparrow.command_line.exits import Exit, of_status
+from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
+from sparrow.coordinator.errors import BadTestFile, EvaluationRefused, NoAnswer
 
 SECONDS = 600.0
-
-
-class BadFile(ValueError):
-    """The test file cannot be used; the text says why."""
-
-
-class NoAnswer(ValueError):
-    """No coordinator answers at this address."""
-
-
-class Refused(ValueError):
-    """The coordinator answered no, with this HTTP status; the text says what to do."""
-
-    def __init__(self, status: int, detail: str) -> None:
-        super().__init__(f"{detail} (HTTP {status})")
-        self.status = status
-
-
-EXITS: Exits = {
-    BadFile: Exit.FAILED,
-    tls.BadCertificate: Exit.USAGE,
-    NoAnswer: Exit.UNREACHABLE,
-    Refused: lambda refused: of_status(refused.status),
-}
 
 
 def evaluate(
@@ -58,10 +34,12 @@ def evaluate(
     token: str | None = None,
     trust: tls.Tls | None = None,
 ) -> Evaluation:
-    """What the coordinator finds. token: an admin's; without, that of SPARROW_ADMIN_TOKEN. trust: certificates for
-    https.
+    """Return the coordinator's evaluation of its global model.
 
-    Raises FileNotFoundError, BadFile, WrongUsage for an address that is none, NoAnswer, Refused, tls.BadCertificate.
+    token: an admin's; by default that of SPARROW_ADMIN_TOKEN. trust: certificates for https.
+
+    Raises FileNotFoundError, BadTestFile, NoAnswer, EvaluationRefused; WrongUsage for an address or certificate that
+    cannot be used.
     """
     if not data.is_file():
         raise FileNotFoundError(f"there is no file {data}")
@@ -69,25 +47,29 @@ def evaluate(
         with data.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             tensors = {"inputs": arrays[inputs], "targets": arrays[targets]}
     except KeyError as missing:
-        raise BadFile(f"{data}: {missing}; name its arrays with --inputs and --targets") from None
+        raise BadTestFile(f"{data}: {missing}; name its arrays with --inputs and --targets") from None
     except (OSError, ValueError, EOFError, TypeError, BadZipFile) as error:
-        raise BadFile(f"{data} is not a file that numpy.savez wrote: {error}") from None
+        raise BadTestFile(f"{data} is not a file that numpy.savez wrote: {error}") from None
     token = token or os.environ.get("SPARROW_ADMIN_TOKEN")
     headers = {"Content-Type": checkpoint.MEDIA_TYPE, **({"Authorization": f"Bearer {token}"} if token else {})}
     url = f"{server.rstrip('/')}/v1/federations/{federation}/model/evaluation"
     try:
         verify = trust.context() if trust else True
         answer = httpx.post(url, content=checkpoint.save(tensors), headers=headers, timeout=SECONDS, verify=verify)
+    except tls.BadCertificate as error:
+        raise WrongUsage(str(error)) from None
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise WrongUsage(f"{server} is no address ({error}); give it as http://HOST:PORT or https://HOST") from None
+        raise WrongUsage(f"{server} is not an address ({error}); give it as http://HOST:PORT or https://HOST") from None
     except httpx.HTTPError as error:
         raise NoAnswer(f"{server} does not answer: {tls.explain(error) or tls.hint(error, server)}") from None
     if answer.is_error:
         try:
             detail = Problem.model_validate_json(answer.content).detail
         except ValueError:
-            raise NoAnswer(f"{server} answers {answer.status_code}, and is no coordinator") from None
-        raise Refused(answer.status_code, detail)
+            raise NoAnswer(
+                f"the server at {server} is not a coordinator (HTTP {answer.status_code}); check --server"
+            ) from None
+        raise EvaluationRefused(answer.status_code, detail)
     return Evaluation.model_validate_json(answer.content)
 
 
@@ -116,10 +98,9 @@ def _run(options: argparse.Namespace) -> None:
 
 COMMAND = Command(
     "sparrow evaluate",
-    "Have a running coordinator judge its global model on a test file.",
+    "Have a running coordinator evaluate its global model on a test file.",
     _options,
     _run,
-    EXITS,
     epilog="SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one.",
 )
 main = COMMAND.main

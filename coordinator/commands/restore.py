@@ -1,4 +1,4 @@
-"""``sparrow restore SOURCE``: bring a backup back, into an empty place.
+"""``sparrow restore SOURCE``: restore a backup into an empty folder or database.
 
 SOURCE is a folder that ``sparrow backup`` has made; where it goes is said by the coordinator's settings
 (``COORDINATOR_*``). Everything is checked first; what lies there already is never touched. The records come last, so
@@ -24,17 +24,16 @@ from sparrow.command_line.command import Command, Parser
 from sparrow.coordinator.commands.backup import (
     BLOBS_FOLDER,
     DUMP_FILE,
-    EXITS,
     FORMAT,
     SUMMARY_FILE,
-    BackupFailed,
     blobs_named,
     run_postgresql,
 )
-from sparrow.coordinator.commands.exits import NoRecords, read_settings, told
-from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.errors import BackupFailed, NoRecords
+from sparrow.coordinator.settings import Settings, read_settings
 from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, flush_folder, make_folder
 from sparrow.coordinator.storage.database import connect
+from sparrow.coordinator.storage.failing import database_errors
 from sparrow.coordinator.storage.store import RECORDS_FILE, lock_folder, open_blobs
 
 
@@ -46,7 +45,7 @@ def bring_back(settings: Settings, source: Path) -> None:
     try:
         summary = json.loads((source / SUMMARY_FILE).read_text())
     except FileNotFoundError:
-        raise NoRecords(f"{source} has no {SUMMARY_FILE}: it is no backup, or was not finished") from None
+        raise NoRecords(f"{source} has no {SUMMARY_FILE}: it is not a complete backup; give another folder") from None
     if summary["format"] != FORMAT:
         raise BackupFailed(f"{source} is of format {summary['format']}, this version reads {FORMAT}; update it")
     to_server = settings.database_url is not None
@@ -113,17 +112,16 @@ def _options(parser: Parser) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     settings = read_settings()
-    with told(settings.data_dir):
+    with database_errors(settings.data_dir):
         bring_back(settings, options.source)
     print("restored; start the coordinator with the same settings")
 
 
 COMMAND = Command(
     "sparrow restore",
-    "Bring a backup back, into an empty place.",
+    "Restore a backup into an empty folder or database.",
     _options,
     _run,
-    EXITS,
     epilog="Goes where COORDINATOR_DATA_DIR, COORDINATOR_DATABASE_URL and COORDINATOR_BLOBS say.",
 )
 main = COMMAND.main

@@ -18,25 +18,17 @@ from typing import Any
 
 import uvicorn
 
-from sparrow.command_line.command import Command, Exits, Parser, WrongUsage
-from sparrow.command_line.exits import Exit
-from sparrow.coordinator.commands.exits import EXITS as COMMON
-from sparrow.coordinator.commands.exits import read_settings, told
+from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.coordinator.commands.starting import Listening
+from sparrow.coordinator.errors import NoPort, StartFailed
+from sparrow.coordinator.settings import read_settings
+from sparrow.coordinator.storage.failing import database_errors
 
 LAST_PORT = 65535
 
 
-class NoPort(RuntimeError):
-    """The address cannot be listened on."""
-
-
-class StartFailed(RuntimeError):
-    """The coordinator did not start, and uvicorn's log says why."""
-
-
 class _Observed:
-    """An ASGI application of which the error that ended its start is kept, for uvicorn shows the traceback only."""
+    """An ASGI application that keeps the error which ended its start, since uvicorn shows only its traceback."""
 
     def __init__(self, app: Callable[..., Any]) -> None:
         self._app = app
@@ -58,24 +50,24 @@ class _Observed:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 has the system choose. Raises WrongUsage, NoPort."""
+    """Return a socket that listens there; for port 0 the system chooses one. Raises WrongUsage, NoPort."""
     if not 0 <= port <= LAST_PORT:  # the system's resolver would take the rest of a division by 65536
         raise WrongUsage(f"--port {port}: there is no such port; choose one from 1 to {LAST_PORT}, or 0 for any")
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # asyncio sends at once only on what says that it is TCP
-        door = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except (socket.gaierror, OverflowError, UnicodeError) as error:
         raise WrongUsage(f"--host {host} --port {port}: {error}") from None
     try:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind(address)
-        door.listen(2048)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
     except OSError as error:
-        door.close()
+        listener.close()
         hint = "; choose another --port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
         raise NoPort(f"{host}:{port} cannot be listened on: {error.strerror}{hint}") from None
-    return door
+    return listener
 
 
 def _options(parser: Parser) -> None:
@@ -92,10 +84,10 @@ def _run(options: argparse.Namespace) -> None:
             raise FileNotFoundError(f"{option}: there is no file {path}")
     if options.ssl_keyfile is not None and options.ssl_certfile is None:
         raise WrongUsage("--ssl-keyfile is of no use alone; give --ssl-certfile as well")
-    with listen(options.host, options.port) as door:
+    with listen(options.host, options.port) as listener:
         from sparrow.coordinator.main import create_app  # it looks at the environment when it is imported
 
-        host, port = door.getsockname()[:2]
+        host, port = listener.getsockname()[:2]
         listening = Listening(host, port, options.ssl_certfile is not None)
         observed = _Observed(create_app(settings, listening))
         server = uvicorn.Server(
@@ -108,23 +100,21 @@ def _run(options: argparse.Namespace) -> None:
         )
         try:
             with suppress(SystemExit):  # it says so where it did not start
-                server.run([door])
+                server.run([listener])
         except KeyboardInterrupt:
             raise KeyboardInterrupt("stopped; the same command goes on where it was") from None
     if observed.failure is not None:
-        with told(settings.data_dir):
+        with database_errors(settings.data_dir):
             raise observed.failure
     if not server.started:
         raise StartFailed("the coordinator did not start; see the lines above")
 
 
-EXITS: Exits = {**COMMON, NoPort: Exit.FAILED, StartFailed: Exit.FAILED}
 COMMAND = Command(
     "sparrow serve",
     "Run the coordinator.",
     _options,
     _run,
-    EXITS,
     epilog="Its settings are COORDINATOR_* (docs/settings.md); without any it makes a federation called default and "
     "keeps its data in ~/.local/state/sparrow-coordinator.",
 )

@@ -1,4 +1,4 @@
-"""What a coordinator says when it has started: where its data are, where its page is, and how a device joins it.
+"""The lines that a coordinator logs when it has started: its data folder, its page, and how a device joins.
 
 An application is not told where its server listens. ``sparrow serve`` says it; of ``uvicorn`` it is read from uvicorn's
 own command line, by uvicorn's own parser.
@@ -19,7 +19,7 @@ from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.store import RECORDS_FILE
 
 FORMER = Path("sparrow-data")
-"""Where the data were by default, in the folder in which the coordinator was started."""
+"""The former default folder of the data, below the folder in which the coordinator was started."""
 
 ELSEWHERE = {4: "192.0.2.1", 6: "2001:db8::1"}
 """Addresses of nobody (RFC 5737, RFC 3849): the way there begins at this machine's own address. Nothing is sent."""
@@ -27,7 +27,7 @@ ELSEWHERE = {4: "192.0.2.1", 6: "2001:db8::1"}
 
 @dataclass(frozen=True)
 class Listening:
-    """Where a coordinator listens."""
+    """The address on which a coordinator listens."""
 
     host: str
     port: int
@@ -35,13 +35,13 @@ class Listening:
 
     @property
     def url(self) -> str:
-        """The address at which others reach it: this machine's in its network, where it listens on all."""
+        """Return the address at which others reach it: this machine's in its network, if it listens on all."""
         host = _in_network(self.host)
         return f"http{'s' if self.tls else ''}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
 def by_uvicorn(arguments: Sequence[str]) -> Listening | None:
-    """Where ``uvicorn`` listens whose command line, its name first, this is; None for another or an unknown port."""
+    """Return the address of a ``uvicorn`` with this command line; None for another program or an unknown port."""
     if "uvicorn" not in (Path(arguments[0]).name, Path(arguments[0]).parent.name):
         return None
     from uvicorn.main import main
@@ -67,7 +67,7 @@ def introduction(settings: Settings, listening: Listening | None, *, enrolment_g
 
 
 def forgotten(settings: Settings) -> str | None:
-    """What to say of data in this folder that an earlier version left and this one does not use; None: there are none.
+    """Return a warning about unused data of an earlier version in this folder; None if there are none.
 
     Only where no folder was chosen.
     """
@@ -81,7 +81,7 @@ def forgotten(settings: Settings) -> str | None:
 
 
 def _in_network(host: str) -> str:
-    """The address by which others call this machine, where it listens on all of its addresses."""
+    """Return the address by which others call this machine, if it listens on all of its addresses."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -5,7 +5,7 @@
     sparrow token revoke 3f0c9a52d1e84b67
 
 It works on the records themselves, found by the same COORDINATOR_* settings as the coordinator's, which may be running;
-what it changes holds there within seconds. A secret is printed once, alone on stdout, and kept as its SHA-256 only.
+changes take effect there within seconds. A secret is printed once, alone on stdout, and kept as its SHA-256 only.
 Exit codes: docs/cli.md.
 """
 
@@ -26,14 +26,14 @@ from sqlalchemy.orm import Session
 
 from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
 from sparrow.command_line.table import table
-from sparrow.coordinator.commands.exits import EXITS, NoRecords, read_settings, told
-from sparrow.coordinator.errors import NotFound
+from sparrow.coordinator.errors import NoRecords, NotFound
 from sparrow.coordinator.fleet.access import KINDS, REMEMBER_SECONDS, digest_of, new_secret
 from sparrow.coordinator.fleet.devices import revoke as revoke_device
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.reports.records import iso
-from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.settings import Settings, read_settings
 from sparrow.coordinator.storage.database import WRITING, open_database
+from sparrow.coordinator.storage.failing import database_errors
 from sparrow.coordinator.storage.tables import Device, Federation, Token
 
 UNITS = {"m": 60, "h": 3600, "d": 24 * 3600}
@@ -41,7 +41,7 @@ UNITS = {"m": 60, "h": 3600, "d": 24 * 3600}
 
 @contextmanager
 def records(settings: Settings) -> Iterator[Session]:
-    """A transaction on the coordinator's records, committed when the block ends. Raises NoRecords, BadDatabase."""
+    """Open a transaction on the coordinator's records, committed when the block ends. Raises NoRecords, BadDatabase."""
     if settings.database_url is not None:
         engine = open_database(settings.database_url.get_secret_value())
     else:
@@ -59,7 +59,7 @@ def records(settings: Settings) -> Iterator[Session]:
 def create(
     db: Session, kind: str, now: float, *, note: str, uses: int | None, seconds: float | None, federation: str | None
 ) -> tuple[Token, str]:
-    """A new token, and its secret. seconds: how long it is good for; None for ever. Raises NotFound."""
+    """Create a token; return it and its secret. seconds: how long it is valid; None for ever. Raises NotFound."""
     secret = new_secret(kind)
     token = Token(
         id=secrets.token_hex(8),
@@ -77,7 +77,7 @@ def create(
 
 
 def revoke(db: Session, wanted: str, now: float) -> str:
-    """Take away the operator's or the device's token with this id; says whose. Raises NotFound."""
+    """Revoke the operator's or the device's token with this id; return a sentence that says so. Raises NotFound."""
     token = db.get(Token, wanted)
     if token is not None:
         token.revoked_at = token.revoked_at or now
@@ -90,7 +90,7 @@ def revoke(db: Session, wanted: str, now: float) -> str:
 
 
 def describe(token: Token, federation: str | None, now: float) -> dict[str, Any]:
-    """What there is to know of a token."""
+    """Return a description of a token."""
     status = "valid"
     if token.revoked_at is not None:
         status = "revoked"
@@ -115,7 +115,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.command == "create":
         _check(options)
     settings = read_settings()
-    with told(settings.data_dir), records(settings) as db:
+    with database_errors(settings.data_dir), records(settings) as db:
         text = {"create": _create, "list": _list, "revoke": _revoke}[options.command](db, options)
     print(text)  # not before the commit: a secret that was shown is good
 
@@ -218,7 +218,6 @@ COMMAND = Command(
     "Make, list and revoke tokens, beside a running coordinator or without one.",
     _options,
     _run,
-    EXITS,
     epilog="Finds the records by COORDINATOR_DATA_DIR or COORDINATOR_DATABASE_URL.",
 )
 main = COMMAND.main

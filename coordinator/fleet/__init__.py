@@ -1,1 +1,1 @@
-"""Federations, their devices, and who may do what."""
+"""Federations, their devices, and permissions."""

@@ -1,11 +1,11 @@
-"""Tokens of operators: what may be done with each, kept as digests beside the settings' own.
+"""Tokens of operators, kept as digests, beside those of the settings.
 
 An operator gives people and devices tokens of three kinds: ``admin`` to create and change federations, ``observer`` to
 look, ``enrolment`` to let a device in. They come from the settings (``COORDINATOR_ADMIN_TOKEN`` and so on) or from the
-records, where ``sparrow token`` puts and revokes them, also beside a running coordinator. What was
-looked up is remembered for ``REMEMBER_SECONDS``: so long may a token live on that another process revoked.
+records, where ``sparrow token`` puts and revokes them, also beside a running coordinator. A
+look-up is remembered for ``REMEMBER_SECONDS``: after that time every process knows of a revoked token.
 
-A secret is 256 random bits behind a prefix that says what it is, for scanners that look for leaked ones. It is looked
+A secret is 256 random bits behind a prefix with its kind, for scanners that look for leaked ones. It is looked
 up by its SHA-256: what the time of a look-up tells is about a digest of it, which nobody can steer.
 """
 
@@ -35,32 +35,33 @@ PREFIXES = {
     "device": "sparrow_device_",
 }
 REMEMBER_SECONDS = 5.0
-"""How long an answer of the records about a token is believed."""
+"""The time for which a look-up of a token is remembered."""
 
 MOST_REMEMBERED = 100_000
 """Tokens remembered at a time, of each sort; beyond it all are looked up anew."""
 
 
 def new_secret(kind: str) -> str:
-    """A fresh secret of a kind in ``PREFIXES``."""
+    """Return a new secret of a kind in ``PREFIXES``."""
     return PREFIXES[kind] + secrets.token_urlsafe(32)
 
 
 def secret_after(kind: str, before: bytes, key: str) -> str:
-    """The secret of a kind that follows the one of digest ``before`` for whoever has ``key``, a secret itself: the same
-    one, however often it is asked for."""
+    """Return the secret that follows the one of digest ``before`` for the holder of ``key``, a secret itself.
+
+    It is the same one at every call."""
     made = hmac.digest(key.encode(), kind.encode() + before, "sha256")
     return PREFIXES[kind] + base64.urlsafe_b64encode(made).rstrip(b"=").decode()
 
 
 def digest_of(secret: str) -> bytes:
-    """What is kept of a secret. It is random and long, so that one hash is enough: there is nothing to guess."""
+    """Return the digest of a secret. It is random and long, so that one hash is enough: there is nothing to guess."""
     return hashlib.sha256(secret.encode()).digest()
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Somebody who has shown an operator's token.
+    """The holder of an operator's token.
 
     token_id: its id in the records, None for a setting's. federation: the only one that it is for, by name, None for
     all. expires_at: seconds since the epoch, None for never.
@@ -72,7 +73,7 @@ class Holder:
     expires_at: float | None = None
 
     def reaches(self, federation: str | None) -> bool:
-        """Whether the token is for this federation; None: for what belongs to none."""
+        """Return whether the token is for this federation; None: for what belongs to none."""
         return self.federation is None or self.federation == federation
 
 
@@ -88,9 +89,9 @@ class Tokens:
         self._looked_at = -REMEMBER_SECONDS
 
     def guarded(self) -> frozenset[Kind]:
-        """The kinds of which there is, or ever was, a token: what they are for is open to nobody else.
+        """Return the kinds of which there is, or ever was, a token: their calls are open to nobody else.
 
-        One that was revoked or expired still counts, or else taking tokens away would open the doors.
+        One that was revoked or expired still counts, or else revoking tokens would open those calls.
         """
         if len(self._kinds) < len(KINDS) and not self.guarded_known():
             with self._store.reading() as db:
@@ -99,16 +100,16 @@ class Tokens:
         return self._kinds
 
     def forget(self) -> None:
-        """Forget what was looked up: the next call looks anew."""
+        """Forget all look-ups: the next call reads the records."""
         self._remembered.clear()
         self._looked_at = -REMEMBER_SECONDS
 
     def guarded_known(self) -> bool:
-        """Whether ``guarded`` answers without asking the records."""
+        """Return whether ``guarded`` answers without reading the records."""
         return len(self._kinds) == len(KINDS) or abs(self._clock() - self._looked_at) < REMEMBER_SECONDS
 
     def known_holder(self, secret: str) -> Holder | None:
-        """Who holds this token, where that was looked up a moment ago; reads no records."""
+        """Return the holder of this token if it was looked up a moment ago, without reading the records."""
         digest, now = digest_of(secret), self._clock()
         of_settings = [holder for known, holder in self._given if hmac.compare_digest(known, digest)]
         if of_settings:
@@ -119,7 +120,7 @@ class Tokens:
         return holder
 
     def find(self, secret: str) -> Holder | None:
-        """Who holds this token; None where it is unknown, revoked or expired."""
+        """Return the holder of this token; None if it is unknown, revoked or expired."""
         known = self.known_holder(secret)
         if known is not None:
             return known

@@ -1,4 +1,4 @@
-"""Devices: enrolment, tokens, and what changes about them."""
+"""Devices: enrolment, tokens, and changes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Devices:
     """Every enrolled device. Tokens and enrolment keys are kept hashed only.
 
     rotation_seconds: age at which a device is asked to take a new token, None for never. lifetime_seconds: age beyond
-    which a token is good for nothing, None for none. Who holds a token is remembered for ``REMEMBER_SECONDS``.
+    which a token is good for nothing, None for none. The holder of a token is remembered for ``REMEMBER_SECONDS``.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Devices:
         self._rotation_seconds = rotation_seconds
         self._lifetime_seconds = lifetime_seconds
         self._callers: dict[bytes, tuple[Caller, float]] = {}  # by the token's digest; with when it was looked up
-        self._changes = 0  # of tokens in this process: what was read before one is not remembered after it
+        self._changes = 0  # of tokens in this process: a look-up before one is not remembered after it
         self._remembering = threading.Lock()
 
     def enrol(self, federation_name: str, request: Enrol, token_id: str | None = None) -> Enrolled:
@@ -123,19 +123,19 @@ class Devices:
             return Enrolled(device_id=device.id, token=token, notice=_notice(federation, device))
 
     def known_caller(self, token: str) -> Caller | None:
-        """Who holds this token, where that was looked up a moment ago; reads no records."""
+        """Return the device that holds this token if it was looked up a moment ago, without reading the records."""
         caller, looked_at = self._callers.get(digest_of(token), (None, 0.0))
         now = self._clock()
         if caller is None or abs(now - looked_at) >= REMEMBER_SECONDS or self._is_over(caller, now):
             return None
         return caller
 
-    def was_here(self, token: str) -> bool:
-        """Whether this token was a device's when it was last looked up."""
+    def was_known(self, token: str) -> bool:
+        """Return whether this token was a device's when it was last looked up."""
         return digest_of(token) in self._callers
 
     def authenticate(self, token: str) -> Caller:
-        """Who holds this token. Raises NotAuthenticated, TokenExpired among them."""
+        """Return the device that holds this token. Raises NotAuthenticated, TokenExpired."""
         caller = self.known_caller(token) or self._look_up(digest_of(token))
         if self._is_over(caller, self._clock()):
             raise TokenExpired(
@@ -145,13 +145,13 @@ class Devices:
         return caller
 
     def wants_rotation(self, caller: Caller) -> bool:
-        """Whether the device should take a new token."""
+        """Return whether the device should take a new token."""
         return self._rotation_seconds is not None and self._clock() - caller.issued_at >= self._rotation_seconds
 
     def rotate(self, device_id: str) -> NewToken:
-        """A new token for a device. The old one is good until the new one is used for the first time.
+        """Return a new token for a device. The old one is valid until the new one is used for the first time.
 
-        So a lost answer does no harm: the device asks again, and what it never got is forgotten. Raises
+        So a lost answer does no harm: the device asks again, and the token it never got is forgotten. Raises
         NotAuthenticated.
         """
         token = new_secret("device")
@@ -173,7 +173,7 @@ class Devices:
     def _look_up(self, digest: bytes) -> Caller:
         now, changes, replaced = self._clock(), self._changes, None
         try:
-            with self._store.reading() as db:  # a stranger's token must not keep others from writing
+            with self._store.reading() as db:  # an unknown token must not keep others from writing
                 device, federation = _holder(db, digest)
             if device.token_sha256 != digest:  # it has used its new token: the old one is over
                 with self._store.writing() as db:
@@ -195,19 +195,19 @@ class Devices:
         return caller
 
     def _forget(self, digest: bytes | None) -> None:
-        """After the commit that took a token away: nobody who read the records before it remembers it."""
+        """Forget a token after the commit that revoked it; look-ups that read the records before do not keep it."""
         with self._remembering:
             self._changes += 1
             if digest is not None:
                 self._callers.pop(digest, None)
 
     def change(self, device_id: str, request: ChangeDevice) -> None:
-        """A new budget (from the next round on), a coming or going, a revocation. Raises NotFound."""
+        """Change a device's budget (from the next round on) or conditions, or revoke it. Raises NotFound."""
         revoked = None
         with self._store.writing() as db:
             device = db.get(Device, device_id)
             if device is None:
-                raise NotFound("there is no such device")
+                raise NotFound("this device does not exist; GET /v1/federations/NAME/devices lists all")
             if request.budget is not None:
                 device.budget = request.budget
                 device.limited_by = request.limited_by.value if request.limited_by else None
@@ -239,7 +239,7 @@ UNKNOWN = "the device token is unknown or revoked; enrol again"
 
 
 def revoke(db: Session, device: Device) -> None:
-    """Take a device's token away for good; nobody waits for it any more."""
+    """Revoke a device's token for good; its open assignments expire."""
     device.status, device.present, device.next_token_sha256 = "revoked", False, None
     _change_open(db, device.id, status="expired")
 
@@ -257,7 +257,7 @@ def _holder(db: Session, digest: bytes) -> tuple[Device, Federation]:
 
 
 def _notice(federation: Federation, device: Device) -> str | None:
-    """What the user of a newly enrolled device should know, or None."""
+    """Return a notice for the user of a newly enrolled device, or None."""
     smallest = smallest_budget(federation)
     if reaches(device.budget, smallest):
         return None
@@ -275,8 +275,9 @@ def _change_open(db: Session, device_id: str, **values: Any) -> None:
 
 
 def _take_back(db: Session, device_id: str, reason: str) -> None:
-    """What a device leaves open keeps no round waiting. Work for everyone is given again when it is back, and adapting
-    the finished model, for which nobody waits, stays."""
+    """Close the open assignments of a device that leaves, so that no round waits for them.
+
+    Work for everyone is given again when it is back; adapting the finished model, for which nobody waits, stays."""
     left = select(Assignment).where(Assignment.device_id == device_id, Assignment.status == "open")
     for assignment in db.scalars(left.where(Assignment.kind != "adapt")):
         assignment.status = "expired" if assignment.kind == "personalise" else "returned"
@@ -285,7 +286,7 @@ def _take_back(db: Session, device_id: str, reason: str) -> None:
 
 
 def _forgive_adapting(db: Session, device_id: str) -> None:
-    """A device that handed its adapting back and was started again may try once more."""
+    """Let a device that returned its adapting, and was started again, try once more."""
     db.execute(
         update(Assignment)
         .where(Assignment.device_id == device_id, Assignment.kind == "adapt", Assignment.status == "returned")

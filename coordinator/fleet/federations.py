@@ -1,4 +1,4 @@
-"""Federations from publication to the last word: creating, describing and steering them."""
+"""Federations: creation, description, changes and deletion."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class Federations:
         self._clock = clock
 
     def create(self, request: CreateFederation) -> FederationInfo:
-        """A federation of a built-in task, with initial weights drawn here. Raises BadContent, NameTaken."""
+        """Create a federation of a built-in task, with initial weights drawn here. Raises BadContent, NameTaken."""
         task = _built_in(request.task)
         return self._create(request, task.manifest, task.skeleton, None)
 
     def publish(self, body: bytes) -> FederationInfo:
-        """A federation of somebody's own model: a checkpoint as ``CreateFederation`` describes it."""
+        """Create a federation of a user's own model: a checkpoint as ``CreateFederation`` describes it."""
         request = CreateFederation.model_validate_json(checkpoint.read_note(body))
         tensors, _ = checkpoint.load(body)
         if request.task is not None:
@@ -96,8 +96,10 @@ class Federations:
         published: Tensors | None,
         published_bytes: int = 0,
     ) -> FederationInfo:
-        """published: the tensors that were sent, in so many bytes with all that came with them; None for a built-in
-        task, which has nothing that could be hostile."""
+        """Check and store a federation.
+
+        published: the tensors that were sent, in so many bytes with all that came with them; None for a built-in task,
+        which has nothing that could be hostile."""
         settings = completed(request.settings)
         published_as = {"settings": settings.model_dump(mode="json"), "model_digest": manifest.model_digest}
         method = _check_model(settings.method, manifest)
@@ -156,7 +158,7 @@ class Federations:
         self.create(CreateFederation(name="default", task=task, settings=settings))
 
     def change(self, name: str, request: ChangeFederation) -> FederationInfo:
-        """Pause, resume, stop, reopen, and change what holds from the next round on."""
+        """Pause, resume, stop or reopen a federation, or change settings from the next round on."""
         with self._store.writing() as db:
             federation = find(db, name)
             changed = request.model_dump(exclude={"action", "model_version"}, exclude_none=True)
@@ -184,9 +186,10 @@ class Federations:
             return self.describe(db, federation)
 
     def compare(self, name: str, wanted: CompareFederation) -> FederationInfo:
-        """The federation of this name, where it is the one that ``wanted`` would make: the same method, model and
-        settings, as they were when it was published. What an operator changed since is no difference, nor is what the
-        model's weights begin as. Raises NotFound, DifferentFederation, BadContent."""
+        """Return the federation of this name if ``wanted`` would make the same one: method, model and settings.
+
+        Those at its publication count: later changes of an operator are no difference, nor are the initial weights.
+        Raises NotFound, DifferentFederation, BadContent."""
         with self._store.reading() as db:
             federation = find(db, name)
             model = wanted.model_digest or _built_in(wanted.task).manifest.model_digest
@@ -213,8 +216,8 @@ class Federations:
     def delete(self, name: str) -> None:
         """Remove a federation that is not at work: its records, devices and models. Raises NotFound, WrongState.
 
-        Its devices' tokens are told so from then on. Tokens of operators that were for it alone are revoked, and stay:
-        that there was one keeps other federations' doors shut.
+        Later calls with its devices' tokens are answered so. Operators' tokens that were for it alone are revoked, and
+        stay in the records: their kind remains guarded.
         """
         with self._store.writing() as db:
             federation = find(db, name)
@@ -242,22 +245,22 @@ class Federations:
         self._models.drop(federation.id)
 
     def models(self, name: str) -> list[ModelInfo]:
-        """The global models that are kept, oldest first. Raises NotFound."""
+        """Return the global models that are kept, oldest first. Raises NotFound."""
         with self._store.reading() as db:
             return rollback.list_models(db, find(db, name), self._models)
 
     def list(self) -> list[FederationInfo]:
-        """Every federation, by age."""
+        """Return every federation, by age."""
         with self._store.reading() as db:
             return [self.describe(db, federation) for federation in db.scalars(select(Federation))]
 
     def get(self, name: str) -> FederationInfo:
-        """One federation. Raises NotFound."""
+        """Return one federation. Raises NotFound."""
         with self._store.reading() as db:
             return self.describe(db, find(db, name))
 
     def describe(self, db: Session, federation: Federation) -> FederationInfo:
-        """What anybody allowed to look learns of it."""
+        """Return the description of a federation."""
         manifest = self._models.manifest(federation)
         statuses = db.execute(
             select(Device.status, func.count()).where(Device.federation_id == federation.id).group_by(Device.status)
@@ -289,17 +292,17 @@ class Federations:
         )
 
     def manifest(self, name: str) -> Manifest:
-        """The manifest of the federation's model."""
+        """Return the manifest of the federation's model."""
         with self._store.reading() as db:
             return self._models.manifest(find(db, name))
 
     def skeleton(self, name: str) -> bytes:
-        """The ONNX skeleton of the federation's model."""
+        """Return the ONNX skeleton of the federation's model."""
         with self._store.reading() as db:
             return self._models.skeleton(find(db, name).id)
 
     def model(self, name: str, version: int | None = None) -> bytes:
-        """The newest global model, or one that is kept, as a checkpoint. Raises NoGlobalModel, NotFound."""
+        """Return the newest global model, or one that is kept, as a checkpoint. Raises NoGlobalModel, NotFound."""
         with self._store.reading() as db:
             federation = find(db, name)
         self._check_usable(federation)
@@ -313,7 +316,7 @@ class Federations:
             ) from None
 
     def model_onnx(self, name: str) -> bytes:
-        """The global model as ONNX. Raises NoGlobalModel."""
+        """Return the global model as ONNX. Raises NoGlobalModel."""
         from sparrow.export.skeleton import fill  # onnx, as above
 
         with self._store.reading() as db:
@@ -326,7 +329,7 @@ class Federations:
         return fill(self._models.skeleton(federation.id), manifest, tensors, metadata=note)
 
     def evaluate(self, name: str, body: bytes) -> Evaluation:
-        """The global model on test data (see ``judging``). Raises NoGlobalModel, BadContent."""
+        """Return the evaluation of the global model on test data. Raises NoGlobalModel, BadContent."""
         return judge(self.model_onnx(name), self.manifest(name), body)
 
     def _check_usable(self, federation: Federation) -> None:
@@ -336,7 +339,7 @@ class Federations:
 
 
 def _built_in(name: str | None) -> BuiltinTask:
-    """The built-in task of this name. Raises BadContent."""
+    """Return the built-in task of this name. Raises BadContent."""
     if name not in builtin_tasks():
         raise BadContent(
             f"task: {name!r} is not built in; choose one of {', '.join(builtin_tasks())}, or publish a model of your "
@@ -346,7 +349,7 @@ def _built_in(name: str | None) -> BuiltinTask:
 
 
 def completed(settings: FederationSettings) -> FederationSettings:
-    """The settings with every one of the method's own, so that devices need not know their defaults.
+    """Return the settings with every one of the method's own, so that devices need not know their defaults.
 
     Raises BadContent for a method that is not installed, and for settings that are not the method's.
     """
@@ -361,8 +364,10 @@ def completed(settings: FederationSettings) -> FederationSettings:
 
 
 def _check_model(name: str, manifest: Manifest) -> CoordinatorMethod:
-    """The method. Raises BadContent for a manifest without the coupling that it needs, and for statistics that are to
-    stay on devices which keep nothing between rounds."""
+    """Return the method.
+
+    Raises BadContent for a manifest without the coupling that it needs, and for statistics that are to stay on devices
+    which keep nothing between rounds."""
     method = load_method(name)
     if method.needs_coupling and not manifest.coupling:
         raise BadContent(
@@ -379,12 +384,12 @@ def _check_model(name: str, manifest: Manifest) -> CoordinatorMethod:
 
 
 def _next_id(db: Session) -> int:
-    """The id of the next federation: what a kill has left of a deleted one lies under its own."""
+    """Return the id of the next federation; no id is used twice, since a deleted one may have left blobs."""
     return 1 + max(db.scalar(select(func.max(table.id))) or 0 for table in (Federation, DeletedFederation))
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings, the method's own ones among the others."""
+    """Return the settings, the method's own ones among the others."""
     own = {f"method_settings.{name}": value for name, value in settings["method_settings"].items()}
     return {**{name: value for name, value in settings.items() if name != "method_settings"}, **own}
 
@@ -394,15 +399,15 @@ def _shown(value: Any) -> str:
 
 
 def find(db: Session, name: str) -> Federation:
-    """The federation of this name. Raises NotFound."""
+    """Return the federation of this name. Raises NotFound."""
     federation = db.scalar(select(Federation).where(Federation.name == name))
     if federation is None:
-        raise NotFound(f"there is no federation {name!r}; GET /v1/federations lists those that there are")
+        raise NotFound(f"there is no federation {name!r}; GET /v1/federations lists all")
     return federation
 
 
 def why_unusable(federation: Federation, manifest: Manifest) -> str | None:
-    """Why the global model cannot be used alone, or None where it can."""
+    """Return why the global model cannot be used alone, or None if it can."""
     if not load_method(federation.method).usable_global_model:
         return f"{federation.method} has no global model that can be used alone; export a device's personal model"
     if len(manifest.kept) > len(manifest.shared):

@@ -1,8 +1,8 @@
-"""When devices without work come again, so that however many there are, they do not come all at once.
+"""The polling schedule: devices without work ask again at different moments, however many there are.
 
 A fleet of n devices that may make r calls for work a second comes round once in a cycle of n / r seconds. In each cycle
 every device has one moment of its own, which follows from its id and the cycle's number: spread evenly, never the same
-neighbours twice, and the same again for whoever asks twice. So after an outage, when all come back together, the next
+neighbours twice, the same for one that asks twice. So after an outage, when all come back together, the next
 cycle is calm. Fleets that r calls a second suffice for are told the usual pause.
 """
 
@@ -19,13 +19,13 @@ from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Device, Federation
 
 COUNT_SECONDS = 10.0
-"""How long a count of the fleet is good for."""
+"""The time for which a count of the fleet is used."""
 
 OVER = (FederationStatus.finished.value, FederationStatus.stopped.value)
 
 
-class Pace:
-    """Tells devices when to come again. least: the usual pause, s. calls: most calls for work a second."""
+class Polling:
+    """The polling schedule of devices without work. least: the usual pause, s. calls: most calls for work a second."""
 
     def __init__(self, store: Store, clock: Callable[[], float], *, least: int, calls: float) -> None:
         self._store = store
@@ -36,7 +36,7 @@ class Pace:
         self._devices = 0
 
     def retry_after(self, device_id: str) -> int:
-        """The seconds, whole, after which this device shall ask again."""
+        """Return the whole seconds after which this device shall ask again."""
         now = self._clock()
         cycle = self._count(now) / self._calls
         if cycle <= self._least:
@@ -47,12 +47,12 @@ class Pace:
         return math.ceil((number + share) * cycle - now)
 
     def longest(self) -> float:
-        """The longest pause, s, that a device without work is asked for now."""
+        """Return the longest pause, s, that a device without work is asked for now."""
         cycle = self._count(self._clock()) / self._calls
         return self._least if cycle <= self._least else math.ceil(2 * cycle)
 
     def _count(self, now: float) -> int:
-        """Devices that ask for work: those of federations that are not over."""
+        """Return the number of devices that ask for work: those of federations that are not over."""
         if now - self._counted_at >= COUNT_SECONDS:
             asking = (
                 select(func.count())

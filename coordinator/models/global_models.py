@@ -4,8 +4,8 @@ A payload is not stored: which values it holds follows from the assignment (mode
 and from the mask that the device holds, so it is packed when asked for, and a restarted coordinator packs the same
 bytes again. The last few are remembered (``payloads``).
 
-What a method keeps beside a model's values lies in a second file of the same version. Masks of elements also lie by
-themselves, under their digests, as long as a device holds them: what changed since then is what it is sent. So do the
+A method's own arrays lie in a second file of the same version. Masks of elements also lie by themselves, under their
+digests, as long as a device holds them: it is sent the changes since then. So do the
 masks of neurons that devices have chosen, whose values are what these are sent. Where a method knows what of the values
 changed since a round, a device that holds the model of that round is sent no more.
 """
@@ -35,24 +35,24 @@ from sparrow.coordinator.storage.tables import Assignment, Device, Federation, R
 
 @dataclass(frozen=True)
 class Retention:
-    """Which global models are kept beside those in use: the newest ``last``, and every ``every``-th (0: none)."""
+    """The rule for old global models: the newest ``last`` are kept, and every ``every``-th (0: none)."""
 
     last: int = 1
     every: int = 0
 
     def kept(self, versions: Iterable[int]) -> set[int]:
-        """Those of ``versions`` that are kept."""
+        """Return which of ``versions`` are kept."""
         numbers = sorted(versions)
         return {*numbers[-self.last :], *(number for number in numbers if self.every and number % self.every == 0)}
 
 
 def settings_of(federation: Federation) -> FederationSettings:
-    """The federation's settings, checked when they were stored."""
+    """Return the federation's settings, checked when they were stored."""
     return FederationSettings.model_validate(federation.settings)
 
 
 def job_of(federation: Federation) -> str:
-    """The name that draws of this federation go by: its name and seed, so that seeds decide."""
+    """Return the name used in this federation's draws: its name and seed."""
     return f"{federation.name}:{settings_of(federation).seed}"
 
 
@@ -67,7 +67,7 @@ class Models:
         self._payloads = Payloads()
 
     def manifest(self, federation: Federation) -> Manifest:
-        """The federation's manifest."""
+        """Return the federation's manifest."""
         if federation.id not in self._manifests:
             with self._store.reading() as db:
                 text = db.scalars(select(Federation.manifest).where(Federation.id == federation.id)).one()
@@ -80,14 +80,14 @@ class Models:
         self._store.blobs.put(f"{federation_id}/skeleton.onnx", skeleton)
 
     def skeleton(self, federation_id: int) -> bytes:
-        """The ONNX skeleton of the forward pass."""
+        """Return the ONNX skeleton of the forward pass."""
         try:
             return self._store.blobs.get(f"{federation_id}/skeleton.onnx")
         except FileNotFoundError:
             raise NotFound("this federation was published without an ONNX skeleton") from None
 
     def save(self, federation_id: int, version: int, model: GlobalModel) -> str:
-        """Store a global model durably; returns the SHA-256 of the file of its values."""
+        """Store a global model durably; return the SHA-256 of the file of its values."""
         if model.mask is not None or model.own:
             state = {f"own:{name}": array for name, array in model.own.items()}
             if model.mask is not None:
@@ -100,7 +100,7 @@ class Models:
         return hashlib.sha256(body).hexdigest()
 
     def digest(self, federation: Federation, version: int) -> str | None:
-        """SHA-256 of the file of a model's values, by which devices say which they hold; None where none asks that."""
+        """Return the SHA-256 of a model's file, by which devices name it; None if the method needs none."""
         if not load_method(federation.method).sends_changes:
             return None
         if version == federation.model_version:
@@ -108,23 +108,23 @@ class Models:
         return hashlib.sha256(self.file(federation.id, version)).hexdigest()
 
     def file(self, federation_id: int, version: int) -> bytes:
-        """The values of a global model as stored: a checkpoint."""
+        """Return the values of a global model as stored: a checkpoint."""
         return self._store.blobs.get(model_key(federation_id, version))
 
     def versions(self, federation_id: int) -> dict[int, int]:
-        """The global models that are stored, oldest first, and the bytes of each one's values."""
+        """Return the global models that are stored, oldest first, and the bytes of each one's values."""
         sizes = self._store.blobs.sizes(f"{federation_id}/models")
         versions = {key: int(key.rpartition("/")[2].partition(".")[0]) for key in sizes}
         return {number: sizes[key] for key, number in versions.items() if key == model_key(federation_id, number)}
 
     def kept(self, federation: Federation) -> dict[int, int]:
-        """The global models that stay, oldest first, and the bytes of each one's values: others may go at any time."""
+        """Return the global models that are kept, oldest first, with the bytes of each; others may go at any time."""
         versions = self.versions(federation.id)
         stay = self._retention.kept(versions) | {federation.model_version}
         return {number: size for number, size in versions.items() if number in stay}
 
     def model(self, federation: Federation, version: int) -> GlobalModel:
-        """A global model."""
+        """Return a global model."""
         latest = self._latest.get(federation.id)
         if latest is None or latest[0] != version:
             model = self._load(federation, version)
@@ -159,7 +159,7 @@ class Models:
                     self._store.blobs.delete(key)
 
     def keep_mask(self, federation: Federation, mask: NeuronMask) -> str:
-        """Store a mask that a device has chosen; returns its digest."""
+        """Store a mask that a device has chosen; return its digest."""
         manifest = self.manifest(federation)
         digest = mask_digest(manifest, mask)
         self._keep_mask(federation.id, digest, mask_to_file(manifest, mask))
@@ -171,7 +171,7 @@ class Models:
             self._store.blobs.put(key, data)
 
     def _held_mask(self, federation: Federation, device: Device) -> ElementMask | NeuronMask | None:
-        """The mask that a device said it holds, where that is one of this federation's."""
+        """Return the mask that a device said it holds, if it is one of this federation's."""
         if device.mask is None:
             return None
         try:
@@ -183,8 +183,10 @@ class Models:
     def mask(
         self, federation: Federation, device: Device, assignment: Assignment
     ) -> tuple[Mask | None, NeuronDraw | None]:
-        """What of the model an assignment trains, and its seed form, if any; (None, None) for everything, and where the
-        device has yet to choose: because it never did, lost its state, or has another budget now."""
+        """Return the mask that an assignment trains under, and its seed form, if any.
+
+        (None, None) for everything, and if the device has yet to choose: it never did, lost its state, or has another
+        budget now."""
         if assignment.ratio is None:
             return self.model(federation, assignment.model_version).mask, None
         manifest, method = self.manifest(federation), load_method(federation.method)
@@ -198,8 +200,8 @@ class Models:
         return draw_neurons(manifest, draw), draw
 
     def payload(self, federation: Federation, device: Device, assignment: Assignment) -> Packed:
-        """The bundle of global values that an assignment sends down."""
-        # What is not cut for one device's neurons is the same for all that hold the same mask.
+        """Return the bundle of global values that an assignment sends down."""
+        # A payload that is not cut for one device's neurons is the same for all that hold the same mask.
         whose = None if assignment.full or assignment.ratio is None else assignment.id
         version, plan = assignment.model_version, json.dumps(assignment.plan)
         sends_changes = load_method(federation.method).sends_changes
@@ -228,8 +230,9 @@ class Models:
         )
 
     def _round_of(self, federation: Federation, digest: str | None) -> int | None:
-        """The number of a round that the global model so called came of; None for one that is not known here, or was
-        undone: what has changed since is not what today's model remembers."""
+        """Return the number of the round that made the model with this digest; None for an unknown or undone one.
+
+        Today's model does not remember the changes since an undone one."""
         if digest is None:
             return None
         of_digest = select(Round.number).where(
@@ -240,12 +243,12 @@ class Models:
 
 
 def model_key(federation_id: int, version: int) -> str:
-    """Of a global model's values."""
+    """Return the key of a global model's values."""
     return f"{federation_id}/models/{version:09d}.safetensors"
 
 
 def state_key(federation_id: int, version: int) -> str:
-    """Of what its method keeps beside them, if anything."""
+    """Return the key of what a method keeps beside the values, if anything."""
     return f"{federation_id}/models/{version:09d}.state.safetensors"
 
 

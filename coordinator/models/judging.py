@@ -1,4 +1,4 @@
-"""The global model on an operator's own test data, run by ONNX Runtime: no torch."""
+"""Evaluation of the global model on an operator's test data, by ONNX Runtime, without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)"
 
 
 def judge(model: bytes, manifest: Manifest, body: bytes) -> Evaluation:
-    """Mean cross-entropy and accuracy of an ONNX ``model`` on a test file.
+    """Return the mean cross-entropy and accuracy of an ONNX ``model`` on a test file.
 
     body: a safetensors file of ``inputs`` [N, *input_shape], prepared as in training, and ``targets`` [N], classes.
     Raises BadContent where it is not that, and for a model whose outputs are no scores of classes.

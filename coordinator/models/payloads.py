@@ -1,4 +1,4 @@
-"""The payloads that were packed last, each once for all who ask for it.
+"""A cache of payloads: each is packed once for all devices that ask for it.
 
 A device asks twice (size and digest first, then the bytes), a broken download asks again, and where a round's devices
 are all sent the same they ask at the same moment: the first packs it, the others wait for that.
@@ -28,14 +28,14 @@ class Packed:
 
 
 class Payloads:
-    """The last few, up to ``PAYLOAD_CACHE_BYTES``."""
+    """The latest payloads, up to ``PAYLOAD_CACHE_BYTES``."""
 
     def __init__(self) -> None:
         self._packed: OrderedDict[Key, Future[Packed]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: Key, pack: Callable[[], bytes]) -> Packed:
-        """The payload of this key; ``pack`` makes it where nobody has. Raises what that raises."""
+        """Return the payload of this key; ``pack`` makes it if nobody has. Raises the errors of ``pack``."""
         with self._lock:
             packed = self._packed.get(key)
             if packed is not None:
@@ -51,7 +51,7 @@ class Payloads:
             body = pack()
         except BaseException as error:
             with self._lock:
-                if self._packed.get(key) is mine:  # whoever asks next may have more luck
+                if self._packed.get(key) is mine:  # the next caller may succeed
                     del self._packed[key]
             mine.set_exception(error)
             raise

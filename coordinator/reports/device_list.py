@@ -1,4 +1,4 @@
-"""Who is in a federation, and what each device is doing or why it does not train: in pages, for there may be many."""
+"""Device lists of a federation, in pages: what each device is doing, or why it does not train."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 
 Order = Literal["name", "budget", "seen", "stopped", "-name", "-budget", "-seen", "-stopped"]
-"""What a list of devices is ordered by; with a minus, the largest or latest first."""
+"""The orders of a list of devices; with a minus, the largest or latest first."""
 
 _COLUMNS = {"name": Device.name, "budget": Device.budget, "seen": Device.seen_at, "stopped": Device.stopped_round}
 assert set(_COLUMNS) == {order.removeprefix("-") for order in get_args(Order)}
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Which devices of a federation. search: part of the name or board, whatever its case."""
+class DeviceQuery:
+    """A selection of a federation's devices. search: part of the name or board, in any case."""
 
     search: str = ""
     doing: Doing | None = None
@@ -35,41 +35,41 @@ class Wanted:
     limit: int | None = None
 
 
-class Roster:
+class DeviceLists:
     """The devices of every federation."""
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store = store
         self._clock = clock
 
-    def list(self, federation_name: str, wanted: Wanted | None = None) -> tuple[list[DeviceInfo], int]:
-        """The devices wanted, and how many there are on all pages. Raises NotFound."""
-        wanted = wanted or Wanted()
+    def list(self, federation_name: str, query: DeviceQuery | None = None) -> tuple[list[DeviceInfo], int]:
+        """Return the selected devices, and the number of those on all pages. Raises NotFound."""
+        query = query or DeviceQuery()
         with self._store.reading() as db:
             federation = find(db, federation_name)
             doing = doing_of(federation, self._clock())
             those = [Device.federation_id == federation.id]
-            if wanted.search:
+            if query.search:
                 where = (Device.name, Device.profile["board"].as_string())
-                those.append(or_(*(text.icontains(wanted.search, autoescape=True) for text in where)))
-            if wanted.doing is not None:
-                those.append(doing == wanted.doing.value)
+                those.append(or_(*(text.icontains(query.search, autoescape=True) for text in where)))
+            if query.doing is not None:
+                those.append(doing == query.doing.value)
             total = db.scalar(select(func.count()).select_from(Device).where(*those)) or 0
-            column = _COLUMNS[wanted.order.removeprefix("-")]
-            ordered = column.desc() if wanted.order.startswith("-") else column.asc()
+            column = _COLUMNS[query.order.removeprefix("-")]
+            ordered = column.desc() if query.order.startswith("-") else column.asc()
             page = (
                 select(Device, doing)
                 .where(*those)
                 .order_by(ordered.nulls_last(), Device.name, Device.id)
-                .offset(wanted.offset)
-                .limit(wanted.limit)
+                .offset(query.offset)
+                .limit(query.limit)
                 .options(undefer(Device.profile))
             )
             return [_info(device, Doing(what)) for device, what in db.execute(page)], total
 
 
 def count_doing(db: Session, federation: Federation, now: float) -> dict[Doing, int]:
-    """The federation's devices by what they are doing."""
+    """Return the number of a federation's devices for each ``Doing``."""
     doing = doing_of(federation, now).label("doing")
     each = select(doing).where(Device.federation_id == federation.id).subquery()
     rows = db.execute(select(each.c.doing, func.count()).group_by(each.c.doing))
@@ -77,7 +77,7 @@ def count_doing(db: Session, federation: Federation, now: float) -> dict[Doing, 
 
 
 def doing_of(federation: Federation, now: float) -> ColumnElement[str]:
-    """SQL that says of each device what it is doing, or why it does not train: a value of ``Doing``."""
+    """Return SQL for what each device is doing, or why it does not train: a value of ``Doing``."""
     asked = select(Assignment.device_id).where(Assignment.federation_id == federation.id, Assignment.status == "open")
     return case(
         (Device.status == "revoked", Doing.revoked.value),

@@ -1,4 +1,4 @@
-"""What Prometheus is told: counted where it happens, or read from the records in a few bounded queries.
+"""Metrics for Prometheus: counted as they happen, or read from the records in a few bounded queries.
 
 No label is per device: there may be many. Counters begin anew when the process does, as Prometheus expects.
 """
@@ -45,7 +45,7 @@ class Metrics:
         )
         self.refused = Counter(
             "sparrow_updates_refused",
-            "Updates refused, by what was wrong",
+            "Updates refused, by reason",
             ["federation", "reason"],
             registry=self.registry,
         )
@@ -88,7 +88,7 @@ class Metrics:
         store.blobs = timed
 
     def observe_records(self, store: Store) -> None:
-        """Read from its records, at every look, what is not counted here."""
+        """Read the other metrics from its records, at every look."""
         self.registry.register(_Records(store))
 
 
@@ -115,7 +115,7 @@ class _TimedBlobs:
 
 
 class _Records(Collector):
-    """Where federations stand, in three queries and two for each federation, none of which grows with the rounds."""
+    """The state of all federations, from three queries and two for each; none grows with the number of rounds."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -166,7 +166,7 @@ class _Records(Collector):
 
 
 def _privacy(db: Session, federation: Federation, settings: FederationSettings) -> PrivacySpent | None:
-    """What the record of the last round says of differential privacy, where the federation promises it."""
+    """Return the differential privacy in the record of the last round, if the federation promises it."""
     if settings.noise_multiplier is None:
         return None
     last = select(Round.notes).where(Round.federation_id == federation.id, Round.number == federation.round)
@@ -175,7 +175,7 @@ def _privacy(db: Session, federation: Federation, settings: FederationSettings) 
 
 
 def _accuracies(db: Session, federation: Federation, settings: FederationSettings) -> dict[str, float]:
-    """Mean accuracy of each model over the devices that judged it last: ``personal``, ``global``.
+    """Return the mean accuracy of each model over the devices that evaluated it last: ``personal``, ``global``.
 
     Only the rounds that were judged last are looked at, and the database does the sums.
     """
@@ -201,7 +201,7 @@ def _accuracies(db: Session, federation: Federation, settings: FederationSetting
 
 @contextmanager
 def counted_refusals(refused: Counter, federation: str) -> Iterator[None]:
-    """Count what is raised within, by its kind."""
+    """Count the errors within, by their class."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What the page shows of a federation (``edge_sdk.protocol.overview``), from a bounded number of queries.
+"""The overview of a federation for the page (``edge_sdk.protocol.overview``), from a bounded number of queries.
 
 Rounds are thinned here: beyond ``MOST_POINTS`` of them, two, four, eight and so on become one point. Their records stay
 in the database, which hands out only the few values that charts show.
@@ -62,12 +62,12 @@ class Overviews:
         self._clock = clock
 
     def newest(self) -> str | None:
-        """The name of the federation that was made last, None where there is none."""
+        """Return the name of the federation that was made last, None if there is none."""
         with self._store.reading() as db:
             return db.scalar(select(Federation.name).order_by(Federation.id.desc()).limit(1))
 
     def look(self, name: str, since: int | None = None) -> Overview:
-        """The federation now; with ``since``, only the points from that round on, and of rounds a little before it.
+        """Return the overview now; with ``since``, only the points from that round on, and of rounds shortly before it.
         Raises NotFound."""
         federation_id = self._records.refresh(name)
         now = self._clock()
@@ -108,7 +108,7 @@ class Overviews:
 
 
 def span_of(rounds: int) -> int:
-    """How many rounds become one point, where there are so many: a power of two."""
+    """Return how many rounds become one point, for so many rounds: a power of two."""
     span = 1
     while span * MOST_POINTS < rounds:
         span *= 2
@@ -116,12 +116,12 @@ def span_of(rounds: int) -> int:
 
 
 def _start(number: int, span: int) -> int:
-    """The first round of the point that round ``number`` is in; rounds count from 1, and preparing ones before."""
+    """Return the first round of the point that round ``number`` is in; rounds count from 1, preparing ones before."""
     return (number - 1) // span * span + 1
 
 
 def _rows(db: Session, federation: Federation, first: int | None) -> list[dict[str, Any]]:
-    """Of each closed round its number and what ``_points`` adds up, None where a record has none."""
+    """Return of each closed round its number and the values that ``_points`` adds up, None if it has none."""
     summary = Round.summary
     columns = [summary[name].as_float().label(name) for name in (*_SUMS, *_LAST)]
     columns += [summary[(phase, "seconds")].as_float().label(f"{phase}_seconds") for phase in _PHASES]
@@ -168,7 +168,7 @@ def _open_round(db: Session, federation: Federation, records: Records) -> OpenRo
     if current is None:
         return None
     its_own = Assignment.round == current.number
-    if settings_of(federation).buffer is not None:  # whoever trains, since whichever round, brings what may count here
+    if settings_of(federation).buffer is not None:  # any device that trains may bring an update that counts here
         its_own = or_(Assignment.status == "open", UNCOUNTED, and_(its_own, Assignment.status != "done"))
     of_round = (Assignment.federation_id == federation.id, Assignment.kind.in_(COHORT_KINDS), its_own)
     by_status = select(Assignment.status, func.count()).where(*of_round).group_by(Assignment.status)
@@ -188,7 +188,7 @@ def _open_round(db: Session, federation: Federation, records: Records) -> OpenRo
 
 
 def _evaluations(db: Session, federation: Federation) -> tuple[int, int | None]:
-    """How many are still to come, and of which round the oldest is."""
+    """Return how many evaluations are open, and the round of the oldest."""
     open_ones = select(func.count(), func.min(Assignment.round)).where(
         Assignment.federation_id == federation.id, Assignment.status == "open", Assignment.kind == "evaluate"
     )
@@ -197,8 +197,8 @@ def _evaluations(db: Session, federation: Federation) -> tuple[int, int | None]:
 
 
 def _moved(db: Session, federation: Federation) -> int:
-    """Bytes that the federation's devices say they moved."""
-    each = cast(Device.bytes_down + Device.bytes_up, Double)  # no sum of what strangers say overflows
+    """Return the bytes that the federation's devices report to have moved."""
+    each = cast(Device.bytes_down + Device.bytes_up, Double)  # no sum of values from devices overflows
     return int(db.scalar(select(func.coalesce(func.sum(each), 0.0)).where(Device.federation_id == federation.id)) or 0)
 
 
@@ -211,7 +211,7 @@ def _lines(db: Session) -> tuple[FederationLine, ...]:
 
 
 def _counted(counter: Counter, federation: str) -> list[tuple[str, int]]:
-    """What a counter of this process has counted for a federation, by its other label."""
+    """Return the counts of this process for a federation, by the counter's other label."""
     samples = next(iter(counter.collect())).samples
     mine = [each for each in samples if each.name.endswith("_total") and each.labels["federation"] == federation]
     return [(each.labels.get("reason", ""), int(each.value)) for each in mine if each.value]

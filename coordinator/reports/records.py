@@ -1,4 +1,4 @@
-"""What happened in each round, summed from the reports of its assignments.
+"""The record of each round, summed from the reports of its assignments.
 
 A record is made when somebody looks, and remembered until another fact comes (an evaluation, the cost of an upload).
 Bytes, seconds and joules are sums over devices; joules that were measured and joules that were estimated stay apart.
@@ -30,7 +30,7 @@ from edge_sdk.protocol.messages import (
 )
 from sparrow.coordinator.errors import NotFound
 from sparrow.coordinator.fleet.federations import find
-from sparrow.coordinator.fleet.last_heard import Heard
+from sparrow.coordinator.fleet.last_seen import LastSeen
 from sparrow.coordinator.methods import load_method
 from sparrow.coordinator.rounds.assignments import COHORT_KINDS, UNCOUNTED
 from sparrow.coordinator.storage.store import Store
@@ -44,14 +44,16 @@ class Records:
     """The records of every round. bring: writes down what waits in memory, before anybody looks. heard: when devices
     were."""
 
-    def __init__(self, store: Store, bring: Callable[[], None], clock: Callable[[], float], heard: Heard) -> None:
+    def __init__(
+        self, store: Store, bring: Callable[[], None], clock: Callable[[], float], last_seen: LastSeen
+    ) -> None:
         self._store = store
         self._bring = bring
         self._clock = clock
-        self._heard = heard
+        self._last_seen = last_seen
 
     def rounds(self, federation_name: str) -> list[RoundRecord]:
-        """A record per round, the open one last. Raises NotFound."""
+        """Return a record per round, the open one last. Raises NotFound."""
         federation_id = self.refresh(federation_name)
         with self._store.reading() as db:
             rounds = db.scalars(select(Round).where(Round.federation_id == federation_id).order_by(Round.number))
@@ -74,7 +76,7 @@ class Records:
         return federation_id
 
     def reports(self, federation_name: str, number: int) -> list[DeviceReport]:
-        """What each device answered in round ``number``, training first, by name. Raises NotFound."""
+        """Return the report of each device in round ``number``, training first, by name. Raises NotFound."""
         self._bring()
         with self._store.reading() as db:
             federation = find(db, federation_name)
@@ -102,7 +104,7 @@ class Records:
         ]
 
     def open_work(self, federation_name: str) -> OpenWork:
-        """Who is being waited for, oldest work first. Raises NotFound."""
+        """Return the open assignments, oldest first. Raises NotFound."""
         with self._store.reading() as db:
             federation = find(db, federation_name)
             assignments = self.awaited(db, Assignment.federation_id == federation.id)
@@ -114,7 +116,7 @@ class Records:
         )
 
     def awaited(self, db: Session, *those: ColumnElement[bool], most: int | None = None) -> tuple[OpenAssignment, ...]:
-        """The first of those assignments that are open, oldest first."""
+        """Return the first of those assignments that are open, oldest first."""
         rows = db.execute(
             select(
                 *(Assignment.id, Device.name, Assignment.kind, Assignment.round, Assignment.created_at),
@@ -132,14 +134,14 @@ class Records:
                 kind=Kind(kind),
                 round=number,
                 since=iso(since),
-                heard_at=iso(self._heard.at(device_id, seen_at)),
+                heard_at=iso(self._last_seen.at(device_id, seen_at)),
             )
             for assignment_id, name, kind, number, since, device_id, seen_at in rows
         )
 
 
 def report_of(assignment: Assignment) -> UpdateReport | Receipt:
-    """The report of an assignment that is done."""
+    """Return the report of an assignment that is done."""
     kind = UpdateReport if assignment.kind in COHORT_KINDS else Receipt
     return kind.model_validate(assignment.report)
 
@@ -157,19 +159,19 @@ def _look(db: Session, item: Round) -> RoundRecord:
 
 
 def _in_its_model(item: Round) -> ColumnElement[bool]:
-    """In buffered rounds: the updates in a round's model, or, while it is open, those that wait to be."""
+    """Return SQL, for buffered rounds, of the updates in a round's model, or, while it is open, of those that wait."""
     return Assignment.counted_round == item.number if item.status == "closed" else UNCOUNTED
 
 
 def _counts(assignment: Assignment, item: Round) -> bool:
-    """Whether an update that was acknowledged is one of this round's."""
+    """Return whether an update that was acknowledged is one of this round's."""
     if assignment.arrival is None:
         return assignment.round == item.number
     return assignment.counted_round == (item.number if item.status == "closed" else None)
 
 
 def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecord:
-    """The record of one round from its assignments (with their devices' names)."""
+    """Return the record of one round from its assignments (with their devices' names)."""
     training = [(assignment, name) for assignment, name in rows if assignment.kind in COHORT_KINDS]
     done = [(each, name) for each, name in training if each.status == "done" and _counts(each, item)]
     training = [(assignment, name) for assignment, name in training if assignment.round == item.number]
@@ -231,7 +233,7 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
 
 
 def with_joules_per_point(records: Sequence[RoundRecord]) -> list[RoundRecord]:
-    """The records, in their order, each judged one with what a point of accuracy took since the one before."""
+    """Return the records, each evaluated one with the joules that a point of accuracy took since the one before."""
     found, before = [], None
     measured = estimated = 0.0
     for record in records:
@@ -250,12 +252,12 @@ def with_joules_per_point(records: Sequence[RoundRecord]) -> list[RoundRecord]:
 
 
 def iso(seconds: float) -> str:
-    """Seconds since the epoch as ISO 8601 in UTC."""
+    """Return seconds since the epoch as ISO 8601 in UTC."""
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
 
 
 def _upload(assignment: Assignment) -> Phase:
-    """What an upload cost; until the device says so, at least the bytes that arrived."""
+    """Return the cost of an upload; until the device reports it, at least the bytes that arrived."""
     if assignment.upload_cost is not None:
         return Phase.model_validate(assignment.upload_cost)
     return Phase(bytes_up=assignment.update_bytes or 0)
@@ -274,7 +276,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def bottom_decile(values: Iterable[float | None]) -> float | None:
-    """The floor(N/10)-th worst of the N values that are known, counted from 1; None where none is."""
+    """Return the floor(N/10)-th worst of the N values that are known, counted from 1; None if none is."""
     known = sorted(value for value in values if value is not None)
     return known[max(1, len(known) // 10) - 1] if known else None
 

@@ -1,1 +1,1 @@
-"""Rounds: who takes part, what is asked, how updates become the next model."""
+"""Rounds: cohorts, assignments, and the way from updates to the next model."""

@@ -1,4 +1,8 @@
-"""Taking in what devices send: checked, stored durably, acknowledged once."""
+"""Acceptance of updates and receipts: each is checked, stored durably, and acknowledged once.
+
+An update is decoded here once. The sums take the decoded values from memory (``intake.DecodedUpdates``) if they are
+still there, else from the disk.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,23 @@ from sqlalchemy.orm import Session
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol import messages as wire
 from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.masks import NeuronMask, count_values, same_mask
+from edge_sdk.protocol.masks import Mask, NeuronMask, count_values, same_mask
 from edge_sdk.protocol.neurons import fits_ratio
-from sparrow.coordinator.errors import BadContent, DifferentUpdate, NotFound, RoundClosed, WrongMediaType, explain
+from sparrow.coordinator.errors import (
+    BadContent,
+    DifferentUpdate,
+    NotFound,
+    RoundClosed,
+    TooLarge,
+    WrongMediaType,
+    explain,
+)
 from sparrow.coordinator.methods import Situation, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, owned, touch, update_key
 from sparrow.coordinator.rounds.buffered import number_arrival
 from sparrow.coordinator.rounds.cleanup import drop_unneeded
+from sparrow.coordinator.rounds.intake import DecodedUpdates
 from sparrow.coordinator.rounds.sums import difference
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
@@ -42,11 +55,12 @@ _ACCEPT = (
 
 
 class Acceptance:
-    """Answers devices that send updates and receipts."""
+    """Takes in what devices send: updates and receipts. decoded: keeps updates in memory for the round's sums."""
 
-    def __init__(self, store: Store, models: Models) -> None:
+    def __init__(self, store: Store, models: Models, decoded: DecodedUpdates) -> None:
         self._store = store
         self._models = models
+        self._decoded = decoded
 
     def check_owner(self, assignment_id: str, device_id: str) -> None:
         """Raise NotFound or NotAllowed unless it is an assignment of this device."""
@@ -54,21 +68,27 @@ class Acceptance:
             owned(db, assignment_id, device_id)
 
     def check_envelope(self, assignment_id: str, device_id: str, media_type: str) -> int:
-        """Before a byte of an update is read: may this device send this? Returns the longest body accepted, in bytes.
+        """Return the longest body, in bytes, that an update may have, before a byte of it is read.
 
         Raises NotFound, NotAllowed, WrongMediaType.
         """
         with self._store.reading() as db:
             assignment, device, federation = owned(db, assignment_id, device_id)
+        return self._envelope(assignment, device, federation, media_type)[0]
+
+    def _envelope(
+        self, assignment: Assignment, device: Device, federation: Federation, media_type: str
+    ) -> tuple[int, Mask | None]:
+        """Return the longest body that is valid, and the mask of an open assignment. Raises WrongMediaType."""
         wanted = bundle.MEDIA_TYPE if assignment.kind in BUNDLE_KINDS else JSON_TYPE
         if media_type != wanted:
             raise WrongMediaType(f"an update of kind {assignment.kind} is sent as {wanted}, not as {media_type!r}")
         if assignment.kind not in BUNDLE_KINDS:
-            return LARGEST_RECEIPT
+            return LARGEST_RECEIPT, None
         manifest, mask = self._models.manifest(federation), None
-        if assignment.status == "open":  # else the model may be gone, and all that is left to say is that it is settled
+        if assignment.status == "open":  # else the model may be gone, and the answer is only that it is settled
             mask, _ = self._models.mask(federation, device, assignment)
-        return bundle.largest_bundle(
+        longest = bundle.largest_bundle(
             # Devices may have masks of elements of their own, with more elements than the global one.
             count_values(manifest, None if isinstance(mask, ElementMask) else mask),
             settings_of(federation).precision_of("up", wire.Kind(assignment.kind)),
@@ -76,38 +96,47 @@ class Acceptance:
             elements=mask is None or isinstance(mask, ElementMask),
             gradients=load_method(federation.method).wants_gradients(assignment.plan or {}),
         )
+        return longest, mask
 
     def accept_update(
         self,
         assignment_id: str,
         device_id: str,
         body: bytes | memoryview,
+        media_type: str = bundle.MEDIA_TYPE,
         digest: str | None = None,
         file: Path | None = None,
     ) -> bool:
-        """Check, store and acknowledge an update; True when it is new, False for the same one again.
+        """Authorise, check, store and record an update; return True if it is new, False if it is the same one again.
 
-        digest: its SHA-256, where that is known. file: one of this machine that holds it, too, where there is one.
+        digest: its SHA-256, if that is known. file: one of this machine that holds it, too, if there is one.
 
-        Raises BadContent, DifferentUpdate, RoundClosed, NotAllowed, NotFound. When it returns, the update survives a
-        power cut and counts in its round exactly once.
+        Raises NotFound, NotAllowed, WrongMediaType, TooLarge, RoundClosed, DifferentUpdate, BadContent. When it
+        returns, the update survives a power cut and counts in its round exactly once.
         """
         digest = digest or hashlib.sha256(body).hexdigest()
         with self._store.reading() as db:
             assignment, device, federation = owned(db, assignment_id, device_id)
+        longest, mask = self._envelope(assignment, device, federation, media_type)
+        if len(body) > longest:
+            raise TooLarge(
+                f"the body has {len(body)} bytes, nothing valid here is longer than {longest}; send only the mask's"
+            )
         if self._settled(assignment, digest):
             return False
-        report, chosen = self._check_update(federation, device, assignment, body)
+        report, decoded, chosen = self._check_update(federation, device, assignment, mask, body)
         changed: dict[str, Any] = {}
         keys: list[str] = []
         if assignment.kind in BUNDLE_KINDS:
-            # Who trained holds the model's mask, though it has not said so yet: it may not be lost with this round.
+            # A device that trained holds the model's mask, though it has not said so: the mask must outlive the round.
             mask = self._models.model(federation, assignment.model_version).mask
             held = mask.digest if mask is not None else self._models.keep_mask(federation, chosen) if chosen else None
             if held is not None and held != device.mask:
                 changed["mask"] = held
             keys = [update_key(federation.id, assignment.id, digest)]
             self._store.blobs.write(keys[0], body, file)
+            if decoded is not None and self._store.shared is None:  # else another process may make the sums
+                self._decoded.put(keys[0], decoded)
         if not device.holds_model and _leaves_model(federation, assignment):
             changed["holds_model"] = True
         if isinstance(report, wire.UpdateReport) and report.status == "stopped":
@@ -131,6 +160,8 @@ class Acceptance:
         try:
             new = self._store.record(write_down, keys)
         except (DifferentUpdate, NotFound, RoundClosed):
+            for key in keys:
+                self._decoded.take(key)
             drop_unneeded(self._store, federation.id, keys)
             raise
         if not new:
@@ -139,7 +170,7 @@ class Acceptance:
 
     @staticmethod
     def _settled(assignment: Assignment, digest: str) -> bool:
-        """True for the same update again. Raises where the assignment takes no update any more."""
+        """Return True for the same update again. Raises DifferentUpdate, RoundClosed if it is settled otherwise."""
         if assignment.status == "done":
             if assignment.update_sha256 == digest:
                 return True
@@ -152,14 +183,22 @@ class Acceptance:
         return False
 
     def _check_update(
-        self, federation: Federation, device: Device, assignment: Assignment, body: bytes | memoryview
-    ) -> tuple[wire.UpdateReport | wire.Receipt, NeuronMask | None]:
-        """The report, and the neurons that the device has chosen, if that is what it does."""
+        self,
+        federation: Federation,
+        device: Device,
+        assignment: Assignment,
+        mask: Mask | None,
+        body: bytes | memoryview,
+    ) -> tuple[wire.UpdateReport | wire.Receipt, bundle.Bundle | None, NeuronMask | None]:
+        """Return the report, the decoded bundle if it is one, and the neurons that the device has chosen, if it does.
+
+        mask: the assignment's. Raises BadContent, BundleError.
+        """
         try:
             if assignment.kind == wire.Kind.personalise:
-                return wire.UpdateReport.model_validate_json(bytes(body)), None
+                return wire.UpdateReport.model_validate_json(bytes(body)), None, None
             if assignment.kind not in BUNDLE_KINDS:
-                return wire.Receipt.model_validate_json(bytes(body)), None
+                return wire.Receipt.model_validate_json(bytes(body)), None, None
             model = self._models.model(federation, assignment.model_version)
             decoded = bundle.decode(body, self._models.manifest(federation), model.mask)
             report = wire.UpdateReport.model_validate_json(decoded.report)
@@ -170,7 +209,6 @@ class Acceptance:
         if decoded.precision != precision:
             raise BadContent(f"values: sent as {decoded.precision}, the federation's precision is {precision}")
         method, plan = load_method(federation.method), assignment.plan or {}
-        mask, _ = self._models.mask(federation, device, assignment)
         situation = Situation(self._models.manifest(federation), settings, assignment.round, plan)
         if assignment.kind == wire.Kind.prepare and decoded.mask is None:
             raise BadContent("mask: an update that prepares the model says what exists of it; send it with its mask")
@@ -203,11 +241,11 @@ class Acceptance:
                     f"hand the assignment back, or train with a lower learning rate or a clip"
                 )
         chosen = decoded.mask if method.devices_choose and isinstance(decoded.mask, NeuronMask) else None
-        return report, chosen
+        return report, decoded, chosen
 
 
 def _leaves_model(federation: Federation, assignment: Assignment) -> bool:
-    """Whether a device that answered this assignment holds a personal model from then on."""
+    """Return whether a device that answered this assignment holds a personal model from then on."""
     if assignment.kind in BUNDLE_KINDS:
         return load_method(federation.method).personal_models
     return assignment.kind != wire.Kind.evaluate

@@ -1,4 +1,4 @@
-"""Assignments: what a device was asked to do, and where that stands in the records.
+"""Assignments of devices, and their state in the records.
 
 Statements of every call of a device are made once: SQLAlchemy takes longer to put one together than SQLite to answer.
 """
@@ -20,10 +20,10 @@ from sparrow.coordinator.models.global_models import settings_of
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 
 COHORT_KINDS = (Kind.train.value, Kind.personalise.value, Kind.prepare.value)
-"""What a round's cohort can be asked to do; a federation's method decides which of them."""
+"""The kinds of work of a round's cohort; a federation's method decides which of them."""
 
 BUNDLE_KINDS = (Kind.train.value, Kind.prepare.value)
-"""What is answered with values of the model."""
+"""The kinds of work that are answered with values of the model."""
 
 UNCOUNTED = and_(Assignment.arrival.is_not(None), Assignment.counted_round.is_(None))
 """SQL, of an assignment in buffered rounds: its update has come, and waits to count in one."""
@@ -55,10 +55,10 @@ _COHORT = (
 
 
 def owned(db: Session, assignment_id: str, device_id: str) -> tuple[Assignment, Device, Federation]:
-    """An assignment of this device, with both. Raises NotFound, NotAllowed."""
+    """Return an assignment of this device, the device and its federation. Raises NotFound, NotAllowed."""
     row = db.execute(_OWNED, {"assignment_id": assignment_id}).first()
     if row is None:
-        raise NotFound("there is no such assignment; ask for the next one")
+        raise NotFound("this assignment does not exist; ask for the next one")
     assignment, device, federation = row
     if device.id != device_id:
         raise NotAllowed("this assignment belongs to another device; ask for your own")
@@ -66,8 +66,9 @@ def owned(db: Session, assignment_id: str, device_id: str) -> tuple[Assignment, 
 
 
 def oldest_open(db: Session, device_id: str) -> tuple[Device, Federation, Assignment | None]:
-    """A device, its federation and its oldest open assignment: an evaluation before the round after it. Raises
-    FederationDeleted."""
+    """Return a device, its federation and its oldest open assignment: an evaluation before the round after it.
+
+    Raises FederationDeleted."""
     row = db.execute(_OLDEST_OPEN, {"asking_id": device_id}).first()
     if row is None:
         raise FederationDeleted
@@ -76,12 +77,12 @@ def oldest_open(db: Session, device_id: str) -> tuple[Device, Federation, Assign
 
 
 def open_round(db: Session, federation: Federation) -> Round | None:
-    """The federation's open round, of which there is at most one."""
+    """Return the federation's open round, of which there is at most one."""
     return db.scalar(_OPEN_ROUND, {"federation_id": federation.id})
 
 
 class Drawable(NamedTuple):
-    """What drawing a device, and giving it work, needs to know of it: there may be many."""
+    """The few columns of a device that drawing it and giving it work need: there may be many devices."""
 
     id: str
     name: str
@@ -91,7 +92,7 @@ class Drawable(NamedTuple):
 
 @dataclass(frozen=True)
 class Member:
-    """What moving a round needs to know of one of its assignments."""
+    """The few columns of an assignment that moving its round needs."""
 
     id: str
     device_id: str
@@ -101,7 +102,7 @@ class Member:
 
 
 def cohort_of(db: Session, federation: Federation, number: int) -> list[Member]:
-    """The assignments of a round's cohort, in its order."""
+    """Return the assignments of a round's cohort, in its order."""
     rows = db.execute(_COHORT, {"federation_id": federation.id, "number": number})
     return [Member(*row) for row in rows]
 
@@ -139,8 +140,9 @@ def assign(
 
 
 def missed_work(db: Session, device_id: str, number: int) -> tuple[Assignment | None] | None:
-    """None for a device that has done the work of round ``number``, handed it back, or was drawn since; else its
-    assignment, if it ever had one."""
+    """Return the assignment of a device that missed round ``number``, if it ever had one, in a tuple of one.
+
+    None for a device that has done the work, handed it back, or was drawn since."""
     since = select(Assignment).where(Assignment.device_id == device_id, Assignment.round >= number)
     found = db.scalars(since.where(Assignment.kind.in_(COHORT_KINDS)).order_by(Assignment.round.desc())).first()
     settled = found is not None and (found.status in ("done", "returned") or found.kind != Kind.personalise.value)
@@ -150,7 +152,7 @@ def missed_work(db: Session, device_id: str, number: int) -> tuple[Assignment | 
 
 
 def drop_late_work(db: Session, device_ids: Sequence[str]) -> None:
-    """Devices that are drawn again need not do any more what they missed."""
+    """Close the late work of devices that are drawn again."""
     late = update(Assignment).where(Assignment.device_id.in_(device_ids), Assignment.status == "open")
     db.execute(late.where(Assignment.kind == Kind.personalise.value).values(status="expired"))
 
@@ -169,7 +171,7 @@ def extend_deadlines(db: Session, federation: Federation, now: float) -> None:
 
 
 def forget_adapted(db: Session, federation: Federation) -> None:
-    """Before a federation goes on: what devices without personal models adapted will not be its last global model."""
+    """Forget adapted models before a federation goes on: they are not of its last global model any more."""
     if load_method(federation.method).personal_models:
         return
     db.execute(update(Device).where(Device.federation_id == federation.id).values(holds_model=False))
@@ -178,20 +180,20 @@ def forget_adapted(db: Session, federation: Federation) -> None:
 
 
 def touch(db: Session, federation_id: int, number: int) -> None:
-    """A fact about a round has come: its cached record is stale."""
+    """Mark the cached record of a round as stale, since a fact about it has come."""
     db.execute(update(Round).where(Round.federation_id == federation_id, Round.number == number).values(stale=True))
 
 
 def update_folder(federation_id: int) -> str:
-    """Where a federation's stored updates lie."""
+    """Return the folder of a federation's stored updates."""
     return f"{federation_id}/updates"
 
 
 def assignment_of(key: str) -> str:
-    """The assignment whose stored update lies under this key."""
+    """Return the assignment whose stored update lies under this key."""
     return key.rpartition("/")[2].partition(".")[0]
 
 
 def update_key(federation_id: int, assignment_id: str, digest: str) -> str:
-    """Named by its content too: of two bodies that race for one assignment, the one recorded is the one folded."""
+    """Return the key of an update. It names the content: of two bodies, the recorded one is folded."""
     return f"{update_folder(federation_id)}/{assignment_id}.{digest}"

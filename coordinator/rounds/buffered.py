@@ -1,4 +1,4 @@
-"""Buffered asynchronous rounds: nobody waits for the slowest, and nobody's work is thrown away for being late.
+"""Buffered asynchronous rounds: they do not wait for the slowest device, and late updates count.
 
     w_i ← w_i + Σ_k n_k s(τ_k) Δ_ki / Σ_k n_k          over those of K updates that sent weight i
 
@@ -62,7 +62,7 @@ def number_arrival(db: Session, federation_id: int, assignment_id: str) -> None:
 
 
 def arrivals(db: Session, federation: Federation, after: int = 0, most: int | None = None) -> list[Arrival]:
-    """The next updates that count in no round yet, behind number ``after``, in their order."""
+    """Return the next updates that count in no round yet, behind number ``after``, in their order."""
     statement = _ARRIVALS if most is None else _ARRIVALS.limit(most)
     rows = db.execute(statement, {"federation_id": federation.id, "after": after})
     return [Arrival(row[0] or 0, row[1], row[2] or "", row[3]) for row in rows]
@@ -79,21 +79,22 @@ def count_in(db: Session, federation: Federation, number: int, last: int) -> Non
 
 
 def working(db: Session, federation: Federation) -> dict[str, str]:
-    """Who trains, for whichever round they began to: device id -> assignment id."""
+    """Return the devices that train, for any round: device id -> assignment id."""
     rows = db.execute(select(Assignment.device_id, Assignment.id).where(*_WORKING), {"federation_id": federation.id})
     return {row[0]: row[1] for row in rows}
 
 
 def staleness_weight(models_behind: int, exponent: float) -> float:
-    """s(τ) = (1 + τ)^-a of an update whose model was so many models older than today's."""
+    """Return s(τ) = (1 + τ)^-a of an update whose model was so many models older than today's."""
     return float((1 + models_behind) ** -exponent)
 
 
 def bring_forward(
     manifest: Manifest, values: Array, mask: Mask | None, began: Tensors, now: Tensors, weight: float
 ) -> NDArray[np.float32]:
-    """An update's values as if its device had begun from ``now``: what it moved from ``began``, times ``weight``,
-    added to today's values. Float32 [count_values(manifest, mask)]."""
+    """Return an update's values as if its device had begun from ``now``: float32 [count_values(manifest, mask)].
+
+    Its difference from ``began``, times ``weight``, is added to today's values."""
     moved = difference(manifest, began, values, mask)
     return (pack(manifest, now, mask) + weight * moved).astype(np.float32)
 

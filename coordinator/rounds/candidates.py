@@ -1,4 +1,4 @@
-"""Which of a federation's devices a round can be given to, who of them is drawn, and whether a round follows at all."""
+"""Candidates: the devices that a round can be given to, the draw among them, and the end of a federation."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from sparrow.coordinator.rounds.cohort import Candidate, choose, choose_each
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 
 SLACK = 1e-9
-"""What an accident of binary floats may make a budget smaller by: 1 - 0.7 exceeds 0.3."""
+"""The error of binary floats that a budget may have: 1 - 0.7 exceeds 0.3."""
 
 
 def devices_of(db: Session, federation: Federation, statuses: Sequence[str]) -> list[Device]:
-    """The federation's devices of these statuses."""
+    """Return the federation's devices of these statuses."""
     return list(db.scalars(select(Device).where(Device.federation_id == federation.id, Device.status.in_(statuses))))
 
 
 def situation_of(db: Session, manifest: Manifest, federation: Federation, number: int) -> Situation:
-    """What a method knows of round ``number`` when it opens, and when it closes."""
+    """Return the situation of round ``number`` for its method, when it opens and when it closes."""
     enrolled = [
         device
         for device in devices_of(db, federation, ("active", "stopped"))
@@ -45,13 +45,13 @@ def situation_of(db: Session, manifest: Manifest, federation: Federation, number
 
 
 def drawable(db: Session, federation: Federation, now: float) -> list[Drawable]:
-    """The devices that a cohort can be drawn from: not stopped, there, not resting, and with a budget that reaches."""
+    """Return the devices that a cohort can be drawn from: present, not stopped, not resting, with enough budget."""
     smallest = smallest_budget(federation)
     return [device for device in able(db, federation, now) if reaches(device.budget, smallest)]
 
 
 def able(db: Session, federation: Federation, now: float) -> list[Drawable]:
-    """The devices that could train now, whatever their budget."""
+    """Return the devices that could train now, whatever their budget."""
     rows = db.execute(
         select(Device.id, Device.name, Device.budget, Device.holds_model).where(
             Device.federation_id == federation.id, Device.status == "active", Device.present, Device.rest_until <= now
@@ -61,17 +61,17 @@ def able(db: Session, federation: Federation, now: float) -> list[Drawable]:
 
 
 def smallest_budget(federation: Federation) -> float:
-    """The budget below which a device is not drawn."""
+    """Return the budget below which a device is not drawn."""
     return load_method(federation.method).smallest_budget(settings_of(federation))
 
 
 def reaches(budget: float, smallest: float) -> bool:
-    """Whether a device of this budget is drawn."""
+    """Return whether a device of this budget is drawn."""
     return budget >= smallest - SLACK
 
 
 def draw(db: Session, federation: Federation, active: Sequence[Drawable], size: int, number: int) -> list[str]:
-    """The names of a round's cohort, sorted; who is drawn, and how, is in ``cohort``, and in ``privacy``."""
+    """Return the names of a round's cohort, sorted; ``cohort`` and ``privacy`` describe the draw."""
     settings, job = settings_of(federation), job_of(federation)
     if settings.noise_multiplier is not None:
         enrolled = len(devices_of(db, federation, ("active", "stopped")))
@@ -88,7 +88,7 @@ def draw(db: Session, federation: Federation, active: Sequence[Drawable], size: 
 
 
 def why_over(db: Session, federation: Federation) -> str | None:
-    """The reason why no round follows, or None."""
+    """Return the reason why no round follows, or None."""
     if federation.round >= settings_of(federation).rounds:
         return "max_rounds"
     enrolled = db.execute(
@@ -101,7 +101,7 @@ def why_over(db: Session, federation: Federation) -> str | None:
 
 
 def what_is_missing(db: Session, federation: Federation, now: float) -> str | None:
-    """What keeps a running federation from opening its next round, in words, or None."""
+    """Return, in words, what keeps a running federation from opening its next round, or None."""
     if federation.status != "running" or open_round(db, federation) or drawable(db, federation, now):
         return None
     if why_over(db, federation):

@@ -1,4 +1,4 @@
-"""Blobs that no record names any more: what a round was made of when it has closed, and what kills left behind.
+"""Cleanup of blobs that no record names: the updates of closed rounds, and files that killed processes left.
 
 An update is needed from its acknowledgement until its round has closed; a global model while it is the current one, an
 open assignment is about it, or it is kept by rule (``models.Retention``); a mask while a device holds it.
@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 
 
 def clear(store: Store, models: Models, federation_id: int) -> None:
-    """Remove a federation's leftovers. What lies there of an open assignment is none: it may be on its way to the
-    records."""
+    """Remove the blobs of a federation that no record names.
+
+    Updates of open assignments stay: they may be on their way to the records."""
     with store.reading() as db:
         federation = db.get_one(Federation, federation_id)
         open_ones = db.execute(
@@ -49,8 +50,9 @@ def clear(store: Store, models: Models, federation_id: int) -> None:
 
 
 def clear_all(store: Store, models: Models) -> None:
-    """Remove what kills left behind, of every federation that is or was. What keeps one from being cleared is logged:
-    it does no harm to the others, nor to its rounds."""
+    """Remove what killed processes left behind, of all federations, deleted ones among them.
+
+    An error is logged: it harms neither the other federations nor the rounds of this one."""
     with store.reading() as db:
         federations = db.scalars(select(Federation.id)).all()
         deleted = db.scalars(select(DeletedFederation.id)).all()
@@ -61,7 +63,7 @@ def clear_all(store: Store, models: Models) -> None:
             else:
                 clear(store, models, federation_id)
         except Exception:
-            log.exception("what is left over of federation %s could not be removed", federation_id)
+            log.exception("unused files of federation %s could not be removed", federation_id)
 
 
 def clear_deleted(store: Store, federation_id: int) -> None:
@@ -84,7 +86,7 @@ def drop_unneeded(store: Store, federation_id: int, keys: Sequence[str]) -> None
 
 
 def _needed(db: Session, federation_id: int, late: Sequence[Arrival]) -> set[str]:
-    """The keys of updates that are acknowledged, and in no closed round's model."""
+    """Return the keys of updates that are acknowledged, and in no closed round's model."""
     of_round = and_(Round.federation_id == Assignment.federation_id, Round.number == Assignment.round)
     rows = db.execute(
         select(Assignment.id, Assignment.update_sha256)

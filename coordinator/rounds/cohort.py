@@ -1,4 +1,4 @@
-"""Who takes part in a round: a draw without replacement that a restarted coordinator repeats.
+"""The cohort of a round: a draw without replacement that a restarted coordinator repeats.
 
 uniform              everybody has the same chance
 least_recently       those whose last round lies furthest back come first, those that have had none before all others
@@ -32,7 +32,7 @@ class Candidate:
 def choose(
     candidates: Iterable[Candidate], size: int, *, job: str, round_number: int, policy: CohortPolicy = "uniform"
 ) -> list[str]:
-    """The names of ``size`` of the candidates (all, where there are fewer), sorted."""
+    """Return the names of ``size`` of the candidates (all, if there are fewer), sorted."""
 
     def key(each: Candidate) -> tuple[float, bytes]:
         chance = _digest(each.name, job, round_number)
@@ -46,7 +46,7 @@ def choose(
 
 
 def choose_each(names: Iterable[str], chance: float, *, job: str, round_number: int) -> list[str]:
-    """Those of ``names`` that are drawn, each by itself with this chance, sorted: nobody's draw depends on another."""
+    """Return the names that are drawn, sorted: each by itself with this chance, so no draw depends on another."""
     return sorted(name for name in names if _share(_digest(name, job, round_number)) <= chance)
 
 
@@ -55,5 +55,5 @@ def _digest(name: str, job: str, round_number: int) -> bytes:
 
 
 def _share(digest: bytes) -> float:
-    """In (0, 1], uniform."""
+    """Return a uniform number in (0, 1]."""
     return (int.from_bytes(digest[:6], "big") + 1) / 2**48

@@ -1,4 +1,4 @@
-"""What uploads cost the devices, and all that they moved so far, which they can tell only afterwards."""
+"""Costs of uploads, and all bytes that a device moved so far, which it can report only afterwards."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from sparrow.coordinator.storage.tables import Assignment, Device
 
 
 class UploadCosts:
-    """Kept in memory until a round closes or somebody looks: not worth a transaction of its own."""
+    """Costs of uploads, kept in memory until a round closes or somebody looks: not worth a transaction of their own."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._costs: deque[tuple[str, UploadCost]] = deque(maxlen=100_000)
 
     def note(self, device_id: str, cost: UploadCost) -> None:
-        """Keep what a device's last upload cost it; the first word counts, and a stranger's none."""
+        """Keep what a device's last upload cost it; its first report counts, and only for its own assignment."""
         self._costs.append((device_id, cost))
 
     def write(self) -> None:
-        """Bring what was kept in memory to the records."""
+        """Write to the records what was kept in memory."""
         costs: list[tuple[str, UploadCost]] = []
         while self._costs:
             costs.append(self._costs.popleft())

@@ -1,4 +1,4 @@
-"""Handing out work: what a device that asks is given, its payload, and work that is handed back."""
+"""Dispatch: assignments for devices that ask for work, their payloads, and work that is handed back."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 log = logging.getLogger(__name__)
 
 REST_SECONDS = 60.0
-"""How long a device that handed its work back is not drawn: what kept it (heat, load, a diverging loss) takes time to
+"""A device that handed its work back is not drawn for so long: the cause (heat, load, a diverging loss) takes time to
 pass, and a lone device would otherwise hand back a federation's rounds one after the other."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a device that asks for work is given, if anything, and whether it had been thought away."""
+    """The answer to a device that asks for work: its assignment, if any, and whether it was taken to be away."""
 
     assignment: wire.Assignment | None
     was_away: bool = False
@@ -44,17 +44,17 @@ class Dispatch:
     def next_assignment(
         self, device_id: str, mask: str | None = None, model: str | None = None, *, asked: bool = True
     ) -> Asked:
-        """The device's oldest open assignment, or none. Raises Finished when there will be none.
+        """Return the device's oldest open assignment, or none. Raises Finished when there will be none.
 
         A device that comes after the end, without a model, is given ``adapt`` first. mask: the digest of the mask that
         it holds; model: that of the global model that it can rebuild. asked: False for another look within one long
-        poll: whoever has left since it asked, perhaps without a word to the poll, stays away.
+        poll: a device that has left since it asked, perhaps in another call, stays away.
         """
         now = self._clock()
         with self._store.reading() as db:
             device, federation, assignment = oldest_open(db, device_id)
         away = asked and not device.present
-        # A poll is no fact worth a write (``heard``), unless the device was thought away, or holds another mask or
+        # A poll is no fact worth a write (``last_seen``), unless the device was thought away, or holds another mask or
         # model than it did.
         if away or (asked and (mask, model) != (device.mask, device.model)):
             holds = {"mask": mask, "model": model, "paused": None}
@@ -75,7 +75,7 @@ class Dispatch:
         return Asked(None if assignment is None else self._describe(federation, device, assignment, now), away)
 
     def payload(self, assignment_id: str, device_id: str) -> Packed:
-        """The bundle of an open assignment of this device. Raises NotFound, NotAllowed, RoundClosed."""
+        """Return the bundle of an open assignment of this device. Raises NotFound, NotAllowed, RoundClosed."""
         with self._store.reading() as db:
             assignment, device, federation = owned(db, assignment_id, device_id)
         if assignment.status != "open":
@@ -85,14 +85,14 @@ class Dispatch:
         return self._models.payload(federation, device, assignment)
 
     def check_open(self, assignment_id: str, device_id: str) -> None:
-        """Raise RoundClosed where nobody waits for this assignment any more; NotFound, NotAllowed."""
+        """Raise RoundClosed if this assignment is not open any more; NotFound, NotAllowed."""
         with self._store.reading() as db:
             assignment, _, _ = owned(db, assignment_id, device_id)
         if assignment.status != "open":
             raise RoundClosed(f"the assignment is {assignment.status}: nobody waits for it any more")
 
     def hand_back(self, assignment_id: str, device_id: str, reason: wire.PauseReason | str) -> None:
-        """The device cannot do it: it is out of this round. Handing back twice is the same as once.
+        """Take an assignment back from a device that cannot do it; twice is the same as once.
 
         One whose policy says so stays away until it asks for work again; others rest.
         """
@@ -116,7 +116,7 @@ class Dispatch:
             )
 
     def _late_work(self, federation: Federation, device_id: str) -> Assignment | None:
-        """The work of the last round for everyone, for a device that has not done it and was not drawn since."""
+        """Return the work of the last round for everyone, if the device has not done it and was not drawn since."""
         method = load_method(federation.method)
         if not method.for_everyone:  # asked at every poll: what follows validates the settings
             return None

@@ -7,10 +7,10 @@
     assignment   open --> done (update accepted) | returned (handed back)
                       --> expired (deadline, silence of its device, or the quorum was met)
 
-Buffered rounds, which do not wait for their cohort, are in ``buffer``.
+Buffered rounds, which do not wait for their cohort, are in ``buffered``.
 
-Where a method has one device prepare the model, that is round 0; it is tried again, with whoever is there, until an
-update comes of it.
+If a method has one device prepare the model, that is round 0; it is repeated, with any device that is present, until
+an update comes.
 
 Calls from devices only record facts, each in one transaction: enrolled, asked, handed back, sent an update.
 ``advance`` turns facts into progress: it opens rounds, folds updates into running sums, closes rounds. It is called by
@@ -24,8 +24,8 @@ whatever order they arrive, and memory does not grow with the cohort.
 A round closes in two steps: first the new model's files, then the commit of the transaction that moves everything on.
 Killed between them, the coordinator finds the round still open, and does the same again.
 
-Devices that miss a deadline, or are not heard of for ``silence_seconds`` while somebody waits for them, are not drawn
-again until they ask for work, those that hand back not for a minute. Silence counts only while this process looks:
+Devices that miss a deadline, or are not seen for ``silence_seconds`` while their work is awaited, are not drawn again
+until they ask for work; those that hand back are not drawn for a minute. Silence counts only while this process looks:
 after a restart, a pause, or a time in which no call could come, it counts anew. A round whose cohort sent nothing is
 recorded with no updates and leaves the model as it was; the next opens when somebody is there.
 """
@@ -43,7 +43,7 @@ from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import messages as wire
 from sparrow.coordinator.errors import Unavailable
-from sparrow.coordinator.fleet.last_heard import Heard
+from sparrow.coordinator.fleet.last_seen import LastSeen
 from sparrow.coordinator.logs import about
 from sparrow.coordinator.methods import GlobalModel, Situation, Work, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
@@ -57,13 +57,14 @@ from sparrow.coordinator.rounds.assignments import (
     extend_deadlines,
     open_round,
     touch,
+    update_folder,
 )
 from sparrow.coordinator.rounds.buffered import arrivals, count_in, working
 from sparrow.coordinator.rounds.candidates import draw, drawable, situation_of, why_over
 from sparrow.coordinator.rounds.cleanup import clear
 from sparrow.coordinator.rounds.costs import UploadCosts
 from sparrow.coordinator.rounds.evaluations import ask_for_evaluation
-from sparrow.coordinator.rounds.folding import Folding
+from sparrow.coordinator.rounds.intake import DecodedUpdates, Folding
 from sparrow.coordinator.rounds.privacy import spent
 from sparrow.coordinator.rounds.rollback import carry_out, newest_version
 from sparrow.coordinator.storage.store import Store
@@ -72,23 +73,26 @@ from sparrow.coordinator.storage.tables import Assignment, Device, Federation, R
 log = logging.getLogger(__name__)
 
 ACCIDENT = 1e-9
-"""Of binary floats: 0.28 * 25 is 7.000000000000001, and seven are enough."""
+"""The error of binary floats: 0.28 * 25 is 7.000000000000001, and seven are enough."""
 
 LOOK_SECONDS = 0.5
-"""How often open work is looked through for silent devices, and what has no round of its own for late ones, while
+"""The time between two looks at open work for silent devices, and at work without a round for late ones, while
 updates keep coming."""
 
 MOST_SAID = 10
 """Silent devices that a line of the log names."""
 
 GAP_SECONDS = 10.0
-"""Between two looks: after a longer one silence counts anew, for the process may have stood still, and heard nobody."""
+"""The longest gap between two looks; after a longer one silence counts anew, for the process may have stood still."""
 
 
 class Rounds:
-    """Runs the rounds of every federation. heard: when devices were. longest_pause: that a device without work may make
-    because it was asked to, s. on_closed: told of each that closes: its seconds, and how many of its updates were left
-    out."""
+    """Runs the rounds of every federation.
+
+    last_seen: when each device was. decoded: accepted updates that are still in memory. longest_pause: the pause, s,
+    that a device without work may make because it was asked to. on_closed: called with each round that closes, its
+    seconds, and the number of its updates that were left out.
+    """
 
     def __init__(
         self,
@@ -96,7 +100,8 @@ class Rounds:
         models: Models,
         clock: Callable[[], float],
         costs: UploadCosts,
-        heard: Heard,
+        last_seen: LastSeen,
+        decoded: DecodedUpdates,
         *,
         longest_pause: Callable[[], float] = lambda: 0.0,
         on_closed: Callable[[str, float, int], None] = lambda federation, seconds, left_out: None,
@@ -105,7 +110,8 @@ class Rounds:
         self._models = models
         self._clock = clock
         self._costs = costs
-        self._heard = heard
+        self._last_seen = last_seen
+        self._decoded = decoded
         self._longest_pause = longest_pause
         self._on_closed = on_closed
         self._advancing = threading.Lock()
@@ -124,14 +130,16 @@ class Rounds:
                 extend_deadlines(db, federation, self._clock())
 
     def forget_sums(self) -> None:
-        """Running sums of before: another process may have moved rounds since. They are made again from what is
-        stored."""
+        """Forget the running sums, since another process may have moved rounds.
+
+        They are made again from the stored updates.
+        """
         with self._advancing:
             self._folding.clear()
             self._looking_since.clear()
 
     def advance(self) -> bool:
-        """Turn what has happened into progress; True when something moved that a device or observer may wait for."""
+        """Turn facts into progress; return whether something moved that a device or observer may wait for."""
         moved = False
         with self._advancing:
             with self._store.reading() as db:
@@ -147,7 +155,7 @@ class Rounds:
                     try:
                         while self._step(federation_id):
                             moved = True
-                    except Unavailable:  # the store has said so, once; what is half folded is made again
+                    except Unavailable:  # the store has logged it, once; the sums are made again
                         self._folding.pop(federation_id, None)
                         self._looking_since.pop(federation_id, None)
                     except NoResultFound:  # deleted meanwhile
@@ -234,7 +242,7 @@ class Rounds:
 
     @staticmethod
     def _goes_on(db: Session, federation: Federation) -> bool:
-        """Whether devices train, or updates wait, that count in the next round whoever is drawn for it."""
+        """Return whether devices train, or updates wait, that count in the next round whoever is drawn for it."""
         if settings_of(federation).buffer is None:
             return False
         return bool(working(db, federation) or arrivals(db, federation, most=1))
@@ -242,7 +250,7 @@ class Rounds:
     def _hand_out(
         self, db: Session, federation: Federation, current: Round, work: Work, size: int, there: Sequence[Drawable]
     ) -> int:
-        """Have up to ``size`` devices more, of those that are there, do a round's work; returns how many there were."""
+        """Have up to ``size`` devices more, of those that are present, do a round's work; return their number."""
         now, (asked, free) = self._clock(), self._free(db, federation, current.number, there)
         names = draw(db, federation, list(free.values()), size, current.number) if size > 0 else []
         drop_late_work(db, [free[name].id for name in names])
@@ -256,13 +264,13 @@ class Rounds:
     def _free(
         db: Session, federation: Federation, number: int, there: Sequence[Drawable]
     ) -> tuple[int, dict[str, Drawable]]:
-        """How many devices round ``number`` was given to, and which others of those there it could be, by name."""
+        """Return how many devices round ``number`` was given to, and the others, by name, that could have it."""
         asked = {member.device_id for member in cohort_of(db, federation, number)}
         busy = asked.union(working(db, federation))
         return len(asked), {device.name: device for device in there if device.id not in busy}
 
     def _somebody_is_free(self, federation_id: int, number: int) -> bool:
-        """Whether a round can be given to more devices: looked up before a transaction is begun for it."""
+        """Return whether a round can be given to more devices: looked up before a transaction is begun for it."""
         with self._store.reading() as db:
             federation = db.get_one(Federation, federation_id)
             return bool(self._free(db, federation, number, drawable(db, federation, self._clock()))[1])
@@ -328,7 +336,7 @@ class Rounds:
         return True
 
     def _step_buffered(self, federation: Federation, current: Round) -> bool:
-        """Take in what has arrived, keep a cohort at work, and close when the buffer is full (``buffer``)."""
+        """Take in what has arrived, keep a cohort at work, and close when the buffer is full (``buffered``)."""
         settings, number = settings_of(federation), current.number
         late, stopped = self._clock() >= current.deadline_at, federation.status == "stopped"
         final = self._is_final(federation, number)
@@ -351,7 +359,7 @@ class Rounds:
 
     @staticmethod
     def _is_final(federation: Federation, number: int) -> bool:
-        """Whether nothing goes on from a buffered round: it takes all that came, and nobody is waited for."""
+        """Return whether a buffered round is the last one: it takes all that came, and waits for nobody."""
         stopped, last = federation.status == "stopped", settings_of(federation).rounds
         return stopped or number >= last or federation.rollback_version is not None
 
@@ -379,16 +387,16 @@ class Rounds:
                         db.get_one(Device, assignment.device_id).present = False
 
     def _withdraw_silent(self, federation: Federation, current: Round | None) -> bool:
-        """Close what is waited for of devices that were not heard of for ``silence_seconds``; True where there was any.
+        """Close the awaited work of devices that were not seen for ``silence_seconds``; return whether there was any.
 
-        What nobody waits for stays: adapting the finished model, and work for everyone of an earlier round.
+        Work that nobody waits for stays: adapting the finished model, and work for everyone of an earlier round.
         """
         now = self._clock()
         if now - self._silent_seen.get(federation.id, -math.inf) < LOOK_SECONDS:
             return False
         self._silent_seen[federation.id] = now
         settings = settings_of(federation)
-        before = now - settings.silence_seconds - self._longest_pause() - self._heard.lag
+        before = now - settings.silence_seconds - self._longest_pause() - self._last_seen.lag
         if self._looking_since.get(federation.id, now) > before:
             return False
         awaited = [Assignment.kind == wire.Kind.evaluate.value]
@@ -409,7 +417,7 @@ class Rounds:
                     Device.hosted.is_(False),
                 )
             ).all()
-        silent = {row[0]: row[2] for row in rows if self._heard.at(row[1], row[3]) <= before}
+        silent = {row[0]: row[2] for row in rows if self._last_seen.at(row[1], row[3]) <= before}
         if not silent:
             return False
         self._expire(list(silent), away=True)
@@ -423,7 +431,7 @@ class Rounds:
         return True
 
     def _expire_late(self, federation_id: int) -> bool:
-        """Close the evaluations whose deadline has passed, and what is trained for no round of its own."""
+        """Close the evaluations whose deadline has passed, and the training that belongs to no round of its own."""
         now = self._clock()
         if now - self._late_seen.get(federation_id, -math.inf) < LOOK_SECONDS:
             return False
@@ -444,15 +452,15 @@ class Rounds:
         return bool(late)
 
     def _fold(self, federation: Federation, current: Round) -> Folding:
-        """The sums of the open round, begun where there are none."""
+        """Return the sums of the open round; begin them if there are none."""
         folding, number = self._folding.get(federation.id), current.number
         if folding is None or folding.round != number:
             with self._store.reading() as db:
                 situation = self._situation(db, federation, number)
             # Into a buffered round come updates of before, too.
-            checked_here = self._opened.get(federation.id) == number and self._store.sharing is None
+            checked_here = self._opened.get(federation.id) == number and self._store.shared is None
             intact = checked_here and situation.settings.buffer is None
-            folding = Folding(self._store, self._models, federation, situation, intact=intact)
+            folding = Folding(self._store, self._models, self._decoded, federation, situation, intact=intact)
             self._folding[federation.id] = folding
         return folding
 
@@ -516,12 +524,13 @@ class Rounds:
             extra={"round": number},
         )
         self._on_closed(federation.name, now - current.opened_at, len(notes.get("left_out", {})))
-        # Only now, with the new model in the records, may what it was made from go.
+        # Only now, with the new model in the records, may its updates be removed.
+        self._decoded.forget(update_folder(federation.id))
         clear(self._store, self._models, federation.id)
 
     @staticmethod
     def _withdraw(db: Session, current: Round) -> None:
-        """Take back a preparation that nobody answered: its round is opened anew, with whoever is there."""
+        """Take back a preparation that nobody answered: its round is opened anew, with the devices that are present."""
         of_round = (Assignment.federation_id == current.federation_id, Assignment.round == current.number)
         db.execute(delete(Assignment).where(*of_round, Assignment.kind == wire.Kind.prepare.value))
         db.delete(current)

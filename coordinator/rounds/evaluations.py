@@ -1,4 +1,4 @@
-"""Who judges which models after a round, on data of its own.
+"""Evaluations after a round: each device that is asked evaluates models on its own data.
 
 A device judges the personal model that it keeps, for which nothing goes down but the request. The global model travels
 to be judged, so a sample of the devices that are there judges it, seldom: ``global_evaluation_devices`` of them, every
@@ -23,7 +23,7 @@ from sparrow.coordinator.storage.tables import Device, Federation
 def ask_for_evaluation(
     db: Session, federation: Federation, now: float, *, with_global: bool = False, last: bool = False
 ) -> bool:
-    """Ask the devices that are there, stopped or not, to judge models; returns False where nobody is asked.
+    """Ask the devices that are present, stopped or not, to evaluate models; return False if nobody is asked.
 
     with_global: a sample of them also judges the global model. last: so it does, for no round follows.
     """

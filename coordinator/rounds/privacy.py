@@ -9,7 +9,7 @@ arXiv:1710.06963, with what makes it true here:
   comes to every coordinate, sent or not, so that which were sent stays unknown. Updates count alike: weights by
   examples would be data, too. m is the setting and not the number that came.
 - Noise comes also where nothing came of a drawn cohort: a model that stays would say so.
-- Who is drawn must not depend on anybody's data. So each device is drawn by itself, by the hash of its name and the
+- The draw must not depend on anybody's data. So each device is drawn by itself, by the hash of its name and the
   round, with the same chance, cohort / enrolled: one that is away, or hands back, moves nobody else in or out.
 - That draw follows from names and a seed that devices know. So no amplification by sampling is claimed: the event is a
   Gaussian mechanism for every round in which a device was drawn. epsilon is that of the device drawn most often, an
@@ -43,12 +43,12 @@ Noise = Callable[[int], np.ndarray[Any, np.dtype[np.float64]]]
 
 
 def system_noise(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """From a generator that the operating system's secure one seeds, anew at every call."""
+    """Return noise from a generator that the operating system's secure one seeds anew at every call."""
     return np.random.Generator(np.random.PCG64(secrets.randbits(256))).standard_normal(count)
 
 
 class PrivateSums:
-    """Σ clip(Δ_c, C) over one round's updates, whose mean is noisy; memory is one model in float64, and a little."""
+    """The sums Σ clip(Δ_c, C) of one round's updates, with a noisy mean; memory is about one model in float64."""
 
     def __init__(
         self, manifest: Manifest, sent: Tensors, settings: FederationSettings, noise: Noise = system_noise
@@ -78,7 +78,7 @@ class PrivateSums:
         self.updates += 1
 
     def mean(self, previous: Tensors) -> Tensors:
-        """The next global values: name -> float32, all of them noisy."""
+        """Return the next global values: name -> float32, all of them noisy."""
         moved = (self._sum + self._deviation * self._noise(len(self._sum))) / self._cohort
         values = pack(self._manifest, previous, None).astype(np.float64) + moved
         return unpack_whole(self._manifest, values.astype(np.float32))
@@ -89,16 +89,16 @@ def check_privacy(method: CoordinatorMethod, manifest: Manifest, settings: Feder
     if settings.noise_multiplier is None:
         return
     reasons = {
-        "update_clip": "nothing bounds what one device adds, so no noise hides it; give a largest norm"
+        "update_clip": "without a largest norm no noise hides one device's contribution; set update_clip"
         if settings.update_clip is None
         else None,
-        "early_stopping": "when a device stops depends on its data, and decides who is drawn after it; turn it off"
+        "early_stopping": "when a device stops depends on its data, and decides later draws; set it to off"
         if settings.early_stopping != "off"
         else None,
-        "quorum": "who is cut off depends on how fast others are, which depends on their data; wait for all (1)"
+        "quorum": "late devices are cut off by the speed of others, which depends on their data; set it to 1"
         if settings.quorum < 1
         else None,
-        "over_selection": "as with a quorum, who is cut off depends on others; leave it out"
+        "over_selection": "as with a quorum, a late device is cut off by the speed of others; leave it out"
         if settings.over_selection
         else None,
         "min_updates": "whether a round is skipped would tell how many answered; leave it out"
@@ -113,11 +113,11 @@ def check_privacy(method: CoordinatorMethod, manifest: Manifest, settings: Feder
         "robust": "these rules choose by the updates themselves, which the noise on a sum does not hide; leave it out"
         if settings.robust
         else None,
-        "outlier_mads": "who is left out depends on the others' updates, so one device moves more than its own; "
+        "outlier_mads": "the others' updates decide which are left out, so one device moves more than its own; "
         "leave it out; update_clip bounds everybody"
         if settings.outlier_mads
         else None,
-        "cohort_policy": "who is drawn would depend on who took part, or could afford to; leave it at uniform"
+        "cohort_policy": "the draw would depend on which devices took part, or could afford to; set it to uniform"
         if settings.cohort_policy != "uniform"
         else None,
         "method": method.why_not_private(settings),
@@ -136,7 +136,7 @@ def check_privacy(method: CoordinatorMethod, manifest: Manifest, settings: Feder
 
 @lru_cache(maxsize=1024)
 def epsilon(noise_multiplier: float, delta: float, times: int) -> float:
-    """Of ``times`` Gaussian mechanisms on one device's data, of which z = ``noise_multiplier``; 0.0 for no times.
+    """Return epsilon of ``times`` Gaussian mechanisms on one device's data, z = ``noise_multiplier``; 0.0 for none.
 
     Raises BadContent where the accountant is not installed.
     """
@@ -156,7 +156,7 @@ def epsilon(noise_multiplier: float, delta: float, times: int) -> float:
 
 
 def spent(db: Session, federation_id: int, number: int, settings: FederationSettings) -> PrivacySpent | None:
-    """What the models up to that of round ``number`` have cost; None where the federation promises nothing."""
+    """Return the privacy cost of the models up to round ``number``; None if the federation promises none."""
     if settings.noise_multiplier is None:
         return None
     draws = (

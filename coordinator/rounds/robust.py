@@ -1,9 +1,9 @@
-"""Rules that a few liars cannot bend, coordinate by coordinate under masks, in place of a round's weighted mean.
+"""Robust rules that a few malicious devices cannot bend, by coordinate, in place of a round's weighted mean.
 
     trimmed_mean   of the k values of a coordinate the ceil(share k) smallest and largest are left out, and the rest
                    averaged; at least one or two are left               (Yin, Chen, Ramchandran, Bartlett, ICML 2018,
     median         the middle value, or the mean of both                 arXiv:1803.01498)
-    krum           with f = floor(share n) liars suspected among n updates, the n - f whose n - f - 2 nearest others
+    krum           with f = floor(share n) malicious updates among n updates, the n - f whose n - f - 2 nearest others
                    lie nearest are averaged (multi-Krum; Blanchard, El Mhamdi, Guerraoui, Stainer, NIPS 2017,
                    arXiv:1703.02757)
 
@@ -54,7 +54,7 @@ SMALLEST_SLICE = 2**20
 
 
 def check_robust(method: CoordinatorMethod, settings: FederationSettings) -> None:
-    """Raise BadContent for a federation whose rule could not do what it is for."""
+    """Raise BadContent for a federation whose rule could not work."""
     if settings.robust is None:
         return
     reason = method.why_mean_only(settings)
@@ -95,11 +95,11 @@ class RobustSums:
 
     @property
     def touched(self) -> NDArray[np.bool_]:
-        """The blocks that anybody sent, [L]."""
+        """Return the blocks that any device sent, [L]."""
         return self._touched
 
     def mean(self, previous: Tensors) -> Tensors:
-        """The next global values: name -> float32; what too few sent is taken from ``previous``."""
+        """Return the next global values: name -> float32; values that too few sent are those of ``previous``."""
         old = pack(self._manifest, previous, None)
         new = old.copy()
         chosen = self._nearest(old) if self._rule == "krum" else np.arange(self.updates)
@@ -114,7 +114,7 @@ class RobustSums:
         return unpack_whole(self._manifest, new)
 
     def _trimmed(self, counts: NDArray[np.intp]) -> NDArray[np.intp]:
-        """How many values go at each end, by how many there are."""
+        """Return how many values are cut at each end, by how many there are."""
         most = np.maximum(counts - 1, 0) // 2
         if self._rule == "krum":
             return np.zeros_like(counts)
@@ -125,10 +125,10 @@ class RobustSums:
         return wanted
 
     def _nearest(self, old: NDArray[np.float32]) -> NDArray[np.intp]:
-        """The updates that multi-Krum keeps, sorted; none where there are too few."""
+        """Return the updates that multi-Krum keeps, sorted; none if there are too few."""
         count = self.updates
-        liars = min(max(1, math.floor(self._share * count + 1e-9)), (count - 3) // 2)
-        if liars < 1:
+        malicious = min(max(1, math.floor(self._share * count + 1e-9)), (count - 3) // 2)
+        if malicious < 1:
             return np.zeros(0, dtype=np.intp)
         squares, overlap = np.zeros((2, count, count))
         for place, rows in self._slices():
@@ -141,11 +141,11 @@ class RobustSums:
             overlap += both @ both.T
         apart = np.divide(squares, overlap, out=np.full_like(squares, np.inf), where=overlap > 0)
         np.fill_diagonal(apart, np.inf)  # nobody vouches for himself
-        scores = np.sort(apart, axis=1)[:, : count - liars - 2].sum(axis=1)
-        return np.sort(np.argsort(scores, kind="stable")[: count - liars])
+        scores = np.sort(apart, axis=1)[:, : count - malicious - 2].sum(axis=1)
+        return np.sort(np.argsort(scores, kind="stable")[: count - malicious])
 
     def _slices(self) -> Iterator[tuple[slice, NDArray[np.float32]]]:
-        """Slices of the coordinates, and what every update has there, [updates, coordinates]; NaN: not sent."""
+        """Yield slices of the coordinates, with all updates' values there, [updates, coordinates]; NaN: not sent."""
         size = self._manifest.shared_values
         width = max(1, max(size, SMALLEST_SLICE) // self.updates)
         for start in range(0, size, width):
@@ -156,12 +156,12 @@ class RobustSums:
 
 
 def middle_mean(values: Sum, counts: NDArray[np.intp], trimmed: NDArray[np.intp]) -> Sum:
-    """Means of what lies in the middle of each column of ``values`` [n, m]; NaN where nothing does.
+    """Return the means of the middle of each column of ``values`` [n, m]; NaN where there is none.
 
     counts [m]: how many of a column are not NaN; trimmed [m]: how many of those go at each end.
     """
     if trimmed.any():
-        values.sort(axis=0)  # what is NaN comes last
+        values.sort(axis=0)  # NaN is sorted to the end
         ranks = np.arange(len(values))[:, None]
         inside = (ranks >= trimmed) & (ranks < counts - trimmed)
     else:
@@ -184,5 +184,5 @@ def _read(file: int, row: NDArray[np.float32], offset: int) -> None:
     while view:
         count = os.preadv(file, [view], offset)
         if not count:
-            raise OSError("the file of this round's updates is shorter than what was written to it")
+            raise OSError("the file of this round's updates is shorter than the bytes written to it")
         view, offset = view[count:], offset + count

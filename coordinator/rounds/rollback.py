@@ -1,10 +1,10 @@
-"""Going back to an older global model.
+"""Rollback to an older global model.
 
 The next round begins from it; round numbers go on. The rounds whose models are given up so stay in the records, marked
 ``undone``, and each round's record names the model it began from. While a round is open its devices train the model
 that is given up: it closes first, and is undone with the others.
 
-Devices get along by themselves. A mask goes down as what has changed since the one that a device says it holds, from
+Devices need not know of it. A mask is sent as the changes since the one that a device says it holds, from
 whatever model it is. Where a device says which model it holds, that of a round that was undone counts as unknown, and
 it is sent the whole; since that of a round before, the older model knows the changes. Personal models and parts stay as
 they are: they are the devices'. A method whose rounds build on each other in stages refuses what would tear them.
@@ -47,7 +47,7 @@ def ask(db: Session, federation: Federation, models: Models, version: int) -> No
 
 
 def carry_out(db: Session, federation: Federation, models: Models) -> None:
-    """Go back to where that was asked for; between rounds."""
+    """Go back to the model that was asked for; between rounds."""
     version = federation.rollback_version
     if version is None:
         return
@@ -61,13 +61,13 @@ def carry_out(db: Session, federation: Federation, models: Models) -> None:
 
 
 def newest_version(db: Session, federation: Federation) -> int:
-    """The number of the newest model there has been, whether it was undone or not."""
+    """Return the number of the newest model there has been, undone ones included."""
     of_rounds = db.scalar(select(func.max(Round.model_version)).where(Round.federation_id == federation.id))
     return max(federation.model_version, of_rounds or 0)
 
 
 def list_models(db: Session, federation: Federation, models: Models) -> list[ModelInfo]:
-    """The global models that are kept, oldest first."""
+    """Return the global models that are kept, oldest first."""
     made: dict[int | None, Round] = {}
     for item in _rounds(db, federation):
         made.setdefault(item.model_version, item)  # the first round that ended with it made it
@@ -90,7 +90,7 @@ def _rounds(db: Session, federation: Federation) -> list[Round]:
 
 
 def _made_of(db: Session, federation: Federation, version: int) -> set[int]:
-    """``version``, and the models that it came of."""
+    """Return ``version``, and the models that it came of."""
     came_of: dict[int | None, int | None] = {}
     for item in _rounds(db, federation):
         came_of.setdefault(item.model_version, item.base_version)
@@ -103,7 +103,7 @@ def _made_of(db: Session, federation: Federation, version: int) -> set[int]:
 
 
 def _round_of(db: Session, federation: Federation, version: int) -> int:
-    """The round that made a model; 0 for the first model."""
+    """Return the round that made a model; 0 for the first model."""
     number = select(func.min(Round.number)).where(
         Round.federation_id == federation.id, Round.model_version == version, Round.base_version != version
     )

@@ -52,7 +52,7 @@ class Sums(Protocol):
 
 
 def difference(manifest: Manifest, sent: Tensors, values: Array, mask: Mask | None) -> Sum:
-    """How far an update's values [count_values(manifest, mask)] moved from those that were sent, in float64."""
+    """Return the float64 difference of an update's values [count_values(manifest, mask)] from those that were sent."""
     return values.astype(np.float64) - pack(manifest, sent, mask)
 
 
@@ -104,7 +104,7 @@ class MaskedSums:
                 block.pairs().add(self._weights[like], weight)
 
     def mean(self, previous: Tensors) -> Tensors:
-        """The next global values: name -> float32; what nobody sent is taken from ``previous``."""
+        """Return the next global values: name -> float32; values that nobody sent are those of ``previous``."""
         result: Tensors = {}
         for like, spec in zip(self._manifest.alike, self._manifest.shared, strict=True):
             if self._of_all and not self._weights[like].any():  # of whole models alone: one weight for all
@@ -161,18 +161,19 @@ class ElementSums:
 
     @property
     def alike(self) -> bool:
-        """Whether all updates came under the round's mask: then ``packed`` tells all that ``totals`` does."""
+        """Return whether all updates came under the round's mask: then ``packed`` tells all that ``totals`` does."""
         return self.updates > 0 and not self._apart
 
     def packed(self) -> Iterator[tuple[TensorSpec, Block | Points, Sum]]:
-        """Where all are ``alike``: each shared tensor, where it exists, and the numerators of what exists. The weight
-        of each is ``num_examples``."""
+        """Yield each shared tensor, the places where it exists, and the numerators there, if all updates are ``alike``.
+
+        The weight of each is ``num_examples``."""
         return cast(
             "Iterator[tuple[TensorSpec, Block | Points, Sum]]", unpack(self._manifest, self._packed, self._mask)
         )
 
     def totals(self) -> Iterator[tuple[TensorSpec, Sum, Sum]]:
-        """Each shared tensor with its numerators and weights, float64 [size]: 0 and 0 where nobody sent a value."""
+        """Yield each shared tensor, its numerators and weights, float64 [size]: both 0 where nobody sent a value."""
         for spec, block, part in unpack(self._manifest, self._packed, self._mask):
             if isinstance(block, Points):
                 apart = self._apart.get(spec.name)
@@ -186,7 +187,7 @@ class ElementSums:
                 yield spec, part.astype(np.float64).reshape(-1), np.full(spec.size, float(self.num_examples))
 
     def mean(self, previous: Tensors) -> Tensors:
-        """The next global values: name -> float32; what nobody sent is taken from ``previous``."""
+        """Return the next global values: name -> float32; values that nobody sent are those of ``previous``."""
         result: Tensors = {}
         if self.alike:
             for spec, block, part in self.packed():
@@ -213,7 +214,7 @@ def _add_pairs(total: NDArray[np.complex128], index: Index, values: Array, weigh
 
 
 def quotient(numerator: Sum, weights: Sum, old: Array) -> NDArray[np.float32]:
-    """``numerator / weights`` where there is weight, else ``old``, float32, which has the numerator's shape."""
+    """Return ``numerator / weights`` where there is weight, else ``old``: float32 of the numerator's shape."""
     return np.divide(numerator, weights, out=old.astype(np.float64), where=weights > 0).astype(np.float32)
 
 
@@ -226,7 +227,7 @@ class OneUpdate:
     def fold_in_place(
         self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
     ) -> None:
-        """Keep it."""
+        """Keep the update."""
         self.values, self.mask = values, mask
         self.updates += 1
 
@@ -259,11 +260,11 @@ class BlockSums:
 
     @property
     def touched(self) -> NDArray[np.bool_]:
-        """The blocks that anybody sent, [L]."""
+        """Return the blocks that any device sent, [L]."""
         return self._weights > 0
 
     def mean(self, previous: Tensors) -> Tensors:
-        """The next global values: name -> float32; blocks that nobody sent are taken from ``previous``, bit for bit."""
+        """Return the next global values: name -> float32; blocks that nobody sent are ``previous``'s, bit for bit."""
         table = self._manifest.block_table
         result: Tensors = {}
         for spec in self._manifest.shared:

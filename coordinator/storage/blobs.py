@@ -22,49 +22,49 @@ PARTIAL = ".partial"
 
 
 class Blobs(Protocol):
-    """Where blobs are kept.
+    """The place where blobs are kept.
 
     All but ``get`` of a key that is not there raise ``errors.Unavailable`` (``errors.DiskFull``) when the storage does
     not work.
     """
 
     def write(self, key: str, data: bytes | memoryview, file: Path | None = None) -> None:
-        """Store ``data`` under ``key``, in place of what was there; durable once ``settle`` was called with the key.
+        """Store ``data`` under ``key``, replacing the former blob; durable once ``settle`` was called with the key.
 
         file: one of this machine that holds the same and is not written any more, where there is one: it need not be
         written again. It may be removed at any moment.
         """
 
     def settle(self, keys: Iterable[str]) -> None:
-        """Make what was written under these keys durable."""
+        """Make the blobs written under these keys durable."""
 
     def put(self, key: str, data: bytes) -> None:
-        """Store ``data`` durably under ``key``, in place of what was there."""
+        """Store ``data`` durably under ``key``, replacing the former blob."""
 
     def get(self, key: str) -> bytes:
-        """The blob's bytes. Raises FileNotFoundError."""
+        """Return the blob's bytes. Raises FileNotFoundError."""
 
     def load(self, key: str) -> memoryview:
-        """The blob's bytes, as it costs least to look at many large ones in turn. Raises FileNotFoundError."""
+        """Return the blob's bytes, at the least cost for many large ones in turn. Raises FileNotFoundError."""
 
     def delete(self, key: str) -> None:
         """Remove a blob, if it is there."""
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Keys in the folder ``prefix``, sorted, and the bytes that each has."""
+        """Return the keys in the folder ``prefix``, sorted, and the bytes of each."""
 
     def keys(self, prefix: str) -> list[str]:
-        """Keys in the folder ``prefix``, sorted."""
+        """Return the keys in the folder ``prefix``, sorted."""
 
     def clean(self) -> None:
-        """Remove what is left of calls that a kill cut off. Only for who has the storage to itself."""
+        """Remove partial blobs of calls that a kill cut off. Only for a process that has the storage to itself."""
 
 
 class FolderBlobs:
     """Blobs as files in ``root``.
 
-    A blob is written under a temporary name, flushed to the disk and renamed; then the folder is flushed, too. What is
-    found half written at start-up is from an unacknowledged call and is removed.
+    A blob is written under a temporary name, flushed to the disk and renamed; then the folder is flushed, too.
+    A partial file at start-up is from an unacknowledged call and is removed.
     """
 
     def __init__(self, root: Path, troubles: Troubles | None = None) -> None:
@@ -73,9 +73,9 @@ class FolderBlobs:
         make_folder(root)
 
     def clean(self) -> None:
-        """Remove what is left of calls that a kill cut off. Only for who has the folder to itself."""
-        for leftover in self._root.rglob(f"*{PARTIAL}"):
-            leftover.unlink()
+        """Remove partial blobs of calls that a kill cut off. Only for a process that has the folder to itself."""
+        for partial in self._root.rglob(f"*{PARTIAL}"):
+            partial.unlink()
 
     def write(self, key: str, data: bytes | memoryview, file: Path | None = None) -> None:
         """Store ``data`` under ``key``: flushed, but for its name, which ``settle`` makes durable."""
@@ -103,17 +103,17 @@ class FolderBlobs:
                 flush_folder(folder)
 
     def put(self, key: str, data: bytes) -> None:
-        """Store ``data`` durably under ``key``, in place of what was there."""
+        """Store ``data`` durably under ``key``, replacing the former blob."""
         self.write(key, data)
         self.settle([key])
 
     def get(self, key: str) -> bytes:
-        """The blob's bytes. Raises FileNotFoundError."""
+        """Return the blob's bytes. Raises FileNotFoundError."""
         with self._troubles.of_blobs():
             return (self._root / key).read_bytes()
 
     def load(self, key: str) -> memoryview:
-        """The blob's bytes, in an array's memory. Raises FileNotFoundError."""
+        """Return the blob's bytes, in an array's memory. Raises FileNotFoundError."""
         with self._troubles.of_blobs():
             return read_file(self._root / key)
 
@@ -123,7 +123,7 @@ class FolderBlobs:
             (self._root / key).unlink(missing_ok=True)
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Keys in the folder ``prefix``, sorted, and the bytes that each has."""
+        """Return the keys in the folder ``prefix``, sorted, and the bytes of each."""
         folder, found = self._root / prefix, {}
         if not folder.is_dir():
             return {}
@@ -135,7 +135,7 @@ class FolderBlobs:
         return found
 
     def keys(self, prefix: str) -> list[str]:
-        """Keys in the folder ``prefix``, sorted."""
+        """Return the keys in the folder ``prefix``, sorted."""
         return list(self.sizes(prefix))
 
 
@@ -149,13 +149,14 @@ def make_folder(folder: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Bring a folder's names to the disk."""
+    """Flush a folder's names to the disk."""
     _flush(folder)
 
 
 def read_file(path: Path) -> memoryview:
-    """A file's bytes in an array's memory, which numpy asks of the system in huge pages: in small ones, getting the
-    memory takes three times as long as reading."""
+    """Return a file's bytes in an array's memory.
+
+    numpy gets it from the system in huge pages: in small ones, that takes three times as long as reading."""
     with path.open("rb", buffering=0) as file:
         data = np.empty(os.fstat(file.fileno()).st_size, dtype=np.uint8).data
         read = 0
@@ -176,8 +177,10 @@ def _flush(path: Path) -> None:
 
 
 def _link(file: Path, path: Path) -> bool:
-    """Give a file another name; whether that can be done: not across file systems, not on all of them, and not where
-    another copy of the call was faster and its part is gone."""
+    """Give a file another name; return whether that is possible.
+
+    It is not across file systems, not on all of them, and not if another copy of the call was faster and its part has
+    been removed."""
     try:
         os.link(file, path)
     except FileNotFoundError:

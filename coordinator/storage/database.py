@@ -23,6 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import ArgumentError
 
+from sparrow.coordinator.errors import BadDatabase
 from sparrow.coordinator.storage.tables import Base, Federation
 
 BUSY_SECONDS = 30  # that a commit waits for another process that holds the lock: a backup, somebody's sqlite3
@@ -42,10 +43,6 @@ REVISION = Table(
 POSTGRESQL = ("postgresql", "postgresql+psycopg")
 
 
-class BadDatabase(ValueError):
-    """A database's address cannot be used; the text says what to write."""
-
-
 def open_database(where: Path | str) -> Engine:
     """Open the database at ``where``, set up not to lose a commit, and apply the migrations that are missing.
 
@@ -61,12 +58,12 @@ def open_database(where: Path | str) -> Engine:
 
 
 def connect(where: Path | str) -> Engine:
-    """An engine for the database at ``where``, as it is. Raises BadDatabase."""
+    """Return an engine for the database at ``where``, as it is. Raises BadDatabase."""
     return _sqlite(where) if isinstance(where, Path) else _postgresql(where)
 
 
 def migrate(engine: Engine) -> None:
-    """Bring the tables to the newest revision: make them where there are none, else apply what is missing.
+    """Migrate the tables to the newest revision: make them if there are none, else apply what is missing.
 
     Alembic, which takes 10 MB for as long as the process lives, is imported only for the latter.
     """
@@ -86,7 +83,7 @@ def migrate(engine: Engine) -> None:
 
 
 def newest_revision() -> str:
-    """The revision that the tables of this code have, from the name of its migration."""
+    """Return the revision that the tables of this code have, from the name of its migration."""
     return max(path.name for path in (MIGRATIONS / "versions").glob("[0-9]*_*.py")).partition("_")[0]
 
 
@@ -121,7 +118,7 @@ def _postgresql(address: str) -> Engine:
         url = None  # no word of it in the message: it may hold a password
     if url is None or url.drivername not in POSTGRESQL:
         raise BadDatabase(
-            "the database's URL is none of PostgreSQL; write postgresql://USER:PASSWORD@HOST/DATABASE, or leave it out "
+            "the database's URL is not PostgreSQL's; write postgresql://USER:PASSWORD@HOST/DATABASE, or leave it out "
             "to keep the records in SQLite in the data folder"
         )
     try:
@@ -161,7 +158,7 @@ def _prepare(connection: Any, _: object) -> None:
     # leave half its tables. With its own beginnings off and ours on, a migration is there as a whole or not at all.
     connection.isolation_level = None
     cursor = connection.cursor()
-    # WAL: who looks keeps nobody from writing, and a commit is one flush of one file.
+    # WAL: readers do not block writers, and a commit is one flush of one file.
     cursor.execute("PRAGMA journal_mode=WAL")
     # FULL: in WAL mode the default, NORMAL, may lose the last commits in a power cut, and those were acknowledged.
     cursor.execute("PRAGMA synchronous=FULL")

@@ -1,4 +1,4 @@
-"""What storage cannot do just now, told apart from faults of ours, and said in the log once.
+"""Failures of storage: told apart from faults of our own, and logged once.
 
 The disk is full, the database has gone, the object store does not answer: such a failure passes by itself or when an
 operator mends it, so callers are told to come again (``errors.Unavailable``, ``errors.DiskFull``), and the coordinator
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
@@ -24,17 +26,19 @@ log = logging.getLogger(__name__)
 RECORDS, BLOBS = "records", "blobs"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 DISK_FULL_STATE = "53100"  # PostgreSQL's SQLSTATE
+SQLITE_NEEDS = 64 * 1024
+"""Free bytes below which SQLite cannot even begin to write: then it calls its I/O broken, not the disk full."""
 
 
 class Troubles:
-    """What does not work now, by what it is of: ``records`` or ``blobs``."""
+    """The failures that last: of ``records`` and of ``blobs``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._found: dict[str, tuple[Unavailable, int]] = {}
 
     def begin(self, what: str, error: Unavailable, size: int, cause: BaseException) -> None:
-        """A call met this, with ``size`` bytes to write."""
+        """Note that a call with ``size`` bytes to write has failed."""
         with self._lock:
             known = self._found.get(what)
             largest = max(size, known[1]) if known else size
@@ -43,7 +47,7 @@ class Troubles:
             log.error("%s: %s (%s: %s)", what, error, type(cause).__name__, cause)
 
     def end(self, what: str, size: int) -> None:
-        """A write of ``size`` bytes went well. A smaller one than has failed proves nothing: it may fit, others not."""
+        """Note that a write of ``size`` bytes succeeded. A smaller one than has failed proves nothing: it may fit."""
         if what not in self._found:  # the usual case, without a lock
             return
         with self._lock:
@@ -53,13 +57,13 @@ class Troubles:
         log.warning("%s: written again; going on", what)
 
     def size(self, what: str) -> int | None:
-        """The largest number of bytes whose writing failed; None where all is well."""
+        """Return the largest number of bytes whose writing failed; None if all is well."""
         known = self._found.get(what)
         return None if known is None else known[1]
 
     @contextmanager
     def of_records(self, *, writes: bool) -> Iterator[None]:
-        """Around a transaction."""
+        """Translate the errors of a transaction."""
         try:
             yield
         except (DBAPIError, NoConnectionLeft) as error:
@@ -73,7 +77,7 @@ class Troubles:
 
     @contextmanager
     def of_blobs(self, size: int | None = None) -> Iterator[None]:
-        """Around work on files; ``size``: the bytes it writes. A file that is not there is no such failure."""
+        """Translate errors of work on files; ``size``: the bytes it writes. A missing file is no such failure."""
         try:
             yield
         except FileNotFoundError:
@@ -93,9 +97,24 @@ def _of_disk(error: OSError) -> Unavailable:
 
 
 def of_database(error: SQLAlchemyError | sqlite3.Error) -> Unavailable:
-    """What callers are told of a database that failed: DiskFull, or Unavailable."""
+    """Return the error that callers get of a database that failed: DiskFull, or Unavailable."""
     cause = getattr(error, "orig", None) or error
     full = "database or disk is full" in str(cause) or getattr(cause, "sqlstate", None) == DISK_FULL_STATE
     if full:
         return DiskFull("the disk of the coordinator's records is full; it goes on when its operator has made room")
     return Unavailable("the coordinator cannot reach its records just now; try again in a while")
+
+
+@contextmanager
+def database_errors(folder: Path) -> Iterator[None]:
+    """Translate the database's errors within, for the database's own words may hold its address.
+
+    folder: where SQLite writes. Raises DiskFull, Unavailable.
+    """
+    try:
+        yield
+    except (SQLAlchemyError, sqlite3.Error) as error:
+        trouble = of_database(error)
+        if isinstance(trouble, DiskFull) or (folder.is_dir() and shutil.disk_usage(folder).free < SQLITE_NEEDS):
+            raise DiskFull(f"the disk of {folder}, or of the database, is full; make room") from error
+        raise Unavailable(f"the database failed ({type(error).__name__}); is it running?") from error

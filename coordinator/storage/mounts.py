@@ -1,4 +1,4 @@
-"""Whether a folder lies on a network file system, where SQLite and durable files cannot be trusted.
+"""Detection of network file systems, where SQLite and durable files cannot be trusted.
 
 There a lock may be granted twice, an fsync may be a promise of somebody else's, and SQLite's WAL needs memory that all
 who open it share.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+
+from sparrow.coordinator.errors import NetworkFolder
 
 MOUNTS = Path("/proc/self/mountinfo")
 
@@ -20,12 +22,8 @@ NETWORK_FUSE = re.compile(
 )
 
 
-class NetworkFolder(RuntimeError):
-    """The data folder lies on a network file system; the text says what to do."""
-
-
 def network_type(folder: Path, mounts: str) -> str | None:
-    """The type of the file system that ``folder`` lies on, where it is one of a network; None where it is local.
+    """Return the type of the file system that ``folder`` lies on if it is one of a network; None if it is local.
 
     mounts: the text of /proc/self/mountinfo, whose last entry for a path is the one in effect.
     """
@@ -43,7 +41,7 @@ def network_type(folder: Path, mounts: str) -> str | None:
 
 
 def check_local(folder: Path) -> None:
-    """Raise NetworkFolder for a folder on a network file system; where the system has no list of mounts, none is."""
+    """Raise NetworkFolder for a folder on a network file system, if the system has a list of mounts."""
     try:
         mounts = MOUNTS.read_text(errors="replace")
     except OSError:

@@ -14,17 +14,13 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
-from sparrow.coordinator.errors import Unavailable
+from sparrow.coordinator.errors import BadObjectStore, Unavailable
 from sparrow.coordinator.storage.failing import BLOBS, Troubles
 
 SCHEME = "s3://"
 RETRIES = 3
 RETRY_SECONDS = 10.0
 TIMEOUT_SECONDS = 30.0
-
-
-class BadObjectStore(RuntimeError):
-    """The object storage cannot be used as it is set up; the text says what to change."""
 
 
 class ObjectBlobs:
@@ -56,7 +52,7 @@ class ObjectBlobs:
         self._check()
 
     def _check(self) -> None:
-        """Write once, so that what is wrong is told at start."""
+        """Write once, so that a wrong setting is reported at the start."""
         try:
             self._calls.put(self._store, "ready", b"ready", use_multipart=False)
         except self._errors as error:
@@ -70,25 +66,25 @@ class ObjectBlobs:
             raise BadObjectStore(f"object storage cannot be written; {advice} ({_first_line(error)})") from None
 
     def write(self, key: str, data: bytes | memoryview, file: Path | None = None) -> None:
-        """Store ``data`` durably under ``key``, in place of what was there."""
+        """Store ``data`` durably under ``key``, replacing the former blob."""
         with self._watched(len(data)):
             # In one request: an upload in parts that is cut off leaves parts behind, which are kept, and cost.
             self._calls.put(self._store, key, data, use_multipart=False)
 
     def settle(self, keys: Iterable[str]) -> None:
-        """Nothing to do: what ``write`` has stored is durable."""
+        """Do nothing: ``write`` is durable."""
 
     def put(self, key: str, data: bytes) -> None:
-        """Store ``data`` durably under ``key``, in place of what was there."""
+        """Store ``data`` durably under ``key``, replacing the former blob."""
         self.write(key, data)
 
     def get(self, key: str) -> bytes:
-        """The blob's bytes. Raises FileNotFoundError."""
+        """Return the blob's bytes. Raises FileNotFoundError."""
         with self._watched(missing=True):
             return bytes(self._calls.get(self._store, key).bytes())
 
     def load(self, key: str) -> memoryview:
-        """The blob's bytes, where they were received. Raises FileNotFoundError."""
+        """Return the blob's bytes, in the memory in which they were received. Raises FileNotFoundError."""
         with self._watched(missing=True):
             return memoryview(self._calls.get(self._store, key).bytes())
 
@@ -98,21 +94,21 @@ class ObjectBlobs:
             self._calls.delete(self._store, key)
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Keys in the folder ``prefix``, sorted, and the bytes that each has."""
+        """Return the keys in the folder ``prefix``, sorted, and the bytes of each."""
         with self._watched():
             pages = self._calls.list(self._store, prefix.rstrip("/"))
             return dict(sorted((str(each["path"]), int(each["size"])) for page in pages for each in page))
 
     def keys(self, prefix: str) -> list[str]:
-        """Keys in the folder ``prefix``, sorted."""
+        """Return the keys in the folder ``prefix``, sorted."""
         return list(self.sizes(prefix))
 
     def clean(self) -> None:
-        """Nothing to do: there are no halves of objects."""
+        """Do nothing: there are no partial objects."""
 
     @contextmanager
     def _watched(self, size: int | None = None, *, missing: bool = False) -> Iterator[None]:
-        """Around a call. ``missing``: that there is no such object is an answer."""
+        """Translate the errors of a call. ``missing``: a missing object is an answer, not an error."""
         try:
             yield
         except self._errors as error:

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar, cast
 from sqlalchemy import text
 from sqlalchemy.orm import Session, sessionmaker
 
-from sparrow.coordinator.errors import Unavailable
+from sparrow.coordinator.errors import DataInUse, Unavailable, WrongBlobs
 from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, make_folder
 from sparrow.coordinator.storage.database import WRITING, open_database
 from sparrow.coordinator.storage.failing import BLOBS, RECORDS, Troubles
@@ -23,27 +23,16 @@ from sparrow.coordinator.storage.mounts import check_local
 from sparrow.coordinator.storage.objects import ObjectBlobs
 
 if TYPE_CHECKING:
-    from sparrow.coordinator.storage.sharing import Sharing  # needs psycopg
+    from sparrow.coordinator.storage.processes import SharedDatabase  # needs psycopg
 
 RECORDS_FILE = "coordinator.sqlite3"
-MOVED = "moved"
-"""What another process says when rounds have moved (``sharing``)."""
-
 SMALLEST_PROBE = 4096
 Result = TypeVar("Result")
 
 
-class DataInUse(RuntimeError):
-    """Another coordinator process works on the same data folder."""
-
-
-class WrongBlobs(RuntimeError):
-    """Records and blobs do not belong together; the text says what to do."""
-
-
 @dataclass
 class _Fact(Generic[Result]):
-    """What one caller has to record: what to do in a transaction, and the blobs that must be durable before it."""
+    """A fact that one caller records: work in a transaction, and the blobs that must be durable before it."""
 
     work: Callable[[Session], Result]
     keys: Sequence[str]
@@ -53,18 +42,18 @@ class _Fact(Generic[Result]):
 
 
 class Store:
-    """The coordinator's memory.
+    """The coordinator's records and blobs.
 
     Transactions that write take turns: rounds move in steps that read, decide and write, and no other write may fall
     between. Facts that many callers bring at once go into one of them together (``record``). ``on_commit`` is told how
     long each commit took, in seconds.
 
     With SQLite a lock on the data folder keeps a second process out. With PostgreSQL there may be several, over the
-    same blobs; ``sharing`` says how they keep out of each other's way.
+    same blobs; ``processes`` describes how they take turns.
     """
 
     def __init__(self, data_dir: Path, database_url: str | None = None, blobs: str | None = None) -> None:
-        """``database_url``: PostgreSQL, ``blobs``: s3://BUCKET/PREFIX; without, they are in ``data_dir``."""
+        """Open both. database_url: PostgreSQL; blobs: s3://BUCKET/PREFIX; without, they are in ``data_dir``."""
         make_folder(data_dir)
         self.folder = data_dir
         if database_url is None or blobs is None:
@@ -75,9 +64,9 @@ class Store:
         try:
             self.blobs = open_blobs(data_dir, blobs, self.troubles)
             self._engine = open_database(database_url or data_dir / RECORDS_FILE)
-            self.sharing: Sharing | None = None
+            self.shared: SharedDatabase | None = None
             try:
-                self.sharing = self._share() if shared else None
+                self.shared = self._share() if shared else None
                 self._check_blobs()
                 if self.is_first:
                     self.blobs.clean()
@@ -97,31 +86,31 @@ class Store:
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
-        """A session to look with; what it changes is not kept. Raises Unavailable."""
+        """Open a session to read; its changes are not kept. Raises Unavailable."""
         self._check_open()
         with self.troubles.of_records(writes=False), self._sessions() as session:
             yield session
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
-        """A transaction: committed, durably, when the block ends, undone when it raises. Raises Unavailable."""
+        """Open a transaction: committed durably when the block ends, undone if it raises. Raises Unavailable."""
         with self._turn, self.troubles.of_records(writes=True):
             self._check_open()
             with self._writers.begin() as session:
-                if self.sharing is not None:
-                    self.sharing.take_turn(session)
+                if self.shared is not None:
+                    self.shared.take_turn(session)
                 yield session
-                if self.sharing is not None:
-                    self.sharing.say_fact(session)
+                if self.shared is not None:
+                    self.shared.say_fact(session)
                 began = time.perf_counter()
             self.on_commit(time.perf_counter() - began)
 
     def record(self, work: Callable[[Session], Result], keys: Sequence[str] = ()) -> Result:
-        """Do ``work`` in a transaction that many callers may share; durable when this returns. Raises what it raises.
+        """Do ``work`` in a transaction that many callers may share; durable when this returns. Raises its errors.
 
-        keys: blobs that were written for it, and are made durable first. One caller at a time has the pen, and writes
-        down for all who wait by then: alone it waits for nobody, and of a crowd each pays a share of one commit and of
-        one flush per folder. ``work`` may be called twice, the first time to be undone, where another's has failed.
+        keys: blobs that were written for it, and are made durable first. One caller at a time writes, for all who wait
+        by then: a single caller waits for nobody, and many callers share one commit and one flush per folder. ``work``
+        may be called twice, the first time to be undone, where another's has failed.
         """
         fact = _Fact(work, keys)
         self._facts.append(fact)
@@ -168,31 +157,34 @@ class Store:
 
     @property
     def is_first(self) -> bool:
-        """Whether no other process works with these records and blobs, nor begins to before ``settled``."""
-        return self.sharing is None or self.sharing.first
+        """Return whether no other process works with these records and blobs, nor begins to before ``settled``."""
+        return self.shared is None or self.shared.first
 
     def settled(self) -> None:
-        """What kills left behind is cleared up: others may come in."""
-        if self.sharing is not None:
-            self.sharing.settled()
+        """Let other processes in, since this one has cleaned up."""
+        if self.shared is not None:
+            self.shared.settled()
 
     def moves(self) -> tuple[bool, bool]:
-        """Whether this process may move rounds now, and whether it could not just before. Raises Unavailable."""
-        if self.sharing is None:
+        """Return whether this process may move rounds now, and whether it could not before. Raises Unavailable."""
+        if self.shared is None:
             return True, False
         with self.troubles.of_records(writes=False):
-            return self.sharing.moves()
+            return self.shared.moves()
 
     def say_moved(self) -> None:
         """Tell other processes, if there are any, that something moved. Raises Unavailable."""
-        if self.sharing is not None:
+        if self.shared is not None:
             with self.troubles.of_records(writes=False):
-                self.sharing.say_moved()
+                self.shared.say_moved()
 
-    def listen(self, heard: Callable[[str], None]) -> None:
-        """Call ``heard`` with what other processes say, if there are any, in a thread of its own."""
-        if self.sharing is not None:
-            self.sharing.listen(heard)
+    def listen(self, heard: Callable[[bool], None]) -> None:
+        """Call ``heard`` for every message of other processes, if there are any, in a thread of its own.
+
+        Its argument is True where rounds have moved, False where a fact was written.
+        """
+        if self.shared is not None:
+            self.shared.listen(heard)
 
     def _check_blobs(self) -> None:
         """Raise WrongBlobs where records and blobs are not of one coordinator: its rounds would delete the other's."""
@@ -207,12 +199,12 @@ class Store:
         # A first model alone may be from a start that was cut off.
         if not known and not before and not all("/000000000." in key for key in self.blobs.keys("1/models")):
             raise WrongBlobs(
-                "the blobs are another coordinator's, of which the records know nothing: give an empty folder, or "
+                "the blobs are another coordinator's, and the records do not name them: give an empty folder, or "
                 "another prefix in COORDINATOR_BLOBS, or the database that belongs to them"
             )
 
     def close(self) -> None:
-        """Let go of the database and the folder, when who writes has done so; later calls are refused."""
+        """Close the database and release the folder after the current write; later calls are refused."""
         with self._turn:
             self._closed = True
             self._let_go()
@@ -224,18 +216,18 @@ class Store:
             raise Unavailable("the coordinator is stopping; come again when it has started anew")
 
     def _let_go(self) -> None:
-        if self.sharing is not None:
-            self.sharing.close()
+        if self.shared is not None:
+            self.shared.close()
         self._engine.dispose()
 
-    def _share(self) -> Sharing:
-        from sparrow.coordinator.storage.sharing import Sharing
+    def _share(self) -> SharedDatabase:
+        from sparrow.coordinator.storage.processes import SharedDatabase
 
-        return Sharing(self._engine)
+        return SharedDatabase(self._engine)
 
 
 def lock_folder(data_dir: Path, *, shared: bool = False) -> IO[str]:
-    """An open file that keeps others out; with ``shared`` only those that would have it alone. Raises DataInUse."""
+    """Return an open file that locks the folder; with ``shared`` only against exclusive use. Raises DataInUse."""
     lock_file = (data_dir / "lock").open("w")
     try:
         fcntl.flock(lock_file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -249,5 +241,5 @@ def lock_folder(data_dir: Path, *, shared: bool = False) -> IO[str]:
 
 
 def open_blobs(data_dir: Path, address: str | None, troubles: Troubles | None = None) -> Blobs:
-    """The blobs in object storage, where an address of one is given, or in the data folder. Raises BadObjectStore."""
+    """Return the blobs: in object storage, if its address is given, or in the data folder. Raises BadObjectStore."""
     return FolderBlobs(data_dir / "blobs", troubles) if address is None else ObjectBlobs(address, troubles)

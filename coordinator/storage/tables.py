@@ -49,7 +49,7 @@ class Federation(Base):
 
 
 class DeletedFederation(Base):
-    """A federation that there was. Its id stays taken: what a kill left of its blobs lies under it."""
+    """A deleted federation. Its id is not used again, since blobs that a kill left lie under it."""
 
     __tablename__ = "deleted_federations"
 
@@ -59,7 +59,7 @@ class DeletedFederation(Base):
 
 
 class DeletedDevice(Base):
-    """The token of a device whose federation was deleted: it shall be told so, and not that its token is unknown."""
+    """The token of a device whose federation was deleted; its calls are answered with FederationDeleted."""
 
     __tablename__ = "deleted_devices"
 
@@ -152,7 +152,7 @@ class Round(Base):
 
 
 class Assignment(Base):
-    """What one device is asked to do in a round; its update's digest and report once accepted.
+    """The work of one device in a round; its update's digest and report once accepted.
 
     ``position`` orders the devices of a cohort: updates are folded in this order. ``full`` says that the payload is the
     whole model; ``ratio`` the active ratio it trains at; ``plan`` what the method asks of it beyond the settings.
@@ -207,7 +207,7 @@ class Token(Base):
     """A token that an operator made (``sparrow token``); of its secret only the SHA-256.
 
     ``kind``: admin, observer, enrolment. ``uses``: devices that an enrolment token has let in, at most ``max_uses``.
-    None is ever deleted, not even with its federation: that there was one keeps its doors shut.
+    None is ever deleted, not even with its federation: its kind remains guarded.
     """
 
     __tablename__ = "tokens"

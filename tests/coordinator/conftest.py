@@ -37,30 +37,30 @@ def _records(request, monkeypatch):
 
 
 @pytest.fixture
-def new_house(tmp_path, clock):
-    """Opens houses, each over a folder of its own."""
-    from .house import House  # not above: it brings torch, and most tests here need none
+def new_coordinator(tmp_path, clock):
+    """Opens coordinators, each over a folder of its own."""
+    from .sessions import CoordinatorWithDevices  # not above: it brings torch, and most tests here need none
 
     with ExitStack() as stack:
         count = itertools.count()
-        yield lambda: stack.enter_context(closing(House(tmp_path / str(next(count)), clock)))
+        yield lambda: stack.enter_context(closing(CoordinatorWithDevices(tmp_path / str(next(count)), clock)))
 
 
 @pytest.fixture
-def house(new_house):
-    return new_house()
+def coordinator(new_coordinator):
+    return new_coordinator()
 
 
 @pytest.fixture
-def open_house(tmp_path, clock):
-    """Opens houses over one folder; every call is a restart."""
-    from .fakes import House
+def open_coordinator(tmp_path, clock):
+    """Opens coordinators over one folder; every call is a restart."""
+    from .fakes import LocalCoordinator
 
     opened = []
 
     def open_one(store=Store):
         close()
-        opened.append(House(tmp_path / "data", clock, store))
+        opened.append(LocalCoordinator(tmp_path / "data", clock, store))
         return opened[-1]
 
     def close():

@@ -1,7 +1,8 @@
-"""A coordinator's domain without HTTP, torch or waiting: devices here answer from a seed."""
+"""A coordinator without HTTP, torch or waiting: devices here answer from a seed."""
 
 from __future__ import annotations
 
+from edge_sdk.protocol import bundle
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.messages import (
     ChangeFederation,
@@ -11,49 +12,22 @@ from edge_sdk.protocol.messages import (
     FederationSettings,
     Receipt,
 )
+from sparrow.coordinator.app import Coordinator
 from sparrow.coordinator.errors import Finished
-from sparrow.coordinator.fleet.devices import Devices
-from sparrow.coordinator.fleet.federations import Federations
-from sparrow.coordinator.fleet.last_heard import Heard
-from sparrow.coordinator.models.global_models import Models
-from sparrow.coordinator.reports.device_list import Roster
-from sparrow.coordinator.reports.metrics import Metrics
-from sparrow.coordinator.reports.overview import Overviews
-from sparrow.coordinator.reports.records import Records
-from sparrow.coordinator.rounds.acceptance import Acceptance
-from sparrow.coordinator.rounds.costs import UploadCosts
-from sparrow.coordinator.rounds.dispatch import Dispatch
-from sparrow.coordinator.rounds.engine import Rounds
-from sparrow.coordinator.storage.store import Store
+from sparrow.coordinator.settings import Settings
 
 DIGITS = load_builtin("digits").manifest
-CALM = {"deadline_seconds": 100, "evaluation_interval": 0}
+CALM = {"deadline_seconds": 100, "evaluation_interval": 0, "silence_seconds": 59}
+"""With the second that a device without work may pause, a device is silent after a minute."""
 
 
-def furnish(house, clock, models):
-    """Give a house the coordinator's domain over its store."""
-    store = house.store
-    house.models = models
-    house.federations = Federations(store, models, clock)
-    house.devices = Devices(store, clock)
-    house.dispatch = Dispatch(store, models, clock)
-    house.acceptance = Acceptance(store, models)
-    house.costs = UploadCosts(store)
-    house.heard = Heard(store, clock)
-    house.rounds = Rounds(store, models, clock, house.costs, house.heard)
-    house.records = Records(store, house.costs.write, clock, house.heard)
-    house.roster = Roster(store, clock)
-    house.metrics = Metrics()
-    house.overviews = Overviews(store, models, house.federations, house.records, house.metrics, clock)
+class LocalCoordinator(Coordinator):
+    """A coordinator over a folder, whose rounds move when a test says so."""
 
-
-class House:
-    """A coordinator's domain objects over a folder."""
-
-    def __init__(self, folder, clock, store=Store):
+    def __init__(self, folder, clock, store=None, **settings):
         self.clock = clock
-        self.store = store(folder)
-        furnish(self, clock, Models(self.store))
+        usual = {"data_dir": folder, "default_task": "", "keep_models": 1, "retry_after_seconds": 0}
+        super().__init__(Settings(**{**usual, **settings}), clock, store and store(folder))
 
     def create(self, name="f", task="digits", **settings):
         self.federations.create(
@@ -82,33 +56,40 @@ class House:
 class FakeDevice:
     """Asks, and answers with values drawn from its name and the round."""
 
-    def __init__(self, house, name, federation, budget, hosted=False):
-        self.house, self.name, self.federation, self.budget, self.hosted = house, name, federation, budget, hosted
+    def __init__(self, coordinator, name, federation, budget, hosted=False):
+        self.coordinator, self.name, self.federation, self.budget, self.hosted = (
+            coordinator,
+            name,
+            federation,
+            budget,
+            hosted,
+        )
         self.key = name.ljust(32, "k")
 
     def enrol(self):
         request = Enrol(name=self.name, enrolment_key=self.key, budget=self.budget, hosted=self.hosted)
-        enrolled = self.house.devices.enrol(self.federation, request)
+        enrolled = self.coordinator.devices.enrol(self.federation, request)
         self.id, self.token = enrolled.device_id, enrolled.token
 
     def beat(self, assignment):
-        self.house.heard.note(self.id)  # as the door does for every call
-        self.house.dispatch.check_open(assignment.assignment_id, self.id)
+        self.coordinator.last_seen.note(self.id)  # as a middleware does for every call
+        self.coordinator.dispatch.check_open(assignment.assignment_id, self.id)
 
     def ask(self):
-        self.house.heard.note(self.id)
-        return self.house.dispatch.next_assignment(self.id).assignment
+        self.coordinator.last_seen.note(self.id)
+        return self.coordinator.dispatch.next_assignment(self.id).assignment
 
     def payload(self, assignment):
-        self.house.heard.note(self.id)
-        return self.house.dispatch.payload(assignment.assignment_id, self.id).body
+        self.coordinator.last_seen.note(self.id)
+        return self.coordinator.dispatch.payload(assignment.assignment_id, self.id).body
 
     def send(self, assignment, body):
-        self.house.heard.note(self.id)
-        return self.house.acceptance.accept_update(assignment.assignment_id, self.id, body)
+        self.coordinator.last_seen.note(self.id)
+        media_type = bundle.MEDIA_TYPE if assignment.kind in ("train", "prepare") else "application/json"
+        return self.coordinator.acceptance.accept_update(assignment.assignment_id, self.id, body, media_type)
 
     def hand_back(self, assignment, reason="too hot"):
-        self.house.dispatch.hand_back(assignment.assignment_id, self.id, reason)
+        self.coordinator.dispatch.hand_back(assignment.assignment_id, self.id, reason)
 
 
 def answering(train):
@@ -133,10 +114,10 @@ def answering(train):
 def playing(answer):
     """Advance, and let the devices answer in the order given, until nobody is asked any more."""
 
-    def play(house, devices):
+    def play(coordinator, devices):
         moved = True
         while moved:
-            house.rounds.advance()
+            coordinator.rounds.advance()
             moved = False
             for device in devices:
                 try:

@@ -8,62 +8,61 @@ from contextlib import closing
 import pytest
 
 from sparrow.coordinator.commands import backup, restore
-from sparrow.coordinator.commands.backup import BackupFailed, back_up
-from sparrow.coordinator.commands.exits import NoRecords
+from sparrow.coordinator.commands.backup import back_up
 from sparrow.coordinator.commands.restore import bring_back
-from sparrow.coordinator.errors import NotAuthenticated
+from sparrow.coordinator.errors import BackupFailed, NoRecords, NotAuthenticated
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.store import Store
 
-from .fakes import House
-from .house import House as RealHouse
+from .fakes import LocalCoordinator
+from .sessions import CoordinatorWithDevices
 
 
 def settings_for(folder, **more):
     return Settings(data_dir=folder, default_task="", **more)
 
 
-def some_way(house, answer, rounds=2):
+def some_way(coordinator, answer, rounds=2):
     """Closed rounds, and an open one with one of its two updates."""
-    house.create(rounds=5, cohort=2)
-    devices = house.enrol("a", "b")
+    coordinator.create(rounds=5, cohort=2)
+    devices = coordinator.enrol("a", "b")
     for _ in range(rounds):
-        house.rounds.advance()
+        coordinator.rounds.advance()
         for device in devices:
             answer(device)
-    house.rounds.advance()
+    coordinator.rounds.advance()
     answer(devices[0])
     return devices
 
 
 def test_what_was_acknowledged_is_in_the_copy(tmp_path, clock, answer, play):
-    house = House(tmp_path / "data", clock)
-    with closing(house.store):
-        devices = some_way(house, answer)
+    coordinator = LocalCoordinator(tmp_path / "data", clock)
+    with closing(coordinator.store):
+        devices = some_way(coordinator, answer)
         assert back_up(settings_for(tmp_path / "data"), tmp_path / "copy")["federations"] == {"f": 2}
-        play(house, devices)
-        wanted = house.model()
+        play(coordinator, devices)
+        wanted = coordinator.model()
     bring_back(settings_for(tmp_path / "new"), tmp_path / "copy")
-    house = House(tmp_path / "new", clock)
-    with closing(house.store):
-        assert house.record(3).updates == 1, "it was acknowledged, and its round is open"
+    coordinator = LocalCoordinator(tmp_path / "new", clock)
+    with closing(coordinator.store):
+        assert coordinator.record(3).updates == 1, "it was acknowledged, and its round is open"
         for device in devices:
-            device.house = house
-        play(house, devices)
-        assert house.model() == wanted, "bit for bit what became of the other"
+            device.coordinator = coordinator
+        play(coordinator, devices)
+        assert coordinator.model() == wanted, "bit for bit what became of the other"
 
 
 def test_rounds_that_close_meanwhile_do_no_harm(tmp_path, clock, answer, play):
-    house = House(tmp_path / "data", clock)
-    with closing(house.store):
-        devices = some_way(house, answer)
+    coordinator = LocalCoordinator(tmp_path / "data", clock)
+    with closing(coordinator.store):
+        devices = some_way(coordinator, answer)
         tries = []
 
         def meanwhile():
-            tries.append(house.info().round)
+            tries.append(coordinator.info().round)
             for device in devices:
                 answer(device)
-            house.rounds.advance()  # the update and the model that the records name go
+            coordinator.rounds.advance()  # the update and the model that the records name go
 
         assert back_up(settings_for(tmp_path / "data"), tmp_path / "copy", meanwhile)["federations"] == {"f": 3}
         assert tries == [2, 3], "what the newer records name was copied before it went, too"
@@ -73,9 +72,9 @@ def test_rounds_that_close_meanwhile_do_no_harm(tmp_path, clock, answer, play):
 
 
 def test_nothing_is_overwritten_and_nothing_incomplete_is_used(tmp_path, clock, answer):
-    house = House(tmp_path / "data", clock)
-    with closing(house.store):
-        some_way(house, answer)
+    coordinator = LocalCoordinator(tmp_path / "data", clock)
+    with closing(coordinator.store):
+        some_way(coordinator, answer)
         back_up(settings_for(tmp_path / "data"), tmp_path / "copy")
     with pytest.raises(BackupFailed, match="is not empty; give a new folder"):
         back_up(settings_for(tmp_path / "data"), tmp_path / "copy")
@@ -97,9 +96,9 @@ def test_nothing_is_overwritten_and_nothing_incomplete_is_used(tmp_path, clock, 
 
 
 def test_the_commands(tmp_path, clock, answer, monkeypatch, capsys):
-    house = House(tmp_path / "data", clock)
-    with closing(house.store):
-        some_way(house, answer)
+    coordinator = LocalCoordinator(tmp_path / "data", clock)
+    with closing(coordinator.store):
+        some_way(coordinator, answer)
         monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path / "data"))
         assert backup.main([str(tmp_path / "copy")]) == 0
         assert "f after round 2" in capsys.readouterr().out
@@ -112,21 +111,21 @@ def test_the_commands(tmp_path, clock, answer, monkeypatch, capsys):
 def test_of_postgresql(tmp_path, clock, answer, play, monkeypatch, postgresql):
     monkeypatch.setenv("PATH", f"{postgresql.programs}{os.pathsep}{os.environ['PATH']}")
     first, second = postgresql.new_database(), postgresql.new_database()
-    house = House(tmp_path / "data", clock, lambda folder: Store(folder, first))
-    with closing(house.store):
-        devices = some_way(house, answer)
+    coordinator = LocalCoordinator(tmp_path / "data", clock, database_url=first)
+    with closing(coordinator.store):
+        devices = some_way(coordinator, answer)
         back_up(settings_for(tmp_path / "data", database_url=first), tmp_path / "copy")
-        play(house, devices)
-        wanted = house.model()
+        play(coordinator, devices)
+        wanted = coordinator.model()
     with pytest.raises(BackupFailed, match="has a coordinator's tables already"):
         bring_back(settings_for(tmp_path / "new", database_url=first), tmp_path / "copy")
     bring_back(settings_for(tmp_path / "new", database_url=second), tmp_path / "copy")
-    house = House(tmp_path / "new", clock, lambda folder: Store(folder, second))
-    with closing(house.store):
+    coordinator = LocalCoordinator(tmp_path / "new", clock, database_url=second)
+    with closing(coordinator.store):
         for device in devices:
-            device.house = house
-        play(house, devices)
-        assert house.model() == wanted
+            device.coordinator = coordinator
+        play(coordinator, devices)
+        assert coordinator.model() == wanted
 
 
 @pytest.mark.parametrize(
@@ -139,50 +138,50 @@ def test_of_postgresql(tmp_path, clock, answer, play, monkeypatch, postgresql):
 )
 def test_devices_that_were_ahead_go_on(tmp_path, clock, method, more):
     """They hold models and masks of rounds that the restored coordinator has never had, and an update for one."""
-    house = RealHouse(tmp_path, clock)
-    house.create(method, rounds=6, cohort=2, **more)
-    a, b = house.open("a"), house.open("b")
-    while house.info().round < 2:
-        house.rounds.advance()
+    coordinator = CoordinatorWithDevices(tmp_path, clock)
+    coordinator.create(method, rounds=6, cohort=2, **more)
+    a, b = coordinator.open_device("a"), coordinator.open_device("b")
+    while coordinator.info().round < 2:
+        coordinator.rounds.advance()
         for session in (a, b):
             session.step()
     back_up(settings_for(tmp_path / "data"), tmp_path / "copy")
-    while house.info().round < 4:
-        house.rounds.advance()
+    while coordinator.info().round < 4:
+        coordinator.rounds.advance()
         for session in (a, b):
             session.step()
-    house.rounds.advance()
+    coordinator.rounds.advance()
     a._transport.broken = True
     with pytest.raises(ConnectionError):
         a.step()  # trained, and could not send it
     assert a.progress.pending is not None
-    house.close()
+    coordinator.close()
 
     (tmp_path / "data").rename(tmp_path / "lost")
     bring_back(settings_for(tmp_path / "data"), tmp_path / "copy")
-    house = RealHouse(tmp_path, clock)
-    with closing(house):
-        house.rounds.resume_after_restart()
-        a, b = house.open("a"), house.open("b")
-        assert house.info().round == 2
+    coordinator = CoordinatorWithDevices(tmp_path, clock)
+    with closing(coordinator):
+        coordinator.rounds.resume_after_restart()
+        a, b = coordinator.open_device("a"), coordinator.open_device("b")
+        assert coordinator.info().round == 2
         assert a.progress.last_round > 3
-        house.play(a, b)
-        info, records = house.info(), house.records.rounds("f")
+        coordinator.play(a, b)
+        info, records = coordinator.info(), coordinator.records.rounds("f")
         assert (info.status, info.round) == ("finished", 6)
         assert [record.updates for record in records] == [2] * 6
 
 
 def test_a_device_that_enrolled_later_is_told_to_enrol_again(tmp_path, clock, answer):
-    house = House(tmp_path / "data", clock)
-    with closing(house.store):
-        some_way(house, answer)
+    coordinator = LocalCoordinator(tmp_path / "data", clock)
+    with closing(coordinator.store):
+        some_way(coordinator, answer)
         back_up(settings_for(tmp_path / "data"), tmp_path / "copy")
-        (late,) = house.enrol("late")
+        (late,) = coordinator.enrol("late")
     bring_back(settings_for(tmp_path / "new"), tmp_path / "copy")
-    house = House(tmp_path / "new", clock)
-    with closing(house.store):
+    coordinator = LocalCoordinator(tmp_path / "new", clock)
+    with closing(coordinator.store):
         with pytest.raises(NotAuthenticated, match="enrol again"):
-            house.devices.authenticate(late.token)
-        late.house = house
+            coordinator.devices.authenticate(late.token)
+        late.coordinator = coordinator
         late.enrol()
-        house.devices.authenticate(late.token)
+        coordinator.devices.authenticate(late.token)

@@ -12,7 +12,6 @@ from sparrow.coordinator.fleet.access import digest_of
 from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.rounds.cleanup import clear_all
 from sparrow.coordinator.storage.blobs import FolderBlobs
-from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Base, DeletedDevice, DeletedFederation, Token
 
 from .fakes import CALM, DIGITS
@@ -21,12 +20,12 @@ STAYS = {DeletedDevice, DeletedFederation, Token}
 
 
 @pytest.fixture
-def house(open_house):
-    return open_house()
+def coordinator(open_coordinator):
+    return open_coordinator()
 
 
-def rows(house):
-    with house.store.reading() as db:
+def rows(coordinator):
+    with coordinator.store.reading() as db:
         return {
             each.class_.__tablename__: db.scalar(select(func.count()).select_from(each.class_))
             for each in Base.registry.mappers
@@ -34,122 +33,122 @@ def rows(house):
         }
 
 
-def blobs(house):
-    root = house.store.folder / "blobs"
+def blobs(coordinator):
+    root = coordinator.store.folder / "blobs"
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
 # --- deleting --------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_of_a_deleted_federation_stays_and_others_do(house, answer, play, train):
-    house.create(name="other")
-    before, files = rows(house), blobs(house)
-    house.create(rounds=2, evaluation_interval=1)
-    devices = house.enrol("a", "b")
-    play(house, devices)
-    with house.store.writing() as db:
+def test_nothing_of_a_deleted_federation_stays_and_others_do(coordinator, answer, play, train):
+    coordinator.create(name="other")
+    before, files = rows(coordinator), blobs(coordinator)
+    coordinator.create(rounds=2, evaluation_interval=1)
+    devices = coordinator.enrol("a", "b")
+    play(coordinator, devices)
+    with coordinator.store.writing() as db:
         token, _ = create_token(db, "enrolment", 0, note="", uses=None, seconds=None, federation="f")
         token_id = token.id
-    house.federations.delete("f")
-    assert rows(house) == before
-    assert blobs(house) == files
+    coordinator.federations.delete("f")
+    assert rows(coordinator) == before
+    assert blobs(coordinator) == files
     with pytest.raises(NotFound):
-        house.info()
+        coordinator.info()
     with pytest.raises(
         FederationDeleted, match="was deleted by its operator, so there is nothing left to do; its personal"
     ):
         devices[0].ask()
     with pytest.raises(FederationDeleted):
-        house.devices.authenticate(devices[1].token)
-    with house.store.reading() as db:
+        coordinator.devices.authenticate(devices[1].token)
+    with coordinator.store.reading() as db:
         kept = db.get_one(Token, token_id)
         assert kept.revoked_at is not None, "and is there: enrolling stays shut"
-    assert not house.rounds.advance()
+    assert not coordinator.rounds.advance()
 
 
-def test_one_that_is_at_work_is_stopped_first(house, answer):
-    house.create()
-    devices = house.enrol("a", "b")
-    house.rounds.advance()
+def test_one_that_is_at_work_is_stopped_first(coordinator, answer):
+    coordinator.create()
+    devices = coordinator.enrol("a", "b")
+    coordinator.rounds.advance()
     asked = devices[0].ask()
     for action in ("running", "paused"):
         with pytest.raises(WrongState, match=f"f is {action}: its devices would lose their work\\. Stop it first"):
-            house.federations.delete("f")
-        house.change(action="pause") if action == "running" else house.change(action="stop")
-    house.federations.delete("f")
+            coordinator.federations.delete("f")
+        coordinator.change(action="pause") if action == "running" else coordinator.change(action="stop")
+    coordinator.federations.delete("f")
     with pytest.raises(NotFound):
         devices[0].beat(asked)
-    assert not house.rounds.advance()
+    assert not coordinator.rounds.advance()
 
 
-def test_a_round_that_moves_while_its_federation_goes_does_no_harm(house, answer, monkeypatch, caplog):
-    house.create(rounds=1)
-    devices = house.enrol("a", "b")
-    house.rounds.advance()
+def test_a_round_that_moves_while_its_federation_goes_does_no_harm(coordinator, answer, monkeypatch, caplog):
+    coordinator.create(rounds=1)
+    devices = coordinator.enrol("a", "b")
+    coordinator.rounds.advance()
     answer(devices[0])
-    house.rounds.advance()
-    house.change(action="stop")
-    step = house.rounds._step
+    coordinator.rounds.advance()
+    coordinator.change(action="stop")
+    step = coordinator.rounds._step
 
     def late(federation_id):
-        house.federations.delete("f")
+        coordinator.federations.delete("f")
         return step(federation_id)
 
-    monkeypatch.setattr(house.rounds, "_step", late)
-    assert not house.rounds.advance()
+    monkeypatch.setattr(coordinator.rounds, "_step", late)
+    assert not coordinator.rounds.advance()
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_the_next_federation_gets_nothing_of_it_though_a_kill_left_all_its_blobs(open_house, play, monkeypatch):
+def test_the_next_federation_gets_nothing_of_it_though_a_kill_left_all_its_blobs(open_coordinator, play, monkeypatch):
     class Killed(BaseException):
         pass
 
     def die(self, key):
         raise Killed
 
-    house = open_house()
-    house.create(rounds=3)
-    play(house, house.enrol("a", "b"))
+    coordinator = open_coordinator()
+    coordinator.create(rounds=3)
+    play(coordinator, coordinator.enrol("a", "b"))
     with monkeypatch.context() as patch:
         patch.setattr(FolderBlobs, "delete", die)
         with pytest.raises(Killed):
-            house.federations.delete("f")
-    assert blobs(house)
-    house = open_house()  # the blobs of a coordinator without records would be another's
-    house.create()
-    assert house.info().model_version == 0
-    mine = [path for path in blobs(house) if path.startswith("2/")]
-    clear_all(house.store, Models(house.store))
-    assert blobs(house) == mine
-    assert house.federations.models("f")[0].version == 0
+            coordinator.federations.delete("f")
+    assert blobs(coordinator)
+    coordinator = open_coordinator()  # the blobs of a coordinator without records would be another's
+    coordinator.create()
+    assert coordinator.info().model_version == 0
+    mine = [path for path in blobs(coordinator) if path.startswith("2/")]
+    clear_all(coordinator.store, Models(coordinator.store))
+    assert blobs(coordinator) == mine
+    assert coordinator.federations.models("f")[0].version == 0
 
 
-def test_the_first_federation_is_not_made_again_once_it_was_deleted(house):
-    house.federations.ensure_default("digits", FederationSettings())
-    house.federations.delete("default")
-    house.federations.ensure_default("digits", FederationSettings())
-    assert house.federations.list() == []
+def test_the_first_federation_is_not_made_again_once_it_was_deleted(coordinator):
+    coordinator.federations.ensure_default("digits", FederationSettings())
+    coordinator.federations.delete("default")
+    coordinator.federations.ensure_default("digits", FederationSettings())
+    assert coordinator.federations.list() == []
 
 
 def test_on_postgresql_too(postgresql, tmp_path, clock, play):
-    from .fakes import House
+    from .fakes import LocalCoordinator
 
     url = postgresql.new_database()
-    house = House(tmp_path / "data", clock, lambda folder: Store(folder, url))
+    coordinator = LocalCoordinator(tmp_path / "data", clock, database_url=url)
     try:
-        house.create(rounds=1)
-        devices = house.enrol("a", "b")
-        play(house, devices)
-        house.federations.delete("f")
-        assert set(rows(house).values()) == {0}
-        house.create()
-        with house.store.reading() as db:
+        coordinator.create(rounds=1)
+        devices = coordinator.enrol("a", "b")
+        play(coordinator, devices)
+        coordinator.federations.delete("f")
+        assert set(rows(coordinator).values()) == {0}
+        coordinator.create()
+        with coordinator.store.reading() as db:
             assert db.get(DeletedDevice, digest_of(devices[0].token)).federation_id == 1
             assert "deleted_devices" in inspect(db.connection()).get_table_names()
-        assert house.info().round == 0
+        assert coordinator.info().round == 0
     finally:
-        house.store.close()
+        coordinator.store.close()
 
 
 # --- publishing again ------------------------------------------------------------------------------------------------
@@ -159,33 +158,33 @@ def wanted(task="digits", model=None, **settings):
     return CompareFederation(task=task, model_digest=model, settings=FederationSettings(**{**CALM, **settings}))
 
 
-def test_the_same_federation_is_found(house):
-    house.create(method="fedprox", rounds=50, method_settings={"proximal_weight": 0.01})
+def test_the_same_federation_is_found(coordinator):
+    coordinator.create(method="fedprox", rounds=50, method_settings={"proximal_weight": 0.01})
     for same in (wanted(method="fedprox", rounds=50), wanted(method="fedprox", rounds=50, model=DIGITS.model_digest)):
-        assert house.federations.compare("f", same).name == "f", "a default that is filled in is no difference"
+        assert coordinator.federations.compare("f", same).name == "f", "a default that is filled in is no difference"
     with pytest.raises(NotFound):
-        house.federations.compare("g", wanted())
+        coordinator.federations.compare("g", wanted())
 
 
-def test_each_difference_is_named(house):
-    house.create(method="fedprox", rounds=2, method_settings={"proximal_weight": 1.0})
+def test_each_difference_is_named(coordinator):
+    coordinator.create(method="fedprox", rounds=2, method_settings={"proximal_weight": 1.0})
     with pytest.raises(DifferentFederation) as refused:
-        house.federations.compare("f", wanted(task="har", model="0" * 64, method="fedavg", rounds=50))
+        coordinator.federations.compare("f", wanted(task="har", model="0" * 64, method="fedavg", rounds=50))
     assert str(refused.value) == (
         "a federation 'f' exists and is another: method: asked for fedavg, it has fedprox; rounds: asked for 50, it "
         "has 2; task: asked for har, it has digits. Choose another name, ask for what it has, or delete it first "
         "(sparrow delete SERVER f)"
     )
     with pytest.raises(DifferentFederation, match=r"proximal_weight: asked for 0\.01, it has 1\.0"):
-        house.federations.compare("f", wanted(method="fedprox", rounds=2))
+        coordinator.federations.compare("f", wanted(method="fedprox", rounds=2))
     settings = {"method": "fedprox", "rounds": 2, "method_settings": {"proximal_weight": 1}}
     with pytest.raises(DifferentFederation, match="model: its layers, their shapes"):
-        house.federations.compare("f", wanted(model="0" * 64, **settings))
+        coordinator.federations.compare("f", wanted(model="0" * 64, **settings))
 
 
-def test_what_an_operator_changed_since_is_no_difference(house):
-    house.create(rounds=2)
-    house.federations.change("f", ChangeFederation(rounds=9, cohort=3, deadline_seconds=7, silence_seconds=9))
-    assert house.federations.compare("f", wanted(rounds=2)).rounds == 9
+def test_what_an_operator_changed_since_is_no_difference(coordinator):
+    coordinator.create(rounds=2)
+    coordinator.federations.change("f", ChangeFederation(rounds=9, cohort=3, deadline_seconds=7, silence_seconds=9))
+    assert coordinator.federations.compare("f", wanted(rounds=2)).rounds == 9
     with pytest.raises(DifferentFederation, match="rounds: asked for 9, it has 2"):
-        house.federations.compare("f", wanted(rounds=9))
+        coordinator.federations.compare("f", wanted(rounds=9))

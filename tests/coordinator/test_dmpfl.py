@@ -377,13 +377,13 @@ def test_layers_of_the_card(sparsity, rule, densities, total, share):
         ({"rounds": 8, "method_settings": {"vote_percent": 100}}, "vote_percent"),
     ],
 )
-def test_settings_that_cannot_be_carried_out_are_refused(house, settings, said):
+def test_settings_that_cannot_be_carried_out_are_refused(coordinator, settings, said):
     with pytest.raises(BadContent, match=said):
-        house.create("dmpfl", **settings)
+        coordinator.create("dmpfl", **settings)
 
 
-def test_fewer_rounds_are_enough_for_masks_alone(house):
-    house.create("dmpfl", rounds=1, method_settings={"iterations": 0})
+def test_fewer_rounds_are_enough_for_masks_alone(coordinator):
+    coordinator.create("dmpfl", rounds=1, method_settings={"iterations": 0})
 
 
 # --- whole federations ------------------------------------------------------------------------------------------------
@@ -392,10 +392,10 @@ QUICK = {"iterations": 2, "replaced": 0.2, "adjust_interval": 1}
 PLANNED = ["masks", "masks", "global", "personal"] * 2
 
 
-def begin(house, names="abc", *, own=None, **settings):
+def begin(coordinator, names="abc", *, own=None, **settings):
     given = {"rounds": 8, "min_devices": len(names), "cohort": len(names), **settings}
-    house.create("dmpfl", method_settings={**QUICK, **(own or {})}, **given)
-    return [house.open(name) for name in names]
+    coordinator.create("dmpfl", method_settings={**QUICK, **(own or {})}, **given)
+    return [coordinator.open_device(name) for name in names]
 
 
 def kinds(assignments):
@@ -417,9 +417,9 @@ def check_personal(session):
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("int8", marks=pytest.mark.slow)])
-def test_a_federation_passes_through_all_stages(house, precision):
-    sessions = begin(house, precision=precision, local_epochs=2, evaluation_interval=4)
-    worked = house.play(*sessions)
+def test_a_federation_passes_through_all_stages(coordinator, precision):
+    sessions = begin(coordinator, precision=precision, local_epochs=2, evaluation_interval=4)
+    worked = coordinator.play(*sessions)
     for each in worked:
         training = [(a.kind.value, a.round, a.plan["stage"]) for a in each if a.kind is not Kind.evaluate]
         assert training == [
@@ -427,10 +427,10 @@ def test_a_federation_passes_through_all_stages(house, precision):
             for number, stage in enumerate(PLANNED, start=1)
         ]
         assert kinds(each).count("evaluate") == 2
-    info, records = house.info(), house.records.rounds("f")
+    info, records = coordinator.info(), coordinator.records.rounds("f")
     assert (info.status, info.round, info.model_version) == ("finished", 8, 6)
     assert [record.updates for record in records] == [3] * 8
-    model = house.model()
+    model = coordinator.model()
     assert all(model.mask.counts[name] <= COUNTS[name] for name in COUNTS)
     for session in sessions:
         check_personal(session)
@@ -443,14 +443,14 @@ def test_a_federation_passes_through_all_stages(house, precision):
     last = records[-1]
     assert last.accuracy_personal > 0.3
     assert last.accuracy_global > 0.3
-    assert all(receipt.others["adaptive"]["accuracy"] > 0.3 for receipt in house.receipts()[-3:])
+    assert all(receipt.others["adaptive"]["accuracy"] > 0.3 for receipt in coordinator.receipts()[-3:])
     assert records[3].parts_up == records[7].parts_up == {}, "nothing of a model goes up"
 
 
-def test_shared_weights_are_the_global_ones_and_private_ones_are_not(house):
-    sessions = begin(house, local_epochs=2)
-    house.play(*sessions)
-    model = house.model()
+def test_shared_weights_are_the_global_ones_and_private_ones_are_not(coordinator):
+    sessions = begin(coordinator, local_epochs=2)
+    coordinator.play(*sessions)
+    model = coordinator.model()
     for session in sessions:
         mask, m_g = masks_of(session)
         for name, mine in mask.exists.items():
@@ -460,20 +460,20 @@ def test_shared_weights_are_the_global_ones_and_private_ones_are_not(house):
     assert not np.array_equal(biases[0], biases[1]), "trained in the stage personal"
 
 
-def test_biases_stay_shared_where_the_settings_say_so(house):
-    sessions = begin(house, own={"personal_unmasked": False})
-    house.play(*sessions)
-    model = house.model()
+def test_biases_stay_shared_where_the_settings_say_so(coordinator):
+    sessions = begin(coordinator, own={"personal_unmasked": False})
+    coordinator.play(*sessions)
+    model = coordinator.model()
     for session in sessions:
         for name in ("conv1.bias", "fc1.bias", "out.bias"):
             assert session.personal[name].tobytes() == model.tensors[name].tobytes()
 
 
-def test_after_every_round_masks_are_full_and_the_stage_global_leaves_what_is_ones_own(house):
-    sessions = begin(house)
+def test_after_every_round_masks_are_full_and_the_stage_global_leaves_what_is_ones_own(coordinator):
+    sessions = begin(coordinator)
     before = {}
-    while house.info().status != "finished":
-        house.rounds.advance()
+    while coordinator.info().status != "finished":
+        coordinator.rounds.advance()
         for session in sessions:
             step = session.step()
             if step.outcome is not Outcome.worked or step.assignment.kind is Kind.evaluate:
@@ -486,52 +486,52 @@ def test_after_every_round_masks_are_full_and_the_stage_global_leaves_what_is_on
             if stage == "personal":
                 assert kept["mask"].tobytes() == old["mask"].tobytes()
                 mask, m_g = masks_of(session)
-                model = house.model()
+                model = coordinator.model()
                 for name, mine in mask.exists.items():
                     shared = mine & m_g.exists[name]
                     assert np.array_equal(session.personal[name][shared], model.tensors[name][shared])
             before[session] = {name: np.array(tensor) for name, tensor in kept.items()}
-        house.rounds.advance()
+        coordinator.rounds.advance()
 
 
-def test_rounds_count_for_several(house):
+def test_rounds_count_for_several(coordinator):
     """Sixteen rounds in one iteration: eight, four, and one for everyone that counts for four."""
-    sessions = begin(house, "ab", own={"iterations": 1}, rounds=16, evaluation_interval=8)
-    worked = house.play(*sessions)
-    assert [record.round for record in house.records.rounds("f")] == [*range(1, 13), 16]
-    assert (house.info().round, house.info().model_version) == (16, 12)
+    sessions = begin(coordinator, "ab", own={"iterations": 1}, rounds=16, evaluation_interval=8)
+    worked = coordinator.play(*sessions)
+    assert [record.round for record in coordinator.records.rounds("f")] == [*range(1, 13), 16]
+    assert (coordinator.info().round, coordinator.info().model_version) == (16, 12)
     assert [assignment.round for assignment in worked[0] if assignment.kind is Kind.evaluate] == [8, 16]
     (last,) = [assignment for assignment in worked[0] if assignment.kind is Kind.personalise]
     assert last.plan == {"stage": "personal", "epochs": 4}
 
 
-def test_everybody_is_asked_in_the_stage_personal(house):
-    sessions = begin(house, "abcd", cohort=2, own={"iterations": 1}, rounds=4)
-    house.play(*sessions)
-    records = house.records.rounds("f")
+def test_everybody_is_asked_in_the_stage_personal(coordinator):
+    sessions = begin(coordinator, "abcd", cohort=2, own={"iterations": 1}, rounds=4)
+    coordinator.play(*sessions)
+    records = coordinator.records.rounds("f")
     assert [len(record.cohort) for record in records] == [2, 2, 2, 4]
     for session in sessions:
         check_personal(session)
 
 
-def test_without_iterations_there_is_no_stage_for_everyone(house):
-    sessions = begin(house, "ab", own={"iterations": 0}, rounds=2)
-    assert {kind for each in house.play(*sessions) for kind in kinds(each)} == {"train", "evaluate"}
-    late = house.open("c")
-    assert [kinds(each) for each in house.play(late)] == [["adapt"]]
+def test_without_iterations_there_is_no_stage_for_everyone(coordinator):
+    sessions = begin(coordinator, "ab", own={"iterations": 0}, rounds=2)
+    assert {kind for each in coordinator.play(*sessions) for kind in kinds(each)} == {"train", "evaluate"}
+    late = coordinator.open_device("c")
+    assert [kinds(each) for each in coordinator.play(late)] == [["adapt"]]
     assert late.progress.adapted
     check_personal(late)
 
 
-def test_a_newcomers_mask_is_filled_up(house):
+def test_a_newcomers_mask_is_filled_up(coordinator):
     """With four devices that agree on little, the global mask has fewer weights than there could be."""
     own = {"iterations": 1, "replaced": 0.6, "vote_percent": 60}
-    sessions = begin(house, "abcd", own=own, rounds=8, local_epochs=2)
-    house.play(*sessions)
-    model = house.model()
+    sessions = begin(coordinator, "abcd", own=own, rounds=8, local_epochs=2)
+    coordinator.play(*sessions)
+    model = coordinator.model()
     assert model.mask.count < sum(COUNTS.values())
-    late = house.open("e")
-    house.play(late)
+    late = coordinator.open_device("e")
+    coordinator.play(late)
     mask, m_g = masks_of(late)
     assert mask.counts == COUNTS
     assert m_g.digest == model.mask.digest
@@ -541,126 +541,126 @@ def test_a_newcomers_mask_is_filled_up(house):
         assert not new.any() or late.personal[name][new].any(), "what is new is trained"
 
 
-def test_dense_models_are_fedavgs(house, new_house):
+def test_dense_models_are_fedavgs(coordinator, new_coordinator):
     """If all masks are the global one and that has everything, the stage masks is FedAvg."""
-    sessions = begin(house, "ab", own={"density": 1.0, "iterations": 0}, rounds=3)
-    house.play(*sessions)
-    other = new_house()
+    sessions = begin(coordinator, "ab", own={"density": 1.0, "iterations": 0}, rounds=3)
+    coordinator.play(*sessions)
+    other = new_coordinator()
     other.create("fedavg", rounds=3, min_devices=2)
-    other.play(other.open("a"), other.open("b"))
+    other.play(other.open_device("a"), other.open_device("b"))
     for name, tensor in other.model().tensors.items():
-        np.testing.assert_allclose(house.model().tensors[name], tensor, atol=1e-6)
+        np.testing.assert_allclose(coordinator.model().tensors[name], tensor, atol=1e-6)
 
 
 # --- who is late ------------------------------------------------------------------------------------------------------
 
 
-def away(house, session):
+def away(coordinator, session):
     identity = session._identity.device_id
-    house.devices.change(identity, ChangeDevice(conditions=Conditions(available=False, reason="out")))
+    coordinator.devices.change(identity, ChangeDevice(conditions=Conditions(available=False, reason="out")))
 
 
-def play_until(house, number, *sessions):
+def play_until(coordinator, number, *sessions):
     """Until that round has closed; the next one is open, and nobody has looked at it."""
-    house.rounds.advance()
-    while house.info().round < number:
+    coordinator.rounds.advance()
+    while coordinator.info().round < number:
         for session in sessions:
             session.step()
-        house.rounds.advance()
-    assert house.info().round == number
+        coordinator.rounds.advance()
+    assert coordinator.info().round == number
 
 
-def test_who_missed_the_stage_personal_catches_up_while_the_others_go_on(house):
-    first, second, third = begin(house, cohort=2)
-    house.rounds.advance()
-    away(house, third)
+def test_who_missed_the_stage_personal_catches_up_while_the_others_go_on(coordinator):
+    first, second, third = begin(coordinator, cohort=2)
+    coordinator.rounds.advance()
+    away(coordinator, third)
     # The first rounds may have drawn it: what it does not answer, nobody waits for.
-    assigned = house.dispatch.next_assignment(third._identity.device_id).assignment
+    assigned = coordinator.dispatch.next_assignment(third._identity.device_id).assignment
     if assigned is not None:
         third.step()
-    away(house, third)
-    play_until(house, 4, first, second)
-    record = house.records.rounds("f")[3]
+    away(coordinator, third)
+    play_until(coordinator, 4, first, second)
+    record = coordinator.records.rounds("f")[3]
     assert (record.cohort, record.updates) == (("a", "b"), 2)
     step = third.step()
     assert (step.assignment.kind, step.assignment.round) == (Kind.personalise, 4)
     assert step.assignment.plan == {"stage": "personal", "epochs": 1}
     check_personal(third)
-    record = house.records.rounds("f")[3]
+    record = coordinator.records.rounds("f")[3]
     assert (sorted(record.cohort), record.updates) == (["a", "b", "c"], 3), "it is in the record"
-    assert house.info().round == 4
+    assert coordinator.info().round == 4
     assert third.step().outcome is Outcome.idle or third.progress.last_round == 4, "once is enough"
 
 
-def test_who_missed_it_after_the_end_catches_up_once(house, clock):
-    first, second = begin(house, "ab", rounds=4, own={"iterations": 1})
-    play_until(house, 3, first, second)
+def test_who_missed_it_after_the_end_catches_up_once(coordinator, clock):
+    first, second = begin(coordinator, "ab", rounds=4, own={"iterations": 1})
+    play_until(coordinator, 3, first, second)
     first.step()
-    clock.pass_seconds(house.info().settings.deadline_seconds + 1)
-    play_until(house, 4)
-    house.play(first)
-    assert house.info().round == 4
-    record = house.records.rounds("f")[-1]
+    clock.pass_seconds(coordinator.info().settings.deadline_seconds + 1)
+    play_until(coordinator, 4)
+    coordinator.play(first)
+    assert coordinator.info().round == 4
+    record = coordinator.records.rounds("f")[-1]
     assert (record.updates, record.expired) == (1, 1)
-    (worked,) = house.play(second)
+    (worked,) = coordinator.play(second)
     assert "personalise" in kinds(worked)
     assert kinds(worked).count("personalise") == 1
     check_personal(second)
     assert second.step().outcome is Outcome.over
-    assert house.records.rounds("f")[-1].updates == 2
-    assert house.records.rounds("f")[-1].expired == 0
+    assert coordinator.records.rounds("f")[-1].updates == 2
+    assert coordinator.records.rounds("f")[-1].expired == 0
 
 
-def test_late_work_is_dropped_when_the_device_is_drawn(house, clock):
-    first, second = begin(house, "ab")
-    play_until(house, 3, first, second)
+def test_late_work_is_dropped_when_the_device_is_drawn(coordinator, clock):
+    first, second = begin(coordinator, "ab")
+    play_until(coordinator, 3, first, second)
     first.step()
-    clock.pass_seconds(house.info().settings.deadline_seconds + 1)
-    play_until(house, 4, first)
+    clock.pass_seconds(coordinator.info().settings.deadline_seconds + 1)
+    play_until(coordinator, 4, first)
     second_id = second._identity.device_id
-    late = house.dispatch.next_assignment(second_id).assignment
+    late = coordinator.dispatch.next_assignment(second_id).assignment
     assert (late.kind, late.round) == (Kind.personalise, 4)
-    play_until(house, 5, first)
-    now = house.dispatch.next_assignment(second_id).assignment
+    play_until(coordinator, 5, first)
+    now = coordinator.dispatch.next_assignment(second_id).assignment
     assert (now.kind, now.round) == (Kind.train, 6)
-    (worked,) = house.play(first, second)[1:]
+    (worked,) = coordinator.play(first, second)[1:]
     assert [(each.kind.value, each.round) for each in worked[:3]] == [
         ("train", 6),
         ("train", 7),
         ("personalise", 8),
     ]
-    assert house.records.rounds("f")[3].expired == 1
+    assert coordinator.records.rounds("f")[3].expired == 1
 
 
-def test_who_comes_after_the_end_gets_what_it_missed(house):
-    house.play(*begin(house, "ab", rounds=8))
-    late = house.open("c")
-    (worked,) = house.play(late)
+def test_who_comes_after_the_end_gets_what_it_missed(coordinator):
+    coordinator.play(*begin(coordinator, "ab", rounds=8))
+    late = coordinator.open_device("c")
+    (worked,) = coordinator.play(late)
     assert [(each.kind.value, each.round) for each in worked] == [("personalise", 8)]
     assert worked[0].plan == {"stage": "personal", "epochs": 1}
     check_personal(late)
-    assert not house.model().own.keys() - set(COUNTS)
+    assert not coordinator.model().own.keys() - set(COUNTS)
     assert late.step().outcome is Outcome.over
-    (report,) = [each for each in house.records.reports("f", 8) if each.device == "c"]
+    (report,) = [each for each in coordinator.records.reports("f", 8) if each.device == "c"]
     assert report.report.counts["personal"] == sum(COUNTS.values())
 
 
-def test_a_small_budget_is_not_drawn_for_the_stage_personal_either(house):
-    sessions = begin(house, "ab", own={"iterations": 1}, rounds=4)
-    small = house.open("c", budget=0.2)
-    worked = house.play(*sessions, small)
+def test_a_small_budget_is_not_drawn_for_the_stage_personal_either(coordinator):
+    sessions = begin(coordinator, "ab", own={"iterations": 1}, rounds=4)
+    small = coordinator.open_device("c", budget=0.2)
+    worked = coordinator.play(*sessions, small)
     assert set(kinds(worked[2])) == {"evaluate", "adapt"}
 
 
-def test_a_device_that_the_stage_global_meets_first_keeps_the_global_model(house):
-    first, second = begin(house, "ab", own={"iterations": 1}, rounds=8, cohort=1)
-    away(house, second)
-    play_until(house, 4, first)
+def test_a_device_that_the_stage_global_meets_first_keeps_the_global_model(coordinator):
+    first, second = begin(coordinator, "ab", own={"iterations": 1}, rounds=8, cohort=1)
+    away(coordinator, second)
+    play_until(coordinator, 4, first)
     second.step()  # it looks
     first.step()
-    away(house, first)
-    house.rounds.advance()
-    before = house.model()
+    away(coordinator, first)
+    coordinator.rounds.advance()
+    before = coordinator.model()
     step = second.step()
     assert step.assignment.plan == {"stage": "global"}
     check_personal(second)
@@ -673,16 +673,16 @@ def test_a_device_that_the_stage_global_meets_first_keeps_the_global_model(house
 
 
 @pytest.mark.parametrize("rounds", [9, *(pytest.param(each, marks=pytest.mark.slow) for each in (10, 11, 12, 16))])
-def test_a_reopened_federation_ends_where_it_should(house, rounds):
+def test_a_reopened_federation_ends_where_it_should(coordinator, rounds):
     """The stages are cut anew: what was its end may lie in the middle of a stage personal."""
-    sessions = begin(house, "ab", own={"iterations": 1})
-    house.play(*sessions)
-    house.reopen(rounds)
-    house.play(*sessions)
-    assert (house.info().status, house.info().round) == ("finished", rounds)
+    sessions = begin(coordinator, "ab", own={"iterations": 1})
+    coordinator.play(*sessions)
+    coordinator.reopen(rounds)
+    coordinator.play(*sessions)
+    assert (coordinator.info().status, coordinator.info().round) == ("finished", rounds)
     for session in sessions:
         check_personal(session)
-    assert all(record.round <= rounds for record in house.records.rounds("f"))
+    assert all(record.round <= rounds for record in coordinator.records.rounds("f"))
 
 
 def without_header(parts):
@@ -693,44 +693,44 @@ def without_header(parts):
 
 
 @pytest.mark.parametrize("rule", ["erk", "uniform_first_dense"])
-def test_bytes_and_flops_are_the_cards(house, rule):
+def test_bytes_and_flops_are_the_cards(coordinator, rule):
     """3.7: at S = 0.5, values of float32 and a bit for every maskable weight, at most 1.02 times.
 
     Digits is a small network: what frames a bundle and its report is left out, the manifest's parts counted.
     """
     own = {"iterations": 1, "layer_sparsity": rule, "replaced": 0.01, "adjust_interval": 2}
-    sessions = begin(house, "ab", own=own, rounds=8, local_epochs=2)
-    house.play(*sessions)
+    sessions = begin(coordinator, "ab", own=own, rounds=8, local_epochs=2)
+    coordinator.play(*sessions)
     counts = layer_counts(DIGITS, 0.5, rule)
     kept, maskable = sum(counts.values()), sum(spec.size for spec in DIGITS.maskable)
     unmasked = DIGITS.shared_values - maskable
     values, bits = 4 * (kept + unmasked), math.ceil(maskable / 8)
     down = [values + bits] * 4 + [values + bits, values] + [values]
     up = [values + bits] * 4 + [values] * 2 + [0]
-    records = house.records.rounds("f")
+    records = coordinator.records.rounds("f")
     assert [record.round for record in records] == [1, 2, 3, 4, 5, 6, 8]
     for record, most_down, most_up in zip(records, down, up, strict=True):
         assert without_header(record.parts_down) <= 1.02 * 2 * most_down
         assert without_header(record.parts_up) <= 1.02 * 2 * most_up
     assert sum(sum(each.parts_up.values()) for each in records) >= 0.9 * 2 * sum(up[4:])
     for number, epochs in ((1, 2), (5, 2), (8, 2 * 2)):
-        for report in house.records.reports("f", number):
+        for report in coordinator.records.reports("f", number):
             if report.kind is Kind.evaluate:
                 continue
             dense = training_flops(DIGITS, report.report.num_examples * epochs)
             macs = [layer.positions * spec.size for layer, spec in zip(LAYERS, DIGITS.maskable, strict=True)]
             densities = layer_densities(DIGITS, 0.5, rule).values()
             share = sum(mac * density for mac, density in zip(macs, densities, strict=True)) / sum(macs)
-            replacing = growth_flops(DIGITS, 16, house.model().mask)
+            replacing = growth_flops(DIGITS, 16, coordinator.model().mask)
             assert report.report.training_flops <= 1.02 * share * dense + replacing
 
 
-def test_flops_of_replacing_are_one_dense_gradient_more(house):
-    sessions = begin(house, "a", own={"iterations": 1, "adjust_interval": 1}, rounds=4, local_epochs=2)
-    before = house.model()
-    house.rounds.advance()
+def test_flops_of_replacing_are_one_dense_gradient_more(coordinator):
+    sessions = begin(coordinator, "a", own={"iterations": 1, "adjust_interval": 1}, rounds=4, local_epochs=2)
+    before = coordinator.model()
+    coordinator.rounds.advance()
     sessions[0].step()
-    (report,) = house.records.reports("f", 1)
+    (report,) = coordinator.records.reports("f", 1)
     examples_seen = report.report.num_examples
     batch = (examples_seen - 1) % 16 + 1
     wanted = training_flops(DIGITS, 2 * examples_seen, weight_gradients=before.mask) + growth_flops(
@@ -751,39 +751,39 @@ def changed(mask, *, drop=1, grow=1, name="fc1.weight"):
     return ElementMask(exists)
 
 
-def send(house, session, mask):
+def send(coordinator, session, mask):
     identity = session._identity.device_id
-    assignment = house.dispatch.next_assignment(identity).assignment
-    model = house.model()
+    assignment = coordinator.dispatch.next_assignment(identity).assignment
+    model = coordinator.model()
     report = UpdateReport(num_examples=9, status="active", steps=1, train_loss=0.5).model_dump_json()
     body = bundle.encode(DIGITS, pack(DIGITS, model.tensors, mask), mask, report=report, known=model.mask)
-    return house.acceptance.accept_update(assignment.assignment_id, identity, body)
+    return coordinator.acceptance.accept_update(assignment.assignment_id, identity, body)
 
 
-def test_masks_of_ones_own_are_for_the_stage_masks_and_have_their_numbers(house):
-    first, second = begin(house, "ab", own={"iterations": 1}, rounds=4)
-    house.rounds.advance()
-    count, m_g = COUNTS["fc1.weight"], house.model().mask
+def test_masks_of_ones_own_are_for_the_stage_masks_and_have_their_numbers(coordinator):
+    first, second = begin(coordinator, "ab", own={"iterations": 1}, rounds=4)
+    coordinator.rounds.advance()
+    count, m_g = COUNTS["fc1.weight"], coordinator.model().mask
     for drop, grow in ((1, 0), (0, 1), (3, 1)):
         said = rf"mask: fc1\.weight has {count - drop + grow} weights, it must have {count}"
         with pytest.raises(BadContent, match=said):
-            send(house, first, changed(m_g, drop=drop, grow=grow))
+            send(coordinator, first, changed(m_g, drop=drop, grow=grow))
     with pytest.raises(BadContent, match="mask"):
-        send(house, first, None)
-    assert send(house, first, changed(m_g, drop=30, grow=30))
-    assert send(house, second, m_g)
-    house.rounds.advance()
-    assert house.info().round == 1
-    m_g = house.model().mask
+        send(coordinator, first, None)
+    assert send(coordinator, first, changed(m_g, drop=30, grow=30))
+    assert send(coordinator, second, m_g)
+    coordinator.rounds.advance()
+    assert coordinator.info().round == 1
+    m_g = coordinator.model().mask
     # The next round replaces nothing, and still takes them.
-    assert send(house, first, _refilled(m_g))
-    assert send(house, second, _refilled(m_g))
-    house.rounds.advance()
-    assert house.records.rounds("f")[-1].round == 3
-    m_g = house.model().mask
+    assert send(coordinator, first, _refilled(m_g))
+    assert send(coordinator, second, _refilled(m_g))
+    coordinator.rounds.advance()
+    assert coordinator.records.rounds("f")[-1].round == 3
+    m_g = coordinator.model().mask
     with pytest.raises(BadContent, match="mask: it is not the round's, which this method does not let devices change"):
-        send(house, first, changed(m_g))
-    assert send(house, first, m_g)
+        send(coordinator, first, changed(m_g))
+    assert send(coordinator, first, m_g)
 
 
 def _refilled(mask):
@@ -801,17 +801,17 @@ def _refilled(mask):
 @pytest.mark.parametrize(
     "stage", ["masks", *(pytest.param(each, marks=pytest.mark.slow) for each in ("global", "personal"))]
 )
-def test_a_device_that_died_before_it_sent_goes_on_in_the_same_stage(house, new_house, stage):
-    def end(house, victim_at):
-        first, second = begin(house, "ab", own={"iterations": 1}, rounds=8)
+def test_a_device_that_died_before_it_sent_goes_on_in_the_same_stage(coordinator, new_coordinator, stage):
+    def end(coordinator, victim_at):
+        first, second = begin(coordinator, "ab", own={"iterations": 1}, rounds=8)
         killed = False
-        while house.info().status != "finished":
-            house.rounds.advance()
+        while coordinator.info().status != "finished":
+            coordinator.rounds.advance()
             for place in range(2):
                 session = (first, second)[place]
                 opened = (
-                    house.dispatch.next_assignment(session._identity.device_id, asked=False).assignment
-                    if house.info().status == "running"
+                    coordinator.dispatch.next_assignment(session._identity.device_id, asked=False).assignment
+                    if coordinator.info().status == "running"
                     else None
                 )
                 plan = opened.plan.get("stage") if opened else None
@@ -820,7 +820,7 @@ def test_a_device_that_died_before_it_sent_goes_on_in_the_same_stage(house, new_
                     with pytest.raises(ConnectionError):
                         first.step()
                     first._folder.close()
-                    first = house.open("a")
+                    first = coordinator.open_device("a")
                     assert first.progress.pending is not None
                     killed = True
                 else:
@@ -828,8 +828,8 @@ def test_a_device_that_died_before_it_sent_goes_on_in_the_same_stage(house, new_
         assert killed == (victim_at is not None)
         return first, second
 
-    undisturbed, disturbed = end(house, None), end(other := new_house(), stage)
-    assert house.info().model_sha256 == other.info().model_sha256
+    undisturbed, disturbed = end(coordinator, None), end(other := new_coordinator(), stage)
+    assert coordinator.info().model_sha256 == other.info().model_sha256
     for one, two in zip(undisturbed, disturbed, strict=True):
         assert all(one.personal[name].tobytes() == two.personal[name].tobytes() for name in one.personal)
         own, same = one._folder.own, two._folder.own
@@ -838,9 +838,9 @@ def test_a_device_that_died_before_it_sent_goes_on_in_the_same_stage(house, new_
         assert one.progress.memory == two.progress.memory
 
 
-def test_coordinators_know_nothing_of_a_device(house):
+def test_coordinators_know_nothing_of_a_device(coordinator):
     """D21: masks and weights of a device are in the sums alone."""
-    sessions = begin(house, "ab")
-    house.play(*sessions)
-    assert set(house.model().own) == set(COUNTS)
-    assert not list(house.store.blobs.keys("1/updates"))
+    sessions = begin(coordinator, "ab")
+    coordinator.play(*sessions)
+    assert set(coordinator.model().own) == set(COUNTS)
+    assert not list(coordinator.store.blobs.keys("1/updates"))

@@ -34,8 +34,8 @@ def values_at(method, budget):
     return count_values(DIGITS, first_neurons(DIGITS, budget, *([active_count_up] if method == "heterofl" else [])))
 
 
-def open_all(house):
-    return [house.open(name, budget=budget) for name, budget in BUDGETS.items()]
+def open_all(coordinator):
+    return [coordinator.open_device(name, budget=budget) for name, budget in BUDGETS.items()]
 
 
 def bundles(session, what):
@@ -56,10 +56,10 @@ def personal_zeros(session, mask):
 
 
 @pytest.mark.parametrize("method", EVERY)
-def test_what_crosses_the_wire_is_the_active_part_and_little_more(house, method):
-    house.create(method)
-    sessions = open_all(house)
-    house.play(*sessions)
+def test_what_crosses_the_wire_is_the_active_part_and_little_more(coordinator, method):
+    coordinator.create(method)
+    sessions = open_all(coordinator)
+    coordinator.play(*sessions)
     for session, budget in zip(sessions, BUDGETS.values(), strict=True):
         wanted = 4 * values_at(method, budget)
         trained = [body for body in session._transport.sent if body[:1] != b"{"]
@@ -69,27 +69,27 @@ def test_what_crosses_the_wire_is_the_active_part_and_little_more(house, method)
         first = WHOLE if method in CHOOSING else wanted
         assert 0 <= down[0] - first <= SPARE
         assert all(0 <= size - wanted <= SPARE for size in down[1:])
-    record = house.records.rounds("f")[-1]
+    record = coordinator.records.rounds("f")[-1]
     assert (record.updates, record.handed_back) == (3, 0)
     assert (record.accuracy_personal is not None) == (method in PERSONAL)
     assert record.accuracy_global > 0.15
 
 
 @pytest.mark.parametrize("method", ["fjord", "heterofl"])
-def test_first_neurons_cost_no_bits(house, method):
-    house.create(method)
-    session = open_all(house)[0]
-    house.rounds.advance()
+def test_first_neurons_cost_no_bits(coordinator, method):
+    coordinator.create(method)
+    session = open_all(coordinator)[0]
+    coordinator.rounds.advance()
     session.step()
     assert "mask" not in bundles(session, "sent")[0].parts
     assert "mask" not in bundles(session, "received")[0].parts
 
 
 @pytest.mark.parametrize("method", EVERY)
-def test_each_weight_is_averaged_over_those_who_held_it(house, method):
-    house.create(method, rounds=1)
-    sessions = open_all(house)
-    house.play(*sessions)
+def test_each_weight_is_averaged_over_those_who_held_it(coordinator, method):
+    coordinator.create(method, rounds=1)
+    sessions = open_all(coordinator)
+    coordinator.play(*sessions)
     numerator = {spec.name: np.zeros(spec.shape) for spec in DIGITS.shared}
     weight = {spec.name: np.zeros(spec.shape) for spec in DIGITS.shared}
     for session in sessions:
@@ -101,7 +101,7 @@ def test_each_weight_is_averaged_over_those_who_held_it(house, method):
             block.put(held, np.ones(block.shape))
             numerator[spec.name] += examples * dense
             weight[spec.name] += examples * held
-    final, _ = checkpoint.load(house.federations.model("f"))
+    final, _ = checkpoint.load(coordinator.federations.model("f"))
     start = initial_values(DIGITS, 0)
     for name, total in weight.items():
         wanted = np.where(total > 0, numerator[name] / np.maximum(total, 1), start[name])
@@ -110,22 +110,22 @@ def test_each_weight_is_averaged_over_those_who_held_it(house, method):
 
 
 @pytest.mark.parametrize("method", PERSONAL)
-def test_a_device_keeps_its_neurons_and_is_judged_with_them(house, method):
-    house.create(method)
-    sessions = open_all(house)
-    house.play(*sessions)
+def test_a_device_keeps_its_neurons_and_is_judged_with_them(coordinator, method):
+    coordinator.create(method)
+    sessions = open_all(coordinator)
+    coordinator.play(*sessions)
     for session in sessions:
         updates = bundles(session, "sent")
         assert all(same_mask(update.mask, updates[0].mask) for update in updates)
         assert personal_zeros(session, updates[0].mask)
-    assert all(receipt.personal and receipt.global_model for receipt in house.receipts())
-    assert house.info().status == "finished"
+    assert all(receipt.personal and receipt.global_model for receipt in coordinator.receipts())
+    assert coordinator.info().status == "finished"
 
 
-def test_dropped_neurons_change_from_round_to_round(house):
-    house.create("feddrop")
-    session, *others = open_all(house)
-    house.play(session, *others)
+def test_dropped_neurons_change_from_round_to_round(coordinator):
+    coordinator.create("feddrop")
+    session, *others = open_all(coordinator)
+    coordinator.play(session, *others)
     masks = [update.mask for update in bundles(session, "sent")]
     assert not same_mask(masks[0], masks[1])
     assert [len(index) for index in masks[0].active.values()] == [math.floor(0.3 * n) for n in (16, 32, 64)]
@@ -134,20 +134,20 @@ def test_dropped_neurons_change_from_round_to_round(house):
 
 @pytest.mark.parametrize("method", EVERY)
 @pytest.mark.parametrize("precision", ["int8", "fp16"])
-def test_other_precisions(house, method, precision):
-    house.create(method, precision=precision, rounds=2, update_norm_limit=1e4)
-    sessions = open_all(house)
-    house.play(*sessions)
-    assert house.info().round == 2
-    assert [record.updates for record in house.records.rounds("f")] == [3, 3]
+def test_other_precisions(coordinator, method, precision):
+    coordinator.create(method, precision=precision, rounds=2, update_norm_limit=1e4)
+    sessions = open_all(coordinator)
+    coordinator.play(*sessions)
+    assert coordinator.info().round == 2
+    assert [record.updates for record in coordinator.records.rounds("f")] == [3, 3]
 
 
 @pytest.mark.parametrize("method", PERSONAL)
-def test_a_device_that_comes_after_the_end_adapts_narrow(house, method):
-    house.create(method, rounds=2)
-    house.play(*open_all(house))
-    late = house.open("d", budget=0.3)
-    (worked,) = house.play(late)
+def test_a_device_that_comes_after_the_end_adapts_narrow(coordinator, method):
+    coordinator.create(method, rounds=2)
+    coordinator.play(*open_all(coordinator))
+    late = coordinator.open_device("d", budget=0.3)
+    (worked,) = coordinator.play(late)
     assert [each.kind.value for each in worked] == ["adapt"]
     zeros = sum(int((tensor == 0).sum()) for tensor in late.personal.values())
     assert zeros > DIGITS.shared_values * 0.8
@@ -157,24 +157,24 @@ def test_a_device_that_comes_after_the_end_adapts_narrow(house, method):
 # --- who remembers what a device has chosen --------------------------------------------------------------------------
 
 
-def restarted(house, clock):
+def restarted(coordinator, clock):
     """The same folders, another coordinator process."""
-    from .house import House
+    from .sessions import CoordinatorWithDevices
 
-    house.close()
-    return House(house.folder, clock)
+    coordinator.close()
+    return CoordinatorWithDevices(coordinator.folder, clock)
 
 
-def test_a_restart_of_both_sides_forgets_nothing(house, clock):
-    house.create("hermes", rounds=4)
-    sessions = open_all(house)
+def test_a_restart_of_both_sides_forgets_nothing(coordinator, clock):
+    coordinator.create("hermes", rounds=4)
+    sessions = open_all(coordinator)
     for _ in range(2):
-        house.rounds.advance()
+        coordinator.rounds.advance()
         for session in sessions:
             session.step()
-    house.rounds.advance()
+    coordinator.rounds.advance()
     chosen = bundles(sessions[0], "sent")[0].mask
-    with closing(restarted(house, clock)) as later:
+    with closing(restarted(coordinator, clock)) as later:
         again = open_all(later)
         later.play(*again)
         assert later.info().round == 4
@@ -185,56 +185,56 @@ def test_a_restart_of_both_sides_forgets_nothing(house, clock):
 
 
 @pytest.mark.slow
-def test_a_restart_changes_no_bit(new_house, clock):
+def test_a_restart_changes_no_bit(new_coordinator, clock):
     digests = []
     for disturbed in (False, True):
-        house = new_house()
-        house.create("fedmp", rounds=3)
-        sessions = open_all(house)
+        coordinator = new_coordinator()
+        coordinator.create("fedmp", rounds=3)
+        sessions = open_all(coordinator)
         if disturbed:
-            house.rounds.advance()
+            coordinator.rounds.advance()
             sessions[1].step()
-            house = restarted(house, clock)
-            sessions = open_all(house)
-        house.play(*sessions)
-        digests.append(house.info().model_sha256)
+            coordinator = restarted(coordinator, clock)
+            sessions = open_all(coordinator)
+        coordinator.play(*sessions)
+        digests.append(coordinator.info().model_sha256)
         if disturbed:
-            house.close()
+            coordinator.close()
     assert digests[0] == digests[1]
 
 
-def lose(house, name):
+def lose(coordinator, name):
     """Its model and what belongs to it are gone; who it is it still knows."""
-    folder = house.folder / name
+    folder = coordinator.folder / name
     for file in ("model.safetensors", "progress.json", "mask.bits"):
         (folder / file).unlink()
 
 
-def test_a_device_that_lost_its_state_gets_the_whole_model_and_chooses_again(house):
-    house.create("hermes", rounds=4)
-    sessions = open_all(house)
-    house.rounds.advance()
+def test_a_device_that_lost_its_state_gets_the_whole_model_and_chooses_again(coordinator):
+    coordinator.create("hermes", rounds=4)
+    sessions = open_all(coordinator)
+    coordinator.rounds.advance()
     for session in sessions:
         session.step()
-    house.folders[0].close()
-    lose(house, "a")
-    again = house.open("a", budget=0.3)
-    house.play(again, *sessions[1:])
+    coordinator.folders[0].close()
+    lose(coordinator, "a")
+    again = coordinator.open_device("a", budget=0.3)
+    coordinator.play(again, *sessions[1:])
     down = [len(body) for body in again._transport.received][:3]
     assert down[0] >= WHOLE > 4 * max(down[1:])
-    assert [record.updates for record in house.records.rounds("f")] == [3] * 4
+    assert [record.updates for record in coordinator.records.rounds("f")] == [3] * 4
     assert personal_zeros(again, bundles(again, "sent")[0].mask)
 
 
-def test_another_budget_is_another_choice(house):
-    house.create("hermes", rounds=4)
-    sessions = open_all(house)
-    house.rounds.advance()
+def test_another_budget_is_another_choice(coordinator):
+    coordinator.create("hermes", rounds=4)
+    sessions = open_all(coordinator)
+    coordinator.rounds.advance()
     for session in sessions:
         session.step()
-    device = house.device("a")
-    house.devices.change(device.device_id, ChangeDevice(budget=0.6))
-    house.play(*sessions)
+    device = coordinator.device("a")
+    coordinator.devices.change(device.device_id, ChangeDevice(budget=0.6))
+    coordinator.play(*sessions)
     updates, down = bundles(sessions[0], "sent"), [len(body) for body in sessions[0]._transport.received]
     counts = [[len(index) for index in update.mask.active.values()] for update in updates]
     assert counts == [[4, 9, 19], *[[9, 19, 38]] * 3]
@@ -250,82 +250,84 @@ def forged(session, mask):
     return encode(DIGITS, values, mask, report=report.model_dump_json())
 
 
-def assignment_of(house, session):
-    return house.dispatch.next_assignment(session._identity.device_id, asked=False).assignment.assignment_id
+def assignment_of(coordinator, session):
+    return coordinator.dispatch.next_assignment(session._identity.device_id, asked=False).assignment.assignment_id
 
 
 @pytest.mark.parametrize("method", CHOOSING)
-def test_a_first_update_must_have_as_many_neurons_as_its_budget_says(house, method):
-    house.create(method)
-    session = open_all(house)[0]
-    house.rounds.advance()
-    where, device = assignment_of(house, session), session._identity.device_id
+def test_a_first_update_must_have_as_many_neurons_as_its_budget_says(coordinator, method):
+    coordinator.create(method)
+    session = open_all(coordinator)[0]
+    coordinator.rounds.advance()
+    where, device = assignment_of(coordinator, session), session._identity.device_id
     many = NeuronMask({name: np.arange(size // 2) for name, size in DIGITS.group_sizes.items()})
     for mask in (many, None):
         with pytest.raises(BadContent, match=r"max\(1, floor\(p n\)\) at a budget of p = 0\.3, and these are not so"):
-            house.acceptance.accept_update(where, device, forged(session, mask))
+            coordinator.acceptance.accept_update(where, device, forged(session, mask))
     last = NeuronMask(
         {name: np.arange(size - math.floor(0.3 * size), size) for name, size in DIGITS.group_sizes.items()}
     )
-    assert house.acceptance.accept_update(where, device, forged(session, last)), "which ones is the device's to say"
+    assert coordinator.acceptance.accept_update(where, device, forged(session, last)), (
+        "which ones is the device's to say"
+    )
 
 
-def test_a_later_update_of_other_neurons_is_refused(house):
-    house.create("hermes")
-    sessions = open_all(house)
-    house.rounds.advance()
+def test_a_later_update_of_other_neurons_is_refused(coordinator):
+    coordinator.create("hermes")
+    sessions = open_all(coordinator)
+    coordinator.rounds.advance()
     for session in sessions:
         session.step()
-    house.rounds.advance()
+    coordinator.rounds.advance()
     session = sessions[0]
     chosen = bundles(session, "sent")[0].mask
     other = NeuronMask({name: np.arange(len(index)) for name, index in chosen.active.items()})
     assert not same_mask(chosen, other)
-    where, device = assignment_of(house, session), session._identity.device_id
+    where, device = assignment_of(coordinator, session), session._identity.device_id
     with pytest.raises(BadContent, match="not the one of round 2 that a chose and keeps; fetch the assignment again"):
-        house.acceptance.accept_update(where, device, forged(session, other))
-    house.play(*sessions)
-    assert [record.updates for record in house.records.rounds("f")] == [3] * 3
+        coordinator.acceptance.accept_update(where, device, forged(session, other))
+    coordinator.play(*sessions)
+    assert [record.updates for record in coordinator.records.rounds("f")] == [3] * 3
 
 
-def test_masks_that_nobody_holds_any_more_are_deleted(house):
-    house.create("hermes", rounds=3)
-    sessions = open_all(house)
-    house.rounds.advance()
+def test_masks_that_nobody_holds_any_more_are_deleted(coordinator):
+    coordinator.create("hermes", rounds=3)
+    sessions = open_all(coordinator)
+    coordinator.rounds.advance()
     for session in sessions:
         session.step()
-    house.devices.change(house.device("a").device_id, ChangeDevice(budget=0.6))
-    house.play(*sessions)
-    assert len(list((house.folder / "data").glob("blobs/*/masks/*"))) == 3
+    coordinator.devices.change(coordinator.device("a").device_id, ChangeDevice(budget=0.6))
+    coordinator.play(*sessions)
+    assert len(list((coordinator.folder / "data").glob("blobs/*/masks/*"))) == 3
 
 
-def test_an_update_that_was_lost_does_not_lose_the_choice(house):
-    house.create("hermes", rounds=3)
-    sessions = open_all(house)
-    house.rounds.advance()
+def test_an_update_that_was_lost_does_not_lose_the_choice(coordinator):
+    coordinator.create("hermes", rounds=3)
+    sessions = open_all(coordinator)
+    coordinator.rounds.advance()
     sessions[0]._transport.broken = True
     with pytest.raises(ConnectionError):
         sessions[0].step()
     chosen = sessions[0]._mask
-    house.folders[0].close()
-    again = house.open("a", budget=0.3)
-    house.play(again, *sessions[1:])
+    coordinator.folders[0].close()
+    again = coordinator.open_device("a", budget=0.3)
+    coordinator.play(again, *sessions[1:])
     assert all(same_mask(update.mask, chosen) for update in bundles(again, "sent"))
-    assert [record.updates for record in house.records.rounds("f")] == [3] * 3
+    assert [record.updates for record in coordinator.records.rounds("f")] == [3] * 3
 
 
-def test_an_update_that_came_too_late_leaves_the_choice_with_the_device(house):
+def test_an_update_that_came_too_late_leaves_the_choice_with_the_device(coordinator):
     """The coordinator never learned it: it sends the whole model, and the device keeps its neurons."""
-    house.create("hermes", rounds=3, quorum=0.5)
-    sessions = open_all(house)
-    house.rounds.advance()
+    coordinator.create("hermes", rounds=3, quorum=0.5)
+    sessions = open_all(coordinator)
+    coordinator.rounds.advance()
     transport = sessions[0]._transport
     update = transport.update
 
     def late(assignment_id, body, media_type):
         for session in sessions[1:]:
             session.step()
-        house.rounds.advance()
+        coordinator.rounds.advance()
         transport.update = update
         update(assignment_id, body, media_type)
 
@@ -333,8 +335,8 @@ def test_an_update_that_came_too_late_leaves_the_choice_with_the_device(house):
     sessions[0].step()
     assert transport.sent == []
     chosen = sessions[0]._mask
-    while house.info().status == "running":  # the late one first, so that it is not late again
-        house.rounds.advance()
+    while coordinator.info().status == "running":  # the late one first, so that it is not late again
+        coordinator.rounds.advance()
         for session in sessions:
             session.step()
     updates = bundles(sessions[0], "sent")
@@ -345,7 +347,7 @@ def test_an_update_that_came_too_late_leaves_the_choice_with_the_device(house):
     assert sizes[2] < WHOLE / 4
 
 
-def test_a_model_that_does_not_run_narrow_is_handed_back_with_the_reason(house, monkeypatch):
+def test_a_model_that_does_not_run_narrow_is_handed_back_with_the_reason(coordinator, monkeypatch):
     from edge_sdk.training import narrow
 
     def fails(*ignored):
@@ -353,9 +355,9 @@ def test_a_model_that_does_not_run_narrow_is_handed_back_with_the_reason(house, 
 
     monkeypatch.setattr(narrow, "_compare", fails)
     monkeypatch.setattr(narrow, "_compared", WeakKeyDictionary())
-    house.create("feddrop", min_devices=1)
-    session = house.open("a", budget=0.3)
-    house.rounds.advance()
+    coordinator.create("feddrop", min_devices=1)
+    session = coordinator.open_device("a", budget=0.3)
+    coordinator.rounds.advance()
     session.step()
-    house.rounds.advance()
-    assert house.records.rounds("f")[0].handed_back == 1
+    coordinator.rounds.advance()
+    assert coordinator.records.rounds("f")[0].handed_back == 1

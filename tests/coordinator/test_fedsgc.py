@@ -26,7 +26,7 @@ from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method
 from sparrow.coordinator.models.global_models import Models
 
-from .house import House
+from .sessions import CoordinatorWithDevices
 
 DIGITS = load_builtin("digits").manifest
 DENSITY = 0.3
@@ -356,24 +356,24 @@ def test_the_warning_counts_rounds_that_re_adjusted():
 # --- whole federations ------------------------------------------------------------------------------------------------
 
 
-def start(house, method="fedsgc", names="ab", own=None, **settings):
+def start(coordinator, method="fedsgc", names="ab", own=None, **settings):
     """A federation and its devices. Two epochs, so that what is due at the end of a round is done after the first."""
     usual = {"rounds": 6, "local_epochs": 2, "min_devices": len(names)}
-    house.create(method, method_settings={**QUICK, **(own or {})}, **{**usual, **settings})
-    return [house.open(name) for name in names]
+    coordinator.create(method, method_settings={**QUICK, **(own or {})}, **{**usual, **settings})
+    return [coordinator.open_device(name) for name in names]
 
 
-def play(house, *sessions):
+def play(coordinator, *sessions):
     """Everything to the end; the global models, version after version."""
-    history = [house.model()]
+    history = [coordinator.model()]
     moved = True
     while moved:
-        moved = house.rounds.advance()
-        if house.info().model_version == len(history):
-            history.append(house.model())
+        moved = coordinator.rounds.advance()
+        if coordinator.info().model_version == len(history):
+            history.append(coordinator.model())
         for session in sessions:
             moved |= session.step().outcome is Outcome.worked
-    assert house.info().model_version == len(history) - 1
+    assert coordinator.info().model_version == len(history) - 1
     return history
 
 
@@ -386,23 +386,23 @@ def header(body, take_apart):
     )
 
 
-def held_masks(house):
+def held_masks(coordinator):
     """Digests of the masks on the coordinator's disk."""
-    return {key.rpartition("/")[2] for key in house.store.blobs.keys("1/masks")}
+    return {key.rpartition("/")[2] for key in coordinator.store.blobs.keys("1/masks")}
 
 
 @pytest.mark.parametrize("method", ["fedsgc", "feddst"])
-def test_the_mask_keeps_its_numbers_and_its_places_change(house, method, take_apart):
-    sessions = start(house, method)
-    history = play(house, *sessions)
-    assert (house.info().status, house.info().round, house.info().warning) == ("finished", 6, None)
+def test_the_mask_keeps_its_numbers_and_its_places_change(coordinator, method, take_apart):
+    sessions = start(coordinator, method)
+    history = play(coordinator, *sessions)
+    assert (coordinator.info().status, coordinator.info().round, coordinator.info().warning) == ("finished", 6, None)
     for model in history:
         assert model.mask.counts == COUNTS
         for name, exists in model.mask.exists.items():
             assert not model.tensors[name][~exists].any()
     digests = [model.mask.digest for model in history]
     assert digests[0] == digests[1] != digests[2] == digests[3] != digests[4] == digests[5] == digests[6]
-    records = house.records.rounds("f")
+    records = coordinator.records.rounds("f")
     for record, before, after in zip(records, history, history[1:], strict=False):
         adjusting = record.round in (2, 4)
         replaced = sum(np.count_nonzero(after.mask.exists[n] & ~before.mask.exists[n]) for n in COUNTS)
@@ -422,19 +422,19 @@ def test_the_mask_keeps_its_numbers_and_its_places_change(house, method, take_ap
     assert forms == ["elements", "known", "changed", "known", "changed", "known", "known", "known"]
 
 
-def test_feddst_is_fedsgc_without_directions_bit_for_bit(house, new_house):
-    play(house, *start(house, "feddst", rounds=4))
-    other = new_house()
+def test_feddst_is_fedsgc_without_directions_bit_for_bit(coordinator, new_coordinator):
+    play(coordinator, *start(coordinator, "feddst", rounds=4))
+    other = new_coordinator()
     play(other, *start(other, "fedsgc", own={"guided_share": 0, "rest": "none"}, rounds=4))
-    assert other.info().model_sha256 == house.info().model_sha256
-    assert other.model().mask.digest == house.model().mask.digest
+    assert other.info().model_sha256 == coordinator.info().model_sha256
+    assert other.model().mask.digest == coordinator.model().mask.digest
 
 
-def test_a_restarted_coordinator_has_the_same_model_mask_and_directions(house):
-    play(house, *start(house, rounds=3))
-    model = house.model()
-    with house.store.reading() as db:
-        again = Models(house.store).model(find(db, "f"), 3)
+def test_a_restarted_coordinator_has_the_same_model_mask_and_directions(coordinator):
+    play(coordinator, *start(coordinator, rounds=3))
+    model = coordinator.model()
+    with coordinator.store.reading() as db:
+        again = Models(coordinator.store).model(find(db, "f"), 3)
     assert again.mask.digest == model.mask.digest
     assert list(again.mask.exists) == list(model.mask.exists)
     for one, other in (
@@ -449,59 +449,59 @@ def test_a_restarted_coordinator_has_the_same_model_mask_and_directions(house):
     assert set(model.own) == {"replaced", *(f"direction:{name}" for name in COUNTS)}
 
 
-def test_a_mask_that_never_changes_is_said_and_logged_once(house, caplog):
-    sessions = start(house, own={"over_pruning": 0}, rounds=4)
-    assert house.info().warning is None
-    play(house, *sessions)
+def test_a_mask_that_never_changes_is_said_and_logged_once(coordinator, caplog):
+    sessions = start(coordinator, own={"over_pruning": 0}, rounds=4)
+    assert coordinator.info().warning is None
+    play(coordinator, *sessions)
     said = "no weight has been replaced in 1 re-adjusting rounds: the mask is still the first one"
-    assert house.info().warning.startswith(said)
+    assert coordinator.info().warning.startswith(said)
     assert caplog.text.count(said) == 1
-    assert [record.notes["positions_replaced"] for record in house.records.rounds("f")] == [0] * 4
+    assert [record.notes["positions_replaced"] for record in coordinator.records.rounds("f")] == [0] * 4
 
 
-def leave(house, session, *, there=False):
-    house.devices.change(session._identity.device_id, ChangeDevice(conditions=Conditions(available=there)))
+def leave(coordinator, session, *, there=False):
+    coordinator.devices.change(session._identity.device_id, ChangeDevice(conditions=Conditions(available=there)))
 
 
-def test_who_comes_back_after_many_rounds_gets_what_changed_in_one_download(house, take_apart):
-    sessions = start(house, names="abc", rounds=7)
+def test_who_comes_back_after_many_rounds_gets_what_changed_in_one_download(coordinator, take_apart):
+    sessions = start(coordinator, names="abc", rounds=7)
     *others, away = sessions
-    house.rounds.advance()
+    coordinator.rounds.advance()
     for session in sessions:
         session.step()
-    house.rounds.advance()
+    coordinator.rounds.advance()
     away.step()  # asks, and so says which mask it holds
     first = away._mask.digest
-    leave(house, away)
-    while house.info().round < 5:
-        house.rounds.advance()
+    leave(coordinator, away)
+    while coordinator.info().round < 5:
+        coordinator.rounds.advance()
         for session in others:
             session.step()
-    assert house.model().mask.digest != first
-    leave(house, away, there=True)
+    assert coordinator.model().mask.digest != first
+    leave(coordinator, away, there=True)
     while not len(away._transport.received) > 2:
-        house.rounds.advance()
+        coordinator.rounds.advance()
         for session in sessions:
             session.step()
     told = header(away._transport.received[2], take_apart)
     assert (told.form, told.digest) == ("changed", first)
-    assert house.model().mask.digest == away._mask.digest == others[0]._mask.digest
-    house.play(*sessions)
+    assert coordinator.model().mask.digest == away._mask.digest == others[0]._mask.digest
+    coordinator.play(*sessions)
     assert away.progress.adapted
 
 
-def test_the_last_to_answer_gets_what_changed_though_it_has_not_asked_yet(house, take_apart):
+def test_the_last_to_answer_gets_what_changed_though_it_has_not_asked_yet(coordinator, take_apart):
     """Its update closes the round and replaces the mask before it can say which one it holds."""
-    (session,) = start(house, names="a", own={"adjust_interval": 1}, rounds=4)
-    play(house, session)
+    (session,) = start(coordinator, names="a", own={"adjust_interval": 1}, rounds=4)
+    play(coordinator, session)
     forms = [header(body, take_apart).form for body in session._transport.received]
     assert forms[:4] == ["elements", "changed", "changed", "changed"]
 
 
 @pytest.mark.parametrize("damage", ["absent", "short", "another"])
-def test_a_device_that_lost_its_mask_is_sent_all_of_it(house, take_apart, damage):
-    first, second = start(house, rounds=3)
-    house.rounds.advance()
+def test_a_device_that_lost_its_mask_is_sent_all_of_it(coordinator, take_apart, damage):
+    first, second = start(coordinator, rounds=3)
+    coordinator.rounds.advance()
     first.step(), second.step()
     path = first._folder.path / "mask.bits"
     bits = path.read_bytes()
@@ -510,59 +510,59 @@ def test_a_device_that_lost_its_mask_is_sent_all_of_it(house, take_apart, damage
         path.unlink()
     else:
         path.write_bytes(bits[:-1] if damage == "short" else bytes([bits[0] ^ 1]) + bits[1:])
-    again = house.open("a")
-    play(house, again, second)
+    again = coordinator.open_device("a")
+    play(coordinator, again, second)
     forms = [header(body, take_apart).form for body in again._transport.received]
     assert forms == ["elements", "changed", "known", "known"], "rounds 2 and 3, and what follows them"
-    assert path.read_bytes() == house.model().mask.bits
+    assert path.read_bytes() == coordinator.model().mask.bits
     assert again.progress.adapted
 
 
-def test_masks_that_nobody_holds_are_deleted(house):
+def test_masks_that_nobody_holds_are_deleted(coordinator):
     """On disk are the current one and those that devices hold; never more than those."""
-    sessions = start(house, own={"adjust_interval": 1}, rounds=5)
+    sessions = start(coordinator, own={"adjust_interval": 1}, rounds=5)
     seen = set()
-    while house.info().status != "finished":
-        house.rounds.advance()
-        seen |= held_masks(house)
-        assert house.model().mask.digest in held_masks(house)
-        assert len(held_masks(house)) <= 2
+    while coordinator.info().status != "finished":
+        coordinator.rounds.advance()
+        seen |= held_masks(coordinator)
+        assert coordinator.model().mask.digest in held_masks(coordinator)
+        assert len(held_masks(coordinator)) <= 2
         for session in sessions:
             session.step()
     assert len(seen) == 5, "the first, and after each round but the last another"
-    states = house.store.blobs.keys("1/models")
+    states = coordinator.store.blobs.keys("1/models")
     assert [key.rpartition("/")[2] for key in states] == ["000000005.safetensors", "000000005.state.safetensors"]
 
 
-def test_a_revoked_device_holds_no_mask(house):
-    sessions = start(house, names="abc", rounds=3)
-    house.rounds.advance()
+def test_a_revoked_device_holds_no_mask(coordinator):
+    sessions = start(coordinator, names="abc", rounds=3)
+    coordinator.rounds.advance()
     for session in sessions:
         session.step()
     gone = sessions.pop()
     first = gone._mask.digest
-    house.devices.change(gone._identity.device_id, ChangeDevice(revoked=True))
-    play(house, *sessions)
-    assert first not in held_masks(house)
+    coordinator.devices.change(gone._identity.device_id, ChangeDevice(revoked=True))
+    play(coordinator, *sessions)
+    assert first not in held_masks(coordinator)
 
 
-def test_directions_of_every_position_travel_with_a_memory(house, take_apart):
-    first, second = start(house, own={"direction_memory": True}, rounds=4)
-    play(house, first, second)
+def test_directions_of_every_position_travel_with_a_memory(coordinator, take_apart):
+    first, second = start(coordinator, own={"direction_memory": True}, rounds=4)
+    play(coordinator, first, second)
     with_signs = [body for body in first._transport.received if "signs" in header(body, take_apart).parts]
     assert len(with_signs) == 1
     found, data = take_apart(with_signs[0])
     low, _ = found["signs"]["data_offsets"]
-    assert int.from_bytes(data[low : low + 4], "little") == house.model().mask.size
+    assert int.from_bytes(data[low : low + 4], "little") == coordinator.model().mask.size
 
 
-def test_the_global_model_of_a_sparse_federation_can_be_used(house):
-    play(house, *start(house, rounds=3))
-    model, info = house.model(), house.info()
-    body = house.federations.model("f")
+def test_the_global_model_of_a_sparse_federation_can_be_used(coordinator):
+    play(coordinator, *start(coordinator, rounds=3))
+    model, info = coordinator.model(), coordinator.info()
+    body = coordinator.federations.model("f")
     assert hashlib.sha256(body).hexdigest() == info.model_sha256
     tensors, _ = checkpoint.load(body)
-    graph = onnx.load_model_from_string(house.federations.model_onnx("f"))
+    graph = onnx.load_model_from_string(coordinator.federations.model_onnx("f"))
     onnx.checker.check_model(graph, full_check=True)
     filled = {each.name: onnx.numpy_helper.to_array(each) for each in graph.graph.initializer}
     for name, exists in model.mask.exists.items():
@@ -572,40 +572,40 @@ def test_the_global_model_of_a_sparse_federation_can_be_used(house):
 
 
 @pytest.mark.parametrize("epochs", [0, 2])
-def test_evaluating_and_adapting_keep_the_zeros(house, epochs):
-    sessions = start(house, rounds=3, evaluation_interval=2, finetune_epochs=epochs)
-    play(house, *sessions)
-    model = house.model()
+def test_evaluating_and_adapting_keep_the_zeros(coordinator, epochs):
+    sessions = start(coordinator, rounds=3, evaluation_interval=2, finetune_epochs=epochs)
+    play(coordinator, *sessions)
+    model = coordinator.model()
     for session in sessions:
         for name, exists in model.mask.exists.items():
             assert not session.personal[name][~exists].any()
             assert np.array_equal(session.personal[name], model.tensors[name]) == (epochs == 0)
-    record = house.records.rounds("f")[-1]
+    record = coordinator.records.rounds("f")[-1]
     assert record.evaluated_devices == 2
     assert record.accuracy_global > 0.3
     assert (record.loss_personal is not None) == (epochs > 0)
 
 
-def test_a_budget_below_the_density_is_told_and_not_drawn(house, caplog):
-    house.create("fedsgc", method_settings=QUICK, rounds=2, min_devices=3)
+def test_a_budget_below_the_density_is_told_and_not_drawn(coordinator, caplog):
+    coordinator.create("fedsgc", method_settings=QUICK, rounds=2, min_devices=3)
     small, enough, whole = (
-        house.open(name, budget=budget) for name, budget in (("a", 0.2), ("b", DENSITY), ("c", 1.0))
+        coordinator.open_device(name, budget=budget) for name, budget in (("a", 0.2), ("b", DENSITY), ("c", 1.0))
     )
     assert "your budget of 0.2 is below the 0.3 that fedsgc needs" in caplog.text
     assert caplog.text.count("your budget") == 1
-    play(house, small, enough, whole)
-    assert [record.cohort for record in house.records.rounds("f")] == [("b", "c")] * 2
+    play(coordinator, small, enough, whole)
+    assert [record.cohort for record in coordinator.records.rounds("f")] == [("b", "c")] * 2
     assert small.progress.adapted, "it gets the last model like everybody else"
 
 
 @pytest.mark.slow
-def test_more_than_one_seed_gives_other_masks_and_the_same_seed_the_same(house, new_house):
-    play(house, *start(house, rounds=3))
-    again, other = new_house(), new_house()
+def test_more_than_one_seed_gives_other_masks_and_the_same_seed_the_same(coordinator, new_coordinator):
+    play(coordinator, *start(coordinator, rounds=3))
+    again, other = new_coordinator(), new_coordinator()
     play(again, *start(again, rounds=3))
     play(other, *start(other, rounds=3, seed=1))
-    assert again.info().model_sha256 == house.info().model_sha256
-    assert again.model().mask.digest == house.model().mask.digest != other.model().mask.digest
+    assert again.info().model_sha256 == coordinator.info().model_sha256
+    assert again.model().mask.digest == coordinator.model().mask.digest != other.model().mask.digest
 
 
 # --- updates that are refused -----------------------------------------------------------------------------------------
@@ -619,8 +619,8 @@ def update(model, mask, *, seed=0, examples=10, status="active", **more):
     return bundle.encode(DIGITS, pack(DIGITS, noisy, mask), mask, report=report, known=model.mask, **more)
 
 
-def assigned(house, session):
-    return house.dispatch.next_assignment(session._identity.device_id).assignment
+def assigned(coordinator, session):
+    return coordinator.dispatch.next_assignment(session._identity.device_id).assignment
 
 
 def changed(mask, *, drop=1, grow=1, name="fc1.weight"):
@@ -633,15 +633,15 @@ def changed(mask, *, drop=1, grow=1, name="fc1.weight"):
     return ElementMask(flags)
 
 
-def test_a_mask_may_change_in_re_adjusting_rounds_alone_and_keeps_its_numbers(house):
-    first, second = start(house)
-    house.rounds.advance()
-    model = house.model()
+def test_a_mask_may_change_in_re_adjusting_rounds_alone_and_keeps_its_numbers(coordinator):
+    first, second = start(coordinator)
+    coordinator.rounds.advance()
+    model = coordinator.model()
 
     def send(session, mask):
-        assignment = assigned(house, session)
+        assignment = assigned(coordinator, session)
         device = session._identity.device_id
-        return house.acceptance.accept_update(assignment.assignment_id, device, update(model, mask))
+        return coordinator.acceptance.accept_update(assignment.assignment_id, device, update(model, mask))
 
     with pytest.raises(BadContent, match=r"mask: it is not the round's, which this method does not let devices change"):
         send(first, changed(model.mask))
@@ -649,50 +649,52 @@ def test_a_mask_may_change_in_re_adjusting_rounds_alone_and_keeps_its_numbers(ho
         send(first, None)
     assert send(first, model.mask)
     assert send(second, model.mask)
-    house.rounds.advance()
-    assert assigned(house, first).plan == {"expected_epochs": 12}
-    model, count = house.model(), COUNTS["fc1.weight"]
+    coordinator.rounds.advance()
+    assert assigned(coordinator, first).plan == {"expected_epochs": 12}
+    model, count = coordinator.model(), COUNTS["fc1.weight"]
     for drop, grow in ((1, 0), (0, 1), (2, 1)):
         said = rf"mask: fc1\.weight has {count - drop + grow} weights, it must have {count}; grow what it drops"
         with pytest.raises(BadContent, match=said):
             send(first, changed(model.mask, drop=drop, grow=grow))
     assert send(first, changed(model.mask, drop=40, grow=40))
     assert send(second, model.mask)
-    house.rounds.advance()
-    assert house.model().mask.digest != model.mask.digest
-    assert house.records.rounds("f")[1].notes["union"] == sum(COUNTS.values()) + 40
+    coordinator.rounds.advance()
+    assert coordinator.model().mask.digest != model.mask.digest
+    assert coordinator.records.rounds("f")[1].notes["union"] == sum(COUNTS.values()) + 40
 
 
-def test_gradients_and_signs_are_not_asked_for_and_refused(house):
-    (session,) = start(house, names="a")
-    house.rounds.advance()
-    model, assignment = house.model(), assigned(house, session)
+def test_gradients_and_signs_are_not_asked_for_and_refused(coordinator):
+    (session,) = start(coordinator, names="a")
+    coordinator.rounds.advance()
+    model, assignment = coordinator.model(), assigned(coordinator, session)
     for more in (
         {"gradients": np.zeros(model.mask.size, dtype=np.float32)},
         {"signs": np.zeros(model.mask.count, dtype=np.int8)},
     ):
         body = update(model, model.mask, **more)
         with pytest.raises(BadContent, match="sent without gradients, and without signs"):
-            house.acceptance.accept_update(assignment.assignment_id, session._identity.device_id, body)
+            coordinator.acceptance.accept_update(assignment.assignment_id, session._identity.device_id, body)
 
 
-def test_who_stops_with_a_round_counts_in_it_once(house, new_house):
+def test_who_stops_with_a_round_counts_in_it_once(coordinator, new_coordinator):
     """n is of all who were enrolled in the round: a device is not among those who rest because it stops with it."""
 
-    def two_of_three(house, status):
-        sessions = start(house, names="abc", own={"rest": "all"}, cohort=2)
-        house.rounds.advance()
-        model = house.model()
-        cohort = [session for session in sessions if assigned(house, session)]
+    def two_of_three(coordinator, status):
+        sessions = start(coordinator, names="abc", own={"rest": "all"}, cohort=2)
+        coordinator.rounds.advance()
+        model = coordinator.model()
+        cohort = [session for session in sessions if assigned(coordinator, session)]
         assert len(cohort) == 2
         for session, how in zip(cohort, (status, "active"), strict=True):
             body = update(model, model.mask, status=how)
-            house.acceptance.accept_update(assigned(house, session).assignment_id, session._identity.device_id, body)
-        house.rounds.advance()
-        return house.info()
+            coordinator.acceptance.accept_update(
+                assigned(coordinator, session).assignment_id, session._identity.device_id, body
+            )
+        coordinator.rounds.advance()
+        return coordinator.info()
 
-    assert two_of_three(house, "stopped").model_sha256 == two_of_three(new_house(), "active").model_sha256
-    assert house.info().devices_stopped == 1
+    assert two_of_three(coordinator, "stopped").model_sha256 == two_of_three(new_coordinator(), "active").model_sha256
+    assert coordinator.info().devices_stopped == 1
 
 
 # --- fewer bytes ------------------------------------------------------------------------------------------------------
@@ -703,9 +705,11 @@ def precisions(tmp_path_factory):
     """The same federation in three number formats: (records, forms) by precision."""
     found = {}
     for precision in ("fp32", "fp16", "int8"):
-        with closing(House(tmp_path_factory.mktemp(precision), lambda: 1_700_000_000.0)) as house:
-            play(house, *start(house, rounds=6, precision=precision, local_epochs=3))
-            found[precision] = house.records.rounds("f"), house.model()
+        with closing(
+            CoordinatorWithDevices(tmp_path_factory.mktemp(precision), lambda: 1_700_000_000.0)
+        ) as coordinator:
+            play(coordinator, *start(coordinator, rounds=6, precision=precision, local_epochs=3))
+            found[precision] = coordinator.records.rounds("f"), coordinator.model()
     return found
 
 
@@ -742,12 +746,12 @@ def test_masks_are_replaced_in_every_number_format(precisions):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_updates_that_move_too_far_are_refused(house, caplog, precision):
+def test_updates_that_move_too_far_are_refused(coordinator, caplog, precision):
     """Measured from what was sent, also where the update is the difference already."""
-    sessions = start(house, rounds=1, precision=precision, update_norm_limit=1e-6)
-    house.play(*sessions)
-    assert house.info().round == 1
-    assert (house.records.rounds("f")[0].handed_back, house.info().model_version) == (2, 0)
+    sessions = start(coordinator, rounds=1, precision=precision, update_norm_limit=1e-6)
+    coordinator.play(*sessions)
+    assert coordinator.info().round == 1
+    assert (coordinator.records.rounds("f")[0].handed_back, coordinator.info().model_version) == (2, 0)
     moved = re.findall(
         r"values: they moved by (\S+) from what was sent \(2-norm\), the federation allows 1e-06", caplog.text
     )
@@ -756,18 +760,18 @@ def test_updates_that_move_too_far_are_refused(house, caplog, precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_updates_within_the_limit_are_welcome(house, precision):
-    play(house, *start(house, rounds=3, precision=precision, update_norm_limit=50))
-    assert [record.updates for record in house.records.rounds("f")] == [2, 2, 2]
+def test_updates_within_the_limit_are_welcome(coordinator, precision):
+    play(coordinator, *start(coordinator, rounds=3, precision=precision, update_norm_limit=50))
+    assert [record.updates for record in coordinator.records.rounds("f")] == [2, 2, 2]
 
 
-def test_only_updates_of_training_are_rounded(house):
-    sessions = start(house, rounds=1, precision="int8")
-    house.rounds.advance()
-    settings = assigned(house, sessions[0]).settings
+def test_only_updates_of_training_are_rounded(coordinator):
+    sessions = start(coordinator, rounds=1, precision="int8")
+    coordinator.rounds.advance()
+    settings = assigned(coordinator, sessions[0]).settings
     assert settings.precision_of("up", Kind.train) == "int8"
     assert {settings.precision_of("down", kind) for kind in Kind} == {"fp32"}
-    body = update(house.model(), house.model().mask)
-    assignment = assigned(house, sessions[0])
+    body = update(coordinator.model(), coordinator.model().mask)
+    assignment = assigned(coordinator, sessions[0])
     with pytest.raises(BadContent, match="sent as fp32, the federation's precision is int8"):
-        house.acceptance.accept_update(assignment.assignment_id, sessions[0]._identity.device_id, body)
+        coordinator.acceptance.accept_update(assignment.assignment_id, sessions[0]._identity.device_id, body)

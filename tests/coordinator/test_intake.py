@@ -14,23 +14,23 @@ from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings, UpdateReport
 from sparrow.coordinator.rounds.intake import Intake, Update, centre, clip
 
-from .fakes import House
+from .fakes import LocalCoordinator
 
 DIGITS = load_builtin("digits").manifest
 CALM = {"evaluation_interval": 0, "early_stopping": "off", "min_devices": 5, "cohort": 5, "rounds": 2}
 
 
 @pytest.fixture
-def house(tmp_path, clock):
-    opened = House(tmp_path / "data", clock)
+def coordinator(tmp_path, clock):
+    opened = LocalCoordinator(tmp_path / "data", clock)
     yield opened
     opened.store.close()
 
 
-def send(house, device, moved, manifest=DIGITS):
+def send(coordinator, device, moved, manifest=DIGITS):
     """Answer with what was sent, all values moved by so much."""
     assignment = device.ask()
-    tensors = checkpoint.load(house.model())[0]
+    tensors = checkpoint.load(coordinator.model())[0]
     report = UpdateReport(num_examples=10, steps=1, train_loss=0.5).model_dump_json()
     work = assignment.work
     draw = NeuronDraw(work.job, work.round, work.device, work.ratio)
@@ -39,55 +39,55 @@ def send(house, device, moved, manifest=DIGITS):
     assert device.send(assignment, bundle.encode(manifest, values, mask, draw=draw, report=report))
 
 
-def play(house, devices, moves):
+def play(coordinator, devices, moves):
     """One round in which each device moves its values by so much."""
-    house.rounds.advance()
-    before = pack(DIGITS, checkpoint.load(house.model())[0], None)
+    coordinator.rounds.advance()
+    before = pack(DIGITS, checkpoint.load(coordinator.model())[0], None)
     for device, moved in zip(devices, moves, strict=True):
-        send(house, device, moved)
-    house.rounds.advance()
-    return pack(DIGITS, checkpoint.load(house.model())[0], None).astype(np.float64) - before
+        send(coordinator, device, moved)
+    coordinator.rounds.advance()
+    return pack(DIGITS, checkpoint.load(coordinator.model())[0], None).astype(np.float64) - before
 
 
 NAMES = ("a", "b", "c", "d", "e")
 
 
-def test_a_longer_update_counts_as_one_of_the_clips_length(house):
+def test_a_longer_update_counts_as_one_of_the_clips_length(coordinator):
     count = DIGITS.shared_values
-    house.create(**CALM, update_clip=0.1 * count**0.5)
-    devices = house.enrol(*NAMES)
-    moved = play(house, devices, [0.05, 0.05, 0.05, 0.05, 30.0])
+    coordinator.create(**CALM, update_clip=0.1 * count**0.5)
+    devices = coordinator.enrol(*NAMES)
+    moved = play(coordinator, devices, [0.05, 0.05, 0.05, 0.05, 30.0])
     np.testing.assert_allclose(moved, (4 * 0.05 + 0.1) / 5, rtol=1e-3, atol=1e-6)
-    record = house.record(1)
+    record = coordinator.record(1)
     assert (record.updates, record.notes["updates_clipped"], record.left_out) == (5, 1, {})
 
 
-def test_an_outlier_is_acknowledged_counted_and_left_out_with_the_reason(house):
-    house.create(**CALM, outlier_mads=5)
-    devices = house.enrol(*NAMES)
-    moved = play(house, devices, [0.05, 0.06, 0.055, 30.0, 0.045])
+def test_an_outlier_is_acknowledged_counted_and_left_out_with_the_reason(coordinator):
+    coordinator.create(**CALM, outlier_mads=5)
+    devices = coordinator.enrol(*NAMES)
+    moved = play(coordinator, devices, [0.05, 0.06, 0.055, 30.0, 0.045])
     np.testing.assert_allclose(moved, (0.05 + 0.06 + 0.055 + 0.045) / 4, rtol=1e-3, atol=1e-6)
-    record = house.record(1)
+    record = coordinator.record(1)
     assert (record.updates, record.notes["updates_left_out"]) == (5, 1)
     assert list(record.left_out) == ["d"]
     assert "moved by 30" in record.left_out["d"]
-    assert house.record(1) == record, "and so it is remembered"
-    play(house, devices, [0.05] * 5)
-    assert house.record(2).left_out == {}
-    assert json.loads(house.record(2).model_dump_json())["notes"]["updates_left_out"] == 0
+    assert coordinator.record(1) == record, "and so it is remembered"
+    play(coordinator, devices, [0.05] * 5)
+    assert coordinator.record(2).left_out == {}
+    assert json.loads(coordinator.record(2).model_dump_json())["notes"]["updates_left_out"] == 0
 
 
-def test_without_the_settings_nothing_is_said(house):
-    house.create(**CALM)
-    play(house, house.enrol(*NAMES), [0.05] * 4 + [30.0])
-    assert house.record(1).notes == {}
+def test_without_the_settings_nothing_is_said(coordinator):
+    coordinator.create(**CALM)
+    play(coordinator, coordinator.enrol(*NAMES), [0.05] * 4 + [30.0])
+    assert coordinator.record(1).notes == {}
 
 
-def test_robust_rules_in_a_whole_round(house):
-    house.create(**CALM, robust="median")
-    moved = play(house, house.enrol(*NAMES), [0.05, 0.06, 0.055, 30.0, 0.045])
+def test_robust_rules_in_a_whole_round(coordinator):
+    coordinator.create(**CALM, robust="median")
+    moved = play(coordinator, coordinator.enrol(*NAMES), [0.05, 0.06, 0.055, 30.0, 0.045])
     np.testing.assert_allclose(moved, 0.055, rtol=1e-3, atol=1e-6)
-    assert house.record(1).updates == 5
+    assert coordinator.record(1).updates == 5
 
 
 class Kept:

@@ -19,6 +19,7 @@ from edge_sdk.protocol.messages import (
     UpdateReport,
 )
 from sparrow.coordinator.errors import BadContent, WrongMediaType, WrongState
+from sparrow.coordinator.rounds.acceptance import JSON_TYPE
 
 DIGITS = load_builtin("digits").manifest
 
@@ -44,54 +45,54 @@ def kinds(assignments):
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedprox"])
-def test_everybody_ends_with_the_last_global_model(house, method):
-    house.create(method)
-    sessions = [house.open(name) for name in "ab"]
-    worked = house.play(*sessions)
+def test_everybody_ends_with_the_last_global_model(coordinator, method):
+    coordinator.create(method)
+    sessions = [coordinator.open_device(name) for name in "ab"]
+    worked = coordinator.play(*sessions)
     assert [kinds(each) for each in worked] == [["train"] * 3 + ["evaluate", "adapt"]] * 2
-    info = house.info()
+    info = coordinator.info()
     assert (info.status, info.round, info.model_version) == ("finished", 3, 3)
-    final, _ = checkpoint.load(house.federations.model("f"))
+    final, _ = checkpoint.load(coordinator.federations.model("f"))
     for session in sessions:
         assert same(final, session.personal)
         assert session.progress.adapted
-    record = house.records.rounds("f")[-1]
+    record = coordinator.records.rounds("f")[-1]
     assert (record.accuracy_personal, record.updates) == (None, 2)
     assert record.accuracy_global > 0.1
     assert record.training_flops > 0
 
 
-def test_every_download_is_the_whole_model(house):
-    house.create("fedavg")
-    (worked,) = house.play(house.open("a"), house.open("b"))[:1]
+def test_every_download_is_the_whole_model(coordinator):
+    coordinator.create("fedavg")
+    (worked,) = coordinator.play(coordinator.open_device("a"), coordinator.open_device("b"))[:1]
     assert len({assignment.payload.bytes for assignment in worked}) == 1
     assert all(assignment.work is None for assignment in worked)
 
 
-def test_fine_tuned_copies_are_judged_and_the_last_is_kept(house):
-    house.create("fedavg", finetune_epochs=3)
-    sessions = [house.open(name) for name in "ab"]
-    house.play(*sessions)
-    record = house.records.rounds("f")[-1]
+def test_fine_tuned_copies_are_judged_and_the_last_is_kept(coordinator):
+    coordinator.create("fedavg", finetune_epochs=3)
+    sessions = [coordinator.open_device(name) for name in "ab"]
+    coordinator.play(*sessions)
+    record = coordinator.records.rounds("f")[-1]
     assert record.loss_personal < record.loss_global
-    assert all(receipt.validation["num_examples"] for receipt in house.receipts())
-    assert [receipt.state_bytes for receipt in house.receipts()] == [0, 0]
-    adapted = house.receipts("adapt")
+    assert all(receipt.validation["num_examples"] for receipt in coordinator.receipts())
+    assert [receipt.state_bytes for receipt in coordinator.receipts()] == [0, 0]
+    adapted = coordinator.receipts("adapt")
     assert [receipt.state_bytes for receipt in adapted] == [4 * DIGITS.shared_values] * 2
-    judged = sorted(receipt.personal["loss"] for receipt in house.receipts())
+    judged = sorted(receipt.personal["loss"] for receipt in coordinator.receipts())
     assert judged == sorted(receipt.personal["loss"] for receipt in adapted), "the same copy as was judged"
 
 
-def test_fedavg_is_fedspu_of_devices_that_train_everything(house, new_house):
-    house.create("fedavg", early_stopping="paper", patience=9)
-    house.play(house.open("a"), house.open("b"))
-    other = new_house()
+def test_fedavg_is_fedspu_of_devices_that_train_everything(coordinator, new_coordinator):
+    coordinator.create("fedavg", early_stopping="paper", patience=9)
+    coordinator.play(coordinator.open_device("a"), coordinator.open_device("b"))
+    other = new_coordinator()
     other.create("fedspu", early_stopping="paper", patience=9)
-    other.play(other.open("a"), other.open("b"))
-    assert other.info().model_sha256 == house.info().model_sha256
+    other.play(other.open_device("a"), other.open_device("b"))
+    assert other.info().model_sha256 == coordinator.info().model_sha256
 
 
-def test_fedprox_without_weight_is_fedavg_and_with_it_stays_nearer(house, new_house):
+def test_fedprox_without_weight_is_fedavg_and_with_it_stays_nearer(coordinator, new_coordinator):
     start = initial_values(DIGITS, 0)
     models = {}
     for label, method, own in (
@@ -100,9 +101,9 @@ def test_fedprox_without_weight_is_fedavg_and_with_it_stays_nearer(house, new_ho
         ("default", "fedprox", {}),
         ("1", "fedprox", {"proximal_weight": 1.0}),
     ):
-        other = new_house()
+        other = new_coordinator()
         other.create(method, method_settings=own, rounds=1, local_epochs=5)
-        other.play(other.open("a"), other.open("b"))
+        other.play(other.open_device("a"), other.open_device("b"))
         models[label], _ = checkpoint.load(other.federations.model("f"))
     moved = {
         label: sum(np.square(model[spec.name] - start[spec.name]).sum() for spec in DIGITS.shared if spec.trainable)
@@ -112,11 +113,11 @@ def test_fedprox_without_weight_is_fedavg_and_with_it_stays_nearer(house, new_ho
     assert moved["1"] < moved["default"] < moved["0"]
 
 
-def test_a_device_that_stops_gets_the_last_model_too(house, any_loss_stops):
-    house.create("fedavg", rounds=4, **SOON, patience=1)
-    sessions = [house.open(name) for name in "ab"]
-    worked = house.play(*sessions)
-    assert (house.info().reason, house.info().round) == ("all_stopped", 2)
+def test_a_device_that_stops_gets_the_last_model_too(coordinator, any_loss_stops):
+    coordinator.create("fedavg", rounds=4, **SOON, patience=1)
+    sessions = [coordinator.open_device(name) for name in "ab"]
+    worked = coordinator.play(*sessions)
+    assert (coordinator.info().reason, coordinator.info().round) == ("all_stopped", 2)
     assert [kinds(each) for each in worked] == [["train", "train", "evaluate", "adapt"]] * 2
     assert sessions[0].personal is not None
 
@@ -124,39 +125,43 @@ def test_a_device_that_stops_gets_the_last_model_too(house, any_loss_stops):
 # --- who is drawn ------------------------------------------------------------------------------------------------
 
 
-def test_a_small_budget_is_told_waits_and_adapts(house, caplog):
-    house.create("fedavg")
-    small, large = house.open("a", budget=0.4), house.open("b")
+def test_a_small_budget_is_told_waits_and_adapts(coordinator, caplog):
+    coordinator.create("fedavg")
+    small, large = coordinator.open_device("a", budget=0.4), coordinator.open_device("b")
     assert "your budget of 0.4 is below the 1 that fedavg needs" in caplog.text
     assert caplog.text.count("budget") == 2, "the other device is told nothing"
-    worked = house.play(small, large)
+    worked = coordinator.play(small, large)
     assert [kinds(each) for each in worked] == [["evaluate", "adapt"], ["train"] * 3 + ["evaluate", "adapt"]]
 
 
-def test_a_federation_of_small_budgets_says_what_it_waits_for(house):
-    house.create("fedavg", rounds=2)
-    sessions = [house.open(name, budget=0.5) for name in "ab"]
-    house.play(*sessions)
-    assert house.info().status == "running"
-    assert house.info().waiting_for == (
+def test_a_federation_of_small_budgets_says_what_it_waits_for(coordinator):
+    coordinator.create("fedavg", rounds=2)
+    sessions = [coordinator.open_device(name, budget=0.5) for name in "ab"]
+    coordinator.play(*sessions)
+    assert coordinator.info().status == "running"
+    assert coordinator.info().waiting_for == (
         "a device with a budget of at least 1, which fedavg needs; those that are there have less"
     )
-    house.open("c")
-    assert house.info().waiting_for is None
+    coordinator.open_device("c")
+    assert coordinator.info().waiting_for is None
 
 
-def test_small_budgets_do_not_keep_a_federation_open_whose_others_have_stopped(house, any_loss_stops):
-    house.create("fedavg", rounds=9, **SOON, patience=1)
-    house.play(house.open("a", budget=0.5), house.open("b"))
-    assert (house.info().status, house.info().reason, house.info().round) == ("finished", "all_stopped", 2)
+def test_small_budgets_do_not_keep_a_federation_open_whose_others_have_stopped(coordinator, any_loss_stops):
+    coordinator.create("fedavg", rounds=9, **SOON, patience=1)
+    coordinator.play(coordinator.open_device("a", budget=0.5), coordinator.open_device("b"))
+    assert (coordinator.info().status, coordinator.info().reason, coordinator.info().round) == (
+        "finished",
+        "all_stopped",
+        2,
+    )
 
 
 # --- settings ----------------------------------------------------------------------------------------------------
 
 
-def test_a_methods_own_settings_are_completed_and_reach_the_devices(house):
-    assert house.create("fedprox").settings.method_settings == {"proximal_weight": 0.01}
-    session = house.open("a")
+def test_a_methods_own_settings_are_completed_and_reach_the_devices(coordinator):
+    assert coordinator.create("fedprox").settings.method_settings == {"proximal_weight": 0.01}
+    session = coordinator.open_device("a")
     assert session.info.settings.method_settings == {"proximal_weight": 0.01}
 
 
@@ -168,12 +173,12 @@ def test_a_methods_own_settings_are_completed_and_reach_the_devices(house):
         ("fedavg", {"proximal_weight": 1}, "fedavg takes no settings of its own"),
     ],
 )
-def test_settings_that_are_not_the_methods_are_refused(house, method, own, said):
+def test_settings_that_are_not_the_methods_are_refused(coordinator, method, own, said):
     with pytest.raises(BadContent, match=said):
-        house.create(method, method_settings=own)
+        coordinator.create(method, method_settings=own)
 
 
-def test_statistics_cannot_stay_on_devices_that_keep_nothing(house):
+def test_statistics_cannot_stay_on_devices_that_keep_nothing(coordinator):
     task = load_builtin("digits")
     tensors = [
         spec.model_copy(update={"policy": "personal"}) if spec.name.endswith("running_mean") else spec
@@ -190,7 +195,7 @@ def test_statistics_cannot_stay_on_devices_that_keep_nothing(house):
 
     def publish(method):
         request = CreateFederation(name=method, settings=FederationSettings(method=method))
-        return house.federations.publish(checkpoint.save({**published, **extra}, request.model_dump_json()))
+        return coordinator.federations.publish(checkpoint.save({**published, **extra}, request.model_dump_json()))
 
     with pytest.raises(BadContent, match=r"bn1\.running_mean: fedavg keeps no model .* --running-statistics shared"):
         publish("fedavg")
@@ -200,59 +205,62 @@ def test_statistics_cannot_stay_on_devices_that_keep_nothing(house):
 # --- reopening ---------------------------------------------------------------------------------------------------
 
 
-def test_reopened_devices_adapt_the_later_model(house):
-    house.create("fedavg", rounds=1)
-    sessions = [house.open(name) for name in "ab"]
-    house.play(*sessions)
-    house.reopen(3)
-    worked = house.play(*sessions)
+def test_reopened_devices_adapt_the_later_model(coordinator):
+    coordinator.create("fedavg", rounds=1)
+    sessions = [coordinator.open_device(name) for name in "ab"]
+    coordinator.play(*sessions)
+    coordinator.reopen(3)
+    worked = coordinator.play(*sessions)
     assert [kinds(each) for each in worked] == [["train", "train", "evaluate", "adapt"]] * 2
-    final, _ = checkpoint.load(house.federations.model("f"))
+    final, _ = checkpoint.load(coordinator.federations.model("f"))
     assert all(same(final, session.personal) for session in sessions)
 
 
-def test_an_adapted_device_that_starts_again_adapts_the_later_model(house):
+def test_an_adapted_device_that_starts_again_adapts_the_later_model(coordinator):
     """What it holds is the model of before, whatever it says of it."""
-    house.create("fedavg", rounds=1)
-    idle, busy = house.open("a"), house.open("b")
-    house.play(idle, busy)
-    house.reopen(2)
-    house.devices.change(house.device("a").device_id, ChangeDevice(holds_model=True))
-    house.play(busy, idle)
-    final, _ = checkpoint.load(house.federations.model("f"))
+    coordinator.create("fedavg", rounds=1)
+    idle, busy = coordinator.open_device("a"), coordinator.open_device("b")
+    coordinator.play(idle, busy)
+    coordinator.reopen(2)
+    coordinator.devices.change(coordinator.device("a").device_id, ChangeDevice(holds_model=True))
+    coordinator.play(busy, idle)
+    final, _ = checkpoint.load(coordinator.federations.model("f"))
     assert same(final, idle.personal)
 
 
-def test_adapting_that_was_open_when_the_federation_went_on_is_forgotten(house):
-    house.create("fedavg", rounds=1)
-    session = house.open("a")
-    house.open("b").step()
-    house.rounds.advance()
+def test_adapting_that_was_open_when_the_federation_went_on_is_forgotten(coordinator):
+    coordinator.create("fedavg", rounds=1)
+    session = coordinator.open_device("a")
+    coordinator.open_device("b").step()
+    coordinator.rounds.advance()
     session.step()
-    house.federations.change("f", ChangeFederation(action="stop"))
-    assert house.dispatch.next_assignment(house.device("b").device_id).assignment.kind in (Kind.train, Kind.adapt)
-    house.rounds.advance()
-    assert house.dispatch.next_assignment(house.device("b").device_id).assignment.kind is Kind.adapt
-    house.reopen(2)
-    house.rounds.advance()
-    assert house.dispatch.next_assignment(house.device("b").device_id).assignment.kind is Kind.train
+    coordinator.federations.change("f", ChangeFederation(action="stop"))
+    assert coordinator.dispatch.next_assignment(coordinator.device("b").device_id).assignment.kind in (
+        Kind.train,
+        Kind.adapt,
+    )
+    coordinator.rounds.advance()
+    assert coordinator.dispatch.next_assignment(coordinator.device("b").device_id).assignment.kind is Kind.adapt
+    coordinator.reopen(2)
+    coordinator.rounds.advance()
+    assert coordinator.dispatch.next_assignment(coordinator.device("b").device_id).assignment.kind is Kind.train
 
 
-def test_a_reopening_that_is_refused_forgets_nothing(house):
-    house.create("fedavg", rounds=1)
-    sessions = [house.open(name) for name in "ab"]
-    house.play(*sessions)
+def test_a_reopening_that_is_refused_forgets_nothing(coordinator):
+    coordinator.create("fedavg", rounds=1)
+    sessions = [coordinator.open_device(name) for name in "ab"]
+    coordinator.play(*sessions)
     with pytest.raises(WrongState):
-        house.reopen(1)
-    assert [kinds(each) for each in house.play(*sessions)] == [[], []]
+        coordinator.reopen(1)
+    assert [kinds(each) for each in coordinator.play(*sessions)] == [[], []]
 
 
-def test_devices_with_personal_models_keep_them_over_a_reopening(house):
-    house.create("fedspu", rounds=1)
-    sessions = [house.open(name, budget=0.5) for name in "ab"]
-    house.play(*sessions)
-    house.reopen(2)
-    worked = house.play(*sessions)
+def test_devices_with_personal_models_keep_them_over_a_reopening(coordinator):
+    coordinator.create("fedspu", rounds=1)
+    sessions = [coordinator.open_device(name, budget=0.5) for name in "ab"]
+    coordinator.play(*sessions)
+    coordinator.reopen(2)
+    worked = coordinator.play(*sessions)
     assert [kinds(each) for each in worked] == [["train", "evaluate"]] * 2
     assert worked[0][0].payload.bytes < worked[0][1].payload.bytes
 
@@ -260,15 +268,15 @@ def test_devices_with_personal_models_keep_them_over_a_reopening(house):
 # --- local training ----------------------------------------------------------------------------------------------
 
 
-def test_local_training_runs_through_and_leaves_the_global_model(house):
-    before = house.create("local", evaluation_interval=2).model_sha256
-    sessions = [house.open(name) for name in "ab"]
-    worked = house.play(*sessions)
+def test_local_training_runs_through_and_leaves_the_global_model(coordinator):
+    before = coordinator.create("local", evaluation_interval=2).model_sha256
+    sessions = [coordinator.open_device(name) for name in "ab"]
+    worked = coordinator.play(*sessions)
     assert [kinds(each) for each in worked] == [["personalise"] * 2 + ["evaluate", "personalise", "evaluate"]] * 2
-    info = house.info()
+    info = coordinator.info()
     assert (info.status, info.round, info.model_version, info.model_sha256) == ("finished", 3, 0, before)
     assert not info.global_model_usable
-    records = house.records.rounds("f")
+    records = coordinator.records.rounds("f")
     assert [record.updates for record in records] == [2, 2, 2]
     assert [record.cohort for record in records] == [("a", "b")] * 3
     assert records[0].bytes_down > 0
@@ -278,98 +286,100 @@ def test_local_training_runs_through_and_leaves_the_global_model(house):
     assert records[2].training_flops > 0
     assert (records[2].accuracy_global, records[1].evaluated_devices) == (None, 2)
     assert sessions[0].progress.rounds == 3
-    assert [receipt.state_bytes for receipt in house.receipts()] == [4 * DIGITS.shared_values] * 4
+    assert [receipt.state_bytes for receipt in coordinator.receipts()] == [4 * DIGITS.shared_values] * 4
     assert set(sessions[0]._transport.media_types) == {"application/json"}
     assert sessions[0].progress.training.bytes_up > 0
-    assert house.store.blobs.keys("1/updates") == []
+    assert coordinator.store.blobs.keys("1/updates") == []
 
 
-def test_local_models_are_not_moved_by_others(house, new_house):
-    house.create("local", min_devices=1)
-    alone = house.open("a")
-    house.play(alone)
-    other = new_house()
+def test_local_models_are_not_moved_by_others(coordinator, new_coordinator):
+    coordinator.create("local", min_devices=1)
+    alone = coordinator.open_device("a")
+    coordinator.play(alone)
+    other = new_coordinator()
     other.create("local", min_devices=1)
-    together = other.open("a")
-    other.play(together, other.open("b"), other.open("c"))
+    together = other.open_device("a")
+    other.play(together, other.open_device("b"), other.open_device("c"))
     assert same(alone.personal, together.personal)
     assert not same(alone.personal, initial_values(DIGITS, 0))
 
 
-def test_local_training_stops_early_and_ends_when_all_have(house, any_loss_stops):
-    house.create("local", rounds=9, **SOON, patience=2)
-    sessions = [house.open(name) for name in "ab"]
-    house.play(*sessions)
-    assert (house.info().reason, house.info().round) == ("all_stopped", 3)
+def test_local_training_stops_early_and_ends_when_all_have(coordinator, any_loss_stops):
+    coordinator.create("local", rounds=9, **SOON, patience=2)
+    sessions = [coordinator.open_device(name) for name in "ab"]
+    coordinator.play(*sessions)
+    assert (coordinator.info().reason, coordinator.info().round) == ("all_stopped", 3)
     assert [session.progress.stopped_round for session in sessions] == [3, 3]
 
 
-def test_a_device_that_comes_after_the_end_trains_the_initial_weights(house):
-    house.create("local", rounds=1)
-    house.play(house.open("a"), house.open("b"))
-    late = house.open("c")
-    assert [kinds(each) for each in house.play(late)] == [["adapt"]]
+def test_a_device_that_comes_after_the_end_trains_the_initial_weights(coordinator):
+    coordinator.create("local", rounds=1)
+    coordinator.play(coordinator.open_device("a"), coordinator.open_device("b"))
+    late = coordinator.open_device("c")
+    assert [kinds(each) for each in coordinator.play(late)] == [["adapt"]]
     assert not same(initial_values(DIGITS, 0), late.personal)
 
 
 @pytest.mark.parametrize("method", ["local", "fedavg", "fedspu"])
-def test_a_round_survives_a_kill_between_saving_and_sending(house, new_house, method):
-    house.create(method, rounds=2)
-    undisturbed = [house.open(name) for name in "ab"]
-    house.play(*undisturbed)
+def test_a_round_survives_a_kill_between_saving_and_sending(coordinator, new_coordinator, method):
+    coordinator.create(method, rounds=2)
+    undisturbed = [coordinator.open_device(name) for name in "ab"]
+    coordinator.play(*undisturbed)
 
-    other = new_house()
+    other = new_coordinator()
     other.create(method, rounds=2)
-    first, second = other.open("a"), other.open("b")
+    first, second = other.open_device("a"), other.open_device("b")
     other.rounds.advance()
     first._transport.broken = True
     with pytest.raises(ConnectionError):
         first.step()
     first._folder.close()
-    again = other.open("a")
+    again = other.open_device("a")
     assert again.progress.pending.kind.value == ("personalise" if method == "local" else "train")
     assert again.progress.rounds == 1
     other.play(again, second)
     assert same(undisturbed[0].personal, again.personal)
     assert again.progress.rounds == 2
-    assert other.info().model_sha256 == house.info().model_sha256
+    assert other.info().model_sha256 == coordinator.info().model_sha256
     assert [record.updates for record in other.records.rounds("f")] == [2, 2]
 
 
-def test_a_device_whose_preparation_came_too_late_goes_on(house, clock):
+def test_a_device_whose_preparation_came_too_late_goes_on(coordinator, clock):
     """Its round was withdrawn, and the assignment with it: there is nothing to hand back either."""
-    house.create("grasp", rounds=1, min_devices=1, method_settings={"density": 0.3})
-    session = house.open("a")
-    house.rounds.advance()
+    coordinator.create("grasp", rounds=1, min_devices=1, method_settings={"density": 0.3})
+    session = coordinator.open_device("a")
+    coordinator.rounds.advance()
     session._transport.broken = True
     with pytest.raises(ConnectionError):
         session.step()
     clock.pass_seconds(1000)
-    house.rounds.advance()
+    coordinator.rounds.advance()
     session._transport.broken = False
     assert session.step().outcome is Outcome.idle, "it had been thought away"
-    (worked,) = house.play(session)
+    (worked,) = coordinator.play(session)
     assert kinds(worked) == ["prepare", "train", "evaluate", "adapt"]
-    assert [record.round for record in house.records.rounds("f")] == [0, 1]
+    assert [record.round for record in coordinator.records.rounds("f")] == [0, 1]
 
 
-def test_what_personalising_answers_is_a_report_as_json(house):
-    house.create("local", rounds=1)
-    session = house.open("a")
-    house.open("b")
-    house.rounds.advance()
-    device = house.device("a").device_id
-    assignment = house.dispatch.next_assignment(device).assignment
+def test_what_personalising_answers_is_a_report_as_json(coordinator):
+    coordinator.create("local", rounds=1)
+    session = coordinator.open_device("a")
+    coordinator.open_device("b")
+    coordinator.rounds.advance()
+    device = coordinator.device("a").device_id
+    assignment = coordinator.dispatch.next_assignment(device).assignment
     with pytest.raises(WrongMediaType, match="of kind personalise is sent as application/json"):
-        house.acceptance.check_envelope(assignment.assignment_id, device, "application/octet-stream")
+        coordinator.acceptance.check_envelope(assignment.assignment_id, device, "application/octet-stream")
     with pytest.raises(BadContent, match="num_examples"):
-        house.acceptance.accept_update(assignment.assignment_id, device, b"{}")
+        coordinator.acceptance.accept_update(assignment.assignment_id, device, b"{}", JSON_TYPE)
     report = UpdateReport(num_examples=3, steps=1, train_loss=0.5)
-    assert house.acceptance.accept_update(assignment.assignment_id, device, report.model_dump_json().encode())
+    assert coordinator.acceptance.accept_update(
+        assignment.assignment_id, device, report.model_dump_json().encode(), JSON_TYPE
+    )
     assert session.step().outcome is Outcome.idle
 
 
-def test_enrolling_without_a_notice(house):
-    house.create("fedspu")
-    enrolled = house.devices.enrol("f", Enrol(name="x", enrolment_key="k" * 32, budget=0.1))
+def test_enrolling_without_a_notice(coordinator):
+    coordinator.create("fedspu")
+    enrolled = coordinator.devices.enrol("f", Enrol(name="x", enrolment_key="k" * 32, budget=0.1))
     assert enrolled.notice is None

@@ -9,7 +9,7 @@ from sqlalchemy import event, update
 
 from edge_sdk.protocol.messages import ChangeDevice, Conditions, DeviceProfile, Doing, Enrol, PauseReason
 from sparrow.coordinator.errors import NotFound
-from sparrow.coordinator.reports.device_list import Wanted
+from sparrow.coordinator.reports.device_list import DeviceQuery
 from sparrow.coordinator.reports.overview import MOST_POINTS, span_of
 from sparrow.coordinator.reports.records import bottom_decile
 from sparrow.coordinator.storage.tables import Round
@@ -19,22 +19,22 @@ from .grown import grow
 
 
 @pytest.fixture
-def house(open_house):
-    return open_house()
+def coordinator(open_coordinator):
+    return open_coordinator()
 
 
 @pytest.fixture
-def queries(house):
-    """The statements that the house's store has made."""
+def queries(coordinator):
+    """The statements that the coordinator's store has made."""
     made = []
-    event.listen(house.store._engine, "before_cursor_execute", lambda c, cursor, sql, *_: made.append(sql))
+    event.listen(coordinator.store._engine, "before_cursor_execute", lambda c, cursor, sql, *_: made.append(sql))
     return made
 
 
-def test_points_agree_with_the_records(house, play):
-    house.create(rounds=3, evaluation_interval=2)
-    play(house, house.enrol("a", "b"))
-    overview, records = house.overviews.look("f"), house.records.rounds("f")
+def test_points_agree_with_the_records(coordinator, play):
+    coordinator.create(rounds=3, evaluation_interval=2)
+    play(coordinator, coordinator.enrol("a", "b"))
+    overview, records = coordinator.overviews.look("f"), coordinator.records.rounds("f")
     assert (overview.span, overview.open_round, overview.federation.status) == (1, None, "finished")
     assert [point.round for point in overview.points] == [record.round for record in records] == [1, 2, 3]
     for point, record in zip(overview.points, records, strict=True):
@@ -47,99 +47,103 @@ def test_points_agree_with_the_records(house, play):
     assert [point.accuracy_personal for point in overview.points] == [None, 0.5, 0.5]
 
 
-def test_a_round_that_closes_during_the_look_is_left_to_the_next_one(house, play, monkeypatch):
-    house.create(rounds=2)
-    look = house.overviews.look
-    federation_id = house.records.refresh("f")
-    play(house, house.enrol("a", "b"))
+def test_a_round_that_closes_during_the_look_is_left_to_the_next_one(coordinator, play, monkeypatch):
+    coordinator.create(rounds=2)
+    look = coordinator.overviews.look
+    federation_id = coordinator.records.refresh("f")
+    play(coordinator, coordinator.enrol("a", "b"))
     with monkeypatch.context() as patch:
-        patch.setattr(house.records, "refresh", lambda name: federation_id)  # it has looked before they closed
+        patch.setattr(coordinator.records, "refresh", lambda name: federation_id)  # it has looked before they closed
         assert look("f").points == ()
     assert [point.updates for point in look("f").points] == [2, 2]
 
 
-def test_the_open_round_shows_who_is_being_waited_for(house, answer):
-    house.create(deadline_seconds=100)
-    one, two, three = house.enrol("a", "b", "c")
-    house.rounds.advance()
+def test_the_open_round_shows_who_is_being_waited_for(coordinator, answer):
+    coordinator.create(deadline_seconds=100)
+    one, two, three = coordinator.enrol("a", "b", "c")
+    coordinator.rounds.advance()
     answer(one)
     two.hand_back(two.ask(), "too hot")
-    running = house.overviews.look("f").open_round
+    running = coordinator.overviews.look("f").open_round
     assert (running.round, running.cohort, running.done, running.returned, running.expired) == (1, 3, 1, 1, 0)
     assert [each.device for each in running.waiting_for] == [three.name]
 
 
-def test_a_buffered_round_counts_what_has_arrived_and_waits_for_whoever_trains(house, answer):
-    house.create(cohort=3, buffer=2, rounds=9)
-    devices = {device.name: device for device in house.enrol(*"abcd")}
-    house.rounds.advance()
-    first, *others = [devices[name] for name in house.record(1).cohort]
+def test_a_buffered_round_counts_what_has_arrived_and_waits_for_whoever_trains(coordinator, answer):
+    coordinator.create(cohort=3, buffer=2, rounds=9)
+    devices = {device.name: device for device in coordinator.enrol(*"abcd")}
+    coordinator.rounds.advance()
+    first, *others = [devices[name] for name in coordinator.record(1).cohort]
     answer(first)
-    running = house.overviews.look("f").open_round
+    running = coordinator.overviews.look("f").open_round
     assert (running.round, running.target, running.done) == (1, 2, 1)
     answer(others[0])
-    house.rounds.advance()
+    coordinator.rounds.advance()
     answer(others[1])  # which began in round 1
-    running = house.overviews.look("f").open_round
+    running = coordinator.overviews.look("f").open_round
     assert (running.round, running.done) == (2, 1)
-    house.rounds.advance()
-    running = house.overviews.look("f").open_round
-    assert running.cohort == running.done + len(running.waiting_for) == 1 + house.overviews.look("f").doing["training"]
+    coordinator.rounds.advance()
+    running = coordinator.overviews.look("f").open_round
+    assert (
+        running.cohort
+        == running.done + len(running.waiting_for)
+        == 1 + coordinator.overviews.look("f").doing["training"]
+    )
 
 
-def test_every_device_says_what_it_is_doing_or_why_it_does_not_train(house, answer):
-    house.create(cohort=3, rounds=5, evaluation_interval=1)
-    one, two, away, paused, revoked, resting = house.enrol(*"abcdef")
-    house.devices.change(away.id, ChangeDevice(conditions=Conditions(available=False)))
+def test_every_device_says_what_it_is_doing_or_why_it_does_not_train(coordinator, answer):
+    coordinator.create(cohort=3, rounds=5, evaluation_interval=1)
+    one, two, away, paused, revoked, resting = coordinator.enrol(*"abcdef")
+    coordinator.devices.change(away.id, ChangeDevice(conditions=Conditions(available=False)))
     reason = PauseReason.heat
-    house.devices.change(paused.id, ChangeDevice(conditions=Conditions(available=False, reason=reason)))
-    house.devices.change(revoked.id, ChangeDevice(revoked=True))
+    coordinator.devices.change(paused.id, ChangeDevice(conditions=Conditions(available=False, reason=reason)))
+    coordinator.devices.change(revoked.id, ChangeDevice(revoked=True))
 
     def doing():
-        found = {device.name: device.doing.value for device in house.roster.list("f")[0]}
-        counted = {what.value: count for what, count in house.overviews.look("f").doing.items()}
+        found = {device.name: device.doing.value for device in coordinator.device_lists.list("f")[0]}
+        counted = {what.value: count for what, count in coordinator.overviews.look("f").doing.items()}
         assert counted == Counter(found.values())
         return found
 
     usual = {"c": "away", "d": "paused", "e": "revoked"}
     assert doing() == {"a": "ready", "b": "ready", "f": "ready", **usual}
-    house.rounds.advance()
+    coordinator.rounds.advance()
     resting.hand_back(resting.ask(), "the loss is nan")
     assert doing() == {"a": "training", "b": "training", "f": "resting", **usual}
     answer(one)
     assert doing()["a"] == "ready"
     answer(two, stopped=True)
     assert doing()["b"] == "stopped"
-    house.rounds.advance()
-    assert house.overviews.look("f").evaluating > 0
+    coordinator.rounds.advance()
+    assert coordinator.overviews.look("f").evaluating > 0
     assert doing()["a"] == "training", "which comes before evaluating"
 
 
-def test_a_budget_that_is_too_small_is_said(house):
-    house.create(method="fedsgc", rounds=30)
-    house.enrol("a", "b", a=0.19, b=0.2)
-    assert [device.doing.value for device in house.roster.list("f")[0]] == ["small_budget", "ready"]
-    assert house.overviews.look("f").smallest_budget == pytest.approx(0.2)
+def test_a_budget_that_is_too_small_is_said(coordinator):
+    coordinator.create(method="fedsgc", rounds=30)
+    coordinator.enrol("a", "b", a=0.19, b=0.2)
+    assert [device.doing.value for device in coordinator.device_lists.list("f")[0]] == ["small_budget", "ready"]
+    assert coordinator.overviews.look("f").smallest_budget == pytest.approx(0.2)
 
 
-def test_notices_tell_what_an_operator_should_know(house):
-    house.create()
-    (device,) = house.enrol("a")
-    assert house.overviews.look("f").notices == ()
-    house.devices.change(device.id, ChangeDevice(conditions=Conditions(available=False)))
-    house.metrics.refused.labels("f", "BadContent").inc(2)
-    house.metrics.refused.labels("another", "BadContent").inc(5)
-    house.metrics.left_out.labels("f").inc(3)
-    notices = {notice.kind: notice.text for notice in house.overviews.look("f").notices}
+def test_notices_tell_what_an_operator_should_know(coordinator):
+    coordinator.create()
+    (device,) = coordinator.enrol("a")
+    assert coordinator.overviews.look("f").notices == ()
+    coordinator.devices.change(device.id, ChangeDevice(conditions=Conditions(available=False)))
+    coordinator.metrics.refused.labels("f", "BadContent").inc(2)
+    coordinator.metrics.refused.labels("another", "BadContent").inc(5)
+    coordinator.metrics.left_out.labels("f").inc(3)
+    notices = {notice.kind: notice.text for notice in coordinator.overviews.look("f").notices}
     assert notices["refused"].endswith(": 2 (BadContent)")
     assert notices["left_out"].endswith(": 3")
     assert notices["lost"].endswith("are not back: 1")
 
 
-def test_no_federation_of_this_name(house):
+def test_no_federation_of_this_name(coordinator):
     with pytest.raises(NotFound, match="there is no federation 'none'"):
-        house.overviews.look("none")
-    assert house.overviews.newest() is None
+        coordinator.overviews.look("none")
+    assert coordinator.overviews.newest() is None
 
 
 @pytest.mark.parametrize(
@@ -150,10 +154,10 @@ def test_many_rounds_become_few_points(rounds, span):
     assert -(-rounds // span) <= MOST_POINTS
 
 
-def test_thinned_points_lose_no_sum_and_keep_the_last_accuracy(house):
-    house.create()
-    grow(house.store, devices=20, rounds=500, cohort=4)
-    overview = house.overviews.look("f")
+def test_thinned_points_lose_no_sum_and_keep_the_last_accuracy(coordinator):
+    coordinator.create()
+    grow(coordinator.store, devices=20, rounds=500, cohort=4)
+    overview = coordinator.overviews.look("f")
     assert overview.span == 4
     assert [(point.first, point.round) for point in overview.points[:2]] == [(1, 4), (5, 8)]
     assert sum(point.updates for point in overview.points) == 500 * 4
@@ -162,25 +166,25 @@ def test_thinned_points_lose_no_sum_and_keep_the_last_accuracy(house):
     assert overview.points[0].accuracy_personal is None
     assert (overview.points[1].accuracy_personal, overview.points[1].accuracy_personal_decile) == (5 / 2000, 5 / 4000)
     assert overview.points[-1].train_loss == pytest.approx(1 / 500)
-    later = house.overviews.look("f", since=500)
+    later = coordinator.overviews.look("f", since=500)
     assert later.points == overview.points[-3:], "only the newest, but whole ones"
 
 
-def test_a_large_fleet_takes_no_more_queries_and_few_bytes(house, queries):
-    house.create()
-    grow(house.store, devices=30, rounds=3, cohort=4)
+def test_a_large_fleet_takes_no_more_queries_and_few_bytes(coordinator, queries):
+    coordinator.create()
+    grow(coordinator.store, devices=30, rounds=3, cohort=4)
 
     def look(what):
         queries.clear()
         return what(), len(queries)
 
-    _, few = look(lambda: house.overviews.look("f"))
-    _, few_devices = look(lambda: house.roster.list("f", Wanted(limit=50)))
-    house.create("large")
-    grow(house.store, devices=10_000, rounds=1000, cohort=2000, name="large")
-    whole, many = look(lambda: house.overviews.look("large"))
-    update, again = look(lambda: house.overviews.look("large", since=1000))
-    (page, total), devices = look(lambda: house.roster.list("large", Wanted(limit=50)))
+    _, few = look(lambda: coordinator.overviews.look("f"))
+    _, few_devices = look(lambda: coordinator.device_lists.list("f", DeviceQuery(limit=50)))
+    coordinator.create("large")
+    grow(coordinator.store, devices=10_000, rounds=1000, cohort=2000, name="large")
+    whole, many = look(lambda: coordinator.overviews.look("large"))
+    update, again = look(lambda: coordinator.overviews.look("large", since=1000))
+    (page, total), devices = look(lambda: coordinator.device_lists.list("large", DeviceQuery(limit=50)))
     assert few == many == again <= 16
     assert few_devices == devices <= 4
     assert len(whole.model_dump_json()) < 150_000
@@ -192,23 +196,23 @@ def test_a_large_fleet_takes_no_more_queries_and_few_bytes(house, queries):
     assert whole.open_round.cohort == 2000
 
 
-def test_devices_are_found_by_name_board_and_what_they_do(house):
-    house.create()
-    grow(house.store, devices=200, rounds=1, cohort=3)
+def test_devices_are_found_by_name_board_and_what_they_do(coordinator):
+    coordinator.create()
+    grow(coordinator.store, devices=200, rounds=1, cohort=3)
 
     def names(**wanted):
-        return [device.name for device in house.roster.list("f", Wanted(**wanted))[0]]
+        return [device.name for device in coordinator.device_lists.list("f", DeviceQuery(**wanted))[0]]
 
     assert names(search="00017") == ["device-00017"]
     assert names(search="PI 4", limit=3) == ["device-00001", "device-00004", "device-00007"]
     assert names(search="%") == [], "no wildcards"
     odd = Enrol(name="odd", enrolment_key="k" * 32, profile=DeviceProfile(board="Ödroid"))
-    house.devices.enrol("f", odd)
+    coordinator.devices.enrol("f", odd)
     assert names(search="Ödroid") == ["odd"]
     assert names(order="-seen", limit=2) == ["device-00199", "device-00198"]
     assert names(order="-budget", limit=2) == ["device-00004", "device-00009"]
     assert names(doing=Doing.stopped, offset=18) == ["device-00180", "device-00190"]
-    assert house.roster.list("f", Wanted(doing=Doing.stopped, limit=1))[1] == 20
+    assert coordinator.device_lists.list("f", DeviceQuery(doing=Doing.stopped, limit=1))[1] == 20
     assert names(order="stopped", limit=1) == ["device-00000"]
 
 
@@ -220,14 +224,14 @@ def test_the_bottom_decile_is_the_tenth_worst_of_a_hundred(values, decile):
     assert bottom_decile(values) == decile
 
 
-def test_records_that_nobody_made_yet_are_made_a_few_at_a_time(house):
-    house.create()
-    grow(house.store, devices=3, rounds=25, cohort=1)
-    with house.store.writing() as db:
+def test_records_that_nobody_made_yet_are_made_a_few_at_a_time(coordinator):
+    coordinator.create()
+    grow(coordinator.store, devices=3, rounds=25, cohort=1)
+    with coordinator.store.writing() as db:
         db.execute(update(Round).values(stale=True))
     written = []
-    house.store.on_commit = written.append
-    assert len(house.records.rounds("f")) == 26
+    coordinator.store.on_commit = written.append
+    assert len(coordinator.records.rounds("f")) == 26
     assert len(written) == 3, "between them others write"
-    house.records.rounds("f")
+    coordinator.records.rounds("f")
     assert len(written) == 3

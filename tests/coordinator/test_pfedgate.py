@@ -26,7 +26,7 @@ from sparrow.coordinator.methods import GlobalModel, Situation, load_method
 from sparrow.coordinator.methods.pfedgate import MOST_BLOCKS, costs_of
 from sparrow.coordinator.storage.tables import Device
 
-from .house import House
+from .sessions import CoordinatorWithDevices
 
 DIGITS = load_builtin("digits").manifest
 CIFAR = load_builtin("cifar10:pfedgate").manifest
@@ -107,18 +107,18 @@ def test_a_budget_that_cannot_be_met_is_refused_with_the_smallest_that_can(own, 
         cut(**{**own, "smallest_budget": named - 0.002})
 
 
-def test_a_federation_that_cannot_begin_is_not_made(house):
+def test_a_federation_that_cannot_begin_is_not_made(coordinator):
     with pytest.raises(BadContent, match="the smallest is"):
-        house.create("pfedgate", method_settings={"smallest_budget": 0.05, "blocks": 5, "first_share": 0.5})
-    assert house.federations.list() == []
+        coordinator.create("pfedgate", method_settings={"smallest_budget": 0.05, "blocks": 5, "first_share": 0.5})
+    assert coordinator.federations.list() == []
 
 
-def test_blocks_that_can_never_be_chosen_are_warned_of_from_the_beginning(house, caplog):
+def test_blocks_that_can_never_be_chosen_are_warned_of_from_the_beginning(coordinator, caplog):
     said = "a device of the smallest budget, 0.3, can never choose the largest blocks: they cost 38400, 25685 are left"
     assert warned(CIFAR, smallest_budget=0.3, blocks=5, first_share=0.2, align_rows=False).startswith(said)
     assert warned(CIFAR, smallest_budget=0.3, align_rows=False) is None
-    house.create("pfedgate", rounds=1, method_settings={"smallest_budget": 0.3, "blocks": 3, "first_share": 0.25})
-    assert "can never choose the largest blocks" in house.info().warning
+    coordinator.create("pfedgate", rounds=1, method_settings={"smallest_budget": 0.3, "blocks": 3, "first_share": 0.25})
+    assert "can never choose the largest blocks" in coordinator.info().warning
     assert "can never choose the largest blocks" in caplog.text
 
 
@@ -210,24 +210,24 @@ QUICK = {"smallest_budget": 0.3, "blocks": 10, "touched_limit": 0.5, "gate_learn
 """Few blocks of many change in a round."""
 
 
-def start(house, *, names="ab", budgets=None, own=None, **given):
+def start(coordinator, *, names="ab", budgets=None, own=None, **given):
     given = {"min_devices": len(names), "local_steps": 2, **given}
-    house.create("pfedgate", method_settings={**QUICK, **(own or {})}, **given)
+    coordinator.create("pfedgate", method_settings={**QUICK, **(own or {})}, **given)
     budgets = budgets or [0.5] * len(names)
-    return [house.open(name, budget=budget) for name, budget in zip(names, budgets, strict=True)]
+    return [coordinator.open_device(name, budget=budget) for name, budget in zip(names, budgets, strict=True)]
 
 
 def kinds(assignments):
     return [assignment.kind.value for assignment in assignments]
 
 
-def assigned(house, session):
+def assigned(coordinator, session):
     digest = session.progress.model
-    return house.dispatch.next_assignment(session._identity.device_id, None, digest).assignment
+    return coordinator.dispatch.next_assignment(session._identity.device_id, None, digest).assignment
 
 
-def decoded(house, bodies):
-    return [bundle.decode(body, house.federations.manifest("f")) for body in bodies]
+def decoded(coordinator, bodies):
+    return [bundle.decode(body, coordinator.federations.manifest("f")) for body in bodies]
 
 
 def bundles(session):
@@ -236,9 +236,9 @@ def bundles(session):
 
 
 @pytest.mark.slow
-def test_devices_of_every_budget_learn_one_model(house):
+def test_devices_of_every_budget_learn_one_model(coordinator):
     sessions = start(
-        house,
+        coordinator,
         names="abc",
         budgets=[0.1, 0.45, 1.0],
         own={"smallest_budget": 0.1, "blocks": 0, "touched_limit": 1.0},
@@ -246,12 +246,12 @@ def test_devices_of_every_budget_learn_one_model(house):
         local_steps=None,
         learning_rate=0.2,
     )
-    worked = house.play(*sessions)
+    worked = coordinator.play(*sessions)
     assert [kinds(each) for each in worked] == [["train"] * 3 + ["evaluate"]] * 3
-    assert house.info().warning is None
-    assert not house.info().global_model_usable
-    table = house.federations.manifest("f").block_table
-    records = house.records.rounds("f")
+    assert coordinator.info().warning is None
+    assert not coordinator.info().global_model_usable
+    table = coordinator.federations.manifest("f").block_table
+    records = coordinator.records.rounds("f")
     assert [record.updates for record in records] == [3] * 3
     for session, budget in zip(sessions, (0.1, 0.45, 1.0), strict=True):
         for body in bundles(session):
@@ -265,56 +265,56 @@ def test_devices_of_every_budget_learn_one_model(house):
     assert last.evaluated_devices == 3
     assert last.accuracy_personal > 0.2
     assert last.accuracy_global is None
-    for receipt in house.receipts():
+    for receipt in coordinator.receipts():
         assert set(receipt.others) == {"batch", "local", "local batch", "static"}
         assert receipt.state_bytes > 0
 
 
-def test_a_budget_below_the_smallest_is_told_and_not_drawn(house, caplog):
-    small, enough = start(house, budgets=[0.2, 0.3], rounds=2)
+def test_a_budget_below_the_smallest_is_told_and_not_drawn(coordinator, caplog):
+    small, enough = start(coordinator, budgets=[0.2, 0.3], rounds=2)
     assert "your budget of 0.2 is below the 0.3 that pfedgate needs" in caplog.text
-    worked = house.play(small, enough)
+    worked = coordinator.play(small, enough)
     assert [kinds(each) for each in worked] == [["adapt"], ["train"] * 2 + ["evaluate"]] or kinds(worked[1])[
         0
     ] == "train"
-    assert [record.cohort for record in house.records.rounds("f")] == [("b",)] * 2
+    assert [record.cohort for record in coordinator.records.rounds("f")] == [("b",)] * 2
 
 
-def test_if_everybody_has_too_little_the_federation_says_so(house):
-    start(house, budgets=[0.1, 0.2])
-    house.rounds.advance()
-    assert "a budget of at least 0.3, which pfedgate needs" in house.info().waiting_for
+def test_if_everybody_has_too_little_the_federation_says_so(coordinator):
+    start(coordinator, budgets=[0.1, 0.2])
+    coordinator.rounds.advance()
+    assert "a budget of at least 0.3, which pfedgate needs" in coordinator.info().waiting_for
 
 
-def test_updates_hold_what_was_touched_and_payloads_what_has_changed(house):
-    sessions = start(house, rounds=5)
-    house.play(*sessions)
-    manifest = house.federations.manifest("f")
-    records = house.records.rounds("f")
+def test_updates_hold_what_was_touched_and_payloads_what_has_changed(coordinator):
+    sessions = start(coordinator, rounds=5)
+    coordinator.play(*sessions)
+    manifest = coordinator.federations.manifest("f")
+    records = coordinator.records.rounds("f")
     assert any(record.notes["blocks"] < len(manifest.block_table.sizes) for record in records)
     for session in sessions:
-        ups = decoded(house, bundles(session))
+        ups = decoded(coordinator, bundles(session))
         assert len(ups) == 5
         for found in ups:
             share = manifest.block_table.sizes[found.mask.on].sum() / manifest.block_table.sizes.sum()
             assert share <= 0.5
-        downs = decoded(house, session._transport.received)
+        downs = decoded(coordinator, session._transport.received)
         assert downs[0].mask is None
         assert all(isinstance(found.mask, BlockMask) for found in downs[2:])
         assert all(found.parts["values"] < 4 * manifest.shared_values for found in downs[2:])
 
 
 @pytest.fixture
-def rebuilt(house, monkeypatch):
+def rebuilt(coordinator, monkeypatch):
     """Every model that a device started from, and that of the coordinator which it was given: (rebuilt, wanted)."""
     pairs = []
     newest = device_half._newest
 
     def watched(job):
         found = newest(job)
-        version = {info.model_sha256: info for info in [house.info()]}
+        version = {info.model_sha256: info for info in [coordinator.info()]}
         if job.assignment.model_sha256 in version:
-            pairs.append((job, found, {name: tensor.copy() for name, tensor in house.model().tensors.items()}))
+            pairs.append((job, found, {name: tensor.copy() for name, tensor in coordinator.model().tensors.items()}))
         return found
 
     monkeypatch.setattr(device_half, "_newest", watched)
@@ -329,10 +329,10 @@ def agrees(pair):
 @pytest.mark.parametrize(
     ("precision", "denominator"), [("fp32", "touched"), pytest.param("int8", "all", marks=pytest.mark.slow)]
 )
-def test_every_device_rebuilds_the_model_bit_for_bit(house, rebuilt, precision, denominator):
+def test_every_device_rebuilds_the_model_bit_for_bit(coordinator, rebuilt, precision, denominator):
     """Drawn now and then, with what has changed over several rounds."""
     sessions = start(
-        house,
+        coordinator,
         names="abc",
         rounds=6,
         cohort=2,
@@ -340,18 +340,18 @@ def test_every_device_rebuilds_the_model_bit_for_bit(house, rebuilt, precision, 
         precision=precision,
         own={"denominator": denominator},
     )
-    house.play(*sessions)
+    coordinator.play(*sessions)
     assert len(rebuilt) >= 12
     assert all(agrees(pair) for pair in rebuilt)
     parts = [job.received.mask for job, *_ in rebuilt if job.received.mask is not None]
     assert len(parts) >= 6
-    assert all(tensor.dtype == np.float32 for tensor in house.model().tensors.values())
+    assert all(tensor.dtype == np.float32 for tensor in coordinator.model().tensors.values())
 
 
 @pytest.mark.slow
-def test_in_fp16_what_is_rebuilt_is_what_was_rounded(house, rebuilt):
-    sessions = start(house, rounds=5, precision="fp16")
-    house.play(*sessions)
+def test_in_fp16_what_is_rebuilt_is_what_was_rounded(coordinator, rebuilt):
+    sessions = start(coordinator, rounds=5, precision="fp16")
+    coordinator.play(*sessions)
     assert any(job.received.mask is not None for job, *_ in rebuilt)
     for _, found, wanted in rebuilt:
         for name, tensor in wanted.items():
@@ -359,65 +359,65 @@ def test_in_fp16_what_is_rebuilt_is_what_was_rounded(house, rebuilt):
 
 
 @pytest.mark.parametrize("lost", ["state", "digest", "said"])
-def test_who_holds_nothing_that_is_known_gets_the_whole_model(house, rebuilt, lost):
-    (session,) = start(house, names="a", rounds=4)
+def test_who_holds_nothing_that_is_known_gets_the_whole_model(coordinator, rebuilt, lost):
+    (session,) = start(coordinator, names="a", rounds=4)
     for _ in range(2):
-        house.rounds.advance()
+        coordinator.rounds.advance()
         session.step()
     if lost == "state":
         session._folder.close()
-        house.folders.remove(session._folder)
-        (house.folder / "a" / "model.safetensors").unlink()
-        session = house.open("a", budget=0.5)
+        coordinator.folders.remove(session._folder)
+        (coordinator.folder / "a" / "model.safetensors").unlink()
+        session = coordinator.open_device("a", budget=0.5)
         assert session.personal is None
     else:
         session.progress = session.progress.model_copy(update={"model": "0" * 64 if lost == "digest" else None})
-    house.rounds.advance()
+    coordinator.rounds.advance()
     session.step()
     assert rebuilt[-1][0].received.mask is None
     assert agrees(rebuilt[-1])
-    house.rounds.advance()
+    coordinator.rounds.advance()
     session.step()
     assert isinstance(rebuilt[-1][0].received.mask, BlockMask), "from then on it is known again"
     assert agrees(rebuilt[-1])
 
 
-def test_a_coordinator_that_was_restored_sends_the_whole_model(house, tmp_path, rebuilt, clock, monkeypatch):
+def test_a_coordinator_that_was_restored_sends_the_whole_model(coordinator, tmp_path, rebuilt, clock, monkeypatch):
     """The devices hold models of rounds that it knows nothing of, or never will."""
-    sessions = start(house, rounds=5)
+    sessions = start(coordinator, rounds=5)
 
-    def a_round(house):
-        house.rounds.advance()
+    def a_round(coordinator):
+        coordinator.rounds.advance()
         for session in sessions:
             session.step()
 
     for _ in range(2):
-        a_round(house)
-    house.store.close()
-    shutil.copytree(house.folder / "data", tmp_path / "backup" / "data")
-    house.__init__(house.folder, clock)
-    house.folders = [session._folder for session in sessions]
+        a_round(coordinator)
+    coordinator.store.close()
+    shutil.copytree(coordinator.folder / "data", tmp_path / "backup" / "data")
+    coordinator.__init__(coordinator.folder, clock)
+    coordinator.folders = [session._folder for session in sessions]
     for _ in range(2):
-        a_round(house)
+        a_round(coordinator)
     held = {session.progress.model for session in sessions}
-    house.store.close()
-    shutil.rmtree(house.folder / "data")
-    shutil.copytree(tmp_path / "backup" / "data", house.folder / "data")
-    folders = house.folders
-    house.__init__(house.folder, clock)
-    house.folders = folders
-    assert not held & {record.model_sha256 for record in house.records.rounds("f")}
+    coordinator.store.close()
+    shutil.rmtree(coordinator.folder / "data")
+    shutil.copytree(tmp_path / "backup" / "data", coordinator.folder / "data")
+    folders = coordinator.folders
+    coordinator.__init__(coordinator.folder, clock)
+    coordinator.folders = folders
+    assert not held & {record.model_sha256 for record in coordinator.records.rounds("f")}
     rebuilt.clear()
-    house.rounds.resume_after_restart()
-    house.play(*sessions)
-    assert house.info().status == "finished"
+    coordinator.rounds.resume_after_restart()
+    coordinator.play(*sessions)
+    assert coordinator.info().status == "finished"
     assert all(agrees(pair) for pair in rebuilt)
     assert rebuilt[0][0].received.mask is None
     assert any(pair[0].received.mask is not None for pair in rebuilt)
 
 
-def test_an_update_that_was_refused_leaves_the_base_right(house, rebuilt, caplog, clock):
-    first, second = start(house, rounds=5, own={"touched_limit": 0.4})
+def test_an_update_that_was_refused_leaves_the_base_right(coordinator, rebuilt, caplog, clock):
+    first, second = start(coordinator, rounds=5, own={"touched_limit": 0.4})
     send, tries = first._transport.update, itertools.count()
 
     def damaged(assignment_id, body, media_type):
@@ -426,19 +426,19 @@ def test_an_update_that_was_refused_leaves_the_base_right(house, rebuilt, caplog
         send(assignment_id, body, media_type)
 
     first._transport.update = damaged
-    while house.info().status != "finished":
-        house.rounds.advance()
+    while coordinator.info().status != "finished":
+        coordinator.rounds.advance()
         for session in (first, second):
             session.step()
         clock.pass_seconds(61)  # who handed back rests for a minute
     assert "the update was refused" in caplog.text
-    assert [record.updates for record in house.records.rounds("f")] == [2, 1, 2, 2, 2]
+    assert [record.updates for record in coordinator.records.rounds("f")] == [2, 1, 2, 2, 2]
     assert all(agrees(pair) for pair in rebuilt)
     assert rebuilt[-1][0].received.mask is not None
 
 
-def test_an_update_that_came_too_late_leaves_the_base_right(house, rebuilt):
-    first, second = start(house, rounds=5, quorum=0.5)
+def test_an_update_that_came_too_late_leaves_the_base_right(coordinator, rebuilt):
+    first, second = start(coordinator, rounds=5, quorum=0.5)
     send, tries = first._transport.update, itertools.count()
 
     def late(assignment_id, body, media_type):
@@ -447,8 +447,8 @@ def test_an_update_that_came_too_late_leaves_the_base_right(house, rebuilt):
         send(assignment_id, body, media_type)
 
     first._transport.update = late
-    while house.info().status != "finished":
-        house.rounds.advance()
+    while coordinator.info().status != "finished":
+        coordinator.rounds.advance()
         for session in (first, second):
             session.step()
     assert all(agrees(pair) for pair in rebuilt)
@@ -456,68 +456,70 @@ def test_an_update_that_came_too_late_leaves_the_base_right(house, rebuilt):
 
 
 @pytest.mark.slow
-def test_a_device_killed_before_it_sends_goes_on_with_gate_and_base(house, new_house, rebuilt):
-    def play(house, *, killed):
-        (session,) = start(house, names="a", rounds=4, own={"touched_limit": 0.4})
+def test_a_device_killed_before_it_sends_goes_on_with_gate_and_base(coordinator, new_coordinator, rebuilt):
+    def play(coordinator, *, killed):
+        (session,) = start(coordinator, names="a", rounds=4, own={"touched_limit": 0.4})
         for number in range(4):
-            house.rounds.advance()
+            coordinator.rounds.advance()
             if killed and number in (1, 2):
                 session._transport.broken = True
                 with pytest.raises(ConnectionError):
                     session.step()
                 before = {name: array.tobytes() for name, array in session._folder.own.items()}
                 session._folder.close()
-                house.folders.remove(session._folder)
-                session = house.open("a", budget=0.5)
+                coordinator.folders.remove(session._folder)
+                session = coordinator.open_device("a", budget=0.5)
                 assert session.progress.pending is not None
                 assert {name: array.tobytes() for name, array in session._folder.own.items()} == before
             session.step()
-        return house.info().model_sha256, session._folder.own
+        return coordinator.info().model_sha256, session._folder.own
 
-    one, other = play(house, killed=True), play(new_house(), killed=False)
+    one, other = play(coordinator, killed=True), play(new_coordinator(), killed=False)
     assert one[0] == other[0]
     assert all(one[1][name].tobytes() == array.tobytes() for name, array in other[1].items())
 
 
-def test_an_open_assignment_is_cut_for_what_the_device_says_it_holds_now(house):
+def test_an_open_assignment_is_cut_for_what_the_device_says_it_holds_now(coordinator):
     """A device that starts again without its state, while its assignment is open."""
-    (session,) = start(house, names="a", rounds=4)
+    (session,) = start(coordinator, names="a", rounds=4)
     for _ in range(2):
-        house.rounds.advance()
+        coordinator.rounds.advance()
         session.step()
-    house.rounds.advance()
-    part = assigned(house, session)
+    coordinator.rounds.advance()
+    part = assigned(coordinator, session)
     device_id, digest = session._identity.device_id, session.progress.model
-    whole = house.dispatch.next_assignment(device_id, None, None).assignment
+    whole = coordinator.dispatch.next_assignment(device_id, None, None).assignment
     assert part.assignment_id == whole.assignment_id
     assert part.payload.bytes < whole.payload.bytes
-    assert len(house.dispatch.payload(whole.assignment_id, device_id).body) == whole.payload.bytes
-    again = house.dispatch.next_assignment(device_id, None, digest).assignment
+    assert len(coordinator.dispatch.payload(whole.assignment_id, device_id).body) == whole.payload.bytes
+    again = coordinator.dispatch.next_assignment(device_id, None, digest).assignment
     assert again.payload == part.payload
-    with house.store.reading() as db:
+    with coordinator.store.reading() as db:
         assert db.scalars(select(Device.model)).one() == digest
 
 
-def test_other_methods_name_no_model(house):
-    house.create("fedavg", min_devices=1)
-    session = house.open("a")
-    house.rounds.advance()
-    assignment = assigned(house, session)
+def test_other_methods_name_no_model(coordinator):
+    coordinator.create("fedavg", min_devices=1)
+    session = coordinator.open_device("a")
+    coordinator.rounds.advance()
+    assignment = assigned(coordinator, session)
     assert assignment.model_sha256 is None
-    said = house.dispatch.next_assignment(session._identity.device_id, None, house.info().model_sha256).assignment
+    said = coordinator.dispatch.next_assignment(
+        session._identity.device_id, None, coordinator.info().model_sha256
+    ).assignment
     assert said.payload == assignment.payload
 
 
-def test_masks_that_are_no_blocks_of_this_model_are_refused(house):
-    (session,) = start(house, names="a")
-    house.rounds.advance()
-    manifest, tensors = house.federations.manifest("f"), house.model().tensors
+def test_masks_that_are_no_blocks_of_this_model_are_refused(coordinator):
+    (session,) = start(coordinator, names="a")
+    coordinator.rounds.advance()
+    manifest, tensors = coordinator.federations.manifest("f"), coordinator.model().tensors
     report = UpdateReport(num_examples=10, steps=1, train_loss=0.5).model_dump_json()
 
     def send(mask):
         body = bundle.encode(manifest, pack(manifest, tensors, mask), mask, report=report)
-        assignment = assigned(house, session)
-        return house.acceptance.accept_update(assignment.assignment_id, session._identity.device_id, body)
+        assignment = assigned(coordinator, session)
+        return coordinator.acceptance.accept_update(assignment.assignment_id, session._identity.device_id, body)
 
     with pytest.raises(BadContent, match="mask: it is not the one of round 1"):
         send(everything(manifest))
@@ -526,69 +528,71 @@ def test_masks_that_are_no_blocks_of_this_model_are_refused(house):
     assert send(BlockMask(manifest.block_table.forced.copy()))
 
 
-def test_a_mask_of_blocks_is_refused_where_the_method_has_none(house):
-    house.create("fedavg", min_devices=1)
-    session = house.open("a")
-    house.rounds.advance()
+def test_a_mask_of_blocks_is_refused_where_the_method_has_none(coordinator):
+    coordinator.create("fedavg", min_devices=1)
+    session = coordinator.open_device("a")
+    coordinator.rounds.advance()
     report = UpdateReport(num_examples=10, steps=1, train_loss=0.5).model_dump_json()
     nothing = BlockMask(np.zeros(0, dtype=bool))
-    body = bundle.encode(DIGITS, pack(DIGITS, house.model().tensors, nothing), nothing, report=report)
-    assignment = assigned(house, session)
+    body = bundle.encode(DIGITS, pack(DIGITS, coordinator.model().tensors, nothing), nothing, report=report)
+    assignment = assigned(coordinator, session)
     with pytest.raises(BadContent, match="mask: it is not the one of round 1"):
-        house.acceptance.accept_update(assignment.assignment_id, session._identity.device_id, body)
+        coordinator.acceptance.accept_update(assignment.assignment_id, session._identity.device_id, body)
 
 
-def test_updates_of_everything_are_welcome(house):
+def test_updates_of_everything_are_welcome(coordinator):
     """A method of one's own may train under no mask at all."""
-    (session,) = start(house, names="a")
-    house.rounds.advance()
-    manifest, tensors = house.federations.manifest("f"), house.model().tensors
+    (session,) = start(coordinator, names="a")
+    coordinator.rounds.advance()
+    manifest, tensors = coordinator.federations.manifest("f"), coordinator.model().tensors
     moved = {name: tensor + np.float32(1) for name, tensor in tensors.items()}
     report = UpdateReport(num_examples=10, steps=1, train_loss=0.5).model_dump_json()
     body = bundle.encode(manifest, pack(manifest, moved, None), None, report=report)
-    assert house.acceptance.accept_update(assigned(house, session).assignment_id, session._identity.device_id, body)
-    house.rounds.advance()
-    assert all(house.model().tensors[name].tobytes() == tensor.tobytes() for name, tensor in moved.items())
+    assert coordinator.acceptance.accept_update(
+        assigned(coordinator, session).assignment_id, session._identity.device_id, body
+    )
+    coordinator.rounds.advance()
+    assert all(coordinator.model().tensors[name].tobytes() == tensor.tobytes() for name, tensor in moved.items())
 
 
-def test_a_device_that_comes_after_the_end_trains_its_gate_alone(house):
-    house.play(*start(house, rounds=2))
-    late = house.open("c", budget=0.4)
-    (worked,) = house.play(late)
+def test_a_device_that_comes_after_the_end_trains_its_gate_alone(coordinator):
+    coordinator.play(*start(coordinator, rounds=2))
+    late = coordinator.open_device("c", budget=0.4)
+    (worked,) = coordinator.play(late)
     assert kinds(worked) == ["adapt"]
     assert [key for key in late._folder.own if key.startswith("gate:")]
-    held = dict(zip(house.model().tensors, np.split(late._folder.own["model"], _ends(house)), strict=True))
-    for name in house.federations.manifest("f").block_table.tensors:
-        assert held[name].tobytes() == house.model().tensors[name].tobytes()
-    assert late.progress.model == house.info().model_sha256
+    held = dict(zip(coordinator.model().tensors, np.split(late._folder.own["model"], _ends(coordinator)), strict=True))
+    for name in coordinator.federations.manifest("f").block_table.tensors:
+        assert held[name].tobytes() == coordinator.model().tensors[name].tobytes()
+    assert late.progress.model == coordinator.info().model_sha256
     assert late.progress.adapted
-    (receipt,) = house.receipts("adapt")
+    (receipt,) = coordinator.receipts("adapt")
     assert receipt.personal["loss"] > 0
 
 
-def _ends(house):
-    return np.cumsum([spec.size for spec in house.federations.manifest("f").shared])[:-1]
+def _ends(coordinator):
+    return np.cumsum([spec.size for spec in coordinator.federations.manifest("f").shared])[:-1]
 
 
 @pytest.mark.slow
-def test_who_came_late_goes_on_in_a_federation_that_is_reopened(house, rebuilt):
-    first = start(house, rounds=2, own={"touched_limit": 0.35})
-    house.play(*first)
-    late = house.open("c", budget=0.4)
-    house.play(late)
+def test_who_came_late_goes_on_in_a_federation_that_is_reopened(coordinator, rebuilt):
+    first = start(coordinator, rounds=2, own={"touched_limit": 0.35})
+    coordinator.play(*first)
+    late = coordinator.open_device("c", budget=0.4)
+    coordinator.play(late)
     rebuilt.clear()
-    house.reopen(rounds=4)
-    worked = house.play(*first, late)
+    coordinator.reopen(rounds=4)
+    worked = coordinator.play(*first, late)
     assert kinds(worked[2]) == ["train"] * 2 + ["evaluate"]
     assert all(agrees(pair) for pair in rebuilt)
     assert all(isinstance(job.received.mask, BlockMask) for job, *_ in rebuilt)
 
 
-def test_the_gate_is_on_no_wire_and_no_global_model_is_given_away(house):
-    sessions = start(house, rounds=3, evaluation_interval=1)
+def test_the_gate_is_on_no_wire_and_no_global_model_is_given_away(coordinator):
+    sessions = start(coordinator, rounds=3, evaluation_interval=1)
     snapshots = []
-    while house.info().status != "finished":
-        house.rounds.advance()
+    while coordinator.info().status != "finished":
+        coordinator.rounds.advance()
         for session in sessions:
             if session.step().outcome is Outcome.worked:
                 own = session._folder.own
@@ -600,33 +604,33 @@ def test_the_gate_is_on_no_wire_and_no_global_model_is_given_away(house):
             flat = np.ascontiguousarray(tensor).reshape(-1)
             assert not any(flat[:8].tobytes() in body for body in bodies if np.any(flat[:8] != flat[0]))
         assert not any(word in body for body in bodies for word in (b"gate:", b"batch_norm", b"running_mean"))
-    for get in (house.federations.model, house.federations.model_onnx):
+    for get in (coordinator.federations.model, coordinator.federations.model_onnx):
         with pytest.raises(CoordinatorError, match="has no global model that can be used alone"):
             get("f")
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_federation(house, new_house):
-    one, other, third = house, new_house(), new_house()
+def test_the_same_seed_gives_the_same_federation(coordinator, new_coordinator):
+    one, other, third = coordinator, new_coordinator(), new_coordinator()
     for each, seed in ((one, 0), (other, 0), (third, 1)):
         each.play(*start(each, names="a", rounds=2, seed=seed))
     assert one.info().model_sha256 == other.info().model_sha256 != third.info().model_sha256
 
 
-def test_a_restarted_coordinator_knows_what_changed(house, clock):
-    sessions = start(house, rounds=4)
+def test_a_restarted_coordinator_knows_what_changed(coordinator, clock):
+    sessions = start(coordinator, rounds=4)
     for _ in range(2):
-        house.rounds.advance()
+        coordinator.rounds.advance()
         for session in sessions:
             session.step()
-    house.rounds.advance()
-    before, changed = assigned(house, sessions[0]).payload, house.model().own["changed"]
-    house.store.close()
-    folders = house.folders
-    House.__init__(house, house.folder, clock)
-    house.folders = folders
-    assert assigned(house, sessions[0]).payload == before
-    assert house.model().own["changed"].tolist() == changed.tolist()
+    coordinator.rounds.advance()
+    before, changed = assigned(coordinator, sessions[0]).payload, coordinator.model().own["changed"]
+    coordinator.store.close()
+    folders = coordinator.folders
+    CoordinatorWithDevices.__init__(coordinator, coordinator.folder, clock)
+    coordinator.folders = folders
+    assert assigned(coordinator, sessions[0]).payload == before
+    assert coordinator.model().own["changed"].tolist() == changed.tolist()
 
 
 def test_adapting_and_judging_are_sent_values():

@@ -48,18 +48,18 @@ def mask_of(counts):
 
 
 @pytest.mark.parametrize("method", ["grasp", "prunefl"])
-def test_one_device_prepares_and_everybody_trains_what_exists(house, method):
-    house.create(method, rounds=2, method_settings=own(method))
-    sessions = [house.open(name) for name in "abc"]
-    worked = house.play(*sessions)
+def test_one_device_prepares_and_everybody_trains_what_exists(coordinator, method):
+    coordinator.create(method, rounds=2, method_settings=own(method))
+    sessions = [coordinator.open_device(name) for name in "abc"]
+    worked = coordinator.play(*sessions)
     assert sorted(map(kinds, worked)) == [
         ["prepare", "train", "train", "evaluate", "adapt"],
         ["train", "train", "evaluate", "adapt"],
         ["train", "train", "evaluate", "adapt"],
     ]
-    info, model = house.info(), house.model()
+    info, model = coordinator.info(), coordinator.model()
     assert (info.status, info.round, info.model_version) == ("finished", 2, 3)
-    zeroth, *rounds = house.records.rounds("f")
+    zeroth, *rounds = coordinator.records.rounds("f")
     count = model.mask.count
     assert count == weight_budget(DIGITS, 0.2) == 2716
     assert (zeroth.round, len(zeroth.cohort), zeroth.updates, zeroth.notes["weights"]) == (0, 1, 1, count)
@@ -73,39 +73,39 @@ def test_one_device_prepares_and_everybody_trains_what_exists(house, method):
     assert [session.progress.rounds for session in sessions] == [2, 2, 2]
 
 
-def test_grasp_of_everything_is_fedavg_bit_for_bit(house, new_house):
-    house.create("grasp", rounds=2, method_settings={"density": 1.0})
-    house.play(house.open("a"), house.open("b"))
-    other = new_house()
+def test_grasp_of_everything_is_fedavg_bit_for_bit(coordinator, new_coordinator):
+    coordinator.create("grasp", rounds=2, method_settings={"density": 1.0})
+    coordinator.play(coordinator.open_device("a"), coordinator.open_device("b"))
+    other = new_coordinator()
     other.create("fedavg", rounds=2)
-    other.play(other.open("a"), other.open("b"))
-    assert same(house.model().tensors, other.model().tensors)
+    other.play(other.open_device("a"), other.open_device("b"))
+    assert same(coordinator.model().tensors, other.model().tensors)
 
 
-def test_grasp_begins_with_the_first_weights_and_keeps_its_mask(house):
-    house.create("grasp", rounds=2)
-    sessions = [house.open(name) for name in "ab"]
-    house.rounds.advance()
+def test_grasp_begins_with_the_first_weights_and_keeps_its_mask(coordinator):
+    coordinator.create("grasp", rounds=2)
+    sessions = [coordinator.open_device(name) for name in "ab"]
+    coordinator.rounds.advance()
     for session in sessions:
         session.step()
-    house.rounds.advance()
-    first, start = house.model(), initial_values(DIGITS, 0)
+    coordinator.rounds.advance()
+    first, start = coordinator.model(), initial_values(DIGITS, 0)
     for spec in DIGITS.shared:
         exists = first.mask.exists.get(spec.name, np.ones(spec.shape, dtype=bool))
         np.testing.assert_array_equal(first.tensors[spec.name], start[spec.name] * exists)
-    house.play(*sessions)
-    assert house.model().mask.digest == first.mask.digest
-    assert not same(house.model().tensors, first.tensors)
+    coordinator.play(*sessions)
+    assert coordinator.model().mask.digest == first.mask.digest
+    assert not same(coordinator.model().tensors, first.tensors)
 
 
-def test_prunefl_replaces_weights_in_rounds_that_send_gradients(house):
-    house.create("prunefl", rounds=4, method_settings=own("prunefl", density=0.3))
-    sessions = [house.open(name) for name in "ab"]
+def test_prunefl_replaces_weights_in_rounds_that_send_gradients(coordinator):
+    coordinator.create("prunefl", rounds=4, method_settings=own("prunefl", density=0.3))
+    sessions = [coordinator.open_device(name) for name in "ab"]
     masks = {}
     moved = True
     while moved:
-        moved = house.rounds.advance()
-        masks.setdefault(house.info().model_version, house.model().mask)
+        moved = coordinator.rounds.advance()
+        masks.setdefault(coordinator.info().model_version, coordinator.model().mask)
         for session in sessions:
             moved |= session.step().assignment is not None
     most = weight_budget(DIGITS, 0.3)
@@ -113,7 +113,7 @@ def test_prunefl_replaces_weights_in_rounds_that_send_gradients(house):
     assert all(count <= most for count in counts)
     digests = [masks[version].digest for version in range(1, 6)]
     assert digests[0] == digests[1] != digests[2] == digests[3] == digests[4], "round 4, the last, changes nothing"
-    records = house.records.rounds("f")
+    records = coordinator.records.rounds("f")
     second = records[2]
     assert second.parts_up == parts(second, 2 * (counts[1] + OTHERS), gradients=2 * 4 * WEIGHTS)
     new = sum(int((masks[3].exists[name] & ~masks[2].exists[name]).sum()) for name in masks[3].exists)
@@ -124,47 +124,49 @@ def test_prunefl_replaces_weights_in_rounds_that_send_gradients(house):
     assert records[0].notes == {"prepare_rounds": 2, "weights": counts[0]}
 
 
-def test_whole_numbers_and_gradients_go_together(house):
+def test_whole_numbers_and_gradients_go_together(coordinator):
     """Updates in int8 are differences, what is prepared is not, and squared gradients stay as they are."""
-    house.create("prunefl", rounds=3, precision="int8", method_settings=own("prunefl"))
-    house.play(house.open("a"), house.open("b"))
-    zeroth, first, second, _ = house.records.rounds("f")
+    coordinator.create("prunefl", rounds=3, precision="int8", method_settings=own("prunefl"))
+    coordinator.play(coordinator.open_device("a"), coordinator.open_device("b"))
+    zeroth, first, second, _ = coordinator.records.rounds("f")
     assert zeroth.parts_up["values"] == 4 * (2716 + OTHERS)
     assert first.parts_up["values"] == 2 * (2716 + OTHERS)
     assert second.parts_up["gradients"] == 2 * 4 * WEIGHTS
-    assert house.info().status == "finished"
+    assert coordinator.info().status == "finished"
 
 
-def prepare_open(house, *names):
+def prepare_open(coordinator, *names):
     """Who is asked to prepare, and the assignment."""
-    house.rounds.advance()
-    asked = {name: house.dispatch.next_assignment(house.device(name).device_id).assignment for name in names}
+    coordinator.rounds.advance()
+    asked = {
+        name: coordinator.dispatch.next_assignment(coordinator.device(name).device_id).assignment for name in names
+    }
     ((name, assignment),) = [(name, each) for name, each in asked.items() if each is not None]
     assert (assignment.kind, assignment.round) == (Kind.prepare, 0)
     return name, assignment
 
 
 @pytest.mark.parametrize("method", ["grasp", "prunefl"])
-def test_another_device_prepares_where_the_first_hands_it_back(house, method):
-    house.create(method, rounds=1, method_settings=own(method))
-    sessions = {name: house.open(name) for name in "ab"}
-    name, assignment = prepare_open(house, "a", "b")
-    house.dispatch.hand_back(assignment.assignment_id, house.device(name).device_id, "too hot")
-    other, again = prepare_open(house, "a", "b")
+def test_another_device_prepares_where_the_first_hands_it_back(coordinator, method):
+    coordinator.create(method, rounds=1, method_settings=own(method))
+    sessions = {name: coordinator.open_device(name) for name in "ab"}
+    name, assignment = prepare_open(coordinator, "a", "b")
+    coordinator.dispatch.hand_back(assignment.assignment_id, coordinator.device(name).device_id, "too hot")
+    other, again = prepare_open(coordinator, "a", "b")
     assert other != name
     assert again.assignment_id != assignment.assignment_id
-    house.play(*sessions.values())
-    records = house.records.rounds("f")
+    coordinator.play(*sessions.values())
+    records = coordinator.records.rounds("f")
     assert [(record.round, record.cohort) for record in records[:1]] == [(0, (other,))]
-    assert house.info().round == 1
+    assert coordinator.info().round == 1
 
 
-def test_a_small_budget_is_told_what_the_density_is(house, caplog):
-    house.create("grasp", rounds=1, method_settings={"density": 0.3})
-    small, enough = house.open("a", budget=0.2), house.open("b", budget=0.3)
+def test_a_small_budget_is_told_what_the_density_is(coordinator, caplog):
+    coordinator.create("grasp", rounds=1, method_settings={"density": 0.3})
+    small, enough = coordinator.open_device("a", budget=0.2), coordinator.open_device("b", budget=0.3)
     assert "your budget of 0.2 is below the 0.3 that grasp needs" in caplog.text
     assert caplog.text.count("your budget") == 1
-    worked = house.play(small, enough)
+    worked = coordinator.play(small, enough)
     assert [kinds(each) for each in worked] == [["evaluate", "adapt"], ["prepare", "train", "evaluate", "adapt"]]
 
 
@@ -174,7 +176,7 @@ def test_a_small_budget_is_told_what_the_density_is(house, caplog):
 REPORT = UpdateReport(num_examples=3, steps=1, train_loss=0.5).model_dump_json()
 
 
-def send(house, name, assignment, mask, *, known=None, gradients=None):
+def send(coordinator, name, assignment, mask, *, known=None, gradients=None):
     body = encode(
         DIGITS,
         np.zeros(count_values(DIGITS, mask), np.float32),
@@ -183,7 +185,7 @@ def send(house, name, assignment, mask, *, known=None, gradients=None):
         known=known,
         gradients=gradients,
     )
-    return house.acceptance.accept_update(assignment.assignment_id, house.device(name).device_id, body)
+    return coordinator.acceptance.accept_update(assignment.assignment_id, coordinator.device(name).device_id, body)
 
 
 @pytest.mark.parametrize(
@@ -196,48 +198,51 @@ def send(house, name, assignment, mask, *, known=None, gradients=None):
         ("prunefl", (72, 505, 1500, 0), "out.weight has no weight"),
     ],
 )
-def test_masks_that_nobody_may_prepare_are_refused(house, method, counts, said):
-    house.create(method, rounds=1, method_settings=own(method))
+def test_masks_that_nobody_may_prepare_are_refused(coordinator, method, counts, said):
+    coordinator.create(method, rounds=1, method_settings=own(method))
     for name in "ab":
-        house.open(name)
-    name, assignment = prepare_open(house, "a", "b")
+        coordinator.open_device(name)
+    name, assignment = prepare_open(coordinator, "a", "b")
     with pytest.raises(BadContent, match=said.replace(".", r"\.")):
-        send(house, name, assignment, mask_of(counts))
+        send(coordinator, name, assignment, mask_of(counts))
 
 
 @pytest.mark.parametrize("method", ["grasp", "prunefl"])
-def test_what_is_prepared_has_a_mask_of_elements(house, method):
-    house.create(method, rounds=1, method_settings=own(method))
+def test_what_is_prepared_has_a_mask_of_elements(coordinator, method):
+    coordinator.create(method, rounds=1, method_settings=own(method))
     for name in "ab":
-        house.open(name)
-    name, assignment = prepare_open(house, "a", "b")
+        coordinator.open_device(name)
+    name, assignment = prepare_open(coordinator, "a", "b")
     with pytest.raises(BadContent, match="says what exists of it; send it with its mask"):
-        send(house, name, assignment, None)
+        send(coordinator, name, assignment, None)
     with pytest.raises(BadContent, match="mask: it is not the one of round 0"):
-        send(house, name, assignment, draw_neurons(DIGITS, NeuronDraw("f:0", 0, name, 0.5)))
+        send(coordinator, name, assignment, draw_neurons(DIGITS, NeuronDraw("f:0", 0, name, 0.5)))
     with pytest.raises(BadContent, match="without gradients"):
-        send(house, name, assignment, mask_of((72, 504, 1500, 640)), gradients=np.zeros(WEIGHTS, np.float32))
-    assert send(house, name, assignment, mask_of((72, 504, 1500, 640)))
+        send(coordinator, name, assignment, mask_of((72, 504, 1500, 640)), gradients=np.zeros(WEIGHTS, np.float32))
+    assert send(coordinator, name, assignment, mask_of((72, 504, 1500, 640)))
 
 
-def test_prunefl_may_prepare_fewer_weights(house):
-    house.create("prunefl", rounds=1, method_settings=own("prunefl"))
-    house.open("a"), house.open("b")
-    name, assignment = prepare_open(house, "a", "b")
+def test_prunefl_may_prepare_fewer_weights(coordinator):
+    coordinator.create("prunefl", rounds=1, method_settings=own("prunefl"))
+    coordinator.open_device("a"), coordinator.open_device("b")
+    name, assignment = prepare_open(coordinator, "a", "b")
     mask = mask_of((1, 1, 1, 1))
-    assert send(house, name, assignment, mask)
-    house.rounds.advance()
-    assert house.model().mask.digest == mask.digest
-    assert house.records.rounds("f")[0].notes == {"weights": 4}
+    assert send(coordinator, name, assignment, mask)
+    coordinator.rounds.advance()
+    assert coordinator.model().mask.digest == mask.digest
+    assert coordinator.records.rounds("f")[0].notes == {"weights": 4}
 
 
-def in_round(house, number, method, **settings):
+def in_round(coordinator, number, method, **settings):
     """Devices a and b with open assignments of this round."""
-    house.create(method, rounds=9, method_settings=own(method, **settings))
-    sessions = {name: house.open(name) for name in "ab"}
+    coordinator.create(method, rounds=9, method_settings=own(method, **settings))
+    sessions = {name: coordinator.open_device(name) for name in "ab"}
     while True:
-        house.rounds.advance()
-        asked = {name: house.dispatch.next_assignment(house.device(name).device_id).assignment for name in sessions}
+        coordinator.rounds.advance()
+        asked = {
+            name: coordinator.dispatch.next_assignment(coordinator.device(name).device_id).assignment
+            for name in sessions
+        }
         if all(each is not None and each.round == number and each.kind is Kind.train for each in asked.values()):
             return asked
         for name, assignment in asked.items():
@@ -246,30 +251,30 @@ def in_round(house, number, method, **settings):
 
 
 @pytest.mark.parametrize("method", ["grasp", "prunefl"])
-def test_devices_change_no_mask_of_their_own(house, method):
-    asked = in_round(house, 1, method)
-    mask = house.model().mask
+def test_devices_change_no_mask_of_their_own(coordinator, method):
+    asked = in_round(coordinator, 1, method)
+    mask = coordinator.model().mask
     other = mask_of(mask.counts.values())
     assert other.digest != mask.digest
     with pytest.raises(BadContent, match="which this method does not let devices change"):
-        send(house, "a", asked["a"], other, known=mask)
-    assert send(house, "a", asked["a"], mask, known=mask)
+        send(coordinator, "a", asked["a"], other, known=mask)
+    assert send(coordinator, "a", asked["a"], mask, known=mask)
 
 
-def test_gradients_come_when_they_are_asked_for_and_only_then(house):
-    asked = in_round(house, 2, "prunefl")
+def test_gradients_come_when_they_are_asked_for_and_only_then(coordinator):
+    asked = in_round(coordinator, 2, "prunefl")
     assert asked["a"].plan == {"gradients": True}
-    mask, gradients = house.model().mask, np.ones(WEIGHTS, np.float32)
+    mask, gradients = coordinator.model().mask, np.ones(WEIGHTS, np.float32)
     with pytest.raises(BadContent, match="is sent with gradients"):
-        send(house, "a", asked["a"], mask, known=mask)
-    assert send(house, "a", asked["a"], mask, known=mask, gradients=gradients)
-    assert send(house, "b", asked["b"], mask, known=mask, gradients=gradients)
-    house.rounds.advance()
-    later = house.dispatch.next_assignment(house.device("a").device_id).assignment
+        send(coordinator, "a", asked["a"], mask, known=mask)
+    assert send(coordinator, "a", asked["a"], mask, known=mask, gradients=gradients)
+    assert send(coordinator, "b", asked["b"], mask, known=mask, gradients=gradients)
+    coordinator.rounds.advance()
+    later = coordinator.dispatch.next_assignment(coordinator.device("a").device_id).assignment
     assert (later.round, later.plan) == (3, {})
-    mask = house.model().mask
+    mask = coordinator.model().mask
     with pytest.raises(BadContent, match="is sent without gradients"):
-        send(house, "a", later, mask, known=mask, gradients=gradients)
+        send(coordinator, "a", later, mask, known=mask, gradients=gradients)
 
 
 @pytest.mark.parametrize("method", ["grasp", "prunefl"])

@@ -20,7 +20,7 @@ from sparrow.coordinator.rounds import intake
 from sparrow.coordinator.rounds.cohort import choose_each
 from sparrow.coordinator.rounds.privacy import PrivateSums, check_privacy, epsilon, system_noise
 
-from .fakes import House
+from .fakes import LocalCoordinator
 from .test_intake import send
 
 MNIST = load_builtin("mnist").manifest
@@ -149,14 +149,14 @@ CALM = {"evaluation_interval": 0, "min_devices": 3, "cohort": 3, "rounds": 3, **
 
 
 @pytest.fixture
-def house(tmp_path, clock):
-    opened = House(tmp_path / "data", clock)
+def coordinator(tmp_path, clock):
+    opened = LocalCoordinator(tmp_path / "data", clock)
     yield opened
     opened.store.close()
 
 
-def flat(house):
-    return pack(MNIST, checkpoint.load(house.model())[0], None).astype(np.float64)
+def flat(coordinator):
+    return pack(MNIST, checkpoint.load(coordinator.model())[0], None).astype(np.float64)
 
 
 @pytest.fixture
@@ -170,52 +170,56 @@ def quiet(monkeypatch):
 
 
 @accountant
-def test_a_round_costs_what_the_device_drawn_most_often_pays(house, quiet):
-    house.create(task="mnist", **CALM)
-    devices = house.enrol("a", "b", "c")
-    assert house.info().privacy.epsilon == 0.0
+def test_a_round_costs_what_the_device_drawn_most_often_pays(coordinator, quiet):
+    coordinator.create(task="mnist", **CALM)
+    devices = coordinator.enrol("a", "b", "c")
+    assert coordinator.info().privacy.epsilon == 0.0
     for number in (1, 2):
-        house.rounds.advance()
-        before = flat(house)
+        coordinator.rounds.advance()
+        before = flat(coordinator)
         for device in devices:
-            send(house, device, 10.0, MNIST)
-        house.rounds.advance()
-        assert np.linalg.norm(flat(house) - before) == pytest.approx(1.0, rel=1e-3), "three of length 1, over three"
-        cost = house.record(number).privacy
+            send(coordinator, device, 10.0, MNIST)
+        coordinator.rounds.advance()
+        assert np.linalg.norm(flat(coordinator) - before) == pytest.approx(1.0, rel=1e-3), (
+            "three of length 1, over three"
+        )
+        cost = coordinator.record(number).privacy
         assert (cost.most_draws, cost.delta) == (number, 1e-5)
         assert cost.epsilon == pytest.approx(epsilon(1.0, 1e-5, number))
-        assert house.info().privacy == cost
+        assert coordinator.info().privacy == cost
     metrics = Metrics()
-    metrics.observe_records(house.store)
+    metrics.observe_records(coordinator.store)
     told = metrics.registry.get_sample_value("sparrow_privacy_epsilon", {"federation": "f", "delta": "1e-05"})
     assert told == pytest.approx(cost.epsilon)
     assert quiet == [MNIST.shared_values] * 2
 
 
 @accountant
-def test_a_round_in_which_nobody_answers_makes_noise_all_the_same(house, clock):
-    house.create(task="mnist", **CALM)
-    house.enrol("a", "b", "c")
-    house.rounds.advance()
-    before = flat(house)
+def test_a_round_in_which_nobody_answers_makes_noise_all_the_same(coordinator, clock):
+    coordinator.create(task="mnist", **CALM)
+    coordinator.enrol("a", "b", "c")
+    coordinator.rounds.advance()
+    before = flat(coordinator)
     clock.pass_seconds(101)
-    house.rounds.advance()
-    assert np.abs(flat(house) - before).std() == pytest.approx((1 - 2 / np.pi) ** 0.5 / 3, rel=0.05), "half-normal"
-    assert house.record(1).updates == 0
-    assert house.record(1).privacy.most_draws == 1
+    coordinator.rounds.advance()
+    assert np.abs(flat(coordinator) - before).std() == pytest.approx((1 - 2 / np.pi) ** 0.5 / 3, rel=0.05), (
+        "half-normal"
+    )
+    assert coordinator.record(1).updates == 0
+    assert coordinator.record(1).privacy.most_draws == 1
 
 
 @accountant
-def test_each_device_is_drawn_by_itself(house, clock):
-    house.create(task="mnist", **{**CALM, "rounds": 12, "cohort": 2, "min_devices": 4})
-    devices = house.enrol("a", "b", "c", "d")
+def test_each_device_is_drawn_by_itself(coordinator, clock):
+    coordinator.create(task="mnist", **{**CALM, "rounds": 12, "cohort": 2, "min_devices": 4})
+    devices = coordinator.enrol("a", "b", "c", "d")
     for _ in range(8):
-        house.rounds.advance()
+        coordinator.rounds.advance()
         clock.pass_seconds(101)
-        house.rounds.advance()
+        coordinator.rounds.advance()
         for device in devices:
             device.ask()  # all are back
-    cohorts = [record.cohort for record in house.records.rounds("f")]
+    cohorts = [record.cohort for record in coordinator.records.rounds("f")]
     assert len({len(cohort) for cohort in cohorts}) > 2, "not always two"
     for number, cohort in enumerate(cohorts, 1):  # those who missed a round are away when the next one opens
         assert set(cohort) <= set(choose_each("abcd", 2 / 4, job="f:0", round_number=number))

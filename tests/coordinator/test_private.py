@@ -42,16 +42,16 @@ def linear(*names):
 
 
 @pytest.mark.parametrize("method", list(SHARED))
-def test_what_is_private_is_personal_in_the_manifest(house, method):
-    house.create(method)
-    manifest = house.federations.manifest("f")
+def test_what_is_private_is_personal_in_the_manifest(coordinator, method):
+    coordinator.create(method)
+    manifest = coordinator.federations.manifest("f")
     assert {spec.name for spec in manifest.shared} == SHARED[method]
     assert {spec.name: spec.model_dump(exclude={"policy"}) for spec in manifest.tensors} == {
         spec.name: spec.model_dump(exclude={"policy"}) for spec in DIGITS.tensors
     }
-    assert set(house.model().tensors) == SHARED[method]
-    start = initial_values(DIGITS, house.info().settings.seed)
-    for name, tensor in house.model().tensors.items():
+    assert set(coordinator.model().tensors) == SHARED[method]
+    start = initial_values(DIGITS, coordinator.info().settings.seed)
+    for name, tensor in coordinator.model().tensors.items():
         assert tensor.tobytes() == start[name].tobytes()
 
 
@@ -94,15 +94,15 @@ def occurs(tensor, bodies):
 
 
 @pytest.mark.parametrize("method", list(SHARED))
-def test_private_values_are_on_no_wire(house, method):
-    house.create(method, evaluation_interval=1, rounds=2, min_devices=2)
-    sessions = [house.open(name) for name in "ab"]
-    manifest, snapshots = house.federations.manifest("f"), []
+def test_private_values_are_on_no_wire(coordinator, method):
+    coordinator.create(method, evaluation_interval=1, rounds=2, min_devices=2)
+    sessions = [coordinator.open_device(name) for name in "ab"]
+    manifest, snapshots = coordinator.federations.manifest("f"), []
     private = [spec.name for spec in manifest.tensors if spec.name not in SHARED[method] and spec.size >= 8]
     assert private
     initial = initial_values(DIGITS, 0)
-    while house.info().status != "finished":
-        house.rounds.advance()
+    while coordinator.info().status != "finished":
+        coordinator.rounds.advance()
         for session in sessions:
             if session.step().outcome is Outcome.worked and session.personal is not None:
                 snapshots.append({name: np.array(session.personal[name]) for name in private if name in initial})
@@ -116,23 +116,23 @@ def test_private_values_are_on_no_wire(house, method):
     shared = max(SHARED[method], key=lambda name: initial[name].size)
     assert occurs(initial[shared], sessions[0]._transport.received), "so that it would be found"
     assert not np.array_equal(sessions[0].personal[private[0]], sessions[1].personal[private[0]])
-    for get in (house.federations.model, house.federations.model_onnx):
+    for get in (coordinator.federations.model, coordinator.federations.model_onnx):
         with pytest.raises(CoordinatorError):
             get("f")
 
 
 @pytest.mark.parametrize("method", list(SHARED))
-def test_a_late_device_makes_a_model_of_its_own_that_can_be_exported(house, tmp_path, method):
-    house.create(method, rounds=2, finetune_epochs=1)
-    house.play(house.open("a"), house.open("b"))
-    late = house.open("c")
-    assert [kinds(each) for each in house.play(late)] == [["adapt"]]
+def test_a_late_device_makes_a_model_of_its_own_that_can_be_exported(coordinator, tmp_path, method):
+    coordinator.create(method, rounds=2, finetune_epochs=1)
+    coordinator.play(coordinator.open_device("a"), coordinator.open_device("b"))
+    late = coordinator.open_device("c")
+    assert [kinds(each) for each in coordinator.play(late)] == [["adapt"]]
     for name, _ in late.task.model.named_parameters():  # statistics are counted where its own part is trained
         if name in SHARED[method]:
-            assert late.personal[name].tobytes() == house.model().tensors[name].tobytes()
+            assert late.personal[name].tobytes() == coordinator.model().tensors[name].tobytes()
     exported = export_personal(
         tmp_path / "c.onnx",
-        skeleton=house.federations.skeleton("f"),
+        skeleton=coordinator.federations.skeleton("f"),
         manifest=late.manifest,
         tensors=late.personal,
         task=late.task,
@@ -144,42 +144,42 @@ def test_a_late_device_makes_a_model_of_its_own_that_can_be_exported(house, tmp_
 
 
 @pytest.mark.parametrize("method", ["fedper", "lgfedavg"])
-def test_a_first_round_that_fails_leaves_no_weights_in_the_part_of_ones_own(house, caplog, method):
+def test_a_first_round_that_fails_leaves_no_weights_in_the_part_of_ones_own(coordinator, caplog, method):
     """The next one begins as if nothing had been."""
-    house.create(method, rounds=1, learning_rate=100.0, min_devices=1)
-    session = house.open("a")
+    coordinator.create(method, rounds=1, learning_rate=100.0, min_devices=1)
+    session = coordinator.open_device("a")
     usual = session.task.loss
     session.task = dataclasses.replace(session.task, loss=lambda outputs, targets: 1e33 * usual(outputs, targets))
     before = {name: tensor.detach().numpy().copy() for name, tensor in session.task.model.named_parameters()}
-    house.rounds.advance()
+    coordinator.rounds.advance()
     session.step()
     assert "lower the learning" in caplog.text
     assert session.personal is None
-    shared = set(house.model().tensors)
+    shared = set(coordinator.model().tensors)
     for name, tensor in session.task.model.named_parameters():
         if name not in shared:
             assert tensor.detach().numpy().copy().tobytes() == before[name].tobytes()
 
 
 @pytest.mark.parametrize("method", ["ditto", "apfl"])
-def test_personal_models_stay_and_the_global_one_is_fedavgs(house, new_house, method):
-    house.create(method, rounds=3, min_devices=2, evaluation_interval=3)
-    sessions = [house.open(name) for name in "ab"]
-    worked = house.play(*sessions)
+def test_personal_models_stay_and_the_global_one_is_fedavgs(coordinator, new_coordinator, method):
+    coordinator.create(method, rounds=3, min_devices=2, evaluation_interval=3)
+    sessions = [coordinator.open_device(name) for name in "ab"]
+    worked = coordinator.play(*sessions)
     assert [kinds(each) for each in worked] == [["train"] * 3 + ["evaluate"]] * 2
-    other = new_house()
+    other = new_coordinator()
     other.create("fedavg", rounds=3, min_devices=2)
-    other.play(other.open("a"), other.open("b"))
-    assert house.info().model_sha256 == other.info().model_sha256
-    record = house.records.rounds("f")[-1]
+    other.play(other.open_device("a"), other.open_device("b"))
+    assert coordinator.info().model_sha256 == other.info().model_sha256
+    record = coordinator.records.rounds("f")[-1]
     assert record.loss_personal is not None
     assert record.loss_global is not None
     for session in sessions:
         _, bodies = values_on_the_wire(session, DIGITS)
         for kept in (session.personal, session._folder.own):
             assert not any(occurs(kept[name], bodies) for name in kept if name in ("fc1.weight", "out.weight"))
-    late = house.open("c")
-    assert [kinds(each) for each in house.play(late)] == [["adapt"]]
+    late = coordinator.open_device("c")
+    assert [kinds(each) for each in coordinator.play(late)] == [["adapt"]]
     assert late.personal.keys() == sessions[0].personal.keys()
 
 
@@ -191,6 +191,6 @@ def test_personal_models_stay_and_the_global_one_is_fedavgs(house, new_house, me
         ("fedper", {"x": 1}, "takes no settings of its own"),
     ],
 )
-def test_settings_that_are_none_are_refused(house, method, own, said):
+def test_settings_that_are_none_are_refused(coordinator, method, own, said):
     with pytest.raises(BadContent, match=said):
-        house.create(method, method_settings=own)
+        coordinator.create(method, method_settings=own)

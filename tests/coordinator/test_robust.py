@@ -1,4 +1,4 @@
-"""Rules that withstand liars: against plain numpy, under every kind of mask, and under attack."""
+"""Rules that withstand malicious: against plain numpy, under every kind of mask, and under attack."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def test_on_whole_models_the_rules_are_plain_numpys(model, tmp_path, count):
 @pytest.mark.parametrize("count", [5, 10])
 def test_on_whole_models_krum_is_the_papers(model, tmp_path, count):
     rows = dense(model, count)
-    liars = max(1, int(SHARE * count))
+    malicious = max(1, int(SHARE * count))
     apart = ((rows[:, None].astype(np.float64) - rows[None]) ** 2).sum(axis=2)
-    scores = [np.sort(np.delete(apart[place], place))[: count - liars - 2].sum() for place in range(count)]
-    chosen = np.sort(np.argsort(scores, kind="stable")[: count - liars])
+    scores = [np.sort(np.delete(apart[place], place))[: count - malicious - 2].sum() for place in range(count)]
+    chosen = np.sort(np.argsort(scores, kind="stable")[: count - malicious])
     krum, _ = fold(model, "krum", [(row, None) for row in rows], tmp_path)
     np.testing.assert_array_equal(krum, rows[chosen].astype(np.float64).mean(axis=0).astype(np.float32))
 
@@ -135,23 +135,23 @@ LIES = {
 
 @pytest.mark.parametrize("kind", ["whole", "neurons", "elements", "blocks"])
 @pytest.mark.parametrize("lie", LIES)
-def test_a_fifth_of_liars_wrecks_the_mean_and_no_rule(model, tmp_path, lie, kind):
+def test_a_fifth_of_malicious_updates_wrecks_the_mean_and_no_rule(model, tmp_path, lie, kind):
     """Fifteen devices near the same model, three of which lie and claim a hundred times the examples."""
     truth = np.random.default_rng(7).normal(size=model.shared_values).astype(np.float32) + 2
     rows = truth + 0.05 * dense(model, 15)
     masks = [masked(model, kind, number) for number in range(15)]
-    liars = (0, 6, 14)
-    for liar in liars:
-        rows[liar] = LIES[lie](rows[liar])
+    malicious = (0, 6, 14)
+    for attacker in malicious:
+        rows[attacker] = LIES[lie](rows[attacker])
     plain = ElementSums(model, masks[0]) if kind == "elements" else MaskedSums(model)
     if kind != "blocks":
         for number, (row, mask) in enumerate(zip(rows, masks, strict=True)):
-            plain.fold_in_place(pack(model, unpack_whole(model, row), mask), mask, 1000 if number in liars else 10)
+            plain.fold_in_place(pack(model, unpack_whole(model, row), mask), mask, 1000 if number in malicious else 10)
         wrecked = flat(model, plain.mean(initial_values(model, 0)))
         assert np.abs(wrecked - truth).mean() > 1
-    # Where liars are no more than the rule can bear: of the devices that sent a value, too.
+    # Where malicious are no more than the rule can bear: of the devices that sent a value, too.
     held = np.stack([sent_by(model, mask) for mask in masks])
-    count, lying = held.sum(axis=0), held[list(liars)].sum(axis=0)
+    count, lying = held.sum(axis=0), held[list(malicious)].sum(axis=0)
     for rule in RULES:
         found, _ = fold(model, rule, list(zip(rows, masks, strict=True)), tmp_path)
         safe = count >= 3

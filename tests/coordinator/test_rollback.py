@@ -10,125 +10,118 @@ import pytest
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.messages import ChangeFederation
 from sparrow.coordinator.errors import BadContent, NotFound, WrongState
-from sparrow.coordinator.models.global_models import Models, Retention
 
-from .fakes import House, furnish
-from .house import House as RealHouse
-
-
-def keeping(house, clock, last, every=0):
-    """The same coordinator, with another rule for old models."""
-    furnish(house, clock, Models(house.store, Retention(last, every)))
-    return house
+from .fakes import LocalCoordinator
+from .sessions import CoordinatorWithDevices
 
 
 @pytest.fixture
-def house(tmp_path, clock):
-    house = keeping(House(tmp_path / "data", clock), clock, last=3, every=4)
-    with closing(house.store):
-        yield house
+def coordinator(tmp_path, clock):
+    coordinator = LocalCoordinator(tmp_path / "data", clock, keep_models=3, keep_every=4)
+    with closing(coordinator.store):
+        yield coordinator
 
 
-def versions(house):
-    return [model.version for model in house.federations.models("f")]
+def versions(coordinator):
+    return [model.version for model in coordinator.federations.models("f")]
 
 
-def test_the_newest_are_kept_and_every_so_many(house, play):
-    house.create(rounds=10)
-    play(house, house.enrol("a", "b"))
-    assert versions(house) == [0, 4, 8, 9, 10]
-    models = house.federations.models("f")
+def test_the_newest_are_kept_and_every_so_many(coordinator, play):
+    coordinator.create(rounds=10)
+    play(coordinator, coordinator.enrol("a", "b"))
+    assert versions(coordinator) == [0, 4, 8, 9, 10]
+    models = coordinator.federations.models("f")
     assert [model.round for model in models] == [0, 4, 8, 9, 10]
     assert [model.current for model in models] == [False] * 4 + [True]
-    records = house.records.rounds("f")
+    records = coordinator.records.rounds("f")
     assert models[1].model_sha256 == records[3].model_sha256
-    tensors, note = checkpoint.load(house.federations.model("f", 4))
+    tensors, note = checkpoint.load(coordinator.federations.model("f", 4))
     assert note == '{"version": 4}'
     assert tensors
     with pytest.raises(NotFound, match=r"model 5 of f is not kept; GET /v1/federations/f/models"):
-        house.federations.model("f", 5)
+        coordinator.federations.model("f", 5)
 
 
-def some_rounds(house, answer, count):
+def some_rounds(coordinator, answer, count):
     """Play until ``count`` rounds have closed and the next is open; the devices."""
-    house.create(rounds=20, cohort=2)
-    devices = house.enrol("a", "b")
-    house.rounds.advance()
+    coordinator.create(rounds=20, cohort=2)
+    devices = coordinator.enrol("a", "b")
+    coordinator.rounds.advance()
     for _ in range(count):
         for device in devices:
             answer(device)
-        house.rounds.advance()
+        coordinator.rounds.advance()
     return devices
 
 
-def test_the_next_round_begins_from_the_older_model(house, answer):
-    devices = some_rounds(house, answer, 5)
-    wanted = house.federations.model("f", 3)
-    info = house.change(action="rollback", model_version=3)
+def test_the_next_round_begins_from_the_older_model(coordinator, answer):
+    devices = some_rounds(coordinator, answer, 5)
+    wanted = coordinator.federations.model("f", 3)
+    info = coordinator.change(action="rollback", model_version=3)
     assert (info.model_version, info.rollback_version) == (5, 3), "its open round closes first"
     for device in devices:
         answer(device)
-    house.rounds.advance()
-    info = house.info()
+    coordinator.rounds.advance()
+    info = coordinator.info()
     assert (info.round, info.model_version, info.rollback_version) == (6, 3, None)
-    assert house.model() == wanted
-    assert info.model_sha256 == house.record(3).model_sha256
+    assert coordinator.model() == wanted
+    assert info.model_sha256 == coordinator.record(3).model_sha256
     assignment = devices[0].ask()
     assert assignment.round == 7
-    received = bundle.decode(devices[0].payload(assignment), house.federations.manifest("f"))
+    received = bundle.decode(devices[0].payload(assignment), coordinator.federations.manifest("f"))
     tensors, _ = checkpoint.load(wanted)
     assert np.isin(received.values, np.concatenate([each.ravel() for each in tensors.values()])).all()
     for device in devices:
         answer(device)
-    house.rounds.advance()
-    records = house.records.rounds("f")
+    coordinator.rounds.advance()
+    records = coordinator.records.rounds("f")
     assert [record.undone for record in records[:7]] == [False, False, False, True, True, True, False]
     assert [(record.base_version, record.model_version) for record in records[4:7]] == [(4, 5), (5, 6), (3, 7)]
     assert records[5].updates == 2, "what was acknowledged is in the records"
-    assert house.info().model_version == 7, "no number is used twice"
+    assert coordinator.info().model_version == 7, "no number is used twice"
 
 
-def test_between_rounds_it_is_done_at_once_and_can_be_taken_back(house, play):
-    house.create(rounds=5)
-    devices = house.enrol("a", "b")
-    play(house, devices)
-    assert house.info().status == "finished"
-    newest = house.model()
-    assert house.change(action="rollback", model_version=3).model_version == 3
-    assert [record.undone for record in house.records.rounds("f")] == [False, False, False, True, True]
-    assert house.change(action="rollback", model_version=5).model_version == 5
-    assert house.model() == newest
-    assert not any(record.undone for record in house.records.rounds("f"))
-    house.change(action="rollback", model_version=4)
-    house.change(action="reopen", rounds=6)
-    play(house, devices)
-    assert (house.info().model_version, house.record(6).base_version) == (6, 4)
+def test_between_rounds_it_is_done_at_once_and_can_be_taken_back(coordinator, play):
+    coordinator.create(rounds=5)
+    devices = coordinator.enrol("a", "b")
+    play(coordinator, devices)
+    assert coordinator.info().status == "finished"
+    newest = coordinator.model()
+    assert coordinator.change(action="rollback", model_version=3).model_version == 3
+    assert [record.undone for record in coordinator.records.rounds("f")] == [False, False, False, True, True]
+    assert coordinator.change(action="rollback", model_version=5).model_version == 5
+    assert coordinator.model() == newest
+    assert not any(record.undone for record in coordinator.records.rounds("f"))
+    coordinator.change(action="rollback", model_version=4)
+    coordinator.change(action="reopen", rounds=6)
+    play(coordinator, devices)
+    assert (coordinator.info().model_version, coordinator.record(6).base_version) == (6, 4)
 
 
-def test_what_cannot_be_gone_back_to_is_refused(house, play):
-    house.create(rounds=6)
-    play(house, house.enrol("a", "b"))
+def test_what_cannot_be_gone_back_to_is_refused(coordinator, play):
+    coordinator.create(rounds=6)
+    play(coordinator, coordinator.enrol("a", "b"))
     with pytest.raises(NotFound, match="has no model 3 any more; it has 0, 4, 5, 6"):
-        house.change(action="rollback", model_version=3)
+        coordinator.change(action="rollback", model_version=3)
     with pytest.raises(BadContent, match="with the action rollback"):
-        house.change(action="rollback")
+        coordinator.change(action="rollback")
     with pytest.raises(BadContent, match="with the action rollback"):
-        house.change(model_version=4)
-    assert house.info().model_version == 6
+        coordinator.change(model_version=4)
+    assert coordinator.info().model_version == 6
 
 
 def test_a_restart_with_a_rollback_pending(tmp_path, clock, answer):
-    house = keeping(House(tmp_path / "again", clock), clock, last=3)
-    devices = some_rounds(house, answer, 3)
-    house.change(action="rollback", model_version=1)
-    house.store.close()
-    house = keeping(House(tmp_path / "again", clock), clock, last=3)
-    with closing(house.store):
+    coordinator = LocalCoordinator(tmp_path / "again", clock, keep_models=3)
+    devices = some_rounds(coordinator, answer, 3)
+    coordinator.change(action="rollback", model_version=1)
+    coordinator.store.close()
+    coordinator = LocalCoordinator(tmp_path / "again", clock, keep_models=3)
+    with closing(coordinator.store):
         for device in devices:
-            device.house = house
+            device.coordinator = coordinator
             answer(device)
-        house.rounds.advance()
-        assert (house.info().round, house.info().model_version) == (4, 1)
+        coordinator.rounds.advance()
+        assert (coordinator.info().round, coordinator.info().model_version) == (4, 1)
 
 
 # --- methods, with devices that train ----------------------------------------------------------------------------
@@ -136,9 +129,9 @@ def test_a_restart_with_a_rollback_pending(tmp_path, clock, answer):
 
 @pytest.fixture
 def real(tmp_path, clock):
-    house = keeping(RealHouse(tmp_path, clock), clock, last=5)
-    with closing(house):
-        yield house
+    coordinator = CoordinatorWithDevices(tmp_path, clock, keep_models=5)
+    with closing(coordinator):
+        yield coordinator
 
 
 SETTINGS = {
@@ -150,7 +143,7 @@ SETTINGS = {
 @pytest.mark.parametrize("method", SETTINGS)
 def test_devices_are_ahead_of_the_older_model_and_get_along(real, method):
     real.create(method, rounds=4, cohort=2, **SETTINGS[method])
-    a, b = real.open("a"), real.open("b")
+    a, b = real.open_device("a"), real.open_device("b")
     real.play(a, b)
     held = {session: session.progress.model for session in (a, b)}
     wanted = real.federations.models("f")[2]
@@ -178,7 +171,7 @@ def test_devices_are_ahead_of_the_older_model_and_get_along(real, method):
 
 def test_dmpfl_goes_back_within_a_stage(real):
     real.create("dmpfl", rounds=8, cohort=2, method_settings={"iterations": 1})
-    a, b = real.open("a"), real.open("b")
+    a, b = real.open_device("a"), real.open_device("b")
     while real.info().round < 3:
         real.rounds.advance()
         for session in (a, b):

@@ -47,7 +47,7 @@ def test_data_of_an_earlier_version_in_this_folder_are_told_of(home, monkeypatch
 @pytest.mark.parametrize("name", ["COORDINATOR_DEFUALT_TASK", "coordinator_data_dri", "COORDINATOR_PORT"])
 def test_a_variable_that_is_no_setting_is_refused(monkeypatch, name):
     monkeypatch.setenv(name, "8000")
-    with pytest.raises(ValidationError, match=f"{name} is no setting"):
+    with pytest.raises(ValidationError, match=f"{name} is not a setting"):
         Settings()
 
 

@@ -16,7 +16,7 @@ from sparrow.track import curves, follow
 
 from ..coordinator.api.test_contract import ADMIN, DIGITS, OBSERVER, TOKENS, ask, bearer, enrol, put, serving
 from ..coordinator.fakes import DIGITS as MANIFEST
-from ..coordinator.fakes import House
+from ..coordinator.fakes import LocalCoordinator
 from ..disks import fill, small_disk
 
 __all__ = ["small_disk"]  # a fixture
@@ -33,17 +33,17 @@ JUDGED = Receipt(
 class Direct:
     """A transport to a coordinator's domain in this process."""
 
-    def __init__(self, house):
-        self._house = house
+    def __init__(self, coordinator):
+        self._coordinator = coordinator
 
     def federation(self, name):
-        return self._house.info(name)
+        return self._coordinator.info(name)
 
     def open_work(self, name, wait_seconds, etag):
-        return self._house.records.open_work(name), ""
+        return self._coordinator.records.open_work(name), ""
 
     def rounds(self, name):
-        return self._house.records.rounds(name)
+        return self._coordinator.records.rounds(name)
 
 
 class Slowly:
@@ -51,15 +51,15 @@ class Slowly:
 
     What an upload cost a device tells when it asks again, which may be after its round has closed."""
 
-    def __init__(self, house, devices, train):
-        self.house, self.train = house, train
+    def __init__(self, coordinator, devices, train):
+        self.coordinator, self.train = coordinator, train
         self.devices, self.late, self.costs = list(devices), [], {}
 
     def __call__(self, seconds):
-        self.house.rounds.advance()
+        self.coordinator.rounds.advance()
         for device in self.devices:
             if device.id in self.costs:
-                self.house.costs.note(device.id, self.costs.pop(device.id))
+                self.coordinator.costs.note(device.id, self.costs.pop(device.id))
             try:
                 assignment = device.ask()
             except Finished:
@@ -79,38 +79,38 @@ class Slowly:
 
 
 @pytest.fixture
-def house(tmp_path, clock):
-    made = House(tmp_path, clock)
+def coordinator(tmp_path, clock):
+    made = LocalCoordinator(tmp_path, clock)
     made.create(rounds=3, cohort=2, evaluation_interval=1)
     yield made
     made.store.close()
 
 
 @pytest.mark.parametrize("interval", [0, 1])
-def test_each_round_is_told_once_and_as_it_stays(house, train, interval):
-    house.create("g", rounds=3, cohort=2, evaluation_interval=interval)
-    play = Slowly(house, house.enrol("one", "two", federation="g"), train)
-    told = list(follow(Direct(house), "g", sleep=play))
-    assert told == house.records.rounds("g")
+def test_each_round_is_told_once_and_as_it_stays(coordinator, train, interval):
+    coordinator.create("g", rounds=3, cohort=2, evaluation_interval=interval)
+    play = Slowly(coordinator, coordinator.enrol("one", "two", federation="g"), train)
+    told = list(follow(Direct(coordinator), "g", sleep=play))
+    assert told == coordinator.records.rounds("g")
     assert [record.round for record in told] == [1, 2, 3]
     assert [record.evaluated_devices for record in told] == [2 * interval, 2 * interval, 2]
     assert all(record.upload.joules_measured == 4 for record in told)
 
 
-def test_what_was_written_is_not_told_again(house, train):
-    play = Slowly(house, house.enrol("one", "two"), train)
-    assert [record.round for record in follow(Direct(house), "f", {1, 2}, sleep=play)] == [3]
+def test_what_was_written_is_not_told_again(coordinator, train):
+    play = Slowly(coordinator, coordinator.enrol("one", "two"), train)
+    assert [record.round for record in follow(Direct(coordinator), "f", {1, 2}, sleep=play)] == [3]
 
 
-def test_a_round_that_none_follows_yet_may_still_be_judged(house, train):
-    devices = house.enrol("one", "two")
-    house.rounds.advance()
+def test_a_round_that_none_follows_yet_may_still_be_judged(coordinator, train):
+    devices = coordinator.enrol("one", "two")
+    coordinator.rounds.advance()
     for device in devices:
         assignment = device.ask()
         device.send(assignment, train(MANIFEST, assignment))
-        house.devices.change(device.id, ChangeDevice(conditions=Conditions(available=False)))
-    house.rounds.advance()
-    assert [record.status for record in house.records.rounds("f")] == ["closed"]
+        coordinator.devices.change(device.id, ChangeDevice(conditions=Conditions(available=False)))
+    coordinator.rounds.advance()
+    assert [record.status for record in coordinator.records.rounds("f")] == ["closed"]
     naps = []
 
     def nap(seconds):
@@ -119,11 +119,11 @@ def test_a_round_that_none_follows_yet_may_still_be_judged(house, train):
             raise TimeoutError
 
     with pytest.raises(TimeoutError):
-        next(follow(Direct(house), "f", sleep=nap))
+        next(follow(Direct(coordinator), "f", sleep=nap))
 
 
-def test_curves_have_what_was_measured_and_no_more(house, train):
-    record = next(follow(Direct(house), "f", sleep=Slowly(house, house.enrol("one", "two"), train)))
+def test_curves_have_what_was_measured_and_no_more(coordinator, train):
+    record = next(follow(Direct(coordinator), "f", sleep=Slowly(coordinator, coordinator.enrol("one", "two"), train)))
     found = curves(record)
     assert (found["accuracy/personal"], found["accuracy/global"], found["loss/train"]) == (0.75, 0.5, 0.5)
     assert (found["bytes/up"], found["joules/measured"], found["seconds/upload"]) == (2000, 4, 2)

@@ -17,9 +17,8 @@ import pytest
 
 from edge_sdk.protocol.messages import RoundRecord
 from sparrow.coordinator.fleet.federations import find
-from sparrow.coordinator.storage.store import Store
 
-from ..coordinator.fakes import House
+from ..coordinator.fakes import LocalCoordinator
 from ..coordinator.grown import grow
 from .conftest import Coordinator, wait_until
 
@@ -402,12 +401,12 @@ def test_the_page_says_when_the_coordinator_is_gone_and_goes_on_when_it_is_back(
 
 def test_a_fleet_of_ten_thousand_and_a_thousand_rounds(new_coordinator, open_page, clock, pictures):
     server = new_coordinator()
-    house = House(server.data, clock, Store)
-    house.create("large")
-    grow(house.store, devices=10_000, rounds=1000, cohort=200, name="large")
-    with house.store.writing() as db:  # nobody moves it on while it is looked at
+    large = LocalCoordinator(server.data, clock)
+    large.create("large")
+    grow(large.store, devices=10_000, rounds=1000, cohort=200, name="large")
+    with large.store.writing() as db:  # nobody moves it on while it is looked at
         find(db, "large").status = "paused"
-    house.store.close()
+    large.store.close()
     server.start()
     page, expect = open_page(server.url), playwright.expect
     expect(page.locator("#count")).to_have_text("1 to 50 of 10,000 devices")

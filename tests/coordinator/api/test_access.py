@@ -11,7 +11,7 @@ import pytest
 
 from edge_sdk.protocol.messages import ChangeDevice, CreateFederation, Enrol, FederationSettings
 from sparrow.command_line.exits import Exit
-from sparrow.coordinator.api.rate_limits import BURST_SECONDS, RateLimit, address_key
+from sparrow.coordinator.api.buckets import BURST_SECONDS, RateLimit, address_key
 from sparrow.coordinator.commands import tokens
 from sparrow.coordinator.errors import NameTaken, NotAuthenticated, NotFound, TokenExpired
 from sparrow.coordinator.fleet import access
@@ -89,16 +89,16 @@ def test_a_token_for_one_federation_opens_no_other(open_app, command):
     client = open_app()
     for name in ("day", "night"):
         assert client.post("/v1/federations", json={"name": name, "task": "digits"}).status_code == 201
-    door = command("create", "enrolment", "--federation", "day")["secret"]
-    eye = command("create", "observer", "--federation", "day")["secret"]
-    answers = [enrol(client, "one", door, name) for name in ("night", "none")]
+    enroller = command("create", "enrolment", "--federation", "day")["secret"]
+    observer = command("create", "observer", "--federation", "day")["secret"]
+    answers = [enrol(client, "one", enroller, name) for name in ("night", "none")]
     assert [answer.status_code for answer in answers] == [401, 401]
     assert answers[0].json() == answers[1].json(), "whether there is such a federation is not theirs to know"
-    assert enrol(client, "one", door, "day").status_code == 201
+    assert enrol(client, "one", enroller, "day").status_code == 201
     looks = ("/v1/federations/day/rounds", "/v1/federations/night/rounds", "/v1/federations", "/metrics", "/docs")
-    assert [client.get(path, headers=bearer(eye)).status_code for path in looks] == [200, 401, 401, 401, 401]
-    assert client.get("/v1/federations/day", headers=bearer(door)).status_code == 200
-    assert client.get("/v1/federations/night", headers=bearer(door)).status_code == 401
+    assert [client.get(path, headers=bearer(observer)).status_code for path in looks] == [200, 401, 401, 401, 401]
+    assert client.get("/v1/federations/day", headers=bearer(enroller)).status_code == 200
+    assert client.get("/v1/federations/night", headers=bearer(enroller)).status_code == 401
 
 
 def test_the_command_says_what_is_wrong(open_app, command, tmp_path, capsys):
@@ -165,7 +165,7 @@ def test_a_token_revoked_elsewhere_or_expired_lives_on_for_seconds_at_most(domai
     assert known.find(made["secret"]) is not None, "remembered"
     clock.pass_seconds(REMEMBER_SECONDS)
     assert known.find(made["secret"]) is None
-    assert known.guarded() == {"observer", "enrolment"}, "and the doors stay shut"
+    assert known.guarded() == {"observer", "enrolment"}, "and their calls stay guarded"
     clock.pass_seconds(1800 - REMEMBER_SECONDS - 1)
     assert known.find(short["secret"]) is not None
     clock.pass_seconds(1)
@@ -174,11 +174,11 @@ def test_a_token_revoked_elsewhere_or_expired_lives_on_for_seconds_at_most(domai
     assert {each["status"] for each in command("list")} == {"revoked", "expired"}
 
 
-def test_what_the_settings_and_strangers_send_costs_no_memory(domain, clock):
+def test_what_the_settings_and_unknown_callers_send_costs_no_memory(domain, clock):
     known = Tokens(domain, clock, {"admin": "key"})
     assert known.find("key").kind == "admin"
     for number in range(100):
-        assert known.find(f"stranger {number}") is None
+        assert known.find(f"unknown {number}") is None
     assert known._remembered == {}
     assert MOST_REMEMBERED >= 10_000
 
@@ -273,14 +273,14 @@ def test_a_lifetime_that_ends_before_tokens_are_renewed_is_refused(tmp_path):
 
 
 def test_a_stolen_token_reaches_nothing_of_another_device(open_app):
-    client = open_app(admin_token="key", observer_token="eye", enrolment_token="door")
+    client = open_app(admin_token="key", observer_token="observer", enrolment_token="enroller")
     wanted = {"name": "night", "task": "digits"}
     assert client.post("/v1/federations", json=wanted, headers=bearer("key")).status_code == 201
-    thief, other = (enrol(client, name, "door").json() for name in ("thief", "other"))
-    stranger = enrol(client, "far", "door", "night").json()
+    thief, other = (enrol(client, name, "enroller").json() for name in ("thief", "other"))
+    unknown = enrol(client, "far", "enroller", "night").json()
     work = client.get("/v1/federations/default/assignment", params={"wait": 20}, headers=bearer(other["token"])).json()
     path = f"/v1/assignments/{work['assignment_id']}"
-    for token in (thief["token"], stranger["token"]):
+    for token in (thief["token"], unknown["token"]):
         headers = bearer(token)
         answers = [
             client.get(f"{path}/payload", headers=headers),
@@ -321,7 +321,7 @@ def test_a_bucket_holds_so_many_and_fills_again(clock):
     assert limit.wait("a") <= BURST_SECONDS + 0.5, "a debt ends"
 
 
-def test_strangers_with_many_addresses_take_no_memory(clock):
+def test_unknown_callers_with_many_addresses_take_no_memory(clock):
     limit = RateLimit(1, clock, most=50)
     for number in range(1000):
         limit.take(f"10.0.{number // 256}.{number % 256}")
@@ -422,15 +422,15 @@ def test_a_token_for_one_federation_shows_its_page_and_names_no_other(command, t
     with serving(Settings(data_dir=tmp_path / "data")) as client:
         for name in ("day", "night"):
             assert client.post("/v1/federations", json={"name": name, "task": "digits"}).status_code == 201
-        eye = bearer(command("create", "observer", "--federation", "day")["secret"])
-        assert 'data-federation="day"' in client.get("/", headers=eye).text
-        assert client.get("/page/dashboard.js", headers=eye).status_code == 200
-        overview = client.get("/v1/federations/day/overview", headers=eye).json()
-        with client.stream("GET", "/v1/federations/day/events", headers=eye) as answer:
+        observer = bearer(command("create", "observer", "--federation", "day")["secret"])
+        assert 'data-federation="day"' in client.get("/", headers=observer).text
+        assert client.get("/page/dashboard.js", headers=observer).status_code == 200
+        overview = client.get("/v1/federations/day/overview", headers=observer).json()
+        with client.stream("GET", "/v1/federations/day/events", headers=observer) as answer:
             told = next(line for line in answer.iter_lines() if line.startswith("data: "))
         for seen in (overview, json.loads(told.removeprefix("data: "))):
             assert [line["name"] for line in seen["federations"]] == ["day"]
-        assert client.get("/v1/federations/night/events", headers=eye).status_code == 401
+        assert client.get("/v1/federations/night/events", headers=observer).status_code == 401
 
 
 def test_a_stream_ends_when_its_token_is_taken_away(command, tmp_path, monkeypatch):

@@ -152,7 +152,7 @@ def test_a_body_that_dribbles_is_ended_and_others_are_served(open_app, train, ca
         assert "application/problem+json" in answer
         assert "bytes of the body came" in answer
         assert "retry-after: 5" in answer.lower()
-    slow = [record for record in caplog.records if record.name == "sparrow.coordinator.api.slow"]
+    slow = [record for record in caplog.records if record.name == "sparrow.coordinator.api.middleware.body_limits"]
     assert len(slow) == 1, "once a minute"
     finish_round(client, devices, train)
 

@@ -117,7 +117,7 @@ def test_a_wait_ends_when_the_federation_does(client):
 
 
 @pytest.mark.parametrize("path", ["assignments", "rounds/1/reports"])
-def test_strangers_do_not_look_at_work_and_reports(open_app, path):
+def test_unknown_callers_do_not_look_at_work_and_reports(open_app, path):
     client = open_app(observer_token="eye", enrolment_token="door", admin_token="key")
     url = f"/v1/federations/default/{path}"
     _, device = enrol(client, "one", **bearer("door"))

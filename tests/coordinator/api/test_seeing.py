@@ -294,7 +294,7 @@ def test_it_is_not_ready_when_the_disk_is_nearly_full(open_app, monkeypatch):
     assert client.get("/healthz").status_code == 200
 
 
-def test_strangers_are_not_told_why_it_is_not_ready(open_app, tmp_path, monkeypatch):
+def test_unknown_callers_are_not_told_why_it_is_not_ready(open_app, tmp_path, monkeypatch):
     client = open_app(**TOKENS)
     shutil.rmtree(tmp_path / "data" / "blobs")
     (tmp_path / "data" / "blobs").write_text("a file where the folder was")

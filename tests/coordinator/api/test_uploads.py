@@ -125,10 +125,10 @@ def test_nothing_is_added_to_what_is_whole(client, update, tmp_path):
 
 def test_it_is_nobody_elses(client, update, pair):
     _, path, body = update
-    stranger = pair[1][1]
+    unknown = pair[1][1]
     asked = {"sha256": hashlib.sha256(body).hexdigest()}
-    assert_problem(client.get(path, params=asked, headers=stranger), 403, "another device")
-    assert_problem(ranged(client, (stranger, *update[1:]), 0), 403, "another device")
+    assert_problem(client.get(path, params=asked, headers=unknown), 403, "another device")
+    assert_problem(ranged(client, (unknown, *update[1:]), 0), 403, "another device")
 
 
 def test_the_same_call_twice_at_once_brings_it_once_and_the_other_is_told_to_ask(client, update, tmp_path):

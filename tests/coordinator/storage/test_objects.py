@@ -12,12 +12,12 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from sparrow.coordinator.errors import Unavailable
+from sparrow.coordinator.errors import BadObjectStore, Unavailable, WrongBlobs
 from sparrow.coordinator.storage.blobs import FolderBlobs
-from sparrow.coordinator.storage.objects import BadObjectStore, ObjectBlobs
-from sparrow.coordinator.storage.store import Store, WrongBlobs
+from sparrow.coordinator.storage.objects import ObjectBlobs
+from sparrow.coordinator.storage.store import Store
 
-from ..fakes import House
+from ..fakes import LocalCoordinator
 from ..s3 import BUCKET, KEYS, serving
 
 ADDRESS = f"s3://{BUCKET}/fleet/one"
@@ -91,27 +91,27 @@ def test_what_lies_in_a_file_already_becomes_a_blob_and_the_file_may_go(blobs, t
     assert [path.name for path in tmp_path.rglob("*.partial")] == []
 
 
-def open_house(folder, clock, blobs=None):
-    return House(folder, clock, lambda folder: Store(folder, None, blobs))
+def open_coordinator(folder, clock, blobs=None):
+    return LocalCoordinator(folder, clock, blobs=blobs)
 
 
 def test_a_federation_ends_as_with_a_folder_over_restarts(s3, tmp_path, clock, play):
     models = {}
     for kind, address in {"folder": None, "objects": ADDRESS}.items():
-        house = open_house(tmp_path / kind, clock, address)
-        house.create(rounds=3)
-        devices = house.enrol("a", "b", "c")
-        house.rounds.advance()
-        house.store.close()
-        house = open_house(tmp_path / kind, clock, address)
-        with closing(house.store):
+        coordinator = open_coordinator(tmp_path / kind, clock, address)
+        coordinator.create(rounds=3)
+        devices = coordinator.enrol("a", "b", "c")
+        coordinator.rounds.advance()
+        coordinator.store.close()
+        coordinator = open_coordinator(tmp_path / kind, clock, address)
+        with closing(coordinator.store):
             for device in devices:
-                device.house = house
-            play(house, devices)
-            models[kind] = house.model()
-            assert [record.updates for record in house.records.rounds("f")] == [3, 3, 3]
-            assert house.store.blobs.keys("1/updates") == []
-            assert len(house.store.blobs.keys("1/models")) == 1
+                device.coordinator = coordinator
+            play(coordinator, devices)
+            models[kind] = coordinator.model()
+            assert [record.updates for record in coordinator.records.rounds("f")] == [3, 3, 3]
+            assert coordinator.store.blobs.keys("1/updates") == []
+            assert len(coordinator.store.blobs.keys("1/models")) == 1
     assert models["objects"] == models["folder"]
     assert not (tmp_path / "objects" / "blobs").exists()
 
@@ -138,37 +138,37 @@ def test_credentials_that_are_refused_are_named(s3, tmp_path):
 
 
 def test_blobs_of_another_coordinator_are_not_touched(s3, tmp_path, clock, play):
-    house = open_house(tmp_path / "one", clock, ADDRESS)
-    house.create(rounds=1)
-    play(house, house.enrol("a", "b"))
-    house.store.close()
+    coordinator = open_coordinator(tmp_path / "one", clock, ADDRESS)
+    coordinator.create(rounds=1)
+    play(coordinator, coordinator.enrol("a", "b"))
+    coordinator.store.close()
     with pytest.raises(WrongBlobs, match="another coordinator's"):
-        open_house(tmp_path / "two", clock, ADDRESS)
+        open_coordinator(tmp_path / "two", clock, ADDRESS)
     with pytest.raises(WrongBlobs, match="records name models that are not among the blobs"):
-        open_house(tmp_path / "one", clock, f"s3://{BUCKET}/elsewhere")
-    open_house(tmp_path / "one", clock, ADDRESS).store.close()
+        open_coordinator(tmp_path / "one", clock, f"s3://{BUCKET}/elsewhere")
+    open_coordinator(tmp_path / "one", clock, ADDRESS).store.close()
 
 
 def test_storage_that_goes_and_comes_back(s3, tmp_path, clock, answer, caplog):
     """The bucket is taken away and made anew: nothing is acknowledged meanwhile, and nothing is lost that was not."""
-    house = open_house(tmp_path, clock, ADDRESS)
-    with closing(house.store):
-        house.create(rounds=1, cohort=2)
-        one, two = house.enrol("a", "b")
-        house.rounds.advance()
-        kept = {key: house.store.blobs.get(key) for key in house.store.blobs.keys("1/models")}
+    coordinator = open_coordinator(tmp_path, clock, ADDRESS)
+    with closing(coordinator.store):
+        coordinator.create(rounds=1, cohort=2)
+        one, two = coordinator.enrol("a", "b")
+        coordinator.rounds.advance()
+        kept = {key: coordinator.store.blobs.get(key) for key in coordinator.store.blobs.keys("1/models")}
         httpx.post(f"{s3}/moto-api/reset").raise_for_status()
         for _ in range(3):
             with pytest.raises(Unavailable, match="cannot reach its object storage"):
                 answer(one)
             with pytest.raises(Unavailable):
-                house.store.check()
+                coordinator.store.check()
         said = [record for record in caplog.records if record.levelno >= logging.ERROR]
         assert len(said) == 1
         httpx.put(f"{s3}/{BUCKET}").raise_for_status()
         for key, data in kept.items():
-            house.store.blobs.put(key, data)
-        house.store.check()
+            coordinator.store.blobs.put(key, data)
+        coordinator.store.check()
         answer(one), answer(two)
-        house.rounds.advance()
-        assert house.record(1).updates == 2
+        coordinator.rounds.advance()
+        assert coordinator.record(1).updates == 2

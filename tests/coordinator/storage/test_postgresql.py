@@ -14,14 +14,13 @@ from sqlalchemy.exc import DBAPIError
 
 from edge_sdk.protocol.messages import Enrol
 from sparrow.coordinator.commands import tokens
-from sparrow.coordinator.errors import NotAuthenticated
+from sparrow.coordinator.errors import BadDatabase, NotAuthenticated
 from sparrow.coordinator.reports.metrics import Metrics
 from sparrow.coordinator.storage import database
-from sparrow.coordinator.storage.sharing import FACT
-from sparrow.coordinator.storage.store import MOVED, Store
+from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Base
 
-from ..house import House
+from ..sessions import CoordinatorWithDevices
 
 
 @pytest.fixture
@@ -31,21 +30,21 @@ def url(postgresql):
 
 def federation(folder, clock, url=None):
     """Two devices through a federation of FedSPU, everybody killed and started anew after the first round."""
-    house = House(folder, clock, url)
-    house.create("fedspu", rounds=3, evaluation_interval=2, min_devices=2)
-    pair = [house.open("a", budget=0.4, of=2), house.open("b", of=2)]
-    while house.info().round < 1:
-        house.rounds.advance()
+    coordinator = CoordinatorWithDevices(folder, clock, database_url=url)
+    coordinator.create("fedspu", rounds=3, evaluation_interval=2, min_devices=2)
+    pair = [coordinator.open_device("a", budget=0.4, of=2), coordinator.open_device("b", of=2)]
+    while coordinator.info().round < 1:
+        coordinator.rounds.advance()
         for session in pair:
             session.step()
-    house.close()
-    house = House(folder, clock, url)
-    house.rounds.resume_after_restart()
+    coordinator.close()
+    coordinator = CoordinatorWithDevices(folder, clock, database_url=url)
+    coordinator.rounds.resume_after_restart()
     try:
-        house.play(house.open("a", budget=0.4, of=2), house.open("b", of=2))
-        return house.info(), house.records.rounds("f")
+        coordinator.play(coordinator.open_device("a", budget=0.4, of=2), coordinator.open_device("b", of=2))
+        return coordinator.info(), coordinator.records.rounds("f")
     finally:
-        house.close()
+        coordinator.close()
 
 
 def test_a_federation_is_the_same_as_with_sqlite(tmp_path, clock, url):
@@ -76,11 +75,11 @@ def test_one_process_moves_rounds_and_another_takes_over(tmp_path, url):
     with closing(Store(tmp_path, url)) as first:
         first.settled()
         with closing(Store(tmp_path, url)) as second:
-            assert first.sharing.moves() == (True, True)
-            assert first.sharing.moves() == (True, False)
-            assert second.sharing.moves() == (False, False)
+            assert first.shared.moves() == (True, True)
+            assert first.shared.moves() == (True, False)
+            assert second.shared.moves() == (False, False)
             first.close()
-            assert second.sharing.moves() == (True, True)
+            assert second.shared.moves() == (True, True)
 
 
 def test_writers_take_turns_over_processes_and_see_what_the_last_one_wrote(tmp_path, url):
@@ -111,16 +110,16 @@ def test_a_process_hears_what_others_write_and_move_and_not_itself(tmp_path, url
     with closing(Store(tmp_path, url)) as first:
         first.settled()
         with closing(Store(tmp_path, url)) as second:
-            assert first.sharing.moves()[0]
+            assert first.shared.moves()[0]
             for name, store in (("first", first), ("second", second)):
-                store.sharing.listen(heard[name].put)
+                store.shared.listen(heard[name].put)
             for each in heard.values():
-                assert each.get(timeout=30) == MOVED  # it listens now, and looks at what it may have missed
+                assert each.get(timeout=30) is True  # it listens now, and looks at what it may have missed
             with second.writing():
                 pass
-            assert heard["first"].get(timeout=30) == FACT
-            first.sharing.say_moved()
-            assert heard["second"].get(timeout=30) == MOVED
+            assert heard["first"].get(timeout=30) is False
+            first.shared.say_moved()
+            assert heard["second"].get(timeout=30) is True
             with first.writing():  # who moves tells the others when it has moved, not at every step
                 pass
             assert heard["second"].empty()
@@ -130,14 +129,14 @@ def test_who_lost_its_connection_moves_no_more_until_it_is_its_turn_again(postgr
     with closing(Store(tmp_path, url)) as first:
         first.settled()
         with closing(Store(tmp_path, url)) as second:
-            assert first.sharing.moves()[0]
+            assert first.shared.moves()[0]
             postgresql.stop()
             for store in (first, second):
                 with pytest.raises(DBAPIError):
-                    store.sharing.moves()
+                    store.shared.moves()
             postgresql.start()
-            assert second.sharing.moves() == (True, True)
-            assert first.sharing.moves() == (False, False)
+            assert second.shared.moves() == (True, True)
+            assert first.shared.moves() == (False, False)
 
 
 def test_the_migrations_make_the_tables_and_commits_are_durable(tmp_path, url):
@@ -152,29 +151,29 @@ def test_the_migrations_make_the_tables_and_commits_are_durable(tmp_path, url):
 
 @pytest.mark.parametrize("address", ["mysql://u:secret@host/sparrow", "secret", "sqlite:///secret"])
 def test_an_address_of_no_postgresql_is_refused_without_repeating_it(address):
-    with pytest.raises(database.BadDatabase, match="postgresql://USER:PASSWORD@HOST/DATABASE") as refusal:
+    with pytest.raises(BadDatabase, match="postgresql://USER:PASSWORD@HOST/DATABASE") as refusal:
         database.open_database(address)
     assert "secret" not in str(refusal.value)
 
 
 def test_tokens_are_made_beside_a_running_coordinator_and_their_uses_counted(tmp_path, clock, url, monkeypatch, capsys):
-    house = House(tmp_path, clock, url)
-    house.create("fedspu")
+    coordinator = CoordinatorWithDevices(tmp_path, clock, database_url=url)
+    coordinator.create("fedspu")
     monkeypatch.setenv("COORDINATOR_DATABASE_URL", url)
     assert tokens.main(["create", "enrolment", "--uses", "2", "--federation", "f", "--json"]) == 0
     token = json.loads(capsys.readouterr().out)
     for name in ("a", "b"):
-        house.devices.enrol("f", Enrol(name=name, enrolment_key=name * 32), token["id"])
+        coordinator.devices.enrol("f", Enrol(name=name, enrolment_key=name * 32), token["id"])
     with pytest.raises(NotAuthenticated, match="as often as it may be"):
-        house.devices.enrol("f", Enrol(name="c", enrolment_key="c" * 32), token["id"])
-    device = house.device("a").device_id
+        coordinator.devices.enrol("f", Enrol(name="c", enrolment_key="c" * 32), token["id"])
+    device = coordinator.device("a").device_id
     for wanted in (token["id"], device):
         assert tokens.main(["revoke", wanted]) == 0
     assert tokens.main(["list", "--json"]) == 0
     (listed,) = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (listed["uses"], listed["status"], listed["federation"]) == (2, "revoked", "f")
-    assert house.device("a").status == "revoked"
+    assert coordinator.device("a").status == "revoked"
     metrics = Metrics()
-    metrics.observe_records(house.store)
+    metrics.observe_records(coordinator.store)
     assert b'sparrow_devices{federation="f",status="revoked"} 1.0' in generate_latest(metrics.registry)
-    house.close()
+    coordinator.close()

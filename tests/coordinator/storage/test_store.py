@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from sparrow.coordinator.errors import RoundClosed
+from sparrow.coordinator.errors import NetworkFolder, RoundClosed
 from sparrow.coordinator.storage import mounts
-from sparrow.coordinator.storage.mounts import NetworkFolder, network_type
+from sparrow.coordinator.storage.mounts import network_type
 from sparrow.coordinator.storage.store import Store
 
-from ..fakes import DIGITS, House
+from ..fakes import DIGITS, LocalCoordinator
 
 CROWD = 24
 
@@ -57,22 +57,22 @@ def flushes(monkeypatch):
 
 @pytest.fixture
 def crowd(tmp_path, clock, train, flushes):
-    """A round's devices, each with its update ready to be sent: the house, and a call per device."""
-    house = House(tmp_path / "data", clock, Counted)
-    with closing(house.store):
-        house.create(cohort=CROWD, rounds=1)
-        devices = house.enrol(*(f"device-{number:02d}" for number in range(CROWD)))
-        house.rounds.advance()
+    """A round's devices, each with its update ready to be sent: the coordinator, and a call per device."""
+    coordinator = LocalCoordinator(tmp_path / "data", clock, Counted)
+    with closing(coordinator.store):
+        coordinator.create(cohort=CROWD, rounds=1)
+        devices = coordinator.enrol(*(f"device-{number:02d}" for number in range(CROWD)))
+        coordinator.rounds.advance()
         asked = [(device, device.ask()) for device in devices]
         ready = [(device, assignment, train(DIGITS, assignment)) for device, assignment in asked]
         (device, assignment, body), *rest = ready
         assert device.send(assignment, body)  # makes the folder
-        yield house, rest
+        yield coordinator, rest
 
 
 def test_a_crowd_of_updates_shares_transactions_and_flushes(crowd, flushes):
-    house, ready = crowd
-    before, transactions = dict(flushes), house.store.transactions
+    coordinator, ready = crowd
+    before, transactions = dict(flushes), coordinator.store.transactions
     flushes.hold.clear()  # a disk that takes its time
     with ThreadPoolExecutor(len(ready)) as pool:
         sent = [pool.submit(device.send, assignment, body) for device, assignment, body in ready]
@@ -82,18 +82,18 @@ def test_a_crowd_of_updates_shares_transactions_and_flushes(crowd, flushes):
         assert [each.result() for each in sent] == [True] * len(ready)
     assert flushes["file"] - before["file"] == len(ready), "each file once, side by side"
     assert flushes["folder"] - before["folder"] <= len(ready) // 4
-    assert house.store.transactions - transactions <= len(ready) // 4
-    house.rounds.advance()
-    assert house.record(1).updates == CROWD
+    assert coordinator.store.transactions - transactions <= len(ready) // 4
+    coordinator.rounds.advance()
+    assert coordinator.record(1).updates == CROWD
 
 
 def test_alone_an_update_waits_for_nobody(crowd, flushes):
-    house, ready = crowd
+    coordinator, ready = crowd
     for device, assignment, body in ready[:3]:
-        before, transactions = dict(flushes), house.store.transactions
+        before, transactions = dict(flushes), coordinator.store.transactions
         assert device.send(assignment, body)
         assert flushes - Counter(before) == {"file": 1, "folder": 1}
-        assert house.store.transactions - transactions == 1
+        assert coordinator.store.transactions - transactions == 1
 
 
 def test_what_cannot_be_recorded_harms_nothing_that_came_with_it(tmp_path, flushes):

@@ -1,4 +1,4 @@
-"""Which global model a device can rebuild: it is sent what changed since"""
+"""The global model that a device can rebuild: it is sent what changed since"""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""What limits a device's budget, and why its policy keeps it away"""
+"""The limit of a device's budget, and why its policy keeps it away"""
 
 import sqlalchemy as sa
 from alembic import op

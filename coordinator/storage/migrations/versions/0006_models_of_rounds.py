@@ -1,4 +1,4 @@
-"""Which global model each round began from and ended with, and going back to an older one"""
+"""The global model that each round began from and ended with, and rollback to an older one"""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""How many updates close a round, and in which one an update that came late counts"""
+"""The number of updates that close a round, and the round in which a late update counts"""
 
 import sqlalchemy as sa
 from alembic import op

@@ -7,48 +7,48 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparrow.coordinator.api import watch
-from sparrow.coordinator.api.parts import Bell
-from sparrow.coordinator.api.watch import Watches
+from sparrow.coordinator.api import live_views
+from sparrow.coordinator.api.live_views import LiveViews
+from sparrow.coordinator.api.signals import Signal
 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(watch, "LEAST_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(watch, "SHARE_OF_TIME", 1e6)
+    monkeypatch.setattr(live_views, "LEAST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(live_views, "SHARE_OF_TIME", 1e6)
 
 
 @pytest.fixture
-def house(open_house):
-    return open_house()
+def coordinator(open_coordinator):
+    return open_coordinator()
 
 
-def counted(house):
-    """The house's overviews, and the looks that were taken at them."""
+def counted(coordinator):
+    """The coordinator's overviews, and the looks that were taken at them."""
     looks = []
 
     def look(name, since=None):
         looks.append(since)
-        return house.overviews.look(name, since)
+        return coordinator.overviews.look(name, since)
 
     return SimpleNamespace(look=look), looks
 
 
-def test_pages_share_their_looks(house):
-    house.create()
-    overviews, looks = counted(house)
+def test_pages_share_their_looks(coordinator):
+    coordinator.create()
+    overviews, looks = counted(coordinator)
 
     async def open_pages():
-        bell = Bell()
-        watches = Watches(overviews, bell.next_ring, lambda: False)
-        pages = [watches.on("f") for _ in range(20)]
+        changed = Signal()
+        views = LiveViews(overviews, changed, lambda: False)
+        pages = [views.of("f") for _ in range(20)]
         first = await asyncio.gather(*(page.after(None) for page in pages))
         assert len(looks) == 1
-        assert (await watches.on("f").after(None)) is first[0], "who comes later need not wait"
+        assert (await views.of("f").after(None)) is first[0], "who comes later need not wait"
         waiting = asyncio.gather(*(page.after(had) for page, had in zip(pages, first, strict=True)))
         await asyncio.sleep(0)
-        house.enrol("a")
-        bell.ring()
+        coordinator.enrol("a")
+        changed.send()
         second = await waiting
         assert {id(each) for each in second} == {id(second[0])}
         assert second[0].federation.devices == 1
@@ -57,37 +57,37 @@ def test_pages_share_their_looks(house):
     asyncio.run(open_pages())
 
 
-def test_a_page_that_waits_is_sent_home_when_the_process_stops(house):
-    house.create()
+def test_a_page_that_waits_is_sent_home_when_the_process_stops(coordinator):
+    coordinator.create()
 
     async def stop():
-        bell, closing = Bell(), []
-        page = Watches(house.overviews, bell.next_ring, lambda: bool(closing)).on("f")
+        changed, closing = Signal(), []
+        page = LiveViews(coordinator.overviews, changed, lambda: bool(closing)).of("f")
         waiting = asyncio.create_task(page.after(await page.after(None)))
         await asyncio.sleep(0)
         closing.append(True)
-        bell.ring()
+        changed.send()
         assert await waiting is None
 
     asyncio.run(stop())
 
 
-def test_an_evaluation_of_long_ago_is_told_and_nothing_else(house, answer, play):
-    house.create(cohort=3, rounds=15, evaluation_interval=1)
-    one, two, slow = house.enrol("a", "b", "c")
-    house.rounds.advance()
+def test_an_evaluation_of_long_ago_is_told_and_nothing_else(coordinator, answer, play):
+    coordinator.create(cohort=3, rounds=15, evaluation_interval=1)
+    one, two, slow = coordinator.enrol("a", "b", "c")
+    coordinator.rounds.advance()
     for device in (one, two, slow):
         answer(device, stopped=device is slow)  # who has stopped is still asked to evaluate
-    play(house, [one, two])
-    overviews, looks = counted(house)
+    play(coordinator, [one, two])
+    overviews, looks = counted(coordinator)
 
     async def look_twice():
-        bell = Bell()
-        page = Watches(overviews, bell.next_ring, lambda: False).on("f")
+        changed = Signal()
+        page = LiveViews(overviews, changed, lambda: False).of("f")
         before = await page.after(None)
         assert (before.federation.round, before.evaluating_since) == (15, 1)
         assert answer(slow, accuracy=0.8).round == 1
-        bell.ring()
+        changed.send()
         return before, await page.after(before)
 
     before, after = asyncio.run(look_twice())

@@ -1,14 +1,14 @@
-"""Several coordinator processes on one PostgreSQL database: who is there, who writes, who moves rounds on.
+"""Several coordinator processes on one PostgreSQL database: their presence, their writes, and the moving of rounds.
 
     there     a shared advisory lock, for as long as a process lives. The first one, which gets it exclusively for a
-              moment, clears up what kills left behind; the others wait for that.
+              moment, cleans up after killed processes; the others wait for that.
     writing   one transaction at a time in all processes: each locks a table before it looks at anything, so it sees
               all that was written before it.
-    moving    one process opens, folds and closes rounds: who has an advisory lock that lives and dies with a
+    moving    one process opens, folds and closes rounds: the holder of an advisory lock that ends with its
               connection. Killed, or cut off from the database, it loses the lock, and another one goes on.
-    waking    LISTEN and NOTIFY: that a fact was written, for who moves; that something moved, for all who wait.
+    waking    LISTEN and NOTIFY: facts are announced to the process that moves rounds, moves to all that wait.
 
-What two movers at a time could do, between the loss of a lock and its notice, is harmless: rounds are moved by
+Two movers at a time, between the loss of a lock and its notice, are harmless: rounds are moved by
 transactions that look again at what they change, and updates are summed in one order, so both write the same model.
 """
 
@@ -25,12 +25,10 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from sparrow.coordinator.storage.store import MOVED
-
 log = logging.getLogger(__name__)
 
 CHANNEL = "sparrow"
-FACT = "fact"
+FACT, MOVED = "fact", "moved"
 
 # Not a lock by function: a query would fix what the transaction sees before it has waited for its turn.
 _TURN = text("LOCK TABLE alembic_version IN EXCLUSIVE MODE")
@@ -39,8 +37,8 @@ _THERE, _MOVING = "hashtext('sparrow coordinator')", "hashtext('sparrow moves ro
 _LISTEN_SECONDS = 1.0
 
 
-class Sharing:
-    """This process's part in a shared database.
+class SharedDatabase:
+    """This process's part in a database that several coordinator processes share.
 
     first: whether no other process was there when this one came; ``settled`` lets the others in.
     """
@@ -58,7 +56,7 @@ class Sharing:
             self._come(exclusively=False)
 
     def settled(self) -> None:
-        """The first has cleared up: let the others in."""
+        """Let the other processes in, since the first one has cleaned up."""
         with self._lock:
             if self.first and self._connection is not None:
                 self._connection.execute(text(f"SELECT pg_advisory_lock_shared({_THERE})"))
@@ -66,11 +64,11 @@ class Sharing:
             self.first = False
 
     def take_turn(self, session: Session) -> None:
-        """At the beginning of a transaction that writes: wait until no other one does."""
+        """Wait, at the beginning of a transaction that writes, until no other one does."""
         session.execute(_TURN)
 
     def say_fact(self, session: Session) -> None:
-        """Tell who moves rounds that something was written, when this transaction is committed."""
+        """Tell the process that moves rounds about a fact, when this transaction is committed."""
         if not self._moving:
             session.execute(_SAY, {"channel": CHANNEL, "what": f"{FACT} {self._name}"})
 
@@ -81,7 +79,7 @@ class Sharing:
             connection.commit()
 
     def moves(self) -> tuple[bool, bool]:
-        """Whether this process may move rounds now, and whether it could not just before. Raises DBAPIError."""
+        """Return whether this process may move rounds now, and whether it could not before. Raises DBAPIError."""
         with self._lock:
             before = self._moving
             try:
@@ -108,16 +106,17 @@ class Sharing:
             lost.invalidate()
             lost.close()
 
-    def listen(self, heard: Callable[[str], None]) -> None:
-        """Call ``heard`` with FACT or MOVED for what other processes say, in a thread of its own.
+    def listen(self, heard: Callable[[bool], None]) -> None:
+        """Call ``heard`` for every message of other processes, in a thread of its own.
 
-        It hears MOVED first, and again after every gap: what was said before it listened is missed, so look anew.
+        Its argument is True where rounds have moved, False where a fact was written. It is called with True first, and
+        again after every gap: earlier messages are lost, so look anew.
         """
         self._listener = threading.Thread(target=self._listen, args=(heard,), name="listener", daemon=True)
         self._listener.start()
 
     def close(self) -> None:
-        """Leave: another process may move rounds at once."""
+        """Release all locks, so that another process may move rounds at once."""
         self._closing.set()
         if self._listener is not None:
             self._listener.join(timeout=5)
@@ -130,7 +129,7 @@ class Sharing:
                 self._connection = None
 
     def _come(self, *, exclusively: bool) -> bool:
-        """Be there; whether that could be. The shared form waits for a first that clears up."""
+        """Take the lock of a present process; return whether it could. The shared form waits for a first process."""
         connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         connection.detach()  # its locks go with it: back in the pool they would live on
         if exclusively and not connection.scalar(text(f"SELECT pg_try_advisory_lock({_THERE})")):
@@ -141,13 +140,13 @@ class Sharing:
         self._connection = connection
         return True
 
-    def _listen(self, heard: Callable[[str], None]) -> None:
+    def _listen(self, heard: Callable[[bool], None]) -> None:
         address = self._engine.url.set(drivername="postgresql").render_as_string(hide_password=False)
         while not self._closing.is_set():
             try:
                 for what in self._said(address):
-                    heard(what)
-            except psycopg.Error:  # the database is away, which who writes will say
+                    heard(what == MOVED)
+            except psycopg.Error:  # the database is away; the next write reports it
                 self._closing.wait(_LISTEN_SECONDS)
 
     def _said(self, address: str) -> Iterator[str]:

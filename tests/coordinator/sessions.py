@@ -15,11 +15,9 @@ from edge_sdk.tasks.digits import load
 from sparrow.coordinator import errors as coordinator_errors
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import find
-from sparrow.coordinator.models.global_models import Models
-from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment
 
-from .fakes import furnish
+from .fakes import LocalCoordinator
 
 ANSWERS = {
     coordinator_errors.Finished: lambda text: FederationOver(410, text),
@@ -45,8 +43,8 @@ class Wire:
     received and sent: bodies of payloads, and of the updates that were accepted, in order.
     """
 
-    def __init__(self, house, name):
-        self.house, self.name = house, name
+    def __init__(self, coordinator, name):
+        self.coordinator, self.name = coordinator, name
         self.traffic = Traffic()
         self.token = self.patience_seconds = None
         self.renewal_due = False
@@ -57,31 +55,31 @@ class Wire:
 
     @property
     def device(self):
-        return self.house.device(self.name).device_id
+        return self.coordinator.device(self.name).device_id
 
     def federation(self, name):
-        return self.house.federations.get(name)
+        return self.coordinator.federations.get(name)
 
     def manifest(self, name):
-        return self.house.federations.manifest(name)
+        return self.coordinator.federations.manifest(name)
 
     def enrol(self, federation, request):
-        return self.house.devices.enrol(federation, request)
+        return self.coordinator.devices.enrol(federation, request)
 
     def change_device(self, device_id, change):
-        self.house.devices.change(device_id, change)
+        self.coordinator.devices.change(device_id, change)
 
     def assignment(self, federation, wait_seconds, cost, mask=None, model=None):
         if cost:
-            self.house.costs.note(self.device, cost)
+            self.coordinator.costs.note(self.device, cost)
         with answered():
-            return self.house.dispatch.next_assignment(self.device, mask, model).assignment, 1.0
+            return self.coordinator.dispatch.next_assignment(self.device, mask, model).assignment, 1.0
 
     def heartbeat(self, assignment_id):
         return True
 
     def payload(self, assignment_id, payload):
-        body = self.house.dispatch.payload(assignment_id, self.device).body
+        body = self.coordinator.dispatch.payload(assignment_id, self.device).body
         assert hashlib.sha256(body).hexdigest() == payload.sha256
         self.traffic.down += len(body)
         self.received.append(body)
@@ -92,30 +90,27 @@ class Wire:
             raise ConnectionError("pulled the plug")
         self.media_types.append(media_type)
         with answered():
-            longest = self.house.acceptance.check_envelope(assignment_id, self.device, media_type)
-            assert len(body) <= longest
-            self.house.acceptance.accept_update(assignment_id, self.device, body)
+            self.coordinator.acceptance.accept_update(assignment_id, self.device, body, media_type)
         self.traffic.up += len(body)
         self.sent.append(body)
 
     def hand_back(self, assignment_id, reason):
         with answered():
-            self.house.dispatch.hand_back(assignment_id, self.device, reason)
+            self.coordinator.dispatch.hand_back(assignment_id, self.device, reason)
 
 
-class House:
-    """A coordinator's domain, and devices that live in folders beside it."""
+class CoordinatorWithDevices(LocalCoordinator):
+    """A coordinator, and devices that live in folders beside its own."""
 
-    def __init__(self, folder, clock, database_url=None):
+    def __init__(self, folder, clock, **settings):
         self.folder = folder
         self.folders = []
-        self.store = Store(folder / "data", database_url)
-        furnish(self, clock, Models(self.store))
+        super().__init__(folder / "data", clock, **settings)
 
     def close(self):
         for folder in self.folders:
             folder.close()
-        self.store.close()
+        super().close()
 
     def create(self, method, **settings):
         usual = {
@@ -128,7 +123,7 @@ class House:
         settings = FederationSettings(method=method, **{**usual, **settings})
         return self.federations.create(CreateFederation(name="f", task="digits", settings=settings))
 
-    def open(self, name, budget=1.0, of=8):
+    def open_device(self, name, budget=1.0, of=8):
         """The device of this name: its session, new or taken up again from its folder."""
         index = "abcdefgh".index(name)
         self.folders.append(StateFolder(self.folder / name))
@@ -167,7 +162,7 @@ class House:
         self.federations.change("f", ChangeFederation(action="reopen", rounds=rounds))
 
     def device(self, name):
-        return next(device for device in self.roster.list("f")[0] if device.name == name)
+        return next(device for device in self.device_lists.list("f")[0] if device.name == name)
 
     def receipts(self, kind="evaluate"):
         with self.store.reading() as db:

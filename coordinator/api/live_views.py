@@ -1,4 +1,4 @@
-"""What pages show of a federation, looked up once for all that are open on it."""
+"""Overviews of a federation, looked up once for all pages that are open on it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 from starlette.concurrency import run_in_threadpool
 
 from edge_sdk.protocol.overview import Overview
+from sparrow.coordinator.api.signals import Signal
 from sparrow.coordinator.reports.overview import Overviews
 
 LONGEST_REST_SECONDS = 15.0
@@ -22,58 +23,62 @@ SHARE_OF_TIME = 0.05
 
 @dataclass(frozen=True)
 class _Look:
-    """stir: is set when something has happened since. again: when the next look may be taken, by the loop's clock."""
+    """The overview of one moment.
+
+    changed: set if something was recorded since. again: when the next look may be taken, by the loop's clock.
+    """
 
     overview: Overview
-    stir: asyncio.Event
+    changed: asyncio.Event
     again: float
 
 
-class Watch:
+class LiveView:
     """One federation, for all pages that are open on it."""
 
-    def __init__(self, watches: Watches, name: str) -> None:
-        self._watches = watches
+    def __init__(self, views: LiveViews, name: str) -> None:
+        self._views = views
         self._name = name
         self._latest: _Look | None = None
         self._turn = asyncio.Lock()
 
     async def after(self, had: Overview | None) -> Overview | None:
-        """The federation after what the caller had: when something has happened, or some seconds later, for a few
-        things come by time alone. Who had none is told at once. None when the process stops. Raises Unavailable."""
+        """Return the overview that follows the one the caller had: after something was recorded, or some seconds later.
+
+        A caller without one gets it at once. None when the process stops. Raises Unavailable."""
         loop = asyncio.get_running_loop()
-        while not self._watches.closing():
+        while not self._views.closing():
             latest = self._latest
             if latest is not None and latest.overview is not had:
-                if loop.time() < latest.again or not latest.stir.is_set():
+                if loop.time() < latest.again or not latest.changed.is_set():
                     return latest.overview
             elif latest is not None:
                 await self._pause(latest)
                 if self._latest is not latest:
                     continue
             async with self._turn:
-                if self._latest is latest and not self._watches.closing():
+                if self._latest is latest and not self._views.closing():
                     await self._look()
         return None
 
     async def _pause(self, latest: _Look) -> None:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(latest.stir.wait(), LONGEST_REST_SECONDS)
-        while (left := latest.again - loop.time()) > 0 and not self._watches.closing():
+            await asyncio.wait_for(latest.changed.wait(), LONGEST_REST_SECONDS)
+        while (left := latest.again - loop.time()) > 0 and not self._views.closing():
             await asyncio.sleep(min(LEAST_PAUSE_SECONDS, left))
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
-        stir, began = self._watches.next_ring(), loop.time()
+        changed, began = self._views.changed.next(), loop.time()
         known = None if self._latest is None else self._latest.overview
         overview, seconds = await run_in_threadpool(_timed, self._compare, known)
         again = began + max(LEAST_PAUSE_SECONDS, seconds / SHARE_OF_TIME)
-        self._latest = _Look(overview, stir, again)
+        self._latest = _Look(overview, changed, again)
 
     def _compare(self, known: Overview | None) -> Overview:
-        """The whole, in which points that did not change are the same objects as before."""
-        look = self._watches.overviews.look
+        """Return the whole overview, in which points that did not change are the same objects as before."""
+        look = self._views.overviews.look
         if known is None:
             return look(self._name)
         rounds = (known.federation.round, known.evaluating_since)
@@ -86,22 +91,22 @@ class Watch:
 
 
 def _timed(compare: Callable[[Overview | None], Overview], known: Overview | None) -> tuple[Overview, float]:
-    """With the processor's seconds that it took: on a busy machine far fewer than have passed."""
+    """Return the overview with the processor seconds that it took: on a busy machine far fewer than have passed."""
     began = time.thread_time()
     return compare(known), time.thread_time() - began
 
 
 @dataclass
-class Watches:
-    """The federations that pages are open on. next_ring: the event that is set when something happens next."""
+class LiveViews:
+    """The federations that pages are open on. changed: sent when anything was recorded."""
 
     overviews: Overviews
-    next_ring: Callable[[], asyncio.Event]
+    changed: Signal
     closing: Callable[[], bool]
 
     def __post_init__(self) -> None:
-        self._open: WeakValueDictionary[str, Watch] = WeakValueDictionary()
+        self._open: WeakValueDictionary[str, LiveView] = WeakValueDictionary()
 
-    def on(self, name: str) -> Watch:
-        """The watch on a federation, the same one for all who hold it."""
-        return self._open.setdefault(name, Watch(self, name))
+    def of(self, name: str) -> LiveView:
+        """Return the view of a federation, the same one for all who hold it."""
+        return self._open.setdefault(name, LiveView(self, name))

@@ -1,7 +1,7 @@
-"""How often somebody may call: a token bucket for each, in memory, and no more of them than a stated number.
+"""Rate limits: a token bucket for each caller, in memory, and at most a given number of buckets.
 
-The library ``limits`` has windows instead of buckets and forgets nobody before their window ends, so that a stranger
-with many addresses would take as much memory as they like.
+The library ``limits`` has windows instead of buckets and forgets nobody before their window ends, so that a caller
+with many addresses could take any amount of memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 BURST_SECONDS = 10.0
-"""How many seconds' worth of calls may come at once."""
+"""Calls of so many seconds may come at once."""
 
 
 class RateLimit:
@@ -45,7 +45,7 @@ class RateLimit:
         self._keep(key, min(full_at, now + 2 * BURST_SECONDS))
 
     def wait(self, key: str) -> float:
-        """Seconds until the bucket holds anything again; 0 where it does."""
+        """Return the seconds until the bucket holds anything again; 0 if it does."""
         return max(0.0, self._full_at.get(key, 0.0) + self._seconds_per_call - self._clock() - BURST_SECONDS)
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class RateLimit:
 
 
 def address_key(host: str | None) -> str | None:
-    """What an address is counted under: itself, for IPv6 its /64, which one customer has; None for this machine."""
+    """Return the key of an address: itself, for IPv6 its /64, which one customer has; None for this machine."""
     try:
         address = ipaddress.ip_address(host or "")
     except ValueError:  # a unix socket

@@ -1,4 +1,4 @@
-"""When each device was last heard of: by any call of its own, each piece of a body that it sends among them.
+"""The time at which each device was last seen: at any of its calls, and with each piece of a body that it sends.
 
 It is noted in memory, at every call, and brought to the records all at once every ``WRITE_SECONDS``: a device that asks
 for work, or sends a heartbeat, costs no transaction. What another process of the same coordinator has heard is known
@@ -27,8 +27,8 @@ _WRITE = (
 )
 
 
-class Heard:
-    """What this process has heard of devices and the records do not know yet."""
+class LastSeen:
+    """The times at which this process has seen devices and which the records do not have yet."""
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store = store
@@ -38,21 +38,21 @@ class Heard:
         self._lock = threading.Lock()
 
     def note(self, device_id: str) -> None:
-        """A call of this device is there. May be called from any thread."""
+        """Note a call of this device. Any thread may do so."""
         with self._lock:
             self._at[device_id] = self._clock()
 
     def at(self, device_id: str, seen_at: float) -> float:
-        """When a device was last heard of; seen_at: what the records say."""
+        """Return when a device was last seen; seen_at: the time in the records."""
         return max(seen_at, self._at.get(device_id, -math.inf))
 
     @property
     def lag(self) -> float:
-        """By how many seconds other processes may know better."""
-        return 0.0 if self._store.sharing is None else WRITE_SECONDS
+        """Return by how many seconds other processes may know better."""
+        return 0.0 if self._store.shared is None else WRITE_SECONDS
 
     def write(self) -> None:
-        """Bring what was heard to the records, where that was not done a moment ago. Raises Unavailable."""
+        """Write the times to the records, unless that was done a moment ago. Raises Unavailable."""
         now = self._clock()
         if not self._at or now - self._written_at < WRITE_SECONDS:
             return
@@ -61,5 +61,5 @@ class Heard:
             written = dict(self._at)
         with self._store.writing() as db:
             db.connection().execute(_WRITE, [{"device_id": key, "heard_at": at} for key, at in written.items()])
-        with self._lock:  # only now: whoever looked meanwhile found it here
+        with self._lock:  # only now: a reader meanwhile found it here
             self._at = {key: at for key, at in self._at.items() if written.get(key) != at}

@@ -8,34 +8,34 @@ from collections import Counter
 import pytest
 
 from edge_sdk.protocol.messages import ChangeFederation
-from sparrow.coordinator.fleet.polling import Pace
+from sparrow.coordinator.fleet.polling import Polling
 
-from .fakes import House
+from .fakes import LocalCoordinator
 
 DEVICES, CALLS = 60, 2.0
 CYCLE = DEVICES / CALLS
 
 
 @pytest.fixture
-def house(tmp_path, clock):
-    opened = House(tmp_path / "data", clock)
+def coordinator(tmp_path, clock):
+    opened = LocalCoordinator(tmp_path / "data", clock)
     yield opened
     opened.store.close()
 
 
 @pytest.fixture
-def devices(house):
-    house.create(min_devices=1000)
-    return house.enrol(*(f"d{number}" for number in range(DEVICES)))
+def devices(coordinator):
+    coordinator.create(min_devices=1000)
+    return coordinator.enrol(*(f"d{number}" for number in range(DEVICES)))
 
 
-def pace(house, clock, calls=CALLS, least=1):
-    return Pace(house.store, clock, least=least, calls=calls)
+def polling(coordinator, clock, calls=CALLS, least=1):
+    return Polling(coordinator.store, clock, least=least, calls=calls)
 
 
-def test_a_fleet_that_comes_back_as_one_is_spread_over_a_cycle(house, clock, devices):
+def test_a_fleet_that_comes_back_as_one_is_spread_over_a_cycle(coordinator, clock, devices):
     """All ask in the same second, as after an outage; from then on one cycle sees each device once at most."""
-    steps = pace(house, clock)
+    steps = polling(coordinator, clock)
     begin = clock.now
     coming = [(begin, device.name) for device in devices]  # ids are drawn anew in every run
     heapq.heapify(coming)
@@ -53,8 +53,8 @@ def test_a_fleet_that_comes_back_as_one_is_spread_over_a_cycle(house, clock, dev
     assert max(by_device.values()) - min(by_device.values()) <= 4, "nobody is forgotten"
 
 
-def test_who_asks_twice_is_told_the_same_moment_and_others_another(house, clock, devices):
-    steps = pace(house, clock)
+def test_who_asks_twice_is_told_the_same_moment_and_others_another(coordinator, clock, devices):
+    steps = polling(coordinator, clock)
     first = {device.id: clock.now + steps.retry_after(device.id) for device in devices}
     assert {device.id: clock.now + steps.retry_after(device.id) for device in devices} == first
     assert len(set(first.values())) > DEVICES / 3
@@ -63,19 +63,21 @@ def test_who_asks_twice_is_told_the_same_moment_and_others_another(house, clock,
     assert sum(first[device] == second[device] for device in first) < DEVICES / 5, "not the same neighbours again"
 
 
-def test_small_fleets_are_told_the_usual_pause(house, clock, devices):
-    assert {pace(house, clock, calls=60.0).retry_after(device.id) for device in devices} == {1}
-    assert pace(house, clock, calls=2.0, least=45).retry_after("x") == 45
+def test_small_fleets_are_told_the_usual_pause(coordinator, clock, devices):
+    assert {polling(coordinator, clock, calls=60.0).retry_after(device.id) for device in devices} == {1}
+    assert polling(coordinator, clock, calls=2.0, least=45).retry_after("x") == 45
 
 
-def test_who_does_not_ask_is_not_counted_and_the_count_is_looked_up_now_and_then(house, clock, devices, monkeypatch):
-    steps, looked = pace(house, clock), []
-    reading = house.store.reading
-    monkeypatch.setattr(house.store, "reading", lambda: looked.append(clock.now) or reading())
+def test_who_does_not_ask_is_not_counted_and_the_count_is_looked_up_now_and_then(
+    coordinator, clock, devices, monkeypatch
+):
+    steps, looked = polling(coordinator, clock), []
+    reading = coordinator.store.reading
+    monkeypatch.setattr(coordinator.store, "reading", lambda: looked.append(clock.now) or reading())
     waits = [steps.retry_after(devices[0].id) for _ in range(50)]
     assert len(looked) == 1
     assert max(waits) > 1
-    house.federations.change("f", ChangeFederation(action="stop"))
+    coordinator.federations.change("f", ChangeFederation(action="stop"))
     looked.clear()
     assert steps.retry_after(devices[0].id) == waits[0], "remembered"
     clock.pass_seconds(10)

@@ -1,0 +1,1 @@
+"""One middleware for each concern. ``coordinator.main`` puts them in their order."""

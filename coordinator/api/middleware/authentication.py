@@ -1,0 +1,123 @@
+"""The identity of every caller, and the refusal of unknown callers.
+
+Where all kinds of tokens are set, a caller without a valid one gets the same 401 for every path, whether it exists or
+not; a route that forgets to check the caller is closed, too. The rate limit of identified callers lies between the two
+middlewares of this file.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass, field
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import HTTPConnection
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from sparrow.coordinator.api.middleware.base import READY, Middleware
+from sparrow.coordinator.api.problems import challenge, problem
+from sparrow.coordinator.app import Coordinator
+from sparrow.coordinator.errors import FederationDeleted, NotAuthenticated, TokenExpired
+from sparrow.coordinator.fleet.access import KINDS, Holder, Kind
+from sparrow.coordinator.fleet.devices import Caller
+from sparrow.coordinator.logs import about
+
+TOKEN_NEEDED = (
+    "a token is needed here, and none was sent that is valid: Authorization: Bearer <token>. An enrolment token is "
+    "needed to join (SPARROW_ENROLMENT_TOKEN), an admin token to publish (SPARROW_ADMIN_TOKEN), an observer token to "
+    "look; the operator makes them with sparrow token"
+)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The caller of a request.
+
+    failure: why its token is not valid. guarded: the kinds of tokens that are set.
+    """
+
+    caller: Caller | Holder | None = None
+    failure: NotAuthenticated | None = None
+    guarded: frozenset[Kind] = field(default_factory=frozenset)
+
+
+class Authentication(Middleware):
+    """Finds out who is calling, and keeps it as ``request.state.identity``."""
+
+    async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
+        identity = await identify(coordinator, secret_of(HTTPConnection(scope)))
+        scope.setdefault("state", {})["identity"] = identity
+        await self._app(scope, _seen(coordinator, identity, receive), send)
+
+
+class UnknownCallers(Middleware):
+    """Refuses expired tokens, those of deleted federations, and, where all is guarded, callers without a valid one."""
+
+    async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
+        identity: Identity = scope["state"]["identity"]
+        refused = _refusal(identity, scope["path"])
+        if refused is not None:
+            return await refused(scope, receive, send)
+        if isinstance(identity.caller, Caller):
+            with about(device=identity.caller.device_id, federation=identity.caller.federation):
+                return await self._app(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+def secret_of(connection: HTTPConnection) -> str | None:
+    """Return the token that was sent: as Bearer, or by a browser as the password that it asked its user for."""
+    scheme, _, sent = connection.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "basic":
+        try:
+            sent = base64.b64decode(sent, validate=True).decode().partition(":")[2]
+        except ValueError:
+            return None
+    elif scheme.lower() != "bearer":
+        return None
+    return sent.strip() or None
+
+
+async def identify(coordinator: Coordinator, secret: str | None) -> Identity:
+    """Return the identity of the caller who sent this token."""
+    caller: Caller | Holder | None = None
+    failure = None
+    if secret is not None:
+        caller = coordinator.devices.known_caller(secret) or coordinator.tokens.known_holder(secret)
+        try:
+            caller = caller or await run_in_threadpool(_look_up, coordinator, secret)
+        except NotAuthenticated as error:
+            failure = error
+    tokens = coordinator.tokens
+    guarded = tokens.guarded() if tokens.guarded_known() else await run_in_threadpool(tokens.guarded)
+    return Identity(caller, failure, guarded)
+
+
+def _look_up(coordinator: Coordinator, secret: str) -> Caller | Holder:
+    return coordinator.tokens.find(secret) or coordinator.devices.authenticate(secret)
+
+
+def _seen(coordinator: Coordinator, identity: Identity, receive: Receive) -> Receive:
+    """Note that a device was seen, at once and with each piece of a body that it sends."""
+    if not isinstance(identity.caller, Caller):
+        return receive
+    device_id = identity.caller.device_id
+    coordinator.last_seen.note(device_id)
+
+    async def noted() -> Message:
+        message = await receive()
+        if message["type"] == "http.request":
+            coordinator.last_seen.note(device_id)
+        return message
+
+    return noted
+
+
+def _refusal(identity: Identity, path: str) -> Response | None:
+    if isinstance(identity.failure, TokenExpired):
+        return problem(401, "TokenExpired", str(identity.failure), challenge(path))
+    if isinstance(identity.failure, FederationDeleted):
+        return problem(410, "FederationDeleted", str(identity.failure))
+    if identity.caller is None and len(identity.guarded) == len(KINDS) and path != READY:
+        return problem(401, "NotAuthenticated", TOKEN_NEEDED, challenge(path))
+    return None

@@ -1,0 +1,27 @@
+"""The base of those middlewares that need the coordinator."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sparrow.coordinator.app import Coordinator, coordinator_of
+
+HEALTH = "/healthz"
+READY = "/readyz"
+
+
+class Middleware:
+    """Handles the calls of a coordinator that has started. It lets all others pass, and those to ``/healthz``."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one call, or let it pass."""
+        coordinator = coordinator_of(scope) if scope["type"] == "http" and scope["path"] != HEALTH else None
+        if coordinator is None:
+            return await self._app(scope, receive, send)
+        return await self._handle(coordinator, scope, receive, send)
+
+    async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError

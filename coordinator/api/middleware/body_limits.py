@@ -1,0 +1,118 @@
+"""Limits of bodies: how long they may be, and how slowly they may come.
+
+A body that comes slowly keeps a connection, memory and a place in line. A sender has ``patience_seconds``, and one
+second more for every ``bytes_per_second`` bytes that have come. So a slow link may take as long as it needs, and a
+sender that stops half way, or sends a byte now and then, is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+
+import anyio
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sparrow.coordinator.api.bodies import LARGEST_REQUEST
+from sparrow.coordinator.api.problems import problem
+from sparrow.coordinator.errors import RequestError
+from sparrow.coordinator.settings import Settings
+
+log = logging.getLogger(__name__)
+
+LOG_SECONDS = 60.0
+"""Slow clients are logged at most this often."""
+
+READS_ITSELF = re.compile(r"POST /v1/federations(/[^/]+/model/evaluation)?|PUT /v1/assignments/[^/]+/update")
+"""Calls whose handlers read the body with ``read_body``, once they know who is calling."""
+
+
+class TooSlow(RequestError, HTTPException):
+    """The body did not arrive in time.
+
+    It is an HTTPException as well: FastAPI, which reads small bodies itself, passes no other error on.
+    """
+
+    def __init__(self, detail: str) -> None:
+        HTTPException.__init__(self, 408, detail, {"Connection": "close", "Retry-After": "5"})
+
+
+class SmallBodies:
+    """Refuses long bodies where the framework reads them itself, before the caller is checked.
+
+    Updates, new federations and test data are read with ``read_body``, by callers that are known, up to limits of their
+    own.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Look at the declared length; the server sees to it that it is kept."""
+        if scope["type"] != "http" or READS_ITSELF.fullmatch(f"{scope['method']} {scope['path']}"):
+            return await self._app(scope, receive, send)
+        headers = dict(scope["headers"])
+        if b"transfer-encoding" in headers:
+            answer = problem(
+                411, "LengthRequired", "declare the body's length: send Content-Length, not a chunked body"
+            )
+        elif int(headers.get(b"content-length", b"0")) > LARGEST_REQUEST:
+            answer = problem(413, "TooLarge", f"nothing valid here is longer than {LARGEST_REQUEST} bytes; send less")
+        else:
+            return await self._app(scope, receive, send)
+        return await answer(scope, receive, send)
+
+
+class SlowBodies:
+    """Ends calls whose body comes too slowly, with 408."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app = app
+        self._patience = settings.body_patience_seconds
+        self._rate = settings.body_bytes_per_second
+        self._logged_at = -math.inf
+        self._ended = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Time what the call receives until its body is whole."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        loop, received, whole, since = asyncio.get_running_loop(), 0, False, math.nan
+
+        async def timed() -> Message:
+            nonlocal received, whole, since
+            if whole:
+                return await receive()
+            if math.isnan(since):
+                since = loop.time()
+            until = since + self._patience + received / self._rate
+            message: Message | None = None
+            with anyio.move_on_after(max(0.0, until - loop.time())):  # asyncio's wait_for makes a task for each piece
+                message = await receive()
+            if message is None:
+                self._log(scope, received)
+                raise TooSlow(
+                    f"only {received} bytes of the body came in {loop.time() - since:.0f} s, so it was given up; send "
+                    f"it again, at {self._rate} bytes/s at least"
+                )
+            received += len(message.get("body", b""))
+            whole = not message.get("more_body", False)
+            return message
+
+        return await self._app(scope, timed, send)
+
+    def _log(self, scope: Scope, received: int) -> None:
+        self._ended += 1
+        now = asyncio.get_running_loop().time()
+        if now - self._logged_at >= LOG_SECONDS:
+            client = scope.get("client") or ("?", 0)
+            log.warning(
+                "slow clients: %s calls were ended whose bodies did not come in time, the last from %s after %s bytes",
+                self._ended,
+                client[0],
+                received,
+            )
+            self._logged_at, self._ended = now, 0

@@ -1,0 +1,38 @@
+"""Calls that a page of another site has a browser make are refused."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from starlette.requests import HTTPConnection
+from starlette.types import Receive, Scope, Send
+
+from sparrow.coordinator.api.middleware.base import Middleware
+from sparrow.coordinator.api.problems import problem
+from sparrow.coordinator.app import Coordinator
+
+SAFE = ("GET", "HEAD", "OPTIONS")
+CROSS_SITE = "a page of another site may not make this call; use the coordinator's own page, or send a token as Bearer"
+
+
+class CrossSite(Middleware):
+    """Answers 403 to a call that changes something and comes from a page of another host or origin."""
+
+    async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
+        if _from_another_site(scope["method"], HTTPConnection(scope)):
+            return await problem(403, "CrossSite", CROSS_SITE)(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+def _from_another_site(method: str, connection: HTTPConnection) -> bool:
+    """Return whether a page of another site has a browser make a call that changes something.
+
+    The browser adds the password by itself, and where no token is set it needs none.
+    """
+    headers = connection.headers
+    if method in SAFE or headers.get("authorization", "")[:7].lower() == "bearer ":
+        return False
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is not None:
+        return site not in ("same-origin", "none")
+    return origin is not None and urlsplit(origin).netloc != headers.get("host")

@@ -1,0 +1,48 @@
+"""An id for every request, in the log and in the answer; and its duration in the metrics."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sparrow.coordinator.app import coordinator_of
+from sparrow.coordinator.logs import about
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class RequestIds:
+    """Gives each request an id, its caller's where that is well formed, and observes its duration."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on with its id, and count it."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        sent = HTTPConnection(scope).headers.get("x-request-id", "")
+        request_id = sent if REQUEST_ID.fullmatch(sent) else secrets.token_hex(8)
+        coordinator = coordinator_of(scope)
+        status, began = 500, time.perf_counter()
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        with about(request=request_id):
+            try:
+                await self._app(scope, receive, answer)
+            finally:
+                if coordinator is not None:
+                    route = getattr(scope.get("route"), "path", "none")
+                    method = scope["method"] if route != "none" else "none"  # or anybody could make up labels
+                    coordinator.metrics.requests.labels(method, route, status).observe(time.perf_counter() - began)
+        return None

@@ -1,0 +1,220 @@
+"""The composition root: one coordinator, built from its settings."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+
+from sqlalchemy import select
+from starlette.types import Scope
+
+from sparrow.coordinator.api.buckets import RateLimit
+from sparrow.coordinator.api.live_views import LiveViews
+from sparrow.coordinator.api.signals import Signal
+from sparrow.coordinator.api.uploads import Uploads
+from sparrow.coordinator.errors import Unavailable
+from sparrow.coordinator.fleet.access import Tokens
+from sparrow.coordinator.fleet.devices import Devices
+from sparrow.coordinator.fleet.federations import Federations
+from sparrow.coordinator.fleet.last_seen import LastSeen
+from sparrow.coordinator.fleet.polling import Polling
+from sparrow.coordinator.models.global_models import Models, Retention
+from sparrow.coordinator.reports.device_list import DeviceLists
+from sparrow.coordinator.reports.metrics import Metrics
+from sparrow.coordinator.reports.overview import Overviews
+from sparrow.coordinator.reports.records import Records
+from sparrow.coordinator.rounds.acceptance import Acceptance
+from sparrow.coordinator.rounds.cleanup import clear_all
+from sparrow.coordinator.rounds.costs import UploadCosts
+from sparrow.coordinator.rounds.dispatch import Dispatch
+from sparrow.coordinator.rounds.engine import Rounds
+from sparrow.coordinator.rounds.intake import DecodedUpdates
+from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.storage.store import Store
+
+log = logging.getLogger(__name__)
+
+DAY = 24 * 3600.0
+
+
+def steady_clock() -> Callable[[], float]:
+    """Return a clock of seconds since the epoch that never jumps.
+
+    A machine without a battery-backed clock sets it after start, and every open deadline would pass at once.
+    """
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()
+
+
+class Coordinator:
+    """One coordinator: its store, its domain objects, and the thread that moves rounds on.
+
+    It is built without an event loop and does nothing by itself before ``open``.
+
+    moved: sent when a round moved, to long polls. changed: sent when anything was recorded, to live views.
+    """
+
+    def __init__(
+        self, settings: Settings, clock: Callable[[], float] | None = None, store: Store | None = None
+    ) -> None:
+        """Build all parts. store: one that is open already; by default that of the settings."""
+        self.settings = settings
+        clock = clock or steady_clock()
+        url = settings.database_url
+        self.store = store or Store(settings.data_dir, None if url is None else url.get_secret_value(), settings.blobs)
+        self.metrics = Metrics()
+        self.metrics.measure(self.store)
+        self.metrics.observe_records(self.store)
+        self.models = Models(self.store, Retention(settings.keep_models, settings.keep_every))
+        self.federations = Federations(self.store, self.models, clock)
+        self.tokens = Tokens(self.store, clock, settings.tokens())
+        lifetime = settings.device_token_lifetime_days
+        self.devices = Devices(
+            self.store,
+            clock,
+            rotation_seconds=settings.device_token_rotation_days * DAY or None,
+            lifetime_seconds=None if lifetime is None else lifetime * DAY,
+        )
+        self.by_device = _limit(settings.device_calls_per_second, clock)
+        self.by_address = _limit(settings.address_calls_per_second, clock)
+        self.dispatch = Dispatch(self.store, self.models, clock)
+        decoded = DecodedUpdates()
+        self.acceptance = Acceptance(self.store, self.models, decoded)
+        self.costs = UploadCosts(self.store)
+        self.last_seen = LastSeen(self.store, clock)
+        self.polling = Polling(self.store, clock, least=settings.retry_after_seconds, calls=settings.polls_per_second)
+        self.rounds = Rounds(
+            self.store,
+            self.models,
+            clock,
+            self.costs,
+            self.last_seen,
+            decoded,
+            longest_pause=self.polling.longest,
+            on_closed=self._count_round,
+        )
+        self.records = Records(self.store, self.costs.write, clock, self.last_seen)
+        self.uploads = Uploads(settings.data_dir / "uploads", self.store, self.acceptance, clock)
+        self.device_lists = DeviceLists(self.store, clock)
+        self.overviews = Overviews(self.store, self.models, self.federations, self.records, self.metrics, clock)
+        self.closing = False
+        self.moved = Signal()
+        self.changed = Signal()
+        self.live_views = LiveViews(self.overviews, self.changed, lambda: self.closing)
+        self._facts = threading.Event()
+        self._ended = threading.Event()
+        self._mover: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Go on from where the last process ended, and begin to move rounds. At the first start, make the default
+        federation."""
+        if self.settings.default_task:
+            self.federations.ensure_default(self.settings.default_task, self.settings.default_settings)
+        if self.store.is_first:
+            self.rounds.resume_after_restart()
+            clear_all(self.store, self.models)
+        self.store.settled()
+        self.store.listen(self._hear)
+        self._mover = threading.Thread(target=self._move, name="rounds", daemon=True)
+        self._mover.start()
+
+    def close(self) -> None:
+        """Stop moving rounds, and close the store."""
+        self.leave()
+        self._ended.set()
+        self._facts.set()
+        if self._mover is not None:
+            self._mover.join()
+        try:
+            self.costs.write()
+        except Unavailable as error:
+            log.warning("what the last uploads cost is not recorded: %s", error)
+        finally:
+            self.store.close()
+
+    def check_ready(self) -> None:
+        """Raise an error if the coordinator cannot read its records or write its folder, now or soon."""
+        with self.store.reading() as db:
+            db.execute(select(1))
+        self.store.check()
+        self.store.probe()
+        free = shutil.disk_usage(self.settings.data_dir).free
+        if free < self.settings.min_free_bytes:
+            raise Unavailable(f"the disk of the data folder has {free:,} bytes left")
+
+    def was_known(self, token: str) -> bool:
+        """Return whether this token was valid when it was last looked up, without reading the records."""
+        return self.devices.was_known(token) or self.tokens.known_holder(token) is not None
+
+    def leave(self) -> None:
+        """Answer the calls that wait, since the process is about to stop. May be called from a signal handler."""
+        self.closing = True
+        self.wake()
+
+    def fact_recorded(self) -> None:
+        """Have the thread of the rounds look whether they can move. May be called from any thread."""
+        self._facts.set()
+        self.changed.send()
+
+    def wake(self) -> None:
+        """Have the calls that wait look again, though no round moved. May be called from any thread."""
+        self.moved.send()
+        self.changed.send()
+
+    def _hear(self, moved: bool) -> None:
+        """Handle a message of another process: it has moved rounds, or written a fact."""
+        if moved:
+            self.wake()
+        self.fact_recorded()
+
+    def _look_after(self) -> bool:
+        """Do what is due at every fact and tick; return whether a round moved."""
+        self.store.check()
+        self.uploads.sweep()
+        self.last_seen.write()
+        return self._advance()
+
+    def _advance(self) -> bool:
+        """Move rounds on, if this process is the one that does; return whether one moved."""
+        moves, newly = self.store.moves()
+        if not moves:
+            self.costs.write()  # with several processes, the one that closes a round may not know them
+            return False
+        if newly:
+            self.rounds.forget_sums()
+        moved = self.rounds.advance()
+        if moved:
+            self.store.say_moved()
+        return moved
+
+    def _count_round(self, federation: str, seconds: float, left_out: int) -> None:
+        self.metrics.rounds.labels(federation).observe(seconds)
+        self.metrics.left_out.labels(federation).inc(left_out)
+
+    def _move(self) -> None:
+        """Move rounds on whenever a fact was recorded, and every tick for their deadlines."""
+        tick = self.settings.tick_seconds
+        while not self._ended.is_set():
+            try:
+                if self._look_after():
+                    self.wake()
+            except Unavailable:  # a full disk, a lost database: the store has logged it; tried again at the next tick
+                self._ended.wait(tick)
+            except Exception:
+                log.exception("rounds could not be moved on; trying again")
+                self._ended.wait(tick)
+            self._facts.wait(tick)
+            self._facts.clear()
+
+
+def coordinator_of(scope: Scope) -> Coordinator | None:
+    """Return the coordinator of the application that a call came to; None before it has started."""
+    coordinator: Coordinator | None = getattr(scope["app"].state, "coordinator", None)
+    return coordinator
+
+
+def _limit(per_second: float, clock: Callable[[], float]) -> RateLimit | None:
+    return RateLimit(per_second, clock) if per_second else None
