@@ -19,7 +19,8 @@ from sparrow.benchmarks import rows, runner
 from sparrow.benchmarks.compare import METHODS, compared, name_of
 from sparrow.benchmarks.experiment import FOLDER, BadExperiment, Experiment, UnknownExperiment, load_experiment
 from sparrow.benchmarks.markdown import write_html
-from sparrow.benchmarks.report import summary, write_report
+from sparrow.benchmarks.report.page import write_report
+from sparrow.benchmarks.report.summary import summary
 from sparrow.benchmarks.runner import Where
 from sparrow.command_line.command import Command, Exits, Parser
 from sparrow.command_line.exits import Exit

@@ -11,17 +11,11 @@ from edge_sdk.protocol.messages import Evaluation
 from sparrow.benchmarks.experiment import Experiment, trials
 from sparrow.benchmarks.markdown import write_html
 from sparrow.benchmarks.metrics import Accuracy, Point, shifted
-from sparrow.benchmarks.report import (
-    curve,
-    draw,
-    groups,
-    paired,
-    report_text,
-    savings,
-    shift_curve,
-    summary,
-    write_report,
-)
+from sparrow.benchmarks.report.comparisons import paired, savings
+from sparrow.benchmarks.report.figures import groups
+from sparrow.benchmarks.report.page import report_text, write_report
+from sparrow.benchmarks.report.pictures import curve, draw, shift_curve
+from sparrow.benchmarks.report.summary import summary
 from sparrow.benchmarks.rows import DeviceResult, Recorded, TrialResult
 
 COMMAND = "python -m benchmarks report tiny"
