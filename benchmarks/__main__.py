@@ -80,7 +80,7 @@ def _compared(options: argparse.Namespace) -> Experiment:
 
 
 def _again(options: argparse.Namespace) -> str:
-    """The command that runs the same trials once more."""
+    """Return the command that runs the same trials again."""
     words = [options.command, *([options.experiment] if options.command != "compare" else [])]
     for name in REPEATED:
         value = getattr(options, name, None)
@@ -92,7 +92,7 @@ def _again(options: argparse.Namespace) -> str:
 
 
 def _report(experiment: Experiment, recorded: list[rows.Recorded], folder: Path, command: str) -> list[Path]:
-    """Write the page and its pictures, and print which files they are."""
+    """Write the page and its pictures, and print the names of the files."""
     written = write_report(experiment, recorded, folder, command=command)
     for path in written:
         print(path)

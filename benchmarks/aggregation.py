@@ -1,4 +1,4 @@
-"""``python -m benchmarks.aggregation``: what folding one update into a round's sums costs, by the kind of its mask.
+"""``python -m benchmarks.aggregation``: the cost of adding one update to a round's sums, by the kind of its mask.
 
     dense            the whole model, float64 sums
     float32          the whole model with float32 sums, fused in slices: what precision costs, not the product
@@ -62,7 +62,7 @@ TURNS = 5
 
 
 def network() -> nn.Module:
-    """A CNN of 2.28 million parameters: two convolutions with batch norm, a flatten, two linear layers."""
+    """Return a CNN of 2.28 million parameters: two convolutions with batch norm, a flatten, two linear layers."""
     return nn.Sequential(
         *(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(64, 128, 3, padding=1), nn.BatchNorm2d(128), nn.ReLU(), nn.MaxPool2d(2)),
@@ -71,7 +71,7 @@ def network() -> nn.Module:
 
 
 def ratio_for(manifest: Manifest, density: float) -> float:
-    """The active ratio at which a draw of neurons has about this share of the model's values.
+    """Return the active ratio at which a draw of neurons has about this share of the model's values.
 
     A value needs both neurons that it joins, so the ratio lies near the density's square root.
     """
@@ -80,17 +80,17 @@ def ratio_for(manifest: Manifest, density: float) -> float:
 
 
 def first(manifest: Manifest, ratio: float) -> NeuronMask:
-    """As many neurons as are drawn at ``ratio``."""
+    """Return a mask of the first neurons, as many as are drawn at ``ratio``."""
     return NeuronMask({name: np.arange(active_count(size, ratio)) for name, size in manifest.group_sizes.items()})
 
 
 def share(manifest: Manifest, mask: Mask | None) -> float:
-    """Which share of the model's values a mask names."""
+    """Return the share of the model's values that a mask names."""
     return count_values(manifest, mask) / manifest.shared_values
 
 
 class Fused32:
-    """Plain float32 sums in slices that stay in the cache: the floor, and too coarse for a large round."""
+    """Plain float32 sums in slices that stay in the cache: a lower bound, too coarse for a large round."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.updates = 0
@@ -108,7 +108,7 @@ class Fused32:
 
 
 def fold_all(sums: Sums, updates: Sequence[tuple[Array, Mask | None]], repetitions: int) -> Iterator[float]:
-    """Milliseconds of processor time for each fold, updates in turn."""
+    """Return the milliseconds of processor time of each addition, updates in turn."""
     for number, (values, mask) in enumerate(itertools.islice(itertools.cycle(updates), repetitions)):
         values.min()
         begin = time.thread_time_ns()
@@ -117,12 +117,12 @@ def fold_all(sums: Sums, updates: Sequence[tuple[Array, Mask | None]], repetitio
 
 
 def least(new: Callable[[], Sums], updates: Sequence[tuple[Array, Mask | None]], repetitions: int) -> float:
-    """The least of them, in sums of its own."""
+    """Return the smallest of them, in sums of its own."""
     return min(fold_all(new(), updates, repetitions))
 
 
 def cases(manifest: Manifest) -> dict[str, tuple[Callable[[], Sums], list[Mask | None]]]:
-    """What is folded into what: name -> (new sums, masks of the updates)."""
+    """Return the cases: name -> (new sums, masks of the updates)."""
     ratio = ratio_for(manifest, DENSITY)
     counts = layer_counts(manifest, DENSITY)
     held = random_mask(manifest, counts, 0)
@@ -141,7 +141,7 @@ def cases(manifest: Manifest) -> dict[str, tuple[Callable[[], Sums], list[Mask |
 
 @contextmanager
 def flower(manifest: Manifest) -> Iterator[Callable[[], float] | None]:
-    """A call that gives the milliseconds per update of one average that Flower makes; None where it is not there."""
+    """Return a call that gives Flower's milliseconds per update for one average, or None if Flower is not installed."""
     if not PYTHON.exists():
         yield None
         return
@@ -164,7 +164,7 @@ def flower(manifest: Manifest) -> Iterator[Callable[[], float] | None]:
 
 
 def measure(repetitions: int) -> dict[str, tuple[float, float]]:
-    """name -> (share of the model's values, least milliseconds per update)."""
+    """Return name -> (share of the model's values, least milliseconds per update)."""
     torch.manual_seed(0)
     manifest = describe(network(), torch.zeros(2, 3, 32, 32), task="aggregation")
     chance = np.random.Generator(np.random.PCG64(0))

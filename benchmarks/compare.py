@@ -1,4 +1,4 @@
-"""``compare``: methods side by side on one's own data, without an experiment's file.
+"""``compare``: a comparison of methods on the user's own data, without an experiment's file.
 
 Every device trains as after ``sparrow publish``: what is not given is the product's default, early stopping included,
 and alike for all methods.
@@ -45,7 +45,7 @@ def compared(
     partition: str | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> Experiment:
-    """The experiment that compares ``methods`` on ``data``.
+    """Return the experiment that compares ``methods`` on ``data``.
 
     methods: names, separated by commas; ``+ft`` behind one judges each device's fine-tuned copy of the global model.
     partition: its name and options, as in ``dirichlet,alpha=0.3``. settings: of all methods. Raises WrongUsage,
@@ -89,7 +89,7 @@ def compared(
 
 
 def _devices(task: str, data: str, wanted: int | None) -> tuple[int, str, str]:
-    """How many devices there are, a sentence about their data, and how these are dealt where nobody says it."""
+    """Return the number of devices, a sentence about their data, and the default partition."""
     if wanted is not None and wanted < 2:
         raise WrongUsage(f"--devices {wanted}: a comparison takes at least 2")
     files = files_of_devices(task, data, wanted)
@@ -141,7 +141,7 @@ def _methods(text: str, settings: FederationSettings) -> Iterator[MethodRun]:
 
 
 def name_of(task: str, data: str) -> str:
-    """What the comparison's folder and files are called."""
+    """Return the name of the comparison's folder and files."""
     path = Path(data.partition(",")[0])
     if any(place in path.name for place in (*PLACES, "*", "?", "[")):
         path = path.parent

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.prediction``: how well ``edge_sdk.profile`` predicts what a training step takes.
+"""``python -m benchmarks.prediction``: the error of ``sparrow profile``'s predictions of a training step.
 
 Every network of the built-in tasks, under FedSPU's masks at five budgets, in batches of 32 and 128, one thread. Each
 run predicts and measures a cell in turn, and adds a row to ``docs/results/prediction.jsonl``. A shared machine is now
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 def measure(task: str, batch: int, steps: int) -> list[Row]:
-    """One run: a row per budget."""
+    """Return one run: a row per budget."""
     subject = Subject(task, FederationSettings(method="fedspu", batch_size=batch), compute=Compute(threads=1))
     rows = []
     for cell in profile(subject, BUDGETS, steps=steps).rows:
@@ -51,7 +51,7 @@ def _figures(taken: Taken) -> Row:
 
 
 def cells(rows: Sequence[Row]) -> list[Row]:
-    """The runs of each cell as one row, in the order of the page."""
+    """Return the runs of each cell as one row, in the order of the page."""
     found: dict[tuple[int, int, float], list[Row]] = {}
     for row in rows:
         found.setdefault((TASKS.index(row["task"]), row["batch"], row["budget"]), []).append(row)
@@ -68,7 +68,7 @@ def _summary(figures: Sequence[Row]) -> Row:
 
 
 def off(row: Row, what: str) -> float:
-    """How far the prediction is from what was measured, as a share of the latter, with its sign."""
+    """Return the prediction's error as a share of the measured value, with its sign."""
     return float(row["predicted"][what] / row["measured"][what] - 1)
 
 
@@ -81,7 +81,7 @@ are the smallest of each. *In all* is what the process holds at its peak, *above
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The cells as Markdown."""
+    """Return the cells as Markdown."""
     lines = [
         HEAD.format(machine=rows[0]["machine"], runs=_span([row["runs"] for row in rows])),
         "| | within | cells | median error | largest |",
@@ -120,7 +120,7 @@ def _share(rows: Sequence[Row], what: str, name: str, bound: float) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, and keep the result."""
+    """Measure, print and save the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction", description=__doc__.split("\n")[0])
     parser.add_argument("--only", choices=TASKS, action="append", help="may be given again (default: all)")
     parser.add_argument("--batch", type=int, choices=BATCHES, action="append", help="likewise")

@@ -20,7 +20,7 @@ from sparrow.benchmarks.server import coordinator
 
 
 def run(data: Path, devices: int, folder: Path, *, rounds: int = 20, cohort: int = 50) -> dict[str, float]:
-    """Run it; seconds, bytes."""
+    """Run it; return seconds and bytes."""
     with coordinator(folder) as server:
         publish(
             server,
@@ -56,7 +56,7 @@ def run(data: Path, devices: int, folder: Path, *, rounds: int = 20, cohort: int
 
 
 def coordinator_peak(folder: Path) -> int:
-    """The most resident memory that the coordinator with its data in ``folder`` has had, bytes (Linux)."""
+    """Return the peak resident memory of the coordinator with its data in ``folder``, bytes (Linux)."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             mine = f"COORDINATOR_DATA_DIR={folder / 'coordinator'}".encode() in (process / "environ").read_bytes()
@@ -69,7 +69,7 @@ def coordinator_peak(folder: Path) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """One run, one line."""
+    """Print one run as one line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.thousand")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--devices", type=int, default=1000)

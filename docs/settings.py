@@ -22,19 +22,19 @@ This page lists all settings of a coordinator, a federation, a method and a devi
 
 ## The coordinator's
 
-Set these environment variables before the coordinator starts. It refuses a variable that begins with `COORDINATOR_` and is
-not in the table, because such a variable has no effect. Variables that Kubernetes and Docker set for a service called
-`coordinator` are ignored.
+Set these environment variables before the coordinator starts. It refuses a variable that begins with `COORDINATOR_`
+and is not in the table, because such a variable has no effect. Variables that Kubernetes and Docker set for a service
+called `coordinator` are ignored.
 
 """
 
 TOKENS = """
-If no token of a kind is set or was created, its calls are open to everybody. That is suitable for one machine only; the
-coordinator logs a warning when it is reached from another machine. If tokens of all three kinds exist, a caller without
-one learns nothing except the answers of `/healthz` and `/readyz`. Callers send `Authorization: Bearer <token>`. The SDK's
-commands and Python functions read `SPARROW_ENROLMENT_TOKEN` (join, fleet), `SPARROW_ADMIN_TOKEN` (publish, delete,
-evaluate) and `SPARROW_OBSERVER_TOKEN` (fleet, status, track). `sparrow token` creates tokens that are limited in number
-and time. [operating.md](operating.md) describes tokens, TLS, rate limits, logs and metrics.
+If no token of a kind is set or was created, its calls are open to everybody. That is suitable for one machine only;
+the coordinator logs a warning when it is reached from another machine. If tokens of all three kinds exist, a caller
+without one learns nothing except the answers of `/healthz` and `/readyz`. Callers send `Authorization: Bearer
+<token>`. The SDK's commands and Python functions read `SPARROW_ENROLMENT_TOKEN` (join, fleet), `SPARROW_ADMIN_TOKEN`
+(publish, delete, evaluate) and `SPARROW_OBSERVER_TOKEN` (fleet, status, track). `sparrow token` creates tokens that
+are limited in number and time. [operating.md](operating.md) describes tokens, TLS, rate limits, logs and metrics.
 
 ## A federation's
 
@@ -50,9 +50,9 @@ STOPPING = """
 After each round that it takes part in, a device measures the loss of its model on its validation data.
 
 - `early_stopping=validation` (the default): the loss is smoothed as the mean of the newest loss and the smoothed loss
-  before it. The device stops if the smoothed loss has not fallen by `min_improvement` of its lowest value for `patience`
-  (10) participations in a row, and the device has taken part at least `min_participations` times. A device whose loss has
-  not yet fallen by a tenth of its first value continues.
+  before it. The device stops if the smoothed loss has not fallen by `min_improvement` of its lowest value for
+  `patience` (10) participations in a row, and the device has taken part at least `min_participations` times. A device
+  whose loss has not yet fallen by a tenth of its first value continues.
 - `early_stopping=paper`: the rule of FedSPU's paper. `L = stop_weight * training loss + (1 - stop_weight) * validation
   loss`. The device stops after `patience` (1) rises in a row, each compared with the device's last participation. This
   rule saves more and costs accuracy ([fedspu.md](results/fedspu.md)).
@@ -61,22 +61,22 @@ After each round that it takes part in, a device measures the loss of its model 
 A device that stops sends this round's update, reports that it stops, and trains no more. It continues to answer
 evaluations. When all devices have stopped, the federation is finished.
 
-In both cases a device keeps the personal model of the round with the best result on its validation data: the most right
-answers and, if these are equal, the lowest loss. That model is evaluated, exported and reported (`personal_model=best`);
-training continues from the last one. `pfedgate` and `dmpfl` keep the last one, because their gate and masks belong to the
-newest global model.
+In both cases a device keeps the personal model of the round with the best result on its validation data: the most
+right answers and, if these are equal, the lowest loss. That model is evaluated, exported and reported
+(`personal_model=best`); training continues from the last one. `pfedgate` and `dmpfl` keep the last one, because their
+gate and masks belong to the newest global model.
 
 ### Evaluation
 
-A device evaluates its personal model on its own data every `evaluation_interval` rounds, which moves a few hundred bytes.
-To evaluate the global model a device must download it. Up to `global_evaluation_devices` devices do that at the end, and
-every `global_evaluation_interval` rounds if that is set. For methods without personal models, such as FedAvg, these
-devices evaluate the global model every `evaluation_interval` rounds. An operator with test data needs no device: `sparrow
-evaluate` does it at the coordinator.
+A device evaluates its personal model on its own data every `evaluation_interval` rounds, which moves a few hundred
+bytes. To evaluate the global model a device must download it. Up to `global_evaluation_devices` devices do that at
+the end, and every `global_evaluation_interval` rounds if that is set. For methods without personal models, such as
+FedAvg, these devices evaluate the global model every `evaluation_interval` rounds. An operator with test data needs
+no device: `sparrow evaluate` does it at the coordinator.
 
-With `fedspu`, `ditto` and `apfl` every device receives the finished global model once, at the end. A mixture of it and the
-personal model (0.25, 0.5, 0.75 or all of it) replaces the personal model if it is better on the device's validation data.
-This helps most with small budgets, whose devices have never trained some of their weights.
+With `fedspu`, `ditto` and `apfl` every device receives the finished global model once, at the end. A mixture of it
+and the personal model (0.25, 0.5, 0.75 or all of it) replaces the personal model if it is better on the device's
+validation data. This helps most with small budgets, whose devices have never trained some of their weights.
 
 ### The end of a round
 
@@ -84,31 +84,32 @@ A round closes when `quorum` of its cohort have sent their updates, when every d
 assignment, or at the deadline. Later updates are refused with the reason. A device that misses a deadline is not drawn
 again until it asks for work.
 
-- **Dead devices**: a device at work calls every third of `silence_seconds`, also during training, a pause or a transfer.
-  If a device that is waited for (in a round, a buffer or an evaluation; not when it adapts a finished model) is silent for
-  longer, it counts as having missed the deadline, and the round continues without it. The pause that devices without work
-  are told to make (one second in fleets of up to 200) is added to that time, and 15 seconds if several coordinator
-  processes share a database. After a restart, a pause, or a time in which the coordinator heard no device, the count
-  begins again. Simulated devices are exempt, because they wait for their turn.
-- **Slow devices**: `over_selection` draws more devices (0.3: 13 for a `cohort` of 10), and the round closes when `cohort`
-  of them have answered. The others are told that they are too late, and are drawn again like all others.
+- **Dead devices**: a device at work calls every third of `silence_seconds`, also during training, a pause or a
+  transfer. If a device that is waited for (in a round, a buffer or an evaluation; not when it adapts a finished
+  model) is silent for longer, it counts as having missed the deadline, and the round continues without it. The pause
+  that devices without work are told to make (one second in fleets of up to 200) is added to that time, and 15 seconds
+  if several coordinator processes share a database. After a restart, a pause, or a time in which the coordinator
+  heard no device, the count begins again. Simulated devices are exempt, because they wait for their turn.
+- **Slow devices**: `over_selection` draws more devices (0.3: 13 for a `cohort` of 10), and the round closes when
+  `cohort` of them have answered. The others are told that they are too late, and are drawn again like all others.
 - **Too few updates**: if a round has fewer than `min_updates` at its deadline, or no device is left to answer, it gets
   another `deadline_seconds` and as many further devices as updates are missing, up to `extensions` times. Then it is
   skipped: its record names the updates that were left out, the model stays, and the next round opens.
 - **Asynchronous rounds** (`buffer`; FedBuff, arXiv:2106.06639): `cohort` devices train at a time. A round closes when
-  `buffer` updates have arrived, and devices that still train count in a later round. An update that is t models old moves
-  today's model by (1 + t)^-`staleness_exponent` times its own change. Records count the stale updates
-  (`notes.stale_updates`) and the largest age. This works for methods whose rounds are a mean of updates: FedSPU, FedAvg,
-  FedProx, the dropout family, FedPer, FedRep, LG-FedAvg, Ditto and APFL. Others refuse it, and so does differential
-  privacy. The updates of a round depend on the devices' speed, so two runs differ; the same arrivals give the same model.
+  `buffer` updates have arrived, and devices that still train count in a later round. An update that is t models old
+  moves today's model by (1 + t)^-`staleness_exponent` times its own change. Records count the stale updates
+  (`notes.stale_updates`) and the largest age. This works for methods whose rounds are a mean of updates: FedSPU,
+  FedAvg, FedProx, the dropout family, FedPer, FedRep, LG-FedAvg, Ditto and APFL. Others refuse it, and so does
+  differential privacy. The updates of a round depend on the devices' speed, so two runs differ; the same arrivals
+  give the same model.
 """
 
 METHODS = """
 ## One method's own
 
-Give these as `method_settings`, an object of these names: `{"proximal_weight": 0.1}`; on a command line as `--method-set
-proximal_weight=0.1`. Omitted settings get their defaults when the federation is created; unknown ones are refused.
-[methods.md](methods.md) describes them.
+Give these as `method_settings`, an object of these names: `{"proximal_weight": 0.1}`; on a command line as
+`--method-set proximal_weight=0.1`. Omitted settings get their defaults when the federation is created; unknown ones
+are refused. [methods.md](methods.md) describes them.
 
 """
 

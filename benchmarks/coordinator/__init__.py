@@ -1,4 +1,4 @@
-"""The coordinator against Flower's servers, with clients that do not train: ``python -m benchmarks.coordinator``.
+"""The coordinator compared with Flower's servers, with clients that do not train: ``python -m benchmarks.coordinator``.
 
     contest     what is compared: models, cohorts, and what a measurement is
     sparrow     this project's coordinator; ``client`` is its device

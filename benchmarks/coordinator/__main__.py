@@ -1,4 +1,4 @@
-"""``python -m benchmarks.coordinator [--quick]``: all of it; ``--page`` makes the page from rows that are there."""
+"""``python -m benchmarks.coordinator [--quick]``: run everything; ``--page`` writes the page from recorded rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUICK_UPDATES = (10, 50)
 
 
 def measure(turns: Sequence[Sequence[int]], folder: Path, bar: tqdm[Any]) -> list[Row]:
-    """Every engine in turn, with each number of clients."""
+    """Run every engine in turn, with each number of clients."""
     rows: list[Row] = []
     for turn, cohorts in enumerate(turns):
         for clients in cohorts:
@@ -62,7 +62,7 @@ def _run(engine: str, contests: Sequence[Contest], folder: Path) -> list[Row]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, keep the rows, write the page."""
+    """Measure, append the rows, write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coordinator", description="The coordinator and Flower.")
     parser.add_argument(
         "--quick", action="store_true", help="4 clients, one turn, 50 updates for memory; keeps nothing"

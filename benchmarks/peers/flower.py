@@ -29,7 +29,7 @@ SETTINGS = {
 
 
 def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
-    """The whole experiment."""
+    """Run the whole experiment."""
     clock = report.Clock()
     os.environ.update(SETTINGS)  # before flwr and ray are imported, who read it then
     from importlib.metadata import version
@@ -61,7 +61,7 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """One run, one line."""
+    """Print one run as one line."""
     options = report.parser("flower").parse_args(arguments)
     if not options.unwatched:
         if not PYTHON.exists():

@@ -34,7 +34,7 @@ Column = tuple[str, Callable[[Sequence[Recorded]], str]]
 
 
 def three_digits(value: float | None, unit: float = 1.0) -> str:
-    """Three significant digits, from a thousand on whole numbers: 12,345, 123, 1.23, 0.00123."""
+    """Return three significant digits; from a thousand on whole numbers: 12,345, 123, 1.23, 0.00123."""
     if value is None:
         return ABSENT
     scaled = value / unit
@@ -42,38 +42,44 @@ def three_digits(value: float | None, unit: float = 1.0) -> str:
 
 
 def percent(share: float | None) -> str:
+    """Return a share in per cent with one decimal."""
     return ABSENT if share is None else f"{100 * share:.1f}"
 
 
 def mean_cell(figure: Callable[[Recorded], float | None], unit: float = 1.0) -> Callable[[Sequence[Recorded]], str]:
+    """Return a cell with the mean over trials of a figure, in this unit."""
     return lambda done: three_digits(known_mean(map(figure, done)), unit)
 
 
 def percent_cell(figure: Callable[[Recorded], float | None]) -> Callable[[Sequence[Recorded]], str]:
+    """Return a cell with the mean over trials of a share, in per cent."""
     return lambda done: percent(known_mean(map(figure, done)))
 
 
 def known_figure(figure: Callable[[Accuracy], float], accuracy: Accuracy | None) -> float | None:
+    """Return the figure of an accuracy, or None without one."""
     return None if accuracy is None else figure(accuracy)
 
 
 def accuracy_cell(figure: Callable[[Accuracy], float]) -> Callable[[Sequence[Recorded]], str]:
+    """Return a cell with the mean over trials of a figure of their accuracy."""
     return percent_cell(lambda trial: known_figure(figure, accuracy_among(participants(trial))))
 
 
 def headline(done: Sequence[Recorded]) -> str:
-    """Mean over seeds ± standard deviation over seeds, where there are two."""
+    """Return the mean over seeds, with ± standard deviation over seeds if there are two."""
     means = [each.mean for each in (accuracy_among(participants(trial)) for trial in done) if each]
     spread = f" ± {100 * stdev(means):.1f}" if len(means) > 1 else ""
     return f"**{percent(known_mean(means))}**{spread}" if means else ABSENT
 
 
 def nonzero_cell(figure: Callable[[Recorded], float]) -> Callable[[Sequence[Recorded]], str]:
-    """For joules and the like, whose zero says that there is no such figure."""
+    """Return a cell of a figure whose zero means that it is unknown, such as joules."""
     return mean_cell(lambda trial: figure(trial) or None)
 
 
 def accuracy_columns(experiment: Experiment) -> list[Column]:
+    """Return the columns of the accuracy table."""
     columns: list[Column] = [
         ("mean, %", headline),
         ("weighted mean, %", accuracy_cell(lambda each: each.weighted)),
@@ -133,30 +139,37 @@ STOP_COLUMNS: tuple[Column, ...] = (
 
 
 def markdown_lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a Markdown table as lines."""
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
 def label_table(by_label: dict[str, tuple[Recorded, ...]], columns: Sequence[Column]) -> list[str]:
+    """Return a table with a row per label."""
     rows = [[label, *(figure(done) if done else ABSENT for _, figure in columns)] for label, done in by_label.items()]
     return markdown_lines(["", *(name for name, _ in columns)], rows)
 
 
 def plain_interval(mean: float, interval: tuple[float, float]) -> str:
+    """Return a signed mean with its interval."""
     return f"{mean:+.1f} ({interval[0]:+.1f} to {interval[1]:+.1f})"
 
 
 def bold_interval(mean: float, interval: tuple[float, float]) -> str:
+    """Return the same with a bold mean."""
     number, _, rest = plain_interval(mean, interval).partition(" ")
     return f"**{number}** {rest}"
 
 
 def upload_columns(experiment: Experiment) -> list[Column]:
+    """Return a column per upload cap."""
     return [(f"{cap:g} MiB, %", _best_within(cap * MIB, counting(experiment))) for cap in experiment.upload_caps]
 
 
 def _best_within(bytes_up: float, figure: Callable[[Accuracy], float]) -> Callable[[Sequence[Recorded]], str]:
-    """Mean over seeds of the best accuracy so far at that upload; absent unless every trial has one."""
+    """Return a cell with the mean over seeds of the best accuracy so far at that upload; absent unless every trial
+    has one.
+    """
 
     def cell(done: Sequence[Recorded]) -> str:
         best = [best_within(trial.points, bytes_up, figure) for trial in done]
@@ -171,4 +184,5 @@ def _best_within(bytes_up: float, figure: Callable[[Accuracy], float]) -> Callab
 
 
 def for_each_group(found: Sequence[Group], table: Callable[[Group], list[str]]) -> list[str]:
+    """Return the table of each group under its title."""
     return [line for group in found for line in ([f"### {group.title}", ""] if group.title else []) + table(group)]

@@ -1,7 +1,7 @@
 """Two labels compared device by device, and the savings of early stopping.
 
-Two labels are compared at the same point of the axes and with the same seed; devices of the same name then have the same
-data.
+Two labels are compared at the same point of the axes and with the same seed; devices of the same name then have the
+same data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STOP_RULE = {"early_stopping", "patience", "min_participations", "min_improvemen
 
 @dataclass(frozen=True)
 class Paired:
-    """Accuracy of one label less that of another, device by device, in points.
+    """Accuracy of one label minus that of another, device by device, in points.
 
     ``mean``: over devices, then over seeds. ``interval``: 95 %; Student's over the means of the seeds, or, where there
     is one seed, ``bootstrap``, the percentiles over resampled devices. Shares of pairs: of the first label's view.
@@ -43,7 +43,7 @@ class Paired:
 
 
 def differences(first: Sequence[Recorded], other: Sequence[Recorded]) -> dict[int, dict[str, float]]:
-    """Seed -> device -> accuracy of ``first`` less that of ``other`` in points, where both were judged.
+    """Return seed -> device -> accuracy of ``first`` minus that of ``other`` in points, for devices with both.
 
     Raises SystemExit where devices of the same name hold different data: then the rows are of different experiments.
     """
@@ -64,7 +64,7 @@ def differences(first: Sequence[Recorded], other: Sequence[Recorded]) -> dict[in
 
 
 def paired(first: Sequence[Recorded], other: Sequence[Recorded]) -> Paired | None:
-    """``first`` compared with ``other``; None where they have no seed in common."""
+    """Return the comparison of ``first`` with ``other``; None if they have no seed in common."""
     by_seed = differences(first, other)
     if not by_seed:
         return None
@@ -84,7 +84,7 @@ def paired(first: Sequence[Recorded], other: Sequence[Recorded]) -> Paired | Non
 
 
 def students(means: Sequence[float]) -> tuple[float, float] | None:
-    """Student's 95 % interval of the mean over seeds; None for one seed, of which it knows nothing."""
+    """Return Student's 95 % interval of the mean over seeds; None for one seed."""
     if len(means) < 2:
         return None
     half = float(stats.t.ppf(0.975, len(means) - 1) * stats.sem(means))
@@ -92,7 +92,7 @@ def students(means: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _bootstrap(by_seed: dict[int, dict[str, float]]) -> tuple[float, float]:
-    """95 % percentiles of the mean over resampled devices; a device comes with all its seeds (a cluster)."""
+    """Return the 95 % percentiles of the mean over resampled devices; a device comes with all its seeds (a cluster)."""
     names = sorted({name for by_device in by_seed.values() for name in by_device})
     table = np.array([[by_device.get(name, np.nan) for name in names] for by_device in by_seed.values()])
     known = np.isfinite(table)
@@ -107,7 +107,7 @@ def _bootstrap(by_seed: dict[int, dict[str, float]]) -> tuple[float, float]:
 
 
 def judged_on(test_set: Options, done: Sequence[Recorded]) -> list[Recorded]:
-    """The trials that were judged on that test set, as if that were what their devices are judged on."""
+    """Return the trials that were evaluated on that test set, with its accuracies as the devices' own."""
     found = []
     for trial in done:
         shifted = shift_of(test_set, trial)
@@ -120,8 +120,10 @@ def judged_on(test_set: Options, done: Sequence[Recorded]) -> list[Recorded]:
 
 @dataclass(frozen=True)
 class Saving:
-    """What early stopping saved: shares of the same method's cost without it, of sums over the seeds that both have.
-    None where the cost without it is zero."""
+    """Savings of early stopping, as shares of the same method's cost without it, over the seeds that both have.
+
+    None if that cost is zero.
+    """
 
     label: str
     without: str
@@ -134,7 +136,7 @@ class Saving:
 
 
 def savings(group: Group) -> list[Saving]:
-    """A saving for each pair of labels that differ in nothing but early stopping."""
+    """Return a saving for each pair of labels that differ only in early stopping."""
     found = []
     for (label, stopping), (without, whole) in itertools.permutations(group.trials.items(), 2):
         pairs = [(a, b) for a in stopping for b in whole if a.trial.seed == b.trial.seed]
@@ -161,12 +163,13 @@ def savings(group: Group) -> list[Saving]:
 
 
 def _differ_in_stopping(stopping: Trial, whole: Trial) -> bool:
+    """Return True if the trials differ only in early stopping."""
     rest = [{key: value for key, value in each.settings.items() if key not in STOP_RULE} for each in (stopping, whole)]
     same = (stopping.method, stopping.budgets, rest[0]) == (whole.method, whole.budgets, rest[1])
     return same and stops_early(stopping) and not stops_early(whole)
 
 
 def accuracy_interval(means: Sequence[float]) -> tuple[float, float]:
-    """Student's 95 % interval of a mean accuracy, cut at 0 and 100 %; the mean itself for one seed."""
+    """Return Student's 95 % interval of a mean accuracy, cut at 0 and 100 %; the mean itself for one seed."""
     low, high = students(means) or (means[0], means[0])
     return max(low, 0.0), min(high, 100.0)

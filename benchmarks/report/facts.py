@@ -16,7 +16,7 @@ def _settings(settings: dict[str, Any]) -> str:
 
 
 def _tuned(experiment: Experiment, run: MethodRun, done: Sequence[Recorded]) -> str:
-    """The settings that trials chose for a label, from its rows."""
+    """Return the tuned settings of a label, from its rows."""
     as_tuned = next((each for each in experiment.methods if each.label == run.tuned_as), run)
     keys = [key for key in experiment.grid_of(as_tuned) if key not in flat(run.settings)]
     values = {key: sorted({str(flat(trial.trial.settings).get(key, ABSENT)) for trial in done}) for key in keys}
@@ -25,7 +25,7 @@ def _tuned(experiment: Experiment, run: MethodRun, done: Sequence[Recorded]) -> 
 
 
 def head_lines(experiment: Experiment, recorded: Sequence[Recorded], command: str) -> list[str]:
-    """What was run, on what, with which settings and how."""
+    """Return the page's head: task, data, settings, machine and command."""
     axes = "; ".join(f"{key} in {', '.join(map(str, values))}" for key, values in experiment.axes.items())
     judged = f"every {experiment.evaluate_every} rounds and at the end" if experiment.evaluate_every else "at the end"
     parameters = sorted({trial.result.parameters for trial in recorded})
@@ -76,7 +76,7 @@ def _tuning(experiment: Experiment) -> str:
 
 
 def warning_lines(experiment: Experiment, recorded: Sequence[Recorded]) -> list[str]:
-    """What a reader must know before any figure: trials that are missing, or not what the experiment's file says."""
+    """Return warnings about missing trials and trials that differ from the experiment's file."""
     expected = {trial.name: trial for trial in trials(experiment, "", {})}
     done = {trial.trial.name: trial.trial for trial in recorded if trial.trial.name in expected}
     lines = []
@@ -86,9 +86,9 @@ def warning_lines(experiment: Experiment, recorded: Sequence[Recorded]) -> list[
             "paired differences use the seeds that both labels have.",
             "",
         ]
-    strangers = {trial.trial.name for trial in recorded} - set(expected)
-    if strangers:
-        lines += [f"**Left out: {len(strangers)} recorded trials that are not of this experiment (any more).**", ""]
+    unexpected = {trial.trial.name for trial in recorded} - set(expected)
+    if unexpected:
+        lines += [f"**Left out: {len(unexpected)} recorded trials that are not of this experiment (any more).**", ""]
     others = [name for name, trial in done.items() if trial.test_sets != experiment.test_sets]
     if others:
         lines += [
@@ -109,7 +109,7 @@ def warning_lines(experiment: Experiment, recorded: Sequence[Recorded]) -> list[
 
 
 def _departures(ran: Trial, expected: Trial, tuned: set[str]) -> dict[str, tuple[Any, Any]]:
-    """Where a trial was not run as the experiment's file has it: name -> (as run, as in the file)."""
+    """Return the differences of a trial from the experiment's file: name -> (as run, as in the file)."""
     elsewhere = {"experiment", "label", "axes", "seed", "settings", "test_sets"}
     parts = [each.model_dump(exclude=elsewhere) for each in (ran, expected)]
     now, then = ({**flat(part), **flat(each.settings)} for part, each in zip(parts, (ran, expected), strict=True))

@@ -31,7 +31,7 @@ from sparrow.benchmarks.rows import Recorded
 
 
 def _by_block(group: Group) -> Group:
-    """The labels whose method uses some blocks of the model in a batch."""
+    """Return the labels whose method uses some blocks of the model in a batch."""
     return Group(
         group.title,
         {
@@ -43,7 +43,7 @@ def _by_block(group: Group) -> Group:
 
 
 def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
-    """Every table, by kind and then by point of the axes."""
+    """Return every table, by kind and then by point of the axes."""
     labels = [run.label for run in experiment.methods]
     seeds = len(experiment.seeds)
     lines = [
@@ -119,7 +119,7 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
 
 
 def _test_data(experiment: Experiment) -> str:
-    """What a device is judged on, in words."""
+    """Return the test data of a device in words."""
     if not experiment.tests_on_published:
         return "each device's own test data"
     rest = ", whose weighted mean for a global model is its accuracy on the whole set" if not experiment.new else ""
@@ -139,7 +139,7 @@ def _upload_note(experiment: Experiment) -> str:
 
 
 def _stopping(group: Group) -> Group:
-    """The labels with early stopping, of a group."""
+    """Return the labels of a group with early stopping."""
     on = {label: done for label, done in group.trials.items() if any(stops_early(trial.trial) for trial in done)}
     return Group(group.title, on)
 
@@ -197,7 +197,7 @@ def report_text(
     command: str,
     pictures: Sequence[tuple[str, Path]] = (),
 ) -> str:
-    """The page in Markdown. pictures: (caption, file beside the page). Raises SystemExit where nothing is recorded."""
+    """Return the page in Markdown. pictures: (caption, file). Raises SystemExit if nothing is recorded."""
     found = groups(experiment, recorded)
     mine = [trial for group in found for done in group.trials.values() for trial in done]
     if not mine:
@@ -213,7 +213,7 @@ def report_text(
 
 
 def write_report(experiment: Experiment, recorded: Sequence[Recorded], folder: Path, *, command: str) -> list[Path]:
-    """Write the page and its pictures into ``folder``, named after the recorded experiment; returns the files.
+    """Write the page and its pictures into ``folder``, named after the recorded experiment; return the files.
 
     Raises SystemExit where nothing is recorded.
     """

@@ -17,7 +17,7 @@ MEAN_ACCURACY = "accuracy, %, mean over devices"
 
 
 def draw(experiment: Experiment, found: Sequence[Group], folder: Path, name: str) -> list[tuple[str, Path]]:
-    """Every picture that has something to show, as (caption, file)."""
+    """Draw every picture with content; return (caption, file) of each."""
     labels = list(found[0].trials)
     colour = plots.colours(labels)
     pictures = []
@@ -115,7 +115,7 @@ def curve(
     *,
     best: bool = False,
 ) -> plots.Curve | None:
-    """Mean over trials of ``x`` and of accuracy in per cent, after each round that any of them judged.
+    """Return the mean over trials of ``x`` and of accuracy in per cent, after each round that any of them evaluated.
 
     ``best``: each trial's best accuracy so far instead. A trial that has ended stays where it ended: neither its models
     nor its costs change any more. Rounds before the first evaluation of every trial are left out. None where nothing
@@ -136,7 +136,9 @@ def curve(
 
 
 def shift_curve(done: Sequence[Recorded], shares: Sequence[float]) -> plots.Curve | None:
-    """Mean accuracy in per cent over the share of test samples from all devices; None unless all were judged on two."""
+    """Return the mean accuracy in per cent over the share of test samples from all devices; None unless all trials
+    have two.
+    """
     bands = {
         100 * share: [100 * each.mean for each in over_seeds(done, Options(shift=share), lambda each: each.accuracy)]
         for share in sorted(shares)

@@ -14,7 +14,7 @@ from sparrow.benchmarks.rows import Recorded
 
 
 def shift_sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
-    """Tables of what the last models made of other test sets than their devices' own."""
+    """Return tables of the last models on other test sets than their devices' own."""
     shown = [group for group in found if any(trial.shifts for done in group.trials.values() for trial in done)]
     if not shown:
         return []
@@ -76,7 +76,7 @@ def _by_test_set(group: Group, columns: Mapping[str, Options]) -> list[str]:
 def _cells(
     done: Sequence[Recorded], columns: Mapping[str, Options], figure: Callable[[Shifted], Accuracy | None]
 ) -> list[str]:
-    """Mean ± standard deviation over devices on each test set, and the average of the means."""
+    """Return mean ± standard deviation over devices on each test set, and the average of the means."""
     found = [over_seeds(done, test_set, figure) for test_set in columns.values()]
     means = [fmean(each.mean for each in accuracies) for accuracies in found if accuracies]
     cells = [
@@ -98,7 +98,7 @@ def _compared_on(group: Group, first: str, columns: Mapping[str, Options]) -> li
 
 
 def _by_corruption(group: Group, experiment: Experiment) -> list[str]:
-    """A row per kind and label, and one for each label over all kinds."""
+    """Return a row per kind and label, and one per label over all kinds."""
     severities = sorted({int(each["severity"]) for each in experiment.test_sets if "severity" in each})
     kinds = [[name] for name in experiment.corruptions]
     rows = []

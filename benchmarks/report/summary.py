@@ -14,7 +14,7 @@ from sparrow.command_line.table import table
 
 
 def summary(experiment: Experiment, recorded: Sequence[Recorded]) -> str:
-    """The figures that matter most as a table of text, a line per label and point of the axes."""
+    """Return the most important figures as a table of text, a line per label and point of the axes."""
     found = groups(experiment, recorded)
     first = experiment.methods[0].label
     head = ["", "accuracy, %", "worst tenth, %", f"{first} minus it, points", "up, MB", "down, MB", "device seconds"]
