@@ -1,19 +1,16 @@
 """``python -m benchmarks.aggregation``: the cost of adding one update to a round's sums, by the kind of its mask.
 
     dense            the whole model, float64 sums
-    float32          the whole model with float32 sums, fused in slices: what precision costs, not the product
-    neurons          only what lies between a device's active neurons, a new draw for every update
-    shared           elements under the mask that all of a round's updates have
+    float32          the whole model with float32 sums, fused in slices: the cost of precision, not the product
+    neurons          only the weights between a device's active neurons, a new draw per update
+    shared           elements under the mask that all updates of a round share
     elements         elements under masks of the devices' own
     Flower           its ``aggregate``: whole models, float32 sums, all updates in memory at once; measured in turn with
-                     ours, left out where it is not installed (``python -m benchmarks.peers.install``)
+                     ours, left out if it is not installed (``python -m benchmarks.peers.install``)
 
-Seconds of this thread's processor time, so that whatever else the machine does counts little, and the least of many
-repetitions: on a machine with company everything above the least is the company. Each update is another array, too
-many for the caches to hold, as updates come from a disk, and is looked through once before, as decoding does that.
-
-Milliseconds are the machine's, and even the least may be the company's: what can be compared between machines are the
-ratios to ``float32`` and to Flower, of the same run.
+It measures this thread's processor time and takes the least of many repetitions, because other work on a shared machine
+only adds time. Each update is another array, too many for the caches, as if read from a disk, and is read once before,
+as decoding does. Compare only the ratios to ``float32`` and to Flower between machines, from the same run.
 """
 
 from __future__ import annotations
@@ -156,7 +153,7 @@ def flower(manifest: Manifest) -> Iterator[Callable[[], float] | None]:
             print(file=asked, flush=True)
             answer = answers.readline()
             if not answer:
-                raise SystemExit("Flower's average has ended; its own words are above")
+                raise SystemExit("Flower's average has ended; its own message is above")
             return float(answer)
 
         yield ask
@@ -188,7 +185,7 @@ def measure(repetitions: int) -> dict[str, tuple[float, float]]:
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.aggregation", description=__doc__.split("\n")[0])
-    parser.add_argument("--repetitions", type=int, default=80, help="folds of each kind and turn; the least counts")
+    parser.add_argument("--repetitions", type=int, default=80, help="additions of each kind and turn; the least counts")
     options = parser.parse_args(arguments)
     found = measure(options.repetitions)
     print(f"2.28 M parameters, one thread, {machine()}; least of {TURNS} x {options.repetitions}, processor time\n")

@@ -1,14 +1,14 @@
 """``python -m benchmarks.budgets``: the effect of budgets that devices choose themselves on the spread of their times.
 
-Five devices of a pFedGate federation, real sessions against a coordinator process on a port of this machine. They are
-made unequal by their policy's ``duty``: one computes half of the time and rests the other half, as a board half as fast
-would take twice as long. Each tries the federation's own model, chooses its budget for a deadline that only the fastest
+Five devices of a pFedGate federation, real sessions against a coordinator process on a port of this machine. Their
+policy's ``duty`` makes them unequal: a device that rests half of the time takes twice as long, like a board of half the
+speed. Each tries the federation's own model, chooses its budget for a deadline that only the fastest
 meets at a budget of 1, and trains; then the same again with the mean of those budgets for all. Devices train one after
-the other, so that they do not slow each other down. Inputs are random: what is learned does not matter here.
+the other, so that they do not slow each other down. Inputs are random, because the learned model does not matter.
 
-Compared are the seconds of a round's training, by the wall or, with ``--processor-time`` for a machine that others use
-too, of its processor and of the rests, with what was predicted before the first round, and the
-spread of those seconds over devices with what it is for equal budgets. Writes ``docs/results/budgets.md``.
+It compares the seconds of a round's training with the prediction before the first round, and their spread over devices
+with the spread for equal budgets. With ``--processor-time``, for a shared machine, it counts processor time and rests
+instead of wall time. It writes ``docs/results/budgets.md``.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run both federations, print and write the page; return 1 if a bound is not met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS / "budgets.md", help="default: %(default)s")
-    parser.add_argument("--processor-time", action="store_true", help="for a machine that others use meanwhile")
+    parser.add_argument("--processor-time", action="store_true", help="for a machine that others use too")
     options = parser.parse_args(arguments)
     clock = Clock(processor=options.processor_time)
     by = "of the processor and of rests" if options.processor_time else "by the wall"

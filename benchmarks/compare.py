@@ -1,7 +1,7 @@
 """``compare``: a comparison of methods on the user's own data, without an experiment's file.
 
-Every device trains as after ``sparrow publish``: what is not given is the product's default, early stopping included,
-and alike for all methods.
+Every device trains as after ``sparrow publish``: settings that are not given have the product's defaults, early
+stopping included, alike for all methods.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ def compared(
     UnknownMethod, DataError.
     """
     if task == "npz" and not data:
-        raise WrongUsage("add --data, an npz or CSV file or a folder; --task digits has data of its own")
+        raise WrongUsage("add --data, an npz or CSV file or a folder; --task digits needs none")
     if seeds < 1:
         raise WrongUsage(f"--seeds {seeds}: give at least 1")
     number, about, usual = _devices(task, data, devices)
     if partition and files_of_devices(task, data, devices):
         raise WrongUsage(
-            f"--partition {partition}: each device has a file of its own and nothing is dealt; leave it out"
+            f"--partition {partition}: each device has its own file and nothing is distributed; leave it out"
         )
     rule, options = _partition(partition or usual)
     decided = {"seed": "--seeds", "method": "--methods", "finetune_epochs": "--methods NAME+ft"}
     for name in sorted({*(settings or {})} & {*decided}):
-        raise WrongUsage(f"--set {name}: that is what {decided[name]} says; leave it out")
+        raise WrongUsage(f"--set {name}: {decided[name]} decides it; leave it out")
     given = read_settings({**({} if rounds is None else {"rounds": rounds}), **(settings or {})}, "--set ")
     try:
         common = given.model_dump(mode="json", include=set(settings or {}))

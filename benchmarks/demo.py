@@ -1,7 +1,7 @@
 """``make demo``: one coordinator and five device processes, from nothing to five personal ONNX files.
 
-Everything is the product's own: ``uvicorn coordinator.main:app`` and ``python -m edge_sdk.join``, over HTTP on this
-machine. Devices have budgets 0.2 to 1.0 and a Dirichlet(0.3) share of scikit-learn's digits. Afterwards three models
+The demo runs the product's own programs, ``uvicorn coordinator.main:app`` and ``python -m edge_sdk.join``, over HTTP on
+this machine. Devices have budgets 0.2 to 1.0 and a Dirichlet(0.3) share of scikit-learn's digits. Afterwards three models
 are compared on each device's own held-out data: one trained there alone, from the same first weights and for as many
 local steps; the federation's global model; the device's personal model.
 """
@@ -323,8 +323,8 @@ def show(report: dict[str, Any], folder: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo and print its result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description="One federation, five devices.")
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where to work; it is emptied first")
-    parser.add_argument("--seed", type=int, default=0, help="what decides weights, data, masks and batches")
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="work folder; it is emptied first")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, data, masks and batches")
     parser.add_argument("--keep", action="store_true", help="keep the page open afterwards, until Ctrl-C")
     options = parser.parse_args(arguments)
     with fresh(options.folder) as server:

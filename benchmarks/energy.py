@@ -166,8 +166,8 @@ def page(recorded: Sequence[Recorded], sources: Sequence[str]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Write the page; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.energy", description=__doc__.split("\n")[0])
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows lie (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="where the page goes (default: energy.md beside the rows)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="the page (default: energy.md beside the rows)")
     options = parser.parse_args(arguments)
     recorded = [
         trial
@@ -176,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
         if trial.points
     ]
     if not recorded:
-        raise SystemExit(f"{options.results} holds no rows of {', '.join(EXPERIMENTS)}; run an experiment first")
+        raise SystemExit(f"{options.results} has no rows of {', '.join(EXPERIMENTS)}; run an experiment first")
     out = options.out or options.results / "energy.md"
     out.write_text(page(recorded, EXPERIMENTS))
     print(out)

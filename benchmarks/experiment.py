@@ -2,18 +2,18 @@
 
     title = "FedSPU on CIFAR-10"
     task = "cifar10"
-    partition = "dirichlet"         its options are axes, or stand behind commas; "default": as the task deals where
-                                    --data does not say it, or each device has a file of its own
+    partition = "dirichlet"         its options are axes, or follow after commas; "default": the task's own partition,
+                                    or each device has its own file
     devices = 100
     rounds = 150
     evaluate_every = 25
     seeds = [0, 1, 2]
-    as_published = true             settings that are not named are those of ``sparrow publish``; else ``AS_IN_PAPERS``
+    as_published = true             other settings are those of ``sparrow publish``; else ``AS_IN_PAPERS``
     data = { test = "published" }   further options of --data, for every trial
     upload_caps = [100, 200]        MiB: one more table, the best accuracy so far at these cumulative uploads
-    shifts = [0, 0.5, 1]            when a trial has ended its models are judged on these test sets too: shares of the
+    shifts = [0, 0.5, 1]            a trial's last models are evaluated on these test sets too: shares of the
     corruptions = ["contrast"]      samples from all devices; kinds of corruption, at each of these severities (1 to 5
-    severities = [1, 3, 5]          where none are given); recorded with these, as in test_on = ["phone", "watch"]
+    severities = [1, 3, 5]          if not given); recorded with these, as in test_on = ["phone", "watch"]
 
     [settings]                      of every method: fields of FederationSettings
     cohort = 10
@@ -29,9 +29,9 @@
     [[methods]]
     label = "FedProx"
     method = "fedprox"
-    grid = { "method_settings.proximal_weight" = [0.1, 1.0] }      to be tuned for this method alone
+    grid = { "method_settings.proximal_weight" = [0.1, 1.0] }      tuned for this method alone
 
-    [tune]                          the same trials for every method, judged on validation data
+    [tune]                          the same trials for every method, evaluated on validation data
     grid = { learning_rate = [0.01, 0.03, 0.1] }
     rounds = 40
 
@@ -95,9 +95,11 @@ class MethodRun(_Part):
     settings: dict[str, Any] = {}
     budgets: tuple[float, ...] = (1.0,)
     tuned_as: str | None = Field(default=None, description="Takes the tuned settings of this label")
-    grid: dict[str, tuple[Value, ...]] = Field(default={}, description="What is tuned for this method beside the rest")
+    grid: dict[str, tuple[Value, ...]] = Field(
+        default={}, description="The grid of this method in addition to the common one"
+    )
     judged_as: str | None = Field(
-        default=None, description="Which of the method's other ways to predict counts, such as DM-PFL's adaptive"
+        default=None, description="Another way of the method to predict that counts, such as DM-PFL's adaptive"
     )
 
 
@@ -148,10 +150,10 @@ class Experiment(_Part):
                 raise ValueError(f"{run.label}: has a grid but is not tuned; add [tune] and leave tuned_as out")
             both = sorted(set(flat(run.settings)) & set(self.grid_of(run)))
             if both:
-                raise ValueError(f"{run.label}: {', '.join(both)} is set and is to be tuned; leave one of them out")
+                raise ValueError(f"{run.label}: {', '.join(both)} is set and tuned; leave one of them out")
         decided = sorted(set(self.data) & {"partition", "seed", "index", "of", *self.axes})
         if decided:
-            raise ValueError(f"data: {', '.join(decided)} is said elsewhere in the experiment; leave it out of data")
+            raise ValueError(f"data: {', '.join(decided)} is set elsewhere in the experiment; leave it out of data")
         self._check_shifts()
         return self
 
@@ -161,14 +163,14 @@ class Experiment(_Part):
             if len(set(getattr(self, name))) < len(getattr(self, name)):
                 raise ValueError(f"{name}: a test set is named twice; name each once")
         if self.severities and not self.corruptions:
-            raise ValueError("severities are those of corruptions; say which, or leave severities out")
+            raise ValueError("severities need corruptions; name these, or leave severities out")
         if self.tests_on_published and any(self.shifts):
-            raise ValueError("shifts draw from the devices' own test samples; leave them out, or test = published")
+            raise ValueError("shifts draw from the devices' own test samples; leave out shifts, or test = published")
         for name in self.corruptions:
             check_corruption(name, published=self.tests_on_published)
         both = sorted({key for each in self.test_sets for key in each} & {"shift", "corruption"} & set(self.data))
         if both:
-            raise ValueError(f"data: {', '.join(both)} is what the test sets change; leave it out of data")
+            raise ValueError(f"data: {', '.join(both)} is changed by the test sets; leave it out of data")
 
     @property
     def test_sets(self) -> tuple[Options, ...]:
@@ -321,7 +323,7 @@ def tuning_trials(
 ) -> Iterator[tuple[str, dict[str, Value], Trial]]:
     """Return (label, settings, trial) for every separately tuned method and every point of the grid."""
     if experiment.tune is None:
-        raise SystemExit(f"{name} has no [tune]; add the grid that is to be tried")
+        raise SystemExit(f"{name} has no [tune]; add it with a grid")
     rounds = max(1, round(experiment.tune.rounds * scale))
     for run in experiment.methods:
         if run.tuned_as is not None:

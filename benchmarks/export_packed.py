@@ -1,10 +1,10 @@
 """``python -m benchmarks.export_packed``: costs and savings of packed weights and fewer bits, against dense float32.
 
 Each built-in model, its weights under random masks, dense and packed: bytes of the file, milliseconds of one sample,
-and, in a process of its own as on a device, milliseconds to load it and by how much that raises the peak memory (Linux
-only). Then fp32, int8 and what ``auto`` chooses between them, as trained for a few epochs on ``--data``; without,
-models are as they were drawn, and the share of samples of the same class says little. One thread, one sample at a time;
-the files of a density run and load in turns, and medians count.
+and, in a process of its own as on a device, milliseconds to load it and the rise of the peak memory (Linux only).
+Then fp32, int8 and the choice of ``auto``, trained for a few epochs on ``--data``; without it models have random weights,
+and the share of samples of the same class says little. One thread, one sample at a time; the files of a density run and
+load in turns, and medians count.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--task", action="append", help=f"may be given again (default: {', '.join(TASKS)})")
     parser.add_argument("--runs", type=int, default=300, help="of each model (default: %(default)s)")
     parser.add_argument("--loads", type=int, default=5, help="of each file (default: %(default)s)")
-    parser.add_argument("--data", type=Path, help="folder of mnist.npz and cifar10.npz, to train and judge on")
+    parser.add_argument("--data", type=Path, help="folder of mnist.npz and cifar10.npz, for training and evaluation")
     options = parser.parse_args(arguments)
     tasks = options.task or TASKS
     cells = [(task, density) for task in (*tasks, WIDE) for density in DENSITIES]

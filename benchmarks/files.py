@@ -24,11 +24,11 @@ def files_of_devices(task: str, data: str, devices: int | None = None) -> tuple[
     elif Path(data).is_dir():
         found = sorted(str(path) for path in Path(data).glob("*.npz"))
         if not found:
-            raise NoData(f"--data {data}: the folder holds no npz files; it has one for each device")
+            raise NoData(f"--data {data}: the folder has no npz files; it needs one per device")
     elif set(data) & set("*?["):
         found = sorted(glob(data))
         if not found:
-            raise NoData(f"--data {data}: no file has such a name")
+            raise NoData(f"--data {data}: no file matches")
     else:
         return ()
     if devices is None:

@@ -3,11 +3,11 @@
     python -m benchmarks.gating            measure, and write docs/results/gating.jsonl and gating.md
     python -m benchmarks.gating --quick    the cells of mnist:leaf at a batch of 128 alone, printed
 
-A device-round is what ``train`` of the method's device half does with one epoch of BATCHES random batches, in one
-thread: from the values received to the values to send. *small* trains, for every batch, a physically small network of
-just the rows that the gate has chosen for it, and then the gate alone (forward, backward, step, knapsack): what no
-skipping of blocks can be faster than. Variants alternate round by round in one process; medians are compared. Memory is
-the peak of a process of its own above what it held before it had a model.
+A device-round is one call of ``train`` of the method's device half with one epoch of BATCHES random batches in one
+thread, from the received values to the values to send. *small* trains, for every batch, a physically small network of
+just the rows that the gate has chosen for it, and then the gate alone (forward, backward, step, knapsack): a lower
+bound for skipping blocks. Variants alternate round by round in one process; medians are compared. Memory is
+the peak of a process of its own above its memory before it had a model.
 """
 
 from __future__ import annotations

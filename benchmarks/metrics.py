@@ -1,6 +1,6 @@
 """The figures of a trial, alike for every method, from its coordinator's records.
 
-A device's accuracy is that of its personal model, or, where the method has none, of the global model, on the device's
+A device's accuracy is that of its personal model, or, if the method has none, of the global model, on the device's
 own test data. Bytes are bodies of payloads and updates as the devices counted them on the wire, evaluation apart. FLOPs
 are counted from shapes and masks.
 """

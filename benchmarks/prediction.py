@@ -1,10 +1,10 @@
 """``python -m benchmarks.prediction``: the error of ``sparrow profile``'s predictions of a training step.
 
 Every network of the built-in tasks, under FedSPU's masks at five budgets, in batches of 32 and 128, one thread. Each
-run predicts and measures a cell in turn, and adds a row to ``docs/results/prediction.jsonl``. A shared machine is now
-and then slower, never faster, so of all runs of a cell the smallest seconds are compared, predicted and measured.
-Memory is compared by its medians, in all and, harder, above what the process holds without training. To begin anew,
-remove the file.
+run predicts and measures a cell in turn, and adds a row to ``docs/results/prediction.jsonl``. Other load
+on a machine only adds time, so the smallest seconds of all runs of a cell are compared, predicted and measured. Memory is
+compared by its medians, in total and, as a harder test, above the process without training. Remove the file to begin
+again.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction", description=__doc__.split("\n")[0])
     parser.add_argument("--only", choices=TASKS, action="append", help="may be given again (default: all)")
     parser.add_argument("--batch", type=int, choices=BATCHES, action="append", help="likewise")
-    parser.add_argument("--runs", type=int, default=3, help="of each cell (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="that a run measures (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each cell (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="steps that a run measures (default: %(default)s)")
     options = parser.parse_args(arguments)
     turns = [(t, b) for _ in range(options.runs) for t in options.only or TASKS for b in options.batch or BATCHES]
     path = RESULTS / "prediction.jsonl"

@@ -1,8 +1,8 @@
 """Results as JSON lines: per trial a ``trial`` row, a ``point`` row per evaluated round, a ``shift`` row per further
 test set of its last models, and a ``result`` row.
 
-The rows of a trial are written together when it has ended, so a file holds whole trials only, and one that was
-interrupted and resumed has the rows of one that was not.
+The rows of a trial are written together when it has ended, so a file has complete trials only, and an interrupted and
+resumed trial has the same rows as an uninterrupted one.
 """
 
 from __future__ import annotations

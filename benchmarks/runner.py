@@ -1,7 +1,7 @@
 """Runs trials: a coordinator process, a fleet, and the rows of their results.
 
-Each trial has a folder of its own with the coordinator's records and the devices' state. A trial that was interrupted
-goes on from there; its rows are written when it has ended.
+Each trial has a folder of its own with the coordinator's records and the devices' state. An interrupted trial
+resumes from there; its rows are written at its end.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def plan_of(trial: Trial, where: Where) -> Plan:
     files = files_of_devices(trial.task, where.data, trial.devices + trial.new)
     if files and trial.data_text:
         raise DataError(
-            f"--data {where.data}: each device has a file of its own, so nothing is dealt, but the experiment says "
+            f"--data {where.data}: each device has its own file, so nothing is distributed, but the experiment says "
             f'{trial.data_text}; set partition = "{DEFAULT}" in it, without axes and data'
         )
     return Plan(

@@ -1,15 +1,13 @@
 """Evaluation of a trial's last models on shifted test sets, without training or rounds.
 
-When a federation has ended, its fleet's state folders hold the personal models and the coordinator has the global one.
-Here each device is opened once more, with other words behind ``--data`` that change its test samples alone, and the
-method's device half is asked to ``evaluate``, as in the evaluation that ended the federation: so a method with a rule
-of its own for which model answers is judged by that rule. Nothing is written, and the coordinator's records stay as
-they are.
+After a federation has ended, its fleet's state folders have the personal models and the coordinator has the global one.
+Each device is opened again with a ``--data`` that changes its test samples only, and the method's device half evaluates
+as in the federation's last evaluation, with the method's own rule for the answering model. Nothing is written, and the
+coordinator's records do not change.
 
-Two things have changed since that evaluation. Where the federation has ``finetune_epochs``, evaluating trains a copy of
-the global model and throws it away; here the copy is judged that the device kept when it adapted the finished model,
-which is the same, bit for bit. And a device that was never drawn had no personal model to be judged; the one that it
-has adapted since does not count.
+Two things differ from that evaluation. With ``finetune_epochs`` an evaluation trains a copy of the global model and
+discards it; here the copy that the device kept when it adapted the finished model is evaluated, which is the same bit for
+bit. A device that was never drawn had no personal model then; the one that it has adapted since does not count.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m benchmarks.simulation speed --data mnist.npz    all three in turn; then one of each for memory
     python -m benchmarks.simulation scale --data mnist.npz    100 and 1,000 devices: memory of fleet and coordinator
 
-Each run is a command of its own. Ratios are taken within a turn of the three, so that a machine whose speed drifts
-hurts all of them alike, and the median over turns is quoted. Results replace those of their kind in
+Each run is a command of its own. Ratios are taken within a turn of the three, so that changes of the machine's speed
+affect all alike, and the median over turns is quoted. Results replace those of their kind in
 ``docs/results/simulation.jsonl``, from which ``simulation.md`` is made.
 """
 
@@ -170,7 +170,9 @@ def _spread(ratios: Sequence[float]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run, append the rows, write the page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation", description="How fast the fleet is.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.simulation", description="Measure the speed of the fleet."
+    )
     parser.add_argument("what", choices=("speed", "scale", "page"))
     parser.add_argument("--data", type=Path, help="mnist.npz")
     parser.add_argument("--rounds", type=int, default=30)

@@ -1,11 +1,11 @@
 """Training steps to be timed against each other: the same network and batch, dense, masked, skipped, and small.
 
     dense   autograd and torch.optim on the whole network
-    hooks   what the papers' code does: the whole gradient times a mask, and frozen weights put back after the step
-    small   a physically smaller network, of the active neurons alone: what no masked training can be faster than
+    hooks   as in the papers' code: the whole gradient times a mask, and frozen weights restored after the step
+    small   a physically smaller network, of the active neurons alone: a lower bound for masked training
     ours    ``Freezing`` or ``GatedModel``
 
-Each is made by a function of the same shape and is a callable that does one step. All run in the memory format in which
+Functions of the same signature make them, and each is a callable that does one step. All run in the memory format in which
 the product trains on a processor.
 """
 

@@ -1,7 +1,7 @@
 """One run of many devices: ``python -m benchmarks.thousand --devices 1000 --data mnist.npz --folder DIR``.
 
-Prints one line of JSON. Memory is watched from outside (``benchmarks.simulation scale``); the coordinator's own peak is
-what the kernel remembers of its process.
+Prints one line of JSON. Memory is sampled from outside (``benchmarks.simulation scale``); the coordinator's own peak is
+the kernel's count of its process.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def coordinator_peak(folder: Path) -> int:
                 return int(found[1]) * 1024 if found else 0
         except OSError:
             continue
-    raise SystemExit("the coordinator's process is not to be found; this needs Linux's /proc")
+    raise SystemExit("the coordinator's process was not found; this needs Linux's /proc")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,10 +1,10 @@
 """``python -m benchmarks.training``: the cost of a training step with a frozen, gated or masked part of the model.
 
     python -m benchmarks.training freezing gates elements memory     measure these, or all by default
-    python -m benchmarks.training page                               make the page of what has been measured
+    python -m benchmarks.training page                               write the page of the recorded results
 
-Every cell alternates its variants (``steps``) step by step in one process and compares medians, so a machine whose
-speed drifts hurts all alike. Memory is that of a process of its own for every cell. Results replace those of their kind
+Every cell alternates its variants (``steps``) step by step in one process and compares medians, so changes of
+the machine's speed affect all alike. Memory is that of a process of its own for every cell. Results replace those of their kind
 in ``docs/results/training.jsonl``, from which ``training.md`` and its plots are made.
 """
 
@@ -361,7 +361,7 @@ def _curves(points: Sequence[float], lines: Mapping[str, Sequence[float]]) -> di
 def main(arguments: list[str] | None = None) -> int:
     """Measure, append the rows, write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.split("\n")[0])
-    parser.add_argument("kinds", nargs="*", choices=(*KINDS, "page", []), help="what to measure; all by default")
+    parser.add_argument("kinds", nargs="*", choices=(*KINDS, "page", []), help="kinds to measure; all by default")
     parser.add_argument("--out", type=Path, default=FOLDER)
     options = parser.parse_args(arguments)
     file = options.out / "training.jsonl"
@@ -371,7 +371,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = [row for row in rows if row["row"] != kind] + measured
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if not rows:
-        raise SystemExit(f"{file} holds no results; run `python -m benchmarks.training` first")
+        raise SystemExit(f"{file} has no results; run `python -m benchmarks.training` first")
     (options.out / "training.md").write_text(page(rows))
     plot(rows, options.out)
     print(page(rows))

@@ -2,7 +2,7 @@
 run.
 
 An update passes five stations: mask (from a new round's seed), pack (active values out of the model), encode (to
-bytes), decode (checked), fold (into the running sums). The other contestant does the same work in the obvious way: one
+bytes), decode (checked), fold (into the running sums). The other implementation does the same work directly: one
 boolean array per tensor, ``tensor[mask]`` out, ``numpy.savez`` to bytes, ``numpy.load``, ``sums[mask] += n * values``.
 It checks nothing and sends no digest. Both draw the neurons of a new round from the seed first.
 
@@ -269,7 +269,9 @@ def page(rows: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print and save the result."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.wire", description="What a sparse update costs.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.wire", description="Measure the cost of a sparse update."
+    )
     parser.add_argument("--repetitions", type=int, default=41)
     options = parser.parse_args(arguments)
     rows = measure(options.repetitions)

@@ -65,13 +65,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, append the rows, write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coordinator", description="The coordinator and Flower.")
     parser.add_argument(
-        "--quick", action="store_true", help="4 clients, one turn, 50 updates for memory; keeps nothing"
+        "--quick", action="store_true", help="4 clients, one turn, 50 updates for memory; writes nothing"
     )
-    parser.add_argument("--page", action="store_true", help="only write the page, from the rows that are there")
+    parser.add_argument("--page", action="store_true", help="only write the page from the recorded rows")
+    parser.add_argument("--note", default="", help="a note for readers of the page, such as other load on the machine")
     parser.add_argument(
-        "--note", default="", help="what a reader must know of this run, such as that others ran beside"
+        "--folder", type=Path, default=Path("runs/coordinator"), help="work folder, on a real disk because of fsync"
     )
-    parser.add_argument("--folder", type=Path, default=Path("runs/coordinator"), help="on a disk that is one: fsync")
     options = parser.parse_args(arguments)
     file = RESULTS / "coordinator.jsonl"
     if options.page:

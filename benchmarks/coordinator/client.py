@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.coordinator.client SERVER FEDERATION NUMBER [--marks FILE]``. It enrols, asks, downloads,
 decodes, changes, encodes and sends with the SDK's own transport and protocol, numpy alone. With ``--marks`` it writes a
-line whenever work of another round comes, which is when the one before has ended.
+line when work of another round arrives, which marks the end of the round before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The coordinator's peak memory by the number of updates in a round: one process plays all devices, a few at a time.
 
 Each count has a coordinator of its own, whose peak is the kernel's count of its resident memory when the round has
-closed. All updates of a round lie in the data folder until then: a thousand dense ones of the large model take 9 GB.
+closed. All updates of a round are in the data folder until then: a thousand dense ones of the large model take 9 GB.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``python -m benchmarks.peers.bare``: federated averaging without a framework.
 
-Forked processes take the devices of a round from one queue, read the global model from shared memory and leave theirs
-there; the parent averages in float64. They have the data from the parent, who loaded it before it forked.
+Forked processes take the devices of a round from one queue, read the global model from shared memory and write theirs
+there; the parent averages in float64. They share the data that the parent loaded before it forked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command line of a peer and its one line of JSON.
 
-A peer runs in a process of its own; the command that a user gives only watches it, so that looking at its memory costs
-it nothing but a share of the cores: ``--no-memory`` does not look, for undisturbed times.
+A peer runs in a process of its own; the user's command only samples its memory, which costs a share of the cores;
+``--no-memory`` does not sample, for undisturbed times.
 """
 
 from __future__ import annotations
