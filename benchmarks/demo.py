@@ -1,9 +1,9 @@
 """``make demo``: one coordinator and five device processes, from nothing to five personal ONNX files.
 
 The demo runs the product's own programs, ``uvicorn coordinator.main:app`` and ``python -m edge_sdk.join``, over HTTP on
-this machine. Devices have budgets 0.2 to 1.0 and a Dirichlet(0.3) share of scikit-learn's digits. Afterwards three models
-are compared on each device's own held-out data: one trained there alone, from the same first weights and for as many
-local steps; the federation's global model; the device's personal model.
+this machine. Devices have budgets 0.2 to 1.0 and a Dirichlet(0.3) share of scikit-learn's digits. Afterwards three
+models are compared on each device's own held-out data: one trained there alone, from the same first weights and for as
+many local steps; the federation's global model; the device's personal model.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class DeviceRow:
 
     @property
     def traffic_share(self) -> float:
-        """Return the bytes both ways as a share of sending the whole model in float32 both ways in each of its rounds."""
+        """Return the bytes both ways as a share of sending the whole float32 model both ways in each of its rounds."""
         return (self.bytes_up + self.bytes_down) / (2 * self.rounds * self.whole_model_bytes)
 
 

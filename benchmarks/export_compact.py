@@ -2,8 +2,8 @@
 
 Three files of a task's network are run in turn, in one process: *dense*, with all weights; *compact*, made from the
 dense one with 0.3 of its neurons left and zeros for the rest; *small*, a network built by torch with just those
-neurons, published and filled like any other, which is the best possible result. ONNX Runtime on one thread; medians over
-the turns, so that other load on the machine affects all three alike.
+neurons, published and filled like any other, which is the best possible result. ONNX Runtime on one thread; medians
+over the turns, so that other load on the machine affects all three alike.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``python -m benchmarks.export_packed``: costs and savings of packed weights and fewer bits, against dense float32.
 
 Each built-in model, its weights under random masks, dense and packed: bytes of the file, milliseconds of one sample,
-and, in a process of its own as on a device, milliseconds to load it and the rise of the peak memory (Linux only).
-Then fp32, int8 and the choice of ``auto``, trained for a few epochs on ``--data``; without it models have random weights,
+and, in a process of its own as on a device, milliseconds to load it and the rise of the peak memory (Linux only). Then
+fp32, int8 and the choice of ``auto``, trained for a few epochs on ``--data``; without it models have random weights,
 and the share of samples of the same class says little. One thread, one sample at a time; the files of a density run and
 load in turns, and medians count.
 """

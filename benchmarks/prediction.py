@@ -1,10 +1,9 @@
 """``python -m benchmarks.prediction``: the error of ``sparrow profile``'s predictions of a training step.
 
 Every network of the built-in tasks, under FedSPU's masks at five budgets, in batches of 32 and 128, one thread. Each
-run predicts and measures a cell in turn, and adds a row to ``docs/results/prediction.jsonl``. Other load
-on a machine only adds time, so the smallest seconds of all runs of a cell are compared, predicted and measured. Memory is
-compared by its medians, in total and, as a harder test, above the process without training. Remove the file to begin
-again.
+run predicts and measures a cell in turn, and adds a row to ``docs/results/prediction.jsonl``. Other load on a machine
+only adds time, so the smallest seconds of all runs of a cell are compared, predicted and measured. Memory is compared
+by its medians, in total and, as a harder test, above the process without training. Remove the file to begin again.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 For each kind of source, on the copied devices of the tests: processor time of one read, its children's included, over
 the time between two reads at the sampler's rate of one a second (less often for slow sources). Commands of a board that
-this machine lacks are replaced by a real process that prints the same text. Then a meter with its thread as in the SDK, by
-the processor time of the whole process. It ends with 1 if anything costs 1 % of a core or more. A board's core is slower
-than this machine's and its sensors answer more slowly, but waiting for them uses no core.
+this machine lacks are replaced by a real process that prints the same text. Then a meter with its thread as in the SDK,
+by the processor time of the whole process. It ends with 1 if anything costs 1 % of a core or more. A board's core is
+slower than this machine's and its sensors answer more slowly, but waiting for them uses no core.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ as in the federation's last evaluation, with the method's own rule for the answe
 coordinator's records do not change.
 
 Two things differ from that evaluation. With ``finetune_epochs`` an evaluation trains a copy of the global model and
-discards it; here the copy that the device kept when it adapted the finished model is evaluated, which is the same bit for
-bit. A device that was never drawn had no personal model then; the one that it has adapted since does not count.
+discards it; here the copy that the device kept when it adapted the finished model is evaluated, which is the same bit
+for bit. A device that was never drawn had no personal model then; the one that it has adapted since does not count.
 """
 
 from __future__ import annotations

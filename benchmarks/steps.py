@@ -5,8 +5,8 @@
     small   a physically smaller network, of the active neurons alone: a lower bound for masked training
     ours    ``Freezing`` or ``GatedModel``
 
-Functions of the same signature make them, and each is a callable that does one step. All run in the memory format in which
-the product trains on a processor.
+Functions of the same signature make them, and each is a callable that does one step. All run in the memory format in
+which the product trains on a processor.
 """
 
 from __future__ import annotations

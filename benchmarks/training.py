@@ -3,9 +3,9 @@
     python -m benchmarks.training freezing gates elements memory     measure these, or all by default
     python -m benchmarks.training page                               write the page of the recorded results
 
-Every cell alternates its variants (``steps``) step by step in one process and compares medians, so changes of
-the machine's speed affect all alike. Memory is that of a process of its own for every cell. Results replace those of their kind
-in ``docs/results/training.jsonl``, from which ``training.md`` and its plots are made.
+Every cell alternates its variants (``steps``) step by step in one process and compares medians, so changes of the
+machine's speed affect all alike. Memory is that of a process of its own for every cell. Results replace those of their
+kind in ``docs/results/training.jsonl``, from which ``training.md`` and its plots are made.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The compared unit: one engine, one model, a number of clients that all take part in every round, a number of rounds.
 
-The process that sees the end of a round writes a line with the seconds to a file of marks. The measurement begins at the
-mark after the first rounds, which include the start, and ends at the last mark.
+The process that sees the end of a round writes a line with the seconds to a file of marks. The measurement begins at
+the mark after the first rounds, which include the start, and ends at the last mark.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Flower's deployment engine: a SuperLink, a SuperNode per client, and ``flwr run``, as documented.
 
-Flower is installed in ``.venv-peers`` (``python -m benchmarks.peers.install``). No TLS, as on our side; telemetry, the search
-for updates and the installation of an app's dependencies are off. SuperLink and SuperNodes start the apps in processes
-of their own, and the SuperLink keeps its state in memory; both are defaults.
+Flower is installed in ``.venv-peers`` (``python -m benchmarks.peers.install``). No TLS, as on our side; telemetry, the
+search for updates and the installation of an app's dependencies are off. SuperLink and SuperNodes start the apps in
+processes of their own, and the SuperLink keeps its state in memory; both are defaults.
 """
 
 from __future__ import annotations

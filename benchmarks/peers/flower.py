@@ -1,7 +1,7 @@
 """``python -m benchmarks.peers.flower``: federated averaging on Flower's simulation engine with Ray.
 
-Flower and Ray are installed in ``.venv-peers`` (``python -m benchmarks.peers.install``), where this command runs them. The
-engine is started from Python by ``run_simulation``, without the SuperLink process of ``flwr run``: it starts
+Flower and Ray are installed in ``.venv-peers`` (``python -m benchmarks.peers.install``), where this command runs them.
+The engine is started from Python by ``run_simulation``, without the SuperLink process of ``flwr run``: it starts
 faster, takes less memory, and does the same work in a round. Telemetry, evaluation, dashboard and logs are off.
 """
 

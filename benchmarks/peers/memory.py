@@ -4,8 +4,8 @@ PSS counts a page shared by n processes as 1/n in each, so that its sum over the
 the sum of RSS counts shared pages n times, the sum of USS leaves them out. All three come from the kernel's
 ``/proc/PID/smaps_rollup`` (Linux only).
 
-A tree is a process with its descendants, including those that left it: a process stays in the tree once it was seen, and
-every process with the inherited marker in its environment belongs to it, whatever its parent (daemons of Ray).
+A tree is a process with its descendants, including those that left it: a process stays in the tree once it was seen,
+and every process with the inherited marker in its environment belongs to it, whatever its parent (daemons of Ray).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """This project's fleet as a peer: a coordinator process, real sessions over HTTP, the same work as the others.
 
-The same distribution of the same images to the same 100 devices, the product's own network (which pools before ReLU: the same
-function), FedAvg. In addition, after the last round every device evaluates the global model (on a
-hundredth of the test images each, so the mean is the accuracy on all), and keeps it as its own.
+The same distribution of the same images to the same 100 devices, the product's own network (which pools before ReLU:
+the same function), FedAvg. In addition, after the last round every device evaluates the global model (on a hundredth of
+the test images each, so the mean is the accuracy on all), and keeps it as its own.
 """
 
 from __future__ import annotations
