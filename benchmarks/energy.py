@@ -152,7 +152,7 @@ def page(recorded: Sequence[Recorded], sources: Sequence[str]) -> str:
     """Return the whole page."""
     groups = _groups(recorded)
     parts = [HEAD.format(sources=", ".join(f"`{name}.jsonl`" for name in sources))]
-    parts.append("\n## What early stopping saves\n\n" + _saved(groups))
+    parts.append("\n## Savings of early stopping\n\n" + _saved(groups))
     parts.append(
         "\n## A fleet of unequal boards\n\nThe five budgets of FedSPU's paper, each on a board that can afford it, as "
         "the trial itself added them up, device by device.\n\n" + _mixed(recorded)

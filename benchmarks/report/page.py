@@ -49,8 +49,8 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
     lines = [
         "## Accuracy after the last round",
         "",
-        f"On {_test_data(experiment)}, of its personal model or, where the method has none, of the "
-        "global one. Means over devices count each alike, weighted ones by test samples; all are means over seeds"
+        f"On {_test_data(experiment)}, of its personal model or, if the method has none, of the "
+        "global one. Means over devices are unweighted, weighted means are by test samples; all are means over seeds"
         f"{', ± is the standard deviation over seeds' if seeds > 1 else ''}. The bottom decile is the floor(N/10)-th "
         "worst of N devices. Nothing is chosen among rounds.",
         "",
@@ -66,7 +66,7 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
         lines += [
             f"## {labels[0]} against the others",
             "",
-            f"Accuracy of {labels[0]} less the other's, in points, on the same devices with the same data and seed; "
+            f"Accuracy of {labels[0]} minus the other's, in points, on the same devices with the same data and seed; "
             "better, equal and worse are shares of the pairs.",
             "",
         ]
@@ -76,21 +76,21 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
     saved = for_each_group([group for group in found if savings(group)], _saved)
     if saved:
         lines += [
-            "## What early stopping saves",
+            "## Savings of early stopping",
             "",
             "As a share of the cost of the same method without it, of sums over the seeds that both have; accuracy "
-            "with early stopping less without.",
+            "with early stopping minus accuracy without.",
             "",
             *saved,
         ]
     stopping = [group for group in map(_stopping, found) if group.trials]
     if stopping:
-        lines += ["## Who stopped early", ""]
+        lines += ["## Early stops", ""]
         lines += for_each_group(stopping, lambda group: label_table(group.trials, STOP_COLUMNS))
     by_block = [group for group in map(_by_block, found) if group.trials]
     if by_block:
         lines += [
-            "## What is used of the model",
+            "## Used share of the model",
             "",
             "Values of the blocks that were on, mean over batches, and of those that any batch of a device's round "
             "touched and that went up: shares of the model's, means over device-rounds and seeds.",
@@ -102,16 +102,16 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
         "",
         "Sums over rounds and devices until the last round, means over seeds; the device's state is a mean over "
         "devices. Bytes are bodies of payloads and updates as counted on the wire, MB = 10^6, evaluation apart. FLOPs "
-        "are counted from shapes and masks. *Rounds to 80 %*: the first judged round at that share of the trial's own "
+        "are counted from shapes and masks. *Rounds to 80 %*: the first evaluated round at that share of the trial's own "
         "best mean accuracy, so no finer than the rounds between evaluations.",
         "",
         *for_each_group(found, lambda group: label_table(group.trials, COST_COLUMNS)),
         "## Time and energy",
         "",
         "Sums over rounds and devices, training with its transfers, means over seeds; wall seconds from the first call "
-        "to the last. Of the machine named above, and devices that share it slow each other down. Joules that were "
-        "measured (or derived from a measurement) and joules that were estimated are never added; seconds whose energy "
-        "nobody knows stand apart.",
+        "to the last. These are of the machine named above, on which devices slow each other down. Joules that were "
+        "measured (or derived from a measurement) and joules that were estimated are never added; seconds with "
+        "unknown energy are separate.",
         "",
         *for_each_group(found, lambda group: label_table(group.trials, TIME_COLUMNS)),
     ]

@@ -25,13 +25,13 @@ def shift_sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
         lines += ["## Accuracy by degree of shift", "", _SHIFT_NOTE, ""]
         lines += for_each_group(shown, lambda group: _by_test_set(group, by_degree))
     if by_source:
-        lines += ["## Accuracy by what the test samples were recorded with", "", _SOURCE_NOTE, ""]
+        lines += ["## Accuracy by recording device of the test samples", "", _SOURCE_NOTE, ""]
         lines += for_each_group(shown, lambda group: _by_test_set(group, by_source))
     first, *others = (run.label for run in experiment.methods)
     if others and (by_degree or by_source):
         lines += [
             f"{first} less the other, in points, on the same test samples of the same devices, each with the 95 % "
-            "interval of the comparison above:",
+            "interval as in the comparison above:",
             "",
             *for_each_group(shown, lambda group: _compared_on(group, first, {**by_degree, **by_source})),
         ]
@@ -43,13 +43,13 @@ def shift_sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
 
 _AS_JUDGED = (
     "The models of the last round, in per cent, mean over devices ± standard deviation over devices (of the "
-    "population), both means over seeds; where a method has personal models, its global model is in a row of its own. "
+    "population), both means over seeds; if a method has personal models, its global model has its own row. "
     "*Average*: of the means."
 )
 
 
 _SHIFT_NOTE = (
-    "Of each device's test samples so many are replaced by draws from all devices' test samples; nothing is trained. "
+    "This share of each device's test samples is replaced by draws from all devices' test samples; nothing is trained. "
     + _AS_JUDGED
 )
 

@@ -263,10 +263,10 @@ def test_early_stopping_saves(plan):
     assert saving.joules_measured is None
     assert saving.difference.mean == pytest.approx(-2.5)
     page = report_text(plan, done, command=COMMAND)
-    row = cells(page, "FedSPU+ES", "What early stopping saves")
+    row = cells(page, "FedSPU+ES", "Savings of early stopping")
     assert row[:6] == ["FedSPU", "25.0", "50.0", "50.0", "–", "50.0"]
-    assert cells(page, "FedSPU+ES", "Who stopped early") == ["1 of 2", "18.5", "all_stopped", "30"]
-    assert "| FedAvg |" not in page[page.index("## Who stopped early") : page.index("## Rounds, traffic")]
+    assert cells(page, "FedSPU+ES", "Early stops") == ["1 of 2", "18.5", "all_stopped", "30"]
+    assert "| FedAvg |" not in page[page.index("## Early stops") : page.index("## Rounds, traffic")]
 
 
 def test_a_label_with_other_settings_beside_early_stopping_is_no_saving():
