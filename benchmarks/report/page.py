@@ -102,8 +102,8 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
         "",
         "Sums over rounds and devices until the last round, means over seeds; the device's state is a mean over "
         "devices. Bytes are bodies of payloads and updates as counted on the wire, MB = 10^6, evaluation apart. FLOPs "
-        "are counted from shapes and masks. *Rounds to 80 %*: the first evaluated round at that share of the trial's own "
-        "best mean accuracy, so no finer than the rounds between evaluations.",
+        "are counted from shapes and masks. *Rounds to 80 %*: the first evaluated round at that share of the trial's "
+        "own best mean accuracy, so no finer than the rounds between evaluations.",
         "",
         *for_each_group(found, lambda group: label_table(group.trials, COST_COLUMNS)),
         "## Time and energy",
