@@ -508,7 +508,7 @@ def test_a_label_that_was_not_judged_in_every_trial_has_no_figure_on_other_test_
 def test_what_samples_were_recorded_with_has_a_table_of_its_own():
     plan = shift_plan(shifts=[], test_on=["phone", "watch"])
     page = report_text(plan, judged_by_degree(plan), command=COMMAND)
-    assert cells(page, "FedAvg", "Accuracy by what the test samples") == ["60.0 ± 10.0", "60.0 ± 0.0", "60.0"]
+    assert cells(page, "FedAvg", "Accuracy by recording device") == ["60.0 ± 10.0", "60.0 ± 0.0", "60.0"]
     assert "| FedSPU minus | phone | watch |" in page
 
 
