@@ -1,1 +1,1 @@
-"""Comparisons and tables: what ``docs/results`` shows, with the commands that made it."""
+"""The bench, the demo, and the measurements of ``docs/results`` with the commands that made them."""

@@ -1,9 +1,9 @@
 """``python -m benchmarks compare|run|tune|report``: comparisons of methods, and the papers' tables.
 
-python -m benchmarks compare --data mine.npz            methods side by side on one's own data
+python -m benchmarks compare --data mine.npz            methods side by side on your own data
 python -m benchmarks tune fedspu-cifar10 --data DIR     choose settings on validation data
-python -m benchmarks run fedspu-cifar10 --data DIR      run every trial; --resume goes on after Ctrl-C
-python -m benchmarks report fedspu-cifar10              tables and plots of what has been run
+python -m benchmarks run fedspu-cifar10 --data DIR      run every trial; --resume continues after Ctrl-C
+python -m benchmarks report fedspu-cifar10              tables and plots of the recorded trials
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from sparrow.benchmarks import rows, runner
 from sparrow.benchmarks.compare import METHODS, compared, name_of
 from sparrow.benchmarks.experiment import FOLDER, BadExperiment, Experiment, UnknownExperiment, load_experiment
 from sparrow.benchmarks.markdown import write_html
-from sparrow.benchmarks.report import summary, write_report
+from sparrow.benchmarks.report.page import write_report
+from sparrow.benchmarks.report.summary import summary
 from sparrow.benchmarks.runner import Where
 from sparrow.command_line.command import Command, Exits, Parser
 from sparrow.command_line.exits import Exit
@@ -44,7 +45,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.command == "report":
         recorded = rows.read(options.results or folder / "results.jsonl")
         if not recorded:
-            raise FileNotFoundError(f"{folder} holds no results; run `python -m benchmarks run {name}` first")
+            raise FileNotFoundError(f"{folder} has no results; run `sparrow bench run {name}` first")
         recorded = list(rows.latest(recorded).values())
         command = f"python -m benchmarks run {name} --data DIR` and `python -m benchmarks report {name}"
         _report(experiment, recorded, options.out or folder, command)
@@ -60,7 +61,7 @@ def _run(options: argparse.Namespace) -> None:
             return
         recorded = runner.run(experiment, name, where, **how)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted; the same command with --resume goes on") from None
+        raise KeyboardInterrupt("interrupted; the same command with --resume continues") from None
     page, *_ = _report(experiment, recorded, folder, _again(options))
     print(f"{write_html(page)}\n\n{summary(experiment, recorded)}")
 
@@ -79,7 +80,7 @@ def _compared(options: argparse.Namespace) -> Experiment:
 
 
 def _again(options: argparse.Namespace) -> str:
-    """The command that runs the same trials once more."""
+    """Return the command that runs the same trials again."""
     words = [options.command, *([options.experiment] if options.command != "compare" else [])]
     for name in REPEATED:
         value = getattr(options, name, None)
@@ -91,7 +92,7 @@ def _again(options: argparse.Namespace) -> str:
 
 
 def _report(experiment: Experiment, recorded: list[rows.Recorded], folder: Path, command: str) -> list[Path]:
-    """Write the page and its pictures, and print which files they are."""
+    """Write the page and its pictures, and print the names of the files."""
     written = write_report(experiment, recorded, folder, command=command)
     for path in written:
         print(path)
@@ -107,18 +108,18 @@ def _options(parser: Parser) -> None:
         "--data",
         default="",
         help="an npz or CSV file with the samples of all devices; a folder, a pattern or a path with {index} or {name} "
-        "for an npz file of each; of other tasks what they take",
+        "for an npz file per device; for other tasks their --data",
     )
     own.add_argument(
         "--methods",
         default=METHODS,
         help="separated by commas; +ft: with an epoch of fine-tuning on each device (default: %(default)s)",
     )
-    own.add_argument("--devices", type=int, help="how many (default: people or files, where they are told apart)")
-    own.add_argument("--rounds", type=int, help="rounds of every method (default: as of sparrow publish)")
-    own.add_argument("--seeds", type=int, default=3, help="how often all is repeated (default: %(default)s)")
+    own.add_argument("--devices", type=int, help="number of devices (default: that of people or files)")
+    own.add_argument("--rounds", type=int, help="rounds of every method (default: that of sparrow publish)")
+    own.add_argument("--seeds", type=int, default=3, help="number of repetitions (default: %(default)s)")
     own.add_argument(
-        "--partition", metavar="RULE", help="how one file is dealt: dirichlet,alpha=0.3, ... (docs/tasks.md)"
+        "--partition", metavar="RULE", help="distribution of one file: dirichlet,alpha=0.3, ... (docs/tasks.md)"
     )
     own.add_argument(
         "--set", type=read_setting, action="append", default=[], metavar="KEY=VALUE", help="a setting of every method"
@@ -128,23 +129,21 @@ def _options(parser: Parser) -> None:
     for command, help_text in (("run", "run every trial"), ("tune", "choose settings on validation data")):
         each = commands.add_parser(command, help=help_text)
         each.add_argument("experiment", help=f"one of {known}, or a .toml file")
-        each.add_argument("--data", default="", help="where the task's data are: a folder or file; none for digits")
-        each.add_argument("--scale", type=float, help="factor on the number of rounds, for a quick look")
+        each.add_argument("--data", default="", help="the task's data, a folder or file; none for digits")
+        each.add_argument("--scale", type=float, help="factor on the number of rounds, for a preview")
         each.add_argument("--only", action="append", metavar="LABEL", help="only this method; may be repeated")
         _add_work(each)
-    report = commands.add_parser("report", help="tables and plots of what has been run")
+    report = commands.add_parser("report", help="tables and plots of the recorded trials")
     report.add_argument("experiment", help=f"one of {known}, or a .toml file")
-    report.add_argument("--folder", type=Path, help="where it was run (default: runs/EXPERIMENT)")
-    report.add_argument("--results", type=Path, help="rows elsewhere, such as docs/results/NAME.jsonl")
-    report.add_argument("--out", type=Path, help="where the report goes (default: beside the results)")
+    report.add_argument("--folder", type=Path, help="folder of the run (default: runs/EXPERIMENT)")
+    report.add_argument("--results", type=Path, help="other rows, such as docs/results/NAME.jsonl")
+    report.add_argument("--out", type=Path, help="folder of the report (default: beside the results)")
 
 
 def _add_work(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--resume", action="store_true", help="keep what is there and go on")
+    parser.add_argument("--resume", action="store_true", help="keep existing results and continue")
     parser.add_argument("--processes", type=int, help="processes that host devices (default: one per core)")
-    parser.add_argument(
-        "--folder", type=Path, help="where to work (default: runs/ and the experiment's or data's name)"
-    )
+    parser.add_argument("--folder", type=Path, help="work folder (default: runs/ and the experiment's or data's name)")
 
 
 COMMAND = Command("sparrow bench", "Comparisons of methods.", _options, _run, EXITS)

@@ -1,19 +1,16 @@
-"""``python -m benchmarks.aggregation``: what folding one update into a round's sums costs, by the kind of its mask.
+"""``python -m benchmarks.aggregation``: the cost of adding one update to a round's sums, by the kind of its mask.
 
     dense            the whole model, float64 sums
-    float32          the whole model with float32 sums, fused in slices: what precision costs, not the product
-    neurons          only what lies between a device's active neurons, a new draw for every update
-    shared           elements under the mask that all of a round's updates have
+    float32          the whole model with float32 sums, fused in slices: the cost of precision, not the product
+    neurons          only the weights between a device's active neurons, a new draw per update
+    shared           elements under the mask that all updates of a round share
     elements         elements under masks of the devices' own
     Flower           its ``aggregate``: whole models, float32 sums, all updates in memory at once; measured in turn with
-                     ours, left out where it is not installed (``python -m benchmarks.peers.install``)
+                     ours, left out if it is not installed (``python -m benchmarks.peers.install``)
 
-Seconds of this thread's processor time, so that whatever else the machine does counts little, and the least of many
-repetitions: on a machine with company everything above the least is the company. Each update is another array, too
-many for the caches to hold, as updates come from a disk, and is looked through once before, as decoding does that.
-
-Milliseconds are the machine's, and even the least may be the company's: what can be compared between machines are the
-ratios to ``float32`` and to Flower, of the same run.
+It measures this thread's processor time and takes the least of many repetitions, because other work on a shared machine
+only adds time. Each update is another array, too many for the caches, as if read from a disk, and is read once before,
+as decoding does. Compare only the ratios to ``float32`` and to Flower between machines, from the same run.
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ TURNS = 5
 
 
 def network() -> nn.Module:
-    """A CNN of 2.28 million parameters: two convolutions with batch norm, a flatten, two linear layers."""
+    """Return a CNN of 2.28 million parameters: two convolutions with batch norm, a flatten, two linear layers."""
     return nn.Sequential(
         *(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(64, 128, 3, padding=1), nn.BatchNorm2d(128), nn.ReLU(), nn.MaxPool2d(2)),
@@ -71,7 +68,7 @@ def network() -> nn.Module:
 
 
 def ratio_for(manifest: Manifest, density: float) -> float:
-    """The active ratio at which a draw of neurons has about this share of the model's values.
+    """Return the active ratio at which a draw of neurons has about this share of the model's values.
 
     A value needs both neurons that it joins, so the ratio lies near the density's square root.
     """
@@ -80,17 +77,17 @@ def ratio_for(manifest: Manifest, density: float) -> float:
 
 
 def first(manifest: Manifest, ratio: float) -> NeuronMask:
-    """As many neurons as are drawn at ``ratio``."""
+    """Return a mask of the first neurons, as many as are drawn at ``ratio``."""
     return NeuronMask({name: np.arange(active_count(size, ratio)) for name, size in manifest.group_sizes.items()})
 
 
 def share(manifest: Manifest, mask: Mask | None) -> float:
-    """Which share of the model's values a mask names."""
+    """Return the share of the model's values that a mask names."""
     return count_values(manifest, mask) / manifest.shared_values
 
 
 class Fused32:
-    """Plain float32 sums in slices that stay in the cache: the floor, and too coarse for a large round."""
+    """Plain float32 sums in slices that stay in the cache: a lower bound, too coarse for a large round."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.updates = 0
@@ -108,7 +105,7 @@ class Fused32:
 
 
 def fold_all(sums: Sums, updates: Sequence[tuple[Array, Mask | None]], repetitions: int) -> Iterator[float]:
-    """Milliseconds of processor time for each fold, updates in turn."""
+    """Return the milliseconds of processor time of each addition, updates in turn."""
     for number, (values, mask) in enumerate(itertools.islice(itertools.cycle(updates), repetitions)):
         values.min()
         begin = time.thread_time_ns()
@@ -117,12 +114,12 @@ def fold_all(sums: Sums, updates: Sequence[tuple[Array, Mask | None]], repetitio
 
 
 def least(new: Callable[[], Sums], updates: Sequence[tuple[Array, Mask | None]], repetitions: int) -> float:
-    """The least of them, in sums of its own."""
+    """Return the smallest of them, in sums of its own."""
     return min(fold_all(new(), updates, repetitions))
 
 
 def cases(manifest: Manifest) -> dict[str, tuple[Callable[[], Sums], list[Mask | None]]]:
-    """What is folded into what: name -> (new sums, masks of the updates)."""
+    """Return the cases: name -> (new sums, masks of the updates)."""
     ratio = ratio_for(manifest, DENSITY)
     counts = layer_counts(manifest, DENSITY)
     held = random_mask(manifest, counts, 0)
@@ -141,7 +138,7 @@ def cases(manifest: Manifest) -> dict[str, tuple[Callable[[], Sums], list[Mask |
 
 @contextmanager
 def flower(manifest: Manifest) -> Iterator[Callable[[], float] | None]:
-    """A call that gives the milliseconds per update of one average that Flower makes; None where it is not there."""
+    """Return a call that gives Flower's milliseconds per update for one average, or None if Flower is not installed."""
     if not PYTHON.exists():
         yield None
         return
@@ -156,7 +153,7 @@ def flower(manifest: Manifest) -> Iterator[Callable[[], float] | None]:
             print(file=asked, flush=True)
             answer = answers.readline()
             if not answer:
-                raise SystemExit("Flower's average has ended; its own words are above")
+                raise SystemExit("Flower's average has ended; its own message is above")
             return float(answer)
 
         yield ask
@@ -164,7 +161,7 @@ def flower(manifest: Manifest) -> Iterator[Callable[[], float] | None]:
 
 
 def measure(repetitions: int) -> dict[str, tuple[float, float]]:
-    """name -> (share of the model's values, least milliseconds per update)."""
+    """Return name -> (share of the model's values, least milliseconds per update)."""
     torch.manual_seed(0)
     manifest = describe(network(), torch.zeros(2, 3, 32, 32), task="aggregation")
     chance = np.random.Generator(np.random.PCG64(0))
@@ -188,7 +185,7 @@ def measure(repetitions: int) -> dict[str, tuple[float, float]]:
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.aggregation", description=__doc__.split("\n")[0])
-    parser.add_argument("--repetitions", type=int, default=80, help="folds of each kind and turn; the least counts")
+    parser.add_argument("--repetitions", type=int, default=80, help="additions of each kind and turn; the least counts")
     options = parser.parse_args(arguments)
     found = measure(options.repetitions)
     print(f"2.28 M parameters, one thread, {machine()}; least of {TURNS} x {options.repetitions}, processor time\n")

@@ -1,14 +1,14 @@
-"""``python -m benchmarks.budgets``: do budgets that devices choose themselves keep unequal devices in step?
+"""``python -m benchmarks.budgets``: the effect of budgets that devices choose themselves on the spread of their times.
 
-Five devices of a pFedGate federation, real sessions against a coordinator process on a port of this machine. They are
-made unequal by their policy's ``duty``: one computes half of the time and rests the other half, as a board half as fast
-would take twice as long. Each tries the federation's own model, chooses its budget for a deadline that only the fastest
+Five devices of a pFedGate federation, real sessions against a coordinator process on a port of this machine. Their
+policy's ``duty`` makes them unequal: a device that rests half of the time takes twice as long, like a board of half the
+speed. Each tries the federation's own model, chooses its budget for a deadline that only the fastest
 meets at a budget of 1, and trains; then the same again with the mean of those budgets for all. Devices train one after
-the other, so that they do not slow each other down. Inputs are random: what is learned does not matter here.
+the other, so that they do not slow each other down. Inputs are random, because the learned model does not matter.
 
-Compared are the seconds of a round's training, by the wall or, with ``--processor-time`` for a machine that others use
-too, of its processor and of the rests, with what was predicted before the first round, and the
-spread of those seconds over devices with what it is for equal budgets. Writes ``docs/results/budgets.md``.
+It compares the seconds of a round's training with the prediction before the first round, and their spread over devices
+with the spread for equal budgets. With ``--processor-time``, for a shared machine, it counts processor time and rests
+instead of wall time. It writes ``docs/results/budgets.md``.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ SPREAD_BOUND, SECONDS_BOUND = 0.7, 0.25
 
 @dataclass(frozen=True)
 class Row:
-    """One device: its duty, the budget it chose, seconds of a round's training as predicted before the first one, and
-    as measured, the median of its rounds."""
+    """One device: its duty, its budget, and the seconds of a round's training, predicted before the first round and
+    measured (the median of its rounds).
+    """
 
     duty: float
     budget: float
@@ -69,7 +70,7 @@ class Row:
 
 
 class Clock:
-    """A device's time: the wall's, or that of this process on its processor, whose rests pass at once."""
+    """A device's time: wall time, or the processor time of this process, whose rests pass at once."""
 
     def __init__(self, *, processor: bool) -> None:
         self._processor, self._rested = processor, 0.0
@@ -86,7 +87,7 @@ class Clock:
 
 
 def run(folder: Path, planned: float | None, budget: float | None, clock: Clock) -> tuple[float, list[Row]]:
-    """A federation of five devices: the seconds that they plan with, and a row for each.
+    """Run a federation of five devices; return the seconds that they plan with, and a row per device.
 
     planned: those seconds; None has them found out. budget: of all of them; None has each choose.
     """
@@ -154,7 +155,7 @@ def _task(info: FederationInfo) -> Task:
 
 
 def _whole_round(server: str, clock: Clock) -> float:
-    """Seconds of a round's training of everything, tried here."""
+    """Return the seconds of a round's training at budget 1, measured on this machine."""
     with httpx.Client(base_url=server, timeout=60) as client:
         transport = Transport(client)
         info, manifest = transport.federation("budgets"), transport.manifest("budgets")
@@ -179,7 +180,7 @@ def _prepare(
 
 
 def _seconds(server: str) -> dict[str, float]:
-    """Device -> the median seconds of its rounds' training."""
+    """Return device -> the median seconds of its rounds' training."""
     taken: dict[str, list[float]] = {}
     with httpx.Client(base_url=server, timeout=60) as client:
         for number in range(1, ROUNDS + 1):
@@ -192,12 +193,12 @@ def _seconds(server: str) -> dict[str, float]:
 
 
 def spread(rows: list[Row]) -> float:
-    """Seconds between the fastest and the slowest device."""
+    """Return the seconds between the fastest and the slowest device."""
     return max(row.measured for row in rows) - min(row.measured for row in rows)
 
 
 def page(planned: float, own: list[Row], equal: list[Row], by: str) -> str:
-    """Both federations as Markdown."""
+    """Return both federations as Markdown."""
     ratio = spread(own) / spread(equal)
     errors = [abs(row.predicted / row.measured - 1) for row in own]
     verdicts = [
@@ -235,10 +236,10 @@ def page(planned: float, own: list[Row], equal: list[Row], by: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run both federations, print the page and keep it; exit status 1 where a bound is not met."""
+    """Run both federations, print and write the page; return 1 if a bound is not met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS / "budgets.md", help="default: %(default)s")
-    parser.add_argument("--processor-time", action="store_true", help="for a machine that others use meanwhile")
+    parser.add_argument("--processor-time", action="store_true", help="for a machine that others use too")
     options = parser.parse_args(arguments)
     clock = Clock(processor=options.processor_time)
     by = "of the processor and of rests" if options.processor_time else "by the wall"

@@ -1,7 +1,7 @@
-"""``compare``: methods side by side on one's own data, without an experiment's file.
+"""``compare``: a comparison of methods on the user's own data, without an experiment's file.
 
-Every device trains as after ``sparrow publish``: what is not given is the product's default, early stopping included,
-and alike for all methods.
+Every device trains as after ``sparrow publish``: settings that are not given have the product's defaults, early
+stopping included, alike for all methods.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ def compared(
     partition: str | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> Experiment:
-    """The experiment that compares ``methods`` on ``data``.
+    """Return the experiment that compares ``methods`` on ``data``.
 
     methods: names, separated by commas; ``+ft`` behind one judges each device's fine-tuned copy of the global model.
     partition: its name and options, as in ``dirichlet,alpha=0.3``. settings: of all methods. Raises WrongUsage,
     UnknownMethod, DataError.
     """
     if task == "npz" and not data:
-        raise WrongUsage("add --data, an npz or CSV file or a folder; --task digits has data of its own")
+        raise WrongUsage("add --data, an npz or CSV file or a folder; --task digits needs none")
     if seeds < 1:
         raise WrongUsage(f"--seeds {seeds}: give at least 1")
     number, about, usual = _devices(task, data, devices)
     if partition and files_of_devices(task, data, devices):
         raise WrongUsage(
-            f"--partition {partition}: each device has a file of its own and nothing is dealt; leave it out"
+            f"--partition {partition}: each device has its own file and nothing is distributed; leave it out"
         )
     rule, options = _partition(partition or usual)
     decided = {"seed": "--seeds", "method": "--methods", "finetune_epochs": "--methods NAME+ft"}
     for name in sorted({*(settings or {})} & {*decided}):
-        raise WrongUsage(f"--set {name}: that is what {decided[name]} says; leave it out")
+        raise WrongUsage(f"--set {name}: {decided[name]} decides it; leave it out")
     given = read_settings({**({} if rounds is None else {"rounds": rounds}), **(settings or {})}, "--set ")
     try:
         common = given.model_dump(mode="json", include=set(settings or {}))
@@ -89,7 +89,7 @@ def compared(
 
 
 def _devices(task: str, data: str, wanted: int | None) -> tuple[int, str, str]:
-    """How many devices there are, a sentence about their data, and how these are dealt where nobody says it."""
+    """Return the number of devices, a sentence about their data, and the default partition."""
     if wanted is not None and wanted < 2:
         raise WrongUsage(f"--devices {wanted}: a comparison takes at least 2")
     files = files_of_devices(task, data, wanted)
@@ -141,7 +141,7 @@ def _methods(text: str, settings: FederationSettings) -> Iterator[MethodRun]:
 
 
 def name_of(task: str, data: str) -> str:
-    """What the comparison's folder and files are called."""
+    """Return the name of the comparison's folder and files."""
     path = Path(data.partition(",")[0])
     if any(place in path.name for place in (*PLACES, "*", "?", "[")):
         path = path.parent

@@ -1,9 +1,9 @@
 """``make demo``: one coordinator and five device processes, from nothing to five personal ONNX files.
 
-Everything is the product's own: ``uvicorn coordinator.main:app`` and ``python -m edge_sdk.join``, over HTTP on this
-machine. Devices have budgets 0.2 to 1.0 and a Dirichlet(0.3) share of scikit-learn's digits. Afterwards three models
-are compared on each device's own held-out data: one trained there alone, from the same first weights and for as many
-local steps; the federation's global model; the device's personal model.
+The demo runs the product's own programs, ``uvicorn coordinator.main:app`` and ``python -m edge_sdk.join``, over HTTP on
+this machine. Devices have budgets 0.2 to 1.0 and a Dirichlet(0.3) share of scikit-learn's digits. Afterwards three
+models are compared on each device's own held-out data: one trained there alone, from the same first weights and for as
+many local steps; the federation's global model; the device's personal model.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class DeviceRow:
 
     @property
     def traffic_share(self) -> float:
-        """Bytes both ways against sending the whole model in float32 both ways in each of its rounds."""
+        """Return the bytes both ways as a share of sending the whole float32 model both ways in each of its rounds."""
         return (self.bytes_up + self.bytes_down) / (2 * self.rounds * self.whole_model_bytes)
 
 
 @contextlib.contextmanager
 def fresh(folder: Path) -> Iterator[str]:
-    """A coordinator in an emptied ``folder``, with everything it prints in the folder's logs; yields its address."""
+    """Start a coordinator in an emptied ``folder``, and its logs there; yield its address."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with coordinator(folder) as server:
@@ -130,13 +130,13 @@ def run(folder: Path, server: str, seed: int, **settings: Any) -> dict[str, Any]
 
 
 def name(index: int) -> str:
-    """The name of the device at ``index``."""
+    """Return the name of the device at ``index``."""
     return f"device-{index}"
 
 
 @contextlib.contextmanager
 def devices(folder: Path, server: str, seed: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Five device processes, each with its own folder."""
+    """Run five device processes, each with its own folder."""
     processes = []
     try:
         for index, budget in enumerate(BUDGETS):
@@ -234,8 +234,9 @@ def judge(
 
 
 def local_only(task: Task, manifest: Manifest, settings: FederationSettings, progress: Progress, device: str) -> float:
-    """Accuracy of a model trained on this device alone: same first weights, rate, batch and number of local steps, and
-    of its rounds' models the best on validation data."""
+    """Return the accuracy of a model trained on this device alone: same first weights, rate, batch and number of
+    local steps; of its rounds' models the best on validation data counts.
+    """
     set_tensors(task.model, initial_values(manifest, settings.seed))
     best: Evaluation | None = None
     accuracy = 0.0
@@ -267,7 +268,7 @@ def _samples(batches: Any) -> int:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as one table, for a terminal."""
+    """Return the report as one table for a terminal."""
     head = (
         f"{'device':9} {'budget':>6} {'rounds':>6} {'stopped':>7} {'local':>7} {'global':>7} {'personal':>8} "
         f"{'up':>8} {'down':>8} {'of whole':>8} {'in all':>8} {'joules':>15} {'ONNX':>8} {'latency':>8}"
@@ -320,10 +321,10 @@ def show(report: dict[str, Any], folder: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the demo and show what came out."""
+    """Run the demo and print its result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description="One federation, five devices.")
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where to work; it is emptied first")
-    parser.add_argument("--seed", type=int, default=0, help="what decides weights, data, masks and batches")
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="work folder; it is emptied first")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, data, masks and batches")
     parser.add_argument("--keep", action="store_true", help="keep the page open afterwards, until Ctrl-C")
     options = parser.parse_args(arguments)
     with fresh(options.folder) as server:

@@ -24,7 +24,9 @@ RESULTS = Path("docs/results")
 
 
 def paired(reports: list[dict[str, Any]], other: str) -> tuple[float, float, float, int]:
-    """Mean over seeds of personal minus ``other``, in points, its 95 % interval, and how many pairs are below zero."""
+    """Return the mean over seeds of personal minus ``other`` in points, its 95 % interval, and the number of pairs
+    below zero.
+    """
     differences = [
         [100 * (row["accuracy_personal"] - row[f"accuracy_{other}"]) for row in report["devices"]] for report in reports
     ]
@@ -35,7 +37,7 @@ def paired(reports: list[dict[str, Any]], other: str) -> tuple[float, float, flo
 
 
 def page(reports: list[dict[str, Any]]) -> str:
-    """The reports as a page of Markdown."""
+    """Return the reports as a page of Markdown."""
     settings = reports[0]["settings"]
     pairs = sum(len(report["devices"]) for report in reports)
     lines = [
@@ -104,7 +106,7 @@ def page(reports: list[dict[str, Any]]) -> str:
 
 
 def stopping_section(by_rule: dict[str, list[dict[str, Any]]]) -> str:
-    """What the stop rules cost and gain, the same five seeds each."""
+    """Return the costs and gains of the stop rules, with the same five seeds each."""
     lines = [
         "",
         "## Early stopping",

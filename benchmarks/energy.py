@@ -1,4 +1,4 @@
-"""``python -m benchmarks.energy``: what training costs in joules on known boards, by method, from recorded trials.
+"""``python -m benchmarks.energy``: joules of training on known boards, by method, from recorded trials.
 
 Nothing is trained: FLOPs and bytes that trials have counted become the seconds and joules of each board that
 ``devices.simulation`` knows, as if every device of the trial were that board. Trials that simulated a mixed fleet have
@@ -40,18 +40,18 @@ device's round. A point is one percentage point of the final mean accuracy over 
 
 
 def joules_on(board: Board, point: Point) -> float:
-    """What all training up to ``point`` takes where every device is ``board``, in joules."""
+    """Return the joules of all training up to ``point`` if every device were ``board``."""
     transfer = board.transfer_seconds(point.bytes_up + point.bytes_down)
     return board.joules(board.computing_seconds(point.training_flops), transfer)
 
 
 def updates_of(trial: Recorded) -> int:
-    """Device-rounds of a trial."""
+    """Return the number of device-rounds of a trial."""
     return sum(device.rounds for device in trial.result.devices)
 
 
 def stops_early(trial: Recorded) -> bool:
-    """Whether its devices stop early."""
+    """Return True if the trial's devices stop early."""
     return bool(trial.trial.settings.get("early_stopping", FederationSettings().early_stopping) != "off")
 
 
@@ -61,7 +61,7 @@ def _title(trial: Recorded) -> str:
 
 
 def _groups(recorded: Sequence[Recorded]) -> dict[str, dict[str, list[Recorded]]]:
-    """Title -> label -> its trials."""
+    """Return title -> label -> its trials."""
     found: dict[str, dict[str, list[Recorded]]] = {}
     for trial in recorded:
         found.setdefault(_title(trial), {}).setdefault(trial.trial.label, []).append(trial)
@@ -101,7 +101,7 @@ def _figures(joules: Sequence[float], trials: Sequence[Recorded]) -> str:
 
 
 def _saved(groups: dict[str, dict[str, list[Recorded]]]) -> str:
-    """What early stopping saves, of the same method, on the same seeds."""
+    """Return the savings of early stopping for the same method on the same seeds."""
     lines = []
     for title, labels in groups.items():
         for label, trials in labels.items():
@@ -126,7 +126,7 @@ def _saved(groups: dict[str, dict[str, list[Recorded]]]) -> str:
 
 
 def _mixed(recorded: Sequence[Recorded]) -> str:
-    """Trials whose rows have the joules of a mixed fleet."""
+    """Return the trials whose rows have the joules of a mixed fleet."""
     lines = []
     for trial in recorded:
         end = trial.points[-1]
@@ -149,10 +149,10 @@ def _mixed(recorded: Sequence[Recorded]) -> str:
 
 
 def page(recorded: Sequence[Recorded], sources: Sequence[str]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     groups = _groups(recorded)
     parts = [HEAD.format(sources=", ".join(f"`{name}.jsonl`" for name in sources))]
-    parts.append("\n## What early stopping saves\n\n" + _saved(groups))
+    parts.append("\n## Savings of early stopping\n\n" + _saved(groups))
     parts.append(
         "\n## A fleet of unequal boards\n\nThe five budgets of FedSPU's paper, each on a board that can afford it, as "
         "the trial itself added them up, device by device.\n\n" + _mixed(recorded)
@@ -164,10 +164,10 @@ def page(recorded: Sequence[Recorded], sources: Sequence[str]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the page; returns the exit status."""
+    """Write the page; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.energy", description=__doc__.split("\n")[0])
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the rows lie (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="where the page goes (default: energy.md beside the rows)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="the page (default: energy.md beside the rows)")
     options = parser.parse_args(arguments)
     recorded = [
         trial
@@ -176,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
         if trial.points
     ]
     if not recorded:
-        raise SystemExit(f"{options.results} holds no rows of {', '.join(EXPERIMENTS)}; run an experiment first")
+        raise SystemExit(f"{options.results} has no rows of {', '.join(EXPERIMENTS)}; run an experiment first")
     out = options.out or options.results / "energy.md"
     out.write_text(page(recorded, EXPERIMENTS))
     print(out)

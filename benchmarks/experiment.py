@@ -1,19 +1,19 @@
-"""An experiment as a short TOML file (``benchmarks/experiments/*.toml``): what is run, on what, how often.
+"""An experiment as a short TOML file (``benchmarks/experiments/*.toml``): task, methods, settings, rounds and seeds.
 
     title = "FedSPU on CIFAR-10"
     task = "cifar10"
-    partition = "dirichlet"         its options are axes, or stand behind commas; "default": as the task deals where
-                                    --data does not say it, or each device has a file of its own
+    partition = "dirichlet"         its options are axes, or follow after commas; "default": the task's own partition,
+                                    or each device has its own file
     devices = 100
     rounds = 150
     evaluate_every = 25
     seeds = [0, 1, 2]
-    as_published = true             settings that are not named are those of ``sparrow publish``; else ``AS_IN_PAPERS``
+    as_published = true             other settings are those of ``sparrow publish``; else ``AS_IN_PAPERS``
     data = { test = "published" }   further options of --data, for every trial
     upload_caps = [100, 200]        MiB: one more table, the best accuracy so far at these cumulative uploads
-    shifts = [0, 0.5, 1]            when a trial has ended its models are judged on these test sets too: shares of the
+    shifts = [0, 0.5, 1]            a trial's last models are evaluated on these test sets too: shares of the
     corruptions = ["contrast"]      samples from all devices; kinds of corruption, at each of these severities (1 to 5
-    severities = [1, 3, 5]          where none are given); recorded with these, as in test_on = ["phone", "watch"]
+    severities = [1, 3, 5]          if not given); recorded with these, as in test_on = ["phone", "watch"]
 
     [settings]                      of every method: fields of FederationSettings
     cohort = 10
@@ -29,9 +29,9 @@
     [[methods]]
     label = "FedProx"
     method = "fedprox"
-    grid = { "method_settings.proximal_weight" = [0.1, 1.0] }      to be tuned for this method alone
+    grid = { "method_settings.proximal_weight" = [0.1, 1.0] }      tuned for this method alone
 
-    [tune]                          the same trials for every method, judged on validation data
+    [tune]                          the same trials for every method, evaluated on validation data
     grid = { learning_rate = [0.01, 0.03, 0.1] }
     rounds = 40
 
@@ -95,14 +95,16 @@ class MethodRun(_Part):
     settings: dict[str, Any] = {}
     budgets: tuple[float, ...] = (1.0,)
     tuned_as: str | None = Field(default=None, description="Takes the tuned settings of this label")
-    grid: dict[str, tuple[Value, ...]] = Field(default={}, description="What is tuned for this method beside the rest")
+    grid: dict[str, tuple[Value, ...]] = Field(
+        default={}, description="The grid of this method in addition to the common one"
+    )
     judged_as: str | None = Field(
-        default=None, description="Which of the method's other ways to predict counts, such as DM-PFL's adaptive"
+        default=None, description="Another way of the method to predict that counts, such as DM-PFL's adaptive"
     )
 
 
 class Tuning(_Part):
-    """Trials that choose settings: every combination of ``grid``, for every method alike, and of the method's own."""
+    """Trials that choose settings: every combination of ``grid`` for every method, and of the method's own grid."""
 
     grid: dict[str, tuple[Value, ...]] = Field(min_length=1)
     rounds: int = Field(ge=1)
@@ -111,7 +113,7 @@ class Tuning(_Part):
 
 
 class Experiment(_Part):
-    """What an experiment's file says."""
+    """The content of an experiment's file."""
 
     title: str
     about: str = ""
@@ -148,31 +150,31 @@ class Experiment(_Part):
                 raise ValueError(f"{run.label}: has a grid but is not tuned; add [tune] and leave tuned_as out")
             both = sorted(set(flat(run.settings)) & set(self.grid_of(run)))
             if both:
-                raise ValueError(f"{run.label}: {', '.join(both)} is set and is to be tuned; leave one of them out")
+                raise ValueError(f"{run.label}: {', '.join(both)} is set and tuned; leave one of them out")
         decided = sorted(set(self.data) & {"partition", "seed", "index", "of", *self.axes})
         if decided:
-            raise ValueError(f"data: {', '.join(decided)} is said elsewhere in the experiment; leave it out of data")
+            raise ValueError(f"data: {', '.join(decided)} is set elsewhere in the experiment; leave it out of data")
         self._check_shifts()
         return self
 
     def _check_shifts(self) -> None:
-        """Refuse, before hours of training, test sets that cannot be had after it."""
+        """Refuse impossible test sets before hours of training."""
         for name in ("shifts", "corruptions", "severities", "test_on"):
             if len(set(getattr(self, name))) < len(getattr(self, name)):
                 raise ValueError(f"{name}: a test set is named twice; name each once")
         if self.severities and not self.corruptions:
-            raise ValueError("severities are those of corruptions; say which, or leave severities out")
+            raise ValueError("severities need corruptions; name these, or leave severities out")
         if self.tests_on_published and any(self.shifts):
-            raise ValueError("shifts draw from the devices' own test samples; leave them out, or test = published")
+            raise ValueError("shifts draw from the devices' own test samples; leave out shifts, or test = published")
         for name in self.corruptions:
             check_corruption(name, published=self.tests_on_published)
         both = sorted({key for each in self.test_sets for key in each} & {"shift", "corruption"} & set(self.data))
         if both:
-            raise ValueError(f"data: {', '.join(both)} is what the test sets change; leave it out of data")
+            raise ValueError(f"data: {', '.join(both)} is changed by the test sets; leave it out of data")
 
     @property
     def test_sets(self) -> tuple[Options, ...]:
-        """The test sets that a trial's models are judged on when it has ended, as options of ``--data``."""
+        """Return the further test sets of a trial's last models, as options of ``--data``."""
         severities = self.severities or tuple(range(1, SEVERITIES + 1))
         shifted: list[Options] = [{"shift": share} for share in self.shifts]
         corrupted: list[Options] = [
@@ -183,17 +185,19 @@ class Experiment(_Part):
         return (*shifted, *corrupted, *elsewhere)
 
     def grid_of(self, run: MethodRun) -> dict[str, tuple[Value, ...]]:
-        """What is tuned for a method: nothing where the experiment has no ``[tune]``."""
+        """Return the grid of a method; empty if the experiment has no ``[tune]``."""
         return {} if self.tune is None else {**self.tune.grid, **run.grid}
 
     @property
     def tests_on_published(self) -> bool:
-        """Whether the devices' test samples together are the published test set, so that weighted means are of it."""
+        """Return True if the devices' test samples together are the published test set, so that weighted means
+        refer to it.
+        """
         return self.data.get("test") == "published"
 
 
 class Trial(_Part):
-    """One federation of an experiment, complete: what it is called follows from what it is."""
+    """One federation of an experiment, complete: its name follows from its content."""
 
     experiment: str
     label: str
@@ -213,7 +217,7 @@ class Trial(_Part):
 
     @model_serializer(mode="wrap")
     def _without_nothing(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Trials without these are written as they were before there were any, and found again by it."""
+        """Leave out these fields if they are empty, so that older rows keep their names."""
         fields: dict[str, Any] = dump(self)
         for name in ("test_sets", "judged_as"):
             if not fields.get(name):
@@ -222,29 +226,29 @@ class Trial(_Part):
 
     @property
     def training(self) -> Trial:
-        """The same for all trials that only judge differently what one training has made."""
+        """Return the same value for all trials that only evaluate one training differently."""
         return self.model_copy(update={"label": "", "judged_as": None})
 
     @property
     def name(self) -> str:
-        """Unique within its experiment."""
+        """Return a name that is unique within its experiment."""
         axes = [f"{key}={value}" for key, value in self.axes.items()]
         return "/".join([self.label, *axes, f"seed={self.seed}"])
 
     @property
     def data_text(self) -> str:
-        """How the data are dealt, as ``--data`` of the tasks has it; the path goes before it."""
+        """Return the distribution of the data as text for ``--data``; the path goes before it."""
         options = [f"{key}={value}" for key, value in {**self.axes, **self.data}.items()]
         dealt = self.partition != DEFAULT
         return ",".join([*[f"partition={self.partition}"] * dealt, *options, *[f"seed={self.seed}"] * dealt])
 
     def tested_on(self, options: Options) -> str:
-        """``data_text`` with another test set: what a device trains on stays as it is."""
+        """Return ``data_text`` with another test set; the training data stay the same."""
         return self.model_copy(update={"data": {**self.data, **options}}).data_text
 
 
 def flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings with those of a table one by one, by dotted names: {"a": {"b": 1}} is {"a.b": 1}."""
+    """Return settings with those of a table one by one, by dotted names: {"a": {"b": 1}} becomes {"a.b": 1}."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
         found |= {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {key: value}
@@ -252,7 +256,7 @@ def flat(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged(*parts: dict[str, Any]) -> dict[str, Any]:
-    """Settings as ``FederationSettings`` has them, from parts with or without dotted names; later ones win."""
+    """Return settings as ``FederationSettings`` has them, from parts with or without dotted names; later ones win."""
     settings: dict[str, Any] = {}
     for key, value in {name: value for part in parts for name, value in flat(part).items()}.items():
         table, dot, name = key.partition(".")
@@ -272,7 +276,7 @@ class BadExperiment(ValueError):
 
 
 def load_experiment(name: str) -> Experiment:
-    """The experiment ``name`` of ``benchmarks/experiments``, or of the file at that path.
+    """Return the experiment ``name`` of ``benchmarks/experiments``, or the one of the file at that path.
 
     Raises UnknownExperiment, BadExperiment.
     """
@@ -299,7 +303,7 @@ def load_experiment(name: str) -> Experiment:
 def trials(
     experiment: Experiment, name: str, tuned: dict[str, dict[str, Value]], scale: float = 1.0
 ) -> Iterator[Trial]:
-    """Every trial, seed by seed, so that a run that is cut short has whole comparisons.
+    """Return every trial, seed by seed, so that an interrupted run has complete comparisons.
 
     tuned: label -> settings chosen for it. scale: factor on the number of rounds, for a quick look.
     """
@@ -317,9 +321,9 @@ def trials(
 def tuning_trials(
     experiment: Experiment, name: str, scale: float = 1.0
 ) -> Iterator[tuple[str, dict[str, Value], Trial]]:
-    """(label, settings on trial, trial) for every method that is tuned by itself, and every point of the grid."""
+    """Return (label, settings, trial) for every separately tuned method and every point of the grid."""
     if experiment.tune is None:
-        raise SystemExit(f"{name} has no [tune]; add the grid that is to be tried")
+        raise SystemExit(f"{name} has no [tune]; add it with a grid")
     rounds = max(1, round(experiment.tune.rounds * scale))
     for run in experiment.methods:
         if run.tuned_as is not None:

@@ -1,9 +1,9 @@
-"""``python -m benchmarks.export_compact``: what a compact ONNX file saves against the dense one, and what it could.
+"""``python -m benchmarks.export_compact``: savings of a compact ONNX file against the dense one, and the best possible.
 
-Three files of a task's network are run in turn, in one process: *dense*, all weights there; *compact*, made from the
+Three files of a task's network are run in turn, in one process: *dense*, with all weights; *compact*, made from the
 dense one with 0.3 of its neurons left and zeros for the rest; *small*, a network built by torch with just those
-neurons, published and filled like any other, which is the best that compacting can do. ONNX Runtime on one thread;
-medians over the turns, so that what else the machine does meets all three alike.
+neurons, published and filled like any other, which is the best possible result. ONNX Runtime on one thread; medians
+over the turns, so that other load on the machine affects all three alike.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SAME = 1e-5
 
 
 def files(name: str, ratio: float) -> dict[str, bytes]:
-    """The three ONNX files of a task, after checking that compact and small ones predict as the masked dense one."""
+    """Return the three ONNX files of a task; compact and small ones are checked against the masked dense one."""
     task = load_builtin(name)
     mask = draw_neurons(task.manifest, NeuronDraw("benchmark", 0, "device", ratio))
     weights = random_weights(task.manifest)
@@ -61,7 +61,7 @@ def files(name: str, ratio: float) -> dict[str, bytes]:
 
 
 def random_weights(manifest: Manifest) -> Tensors:
-    """Weights that keep activations near 1."""
+    """Return random weights that keep activations near 1."""
     rng = np.random.default_rng(0)
     tensors: Tensors = {}
     for spec in manifest.kept:
@@ -71,7 +71,7 @@ def random_weights(manifest: Manifest) -> Tensors:
 
 
 def zero_outside(manifest: Manifest, tensors: Tensors, mask: NeuronMask) -> Tensors:
-    """The tensors with zeros in place of all that belongs to other neurons than the mask's."""
+    """Return the tensors with zeros for all neurons outside the mask."""
     masked = {}
     for spec in manifest.kept:
         masked[spec.name] = np.zeros_like(tensors[spec.name])
@@ -83,7 +83,7 @@ def zero_outside(manifest: Manifest, tensors: Tensors, mask: NeuronMask) -> Tens
 
 
 def built_small(task: BuiltinTask, weights: Tensors, mask: NeuronMask) -> bytes:
-    """The ONNX file of a network that torch builds with the mask's neurons alone."""
+    """Return the ONNX file of a network that torch builds with the mask's neurons alone."""
     narrow = narrowed(task.manifest, mask)
     shapes = {spec.name: spec.shape for spec in narrow.kept}
     model = NETWORKS[task.name]()
@@ -123,7 +123,7 @@ class Runner:
 
 
 def latencies(bodies: dict[str, bytes], shape: Sequence[int], batch: int, turns: int) -> dict[str, float]:
-    """File -> median seconds of a run, the files taking turns of ``TURN`` runs.
+    """Return file -> median seconds of a run; the files take turns of ``TURN`` runs.
 
     A device runs one model over and over. The first run of a turn finds the caches full of another's weights and is
     not counted.

@@ -1,10 +1,10 @@
-"""``python -m benchmarks.export_packed``: what packed weights and fewer bits cost and save, against dense float32.
+"""``python -m benchmarks.export_packed``: costs and savings of packed weights and fewer bits, against dense float32.
 
 Each built-in model, its weights under random masks, dense and packed: bytes of the file, milliseconds of one sample,
-and, in a process of its own as on a device, milliseconds to load it and by how much that raises the peak memory (Linux
-only). Then fp32, int8 and what ``auto`` chooses between them, as trained for a few epochs on ``--data``; without,
-models are as they were drawn, and the share of samples of the same class says little. One thread, one sample at a time;
-the files of a density run and load in turns, and medians count.
+and, in a process of its own as on a device, milliseconds to load it and the rise of the peak memory (Linux only). Then
+fp32, int8 and the choice of ``auto``, trained for a few epochs on ``--data``; without it models have random weights,
+and the share of samples of the same class says little. One thread, one sample at a time; the files of a density run and
+load in turns, and medians count.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--task", action="append", help=f"may be given again (default: {', '.join(TASKS)})")
     parser.add_argument("--runs", type=int, default=300, help="of each model (default: %(default)s)")
     parser.add_argument("--loads", type=int, default=5, help="of each file (default: %(default)s)")
-    parser.add_argument("--data", type=Path, help="folder of mnist.npz and cifar10.npz, to train and judge on")
+    parser.add_argument("--data", type=Path, help="folder of mnist.npz and cifar10.npz, for training and evaluation")
     options = parser.parse_args(arguments)
     tasks = options.task or TASKS
     cells = [(task, density) for task in (*tasks, WIDE) for density in DENSITIES]
@@ -120,7 +120,7 @@ def _with_ratio(values: Sequence[float], number: int, form: str) -> tuple[str, s
 
 
 def in_turns(calls: Sequence[Callable[[], object]], times: int) -> list[float]:
-    """Median milliseconds of each call: one after the other, so that what slows the machine slows all."""
+    """Return the median milliseconds of each call, one after the other, so that a slow machine affects all alike."""
     taken: list[list[float]] = [[] for _ in calls]
     for number in range(times + max(1, times // 10)):
         for call, milliseconds in zip(calls, taken, strict=True):
@@ -132,7 +132,7 @@ def in_turns(calls: Sequence[Callable[[], object]], times: int) -> list[float]:
 
 
 def session(path: Path) -> Any:
-    """The model loaded, for one thread."""
+    """Load the model for one thread."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
@@ -144,14 +144,14 @@ def _runner(loaded: Any, row: Array) -> Callable[[], object]:
 
 
 def _load(path: Path) -> tuple[float, float]:
-    """Milliseconds to load the file in a new process, and the MiB that it adds to the peak memory there."""
+    """Return the milliseconds to load the file in a new process, and the MiB that it adds to the peak memory there."""
     done = subprocess.run([sys.executable, "-c", _LOAD, str(path)], capture_output=True, text=True, check=True)
     seconds, kib = done.stdout.split()
     return float(seconds) * 1e3, int(kib) / 1024
 
 
 def masked(manifest: Manifest, tensors: Tensors, density: float) -> Tensors:
-    """``tensors`` with a random share ``density`` of each maskable weight."""
+    """Return ``tensors`` with a random share ``density`` of each maskable weight."""
     result = dict(tensors)
     for number, spec in enumerate(manifest.maskable):
         exists = np.random.default_rng(number).random(spec.shape) < density
@@ -160,7 +160,7 @@ def masked(manifest: Manifest, tensors: Tensors, density: float) -> Tensors:
 
 
 def sparse(task: str, density: float) -> tuple[ModelProto, Array]:
-    """A built-in model under a random mask, and a sample for it."""
+    """Return a built-in model under a random mask, and a sample for it."""
     found = load_builtin(task)
     tensors = masked(found.manifest, initial_values(found.manifest, 0), density)
     row = np.random.default_rng(0).normal(size=(1, *found.manifest.input_shape)).astype(np.float32)
@@ -168,7 +168,7 @@ def sparse(task: str, density: float) -> tuple[ModelProto, Array]:
 
 
 def wide(density: float, layers: int = 8, width: int = 2048) -> tuple[ModelProto, Array]:
-    """A model whose weights, 128 MiB, are most of what a process needs."""
+    """Return a model whose weights, 128 MiB, are most of a process's memory."""
     random = np.random.default_rng(0)
     weights = [
         np.where(random.random((width, width)) < density, random.normal(size=(width, width)), 0).astype(np.float32)
@@ -199,7 +199,7 @@ def _precision(task: str, data: Path | None, runs: int) -> Choice:
 
 
 def _trained(task: str, data: Path, manifest: Manifest) -> tuple[Tensors, Array, Array, Array]:
-    """Weights after a few epochs on one device's share, its training inputs, and its held-out inputs and labels."""
+    """Return trained weights of one device's share, its training inputs, and its held-out inputs and labels."""
     import torch
 
     from edge_sdk.tasks import load_task

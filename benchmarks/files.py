@@ -1,4 +1,4 @@
-"""Where each simulated device has an npz file of its own: which files ``--data`` means."""
+"""Experiments in which each simulated device has an npz file of its own: the files that ``--data`` names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PLACES = ("{index}", "{name}")
 
 
 def files_of_devices(task: str, data: str, devices: int | None = None) -> tuple[str, ...]:
-    """The files of the first ``devices`` devices (None: of all that there are); () where they share what ``data`` is.
+    """Return the files of the first ``devices`` devices (None: all); () if the devices share ``data``.
 
     data: a folder of npz files; a pattern such as ``data/*.npz``; or a path with ``{index}`` or ``{name}`` in it, which
     are 0, 1, ... and device-0, device-1, .... Files of a folder or pattern are in the order of their names. Only the
@@ -24,11 +24,11 @@ def files_of_devices(task: str, data: str, devices: int | None = None) -> tuple[
     elif Path(data).is_dir():
         found = sorted(str(path) for path in Path(data).glob("*.npz"))
         if not found:
-            raise NoData(f"--data {data}: the folder holds no npz files; it has one for each device")
+            raise NoData(f"--data {data}: the folder has no npz files; it needs one per device")
     elif set(data) & set("*?["):
         found = sorted(glob(data))
         if not found:
-            raise NoData(f"--data {data}: no file has such a name")
+            raise NoData(f"--data {data}: no file matches")
     else:
         return ()
     if devices is None:

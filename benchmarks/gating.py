@@ -1,13 +1,13 @@
-"""``python -m benchmarks.gating``: what a device-round of pFedGate takes, beside FedAvg's and beside small networks.
+"""``python -m benchmarks.gating``: the cost of a device-round of pFedGate, beside FedAvg and small networks.
 
     python -m benchmarks.gating            measure, and write docs/results/gating.jsonl and gating.md
     python -m benchmarks.gating --quick    the cells of mnist:leaf at a batch of 128 alone, printed
 
-A device-round is what ``train`` of the method's device half does with one epoch of BATCHES random batches, in one
-thread: from the values received to the values to send. *small* trains, for every batch, a physically small network of
-just the rows that the gate has chosen for it, and then the gate alone (forward, backward, step, knapsack): what no
-skipping of blocks can be faster than. Variants alternate round by round in one process; medians are compared. Memory is
-the peak of a process of its own above what it held before it had a model.
+A device-round is one call of ``train`` of the method's device half with one epoch of BATCHES random batches in one
+thread, from the received values to the values to send. *small* trains, for every batch, a physically small network of
+just the rows that the gate has chosen for it, and then the gate alone (forward, backward, step, knapsack): a lower
+bound for skipping blocks. Variants alternate round by round in one process; medians are compared. Memory is
+the peak of a process of its own above its memory before it had a model.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Round:
-    """One device-round of a method, to be done again and again from the same start."""
+    """One device-round of a method that is repeated from the same start."""
 
     method: str
     model: str
@@ -68,12 +68,12 @@ class Round:
 
     @cached_property
     def setting(self) -> Setting:
-        """The network, and its first batch."""
+        """Return the network and its first batch."""
         return Setting.of(self.model, self.batch)
 
     @cached_property
     def settings(self) -> FederationSettings:
-        """Momentum 0.9, gradients clipped at 10, as the paper's code has it."""
+        """Return momentum 0.9 and gradients clipped at 10, as in the paper's code."""
         return completed(
             FederationSettings(
                 method=self.method,
@@ -88,12 +88,12 @@ class Round:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The federation's."""
+        """Return the federation's manifest."""
         return load_server_half(self.method).manifest(self.setting.manifest, self.settings)
 
     @cached_property
     def task(self) -> Task:
-        """Random batches, which a trained network would know no better."""
+        """Return a task of random batches."""
         classes = int(self.setting.targets.max()) + 1
         draw = torch.Generator().manual_seed(0)
         shape = self.setting.inputs.shape
@@ -106,7 +106,7 @@ class Round:
 
     @cached_property
     def job(self) -> Job:
-        """The assignment, with the whole model for a payload."""
+        """Return the assignment, with the whole model as its payload."""
         values = pack(self.manifest, get_tensors(self.task.model, self.manifest), None)
         assignment = Assignment(
             assignment_id="a", kind=Kind.train, round=1, deadline_seconds=600.0, settings=self.settings
@@ -115,11 +115,11 @@ class Round:
         return Job(assignment, self.manifest, self.task, self.task.model, DeviceState(), received, budget=SHARE)
 
     def __call__(self) -> None:
-        """Do it."""
+        """Run the round."""
         load_method(self.method).train(self.job)
 
     def choices(self) -> list[Selection]:
-        """The blocks that the gate chooses in each batch of the round."""
+        """Return the blocks that the gate chooses in each batch of the round."""
         chosen: list[Selection] = []
         gated = gated_model(self.job, {})
 
@@ -134,7 +134,7 @@ class Round:
 
 
 def _small(of: Round) -> Callable[[], None]:
-    """For each batch a step of a network of the rows that were chosen, and one of the gate."""
+    """Run, for each batch, a step of a network of the chosen rows, and one of the gate."""
     networks = [
         steps.small(of.setting, steps.rows_on(of.setting, of.manifest.block_table, choice), 0.9)
         for choice in of.choices()
@@ -165,7 +165,7 @@ def _rounds(model: str, batch: int) -> Iterator[tuple[str, Round]]:
 
 
 def measure(model: str, batch: int) -> Row:
-    """Median seconds of each variant, and the peaks of those that are device-rounds."""
+    """Return the median seconds of each variant, and the memory peaks of the device-rounds."""
     torch.set_num_threads(1)
     rounds = dict(_rounds(model, batch))
     variants: dict[str, Callable[[], None]] = dict(rounds)
@@ -197,7 +197,7 @@ def _peak_of(model: str, batch: int, name: str) -> int:
 
 
 def _peak(model: str, batch: int, name: str) -> int:
-    """Bytes at the most, above what the process held before it had a model; the data are no part of it."""
+    """Return the peak in bytes above the memory before there was a model; the data are not part of it."""
     torch.set_num_threads(1)
     dict(_rounds("mnist:small", 2))[name]()  # libraries that are loaded late belong to the base
     measured = dict(_rounds(model, batch))[name]
@@ -209,7 +209,7 @@ def _peak(model: str, batch: int, name: str) -> int:
 
 
 def page(rows: list[Row]) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     names = [f"{cost}, {gradients}" for cost in ("parameters", "flops") for gradients in ("exact", "estimated")]
     lines = []
     for row in rows:
@@ -242,7 +242,7 @@ its memory at a batch of 128, with code that skips nothing.
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure and write."""
+    """Measure and write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gating", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one network, one batch size, nothing written")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Markdown for the pages of results, and such a page as HTML, for those who have only a browser."""
+"""Markdown for the pages of results, and such a page as HTML for a browser."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ STYLE = (
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of ``rows`` under ``head``, a line each."""
+    """Return a table of ``rows`` under ``head``, one line per row."""
     return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *rows])
 
 
 def write_html(page: Path) -> Path:
-    """Write a page of results as one HTML file beside it, its pictures inside; returns the file.
+    """Write a page of results as one HTML file beside it, with its pictures inside; return the file.
 
     It knows what these pages are made of: headings, lists, tables, paragraphs, pictures of their own folder.
     """
@@ -56,7 +56,7 @@ def _blocks(lines: Sequence[str], folder: Path) -> Iterator[str]:
 
 
 def _kind(line: str) -> str:
-    """How a line begins: of a heading, a list, a table; a paragraph; or nothing."""
+    """Return the kind of a line by its beginning: heading, list, table, paragraph, or empty."""
     return line[0] if line[:1] in ("#", "|") else "-" if line.startswith("- ") else "p" if line.strip() else ""
 
 

@@ -1,6 +1,6 @@
-"""The figures of a trial, for every method alike, from what its coordinator recorded.
+"""The figures of a trial, alike for every method, from its coordinator's records.
 
-A device's accuracy is that of its personal model, or, where the method has none, of the global model, on the device's
+A device's accuracy is that of its personal model, or, if the method has none, of the global model, on the device's
 own test data. Bytes are bodies of payloads and updates as the devices counted them on the wire, evaluation apart. FLOPs
 are counted from shapes and masks.
 """
@@ -31,12 +31,12 @@ class Accuracy:
 
 
 def accuracy_of(evaluations: Sequence[Evaluation]) -> Accuracy | None:
-    """Accuracy over the devices that were judged; None where none was."""
+    """Return the accuracy over the evaluated devices; None if there is none."""
     return accuracy_over([(each.accuracy, each.num_examples) for each in evaluations])
 
 
 def accuracy_over(devices: Sequence[tuple[float | None, int]]) -> Accuracy | None:
-    """Accuracy over devices, each given as (accuracy, test samples); None where none was judged."""
+    """Return the accuracy over devices, each given as (accuracy, test samples); None if none was evaluated."""
     shares = np.array([accuracy for accuracy, _ in devices if accuracy is not None])
     weights = np.array([samples for accuracy, samples in devices if accuracy is not None])
     if len(shares) == 0:
@@ -54,7 +54,7 @@ def accuracy_over(devices: Sequence[tuple[float | None, int]]) -> Accuracy | Non
 class Point:
     """Where a trial stood after a round that was followed by an evaluation. Costs are sums over rounds so far and over
     devices; ``seconds``, ``joules_measured`` and ``joules_estimated`` are those of training, transfer included, and
-    ``seconds_without_joules`` those of the seconds whose energy nobody knows; ``notes`` are the method's counts."""
+    ``seconds_without_joules`` those of the seconds without known energy; ``notes`` are the method's counts."""
 
     round: int
     accuracy: Accuracy | None
@@ -77,7 +77,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Shifted:
-    """How a trial's last models did on another test set of each device that trained.
+    """Accuracy of a trial's last models on another test set of each device that trained.
 
     test_set: the options of ``--data`` that make it. accuracy: of the model that counts for a device, its personal one
     or else the global one; then of each alone, where there are any. devices, devices_global: those of the model that
@@ -95,7 +95,7 @@ class Shifted:
 def shifted(
     test_set: dict[str, bool | int | float | str], found: Sequence[Evaluated], judged_as: str | None = None
 ) -> Shifted:
-    """What the devices found. judged_as: as in ``own``."""
+    """Return the devices' results on a test set. judged_as: as in ``own``."""
     counting = [own(each, judged_as) for each in found]
     return Shifted(
         test_set=test_set,
@@ -108,7 +108,7 @@ def shifted(
 
 
 def judged(reports: Sequence[DeviceReport]) -> list[tuple[str, Receipt]]:
-    """The devices' evaluations of a round."""
+    """Return the devices' evaluations of a round."""
     return [
         (each.device, each.report)
         for each in reports
@@ -117,7 +117,7 @@ def judged(reports: Sequence[DeviceReport]) -> list[tuple[str, Receipt]]:
 
 
 def own(found: Receipt | Evaluated, judged_as: str | None = None) -> Evaluation | None:
-    """The evaluation that counts for a device: its personal model's, or the global one's where there is none.
+    """Return the evaluation that counts for a device: its personal model's, or the global one's if there is none.
 
     judged_as: another of the method's ways to predict, which counts before these.
     """
@@ -126,7 +126,7 @@ def own(found: Receipt | Evaluated, judged_as: str | None = None) -> Evaluation 
 
 
 def point_after(records: Sequence[RoundRecord], reports: Sequence[DeviceReport], judged_as: str | None = None) -> Point:
-    """The point after the last of ``records``, whose evaluation is in ``reports``. judged_as: as in ``own``."""
+    """Return the point after the last of ``records``, whose evaluation is in ``reports``. judged_as: as in ``own``."""
     receipts = [receipt for _, receipt in judged(reports)]
     phases = [phase for record in records for phase in (record.download, record.train, record.upload)]
     return Point(
@@ -151,13 +151,13 @@ def point_after(records: Sequence[RoundRecord], reports: Sequence[DeviceReport],
 
 
 def rounds_to(points: Sequence[Point], share: float) -> int | None:
-    """The first judged round whose mean accuracy reaches ``share`` of the trial's best; None where none was judged."""
+    """Return the first evaluated round whose mean accuracy reaches ``share`` of the trial's best; None without one."""
     known = [(point.round, point.accuracy.mean) for point in points if point.accuracy]
     best = max((mean for _, mean in known), default=None)
     return next((number for number, mean in known if best is not None and mean >= share * best), None)
 
 
 def best_within(points: Sequence[Point], bytes_up: float, figure: Callable[[Accuracy], float]) -> float | None:
-    """The best accuracy after any judged round up to which at most ``bytes_up`` were uploaded; None without one."""
+    """Return the best accuracy of the evaluated rounds with at most ``bytes_up`` uploaded; None without one."""
     known = [figure(point.accuracy) for point in points if point.accuracy and point.bytes_up <= bytes_up]
     return max(known, default=None)

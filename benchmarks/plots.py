@@ -1,4 +1,4 @@
-"""Pictures of results: small PNGs, one panel per point of the axes, and every label in its own colour everywhere."""
+"""Pictures of results: small PNGs, one panel per point of the axes, and one colour per label everywhere."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Curve:
 
 
 def colours(labels: Sequence[str]) -> Colours:
-    """A colour for each label, by its place among them."""
+    """Return a colour for each label, by its place among them."""
     palette = matplotlib.color_sequences["tab10" if len(labels) <= 10 else "tab20"]
     return {label: matplotlib.colors.to_rgb(palette[i % len(palette)]) for i, label in enumerate(labels)}
 
 
 def curves(panels: Panels[Curve], colour: Colours, path: Path, *, x: str, y: str, marks: Sequence[float] = ()) -> None:
-    """Lines with bands. ``marks``: dotted lines at these ``x``; the axis ends a little behind the last."""
+    """Draw lines with bands. ``marks``: dotted lines at these ``x``; the axis ends shortly after the last one."""
     figure, row = _row(panels)
     for axes, (title, by_label) in zip(row, panels.items(), strict=True):
         for label, curve in by_label.items():
@@ -65,7 +65,7 @@ def dots(
     *,
     x: str,
 ) -> None:
-    """A row per label: its values as dots, their mean as a stroke, and a line over the interval."""
+    """Draw a row per label: its values as dots, their mean as a stroke, and a line over the interval."""
     labels = [label for label in colour if any(label in by_label for by_label in panels.values())]
     figure, grid = pyplot.subplots(
         1,
@@ -93,7 +93,7 @@ def dots(
 
 
 def sorted_differences(panels: Panels[Sequence[float]], colour: Colours, path: Path, *, y: str) -> None:
-    """Each label's differences from the smallest to the largest, over the share of devices, with a line at zero."""
+    """Draw each label's differences in order over the share of devices, with a line at zero."""
     figure, row = _row(panels)
     for axes, (title, by_label) in zip(row, panels.items(), strict=True):
         axes.axhline(0, color="black", lw=0.8)
@@ -106,7 +106,7 @@ def sorted_differences(panels: Panels[Sequence[float]], colour: Colours, path: P
 
 
 def bars(quantities: Mapping[str, Panels[Sequence[float]]], colour: Colours, path: Path) -> None:
-    """A row of panels per quantity, named with its unit. A bar's parts stand on each other, the upper ones paler."""
+    """Draw a row of panels per quantity, named with its unit. A bar's parts are stacked, the upper ones paler."""
     titles = list(next(iter(quantities.values())))
     figure, grid = pyplot.subplots(
         len(quantities),
@@ -136,7 +136,7 @@ def bars(quantities: Mapping[str, Panels[Sequence[float]]], colour: Colours, pat
 
 
 def histograms(panels: Panels[Sequence[float]], colour: Colours, path: Path, *, x: str) -> None:
-    """Per device values in per cent, in bins of 5: a column per panel, a row per label, a dashed line at the mean."""
+    """Draw per-device values in per cent, in bins of 5: a column per panel, a row per label, the mean dashed."""
     labels = [label for label in colour if any(label in by_label for by_label in panels.values())]
     figure, grid = pyplot.subplots(
         len(labels),
@@ -175,7 +175,7 @@ def _row(panels: Panels[Any]) -> tuple[Figure, list[Axes]]:
 
 
 def _finish(figure: Figure, labels: Sequence[str], colour: Colours, path: Path) -> None:
-    """One legend below all panels, so that it hides nothing."""
+    """Add one legend below all panels, where it hides nothing."""
     handles = [Line2D([], [], color=colour[label], lw=2, label=label) for label in labels]
     columns = max(1, min(len(labels), round(figure.get_figwidth() / 1.6)))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
@@ -183,7 +183,7 @@ def _finish(figure: Figure, labels: Sequence[str], colour: Colours, path: Path) 
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """As a PNG with a palette: a third of the size, for pictures that are committed."""
+    """Save a PNG with a palette, which takes a third of the size; the pictures are committed."""
     figure.set_layout_engine("constrained")
     figure.savefig(path)
     pyplot.close(figure)
@@ -193,7 +193,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def accuracy_by_round(report: dict[str, Any], path: Path) -> None:
-    """The demo: mean accuracy of personal and global models by round, with the rounds in which devices stopped."""
+    """Draw the demo's mean accuracy of personal and global models by round, with the devices' stops."""
     points = report["accuracy_by_round"]
     rounds = [point["round"] for point in points]
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)

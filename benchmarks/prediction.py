@@ -1,10 +1,9 @@
-"""``python -m benchmarks.prediction``: how well ``edge_sdk.profile`` predicts what a training step takes.
+"""``python -m benchmarks.prediction``: the error of ``sparrow profile``'s predictions of a training step.
 
 Every network of the built-in tasks, under FedSPU's masks at five budgets, in batches of 32 and 128, one thread. Each
-run predicts and measures a cell in turn, and adds a row to ``docs/results/prediction.jsonl``. A shared machine is now
-and then slower, never faster, so of all runs of a cell the smallest seconds are compared, predicted and measured.
-Memory is compared by its medians, in all and, harder, above what the process holds without training. To begin anew,
-remove the file.
+run predicts and measures a cell in turn, and adds a row to ``docs/results/prediction.jsonl``. Other load on a machine
+only adds time, so the smallest seconds of all runs of a cell are compared, predicted and measured. Memory is compared
+by its medians, in total and, as a harder test, above the process without training. Remove the file to begin again.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Row = dict[str, Any]
 
 
 def measure(task: str, batch: int, steps: int) -> list[Row]:
-    """One run: a row per budget."""
+    """Return one run: a row per budget."""
     subject = Subject(task, FederationSettings(method="fedspu", batch_size=batch), compute=Compute(threads=1))
     rows = []
     for cell in profile(subject, BUDGETS, steps=steps).rows:
@@ -51,7 +50,7 @@ def _figures(taken: Taken) -> Row:
 
 
 def cells(rows: Sequence[Row]) -> list[Row]:
-    """The runs of each cell as one row, in the order of the page."""
+    """Return the runs of each cell as one row, in the order of the page."""
     found: dict[tuple[int, int, float], list[Row]] = {}
     for row in rows:
         found.setdefault((TASKS.index(row["task"]), row["batch"], row["budget"]), []).append(row)
@@ -68,7 +67,7 @@ def _summary(figures: Sequence[Row]) -> Row:
 
 
 def off(row: Row, what: str) -> float:
-    """How far the prediction is from what was measured, as a share of the latter, with its sign."""
+    """Return the prediction's error as a share of the measured value, with its sign."""
     return float(row["predicted"][what] / row["measured"][what] - 1)
 
 
@@ -81,7 +80,7 @@ are the smallest of each. *In all* is what the process holds at its peak, *above
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The cells as Markdown."""
+    """Return the cells as Markdown."""
     lines = [
         HEAD.format(machine=rows[0]["machine"], runs=_span([row["runs"] for row in rows])),
         "| | within | cells | median error | largest |",
@@ -120,12 +119,12 @@ def _share(rows: Sequence[Row], what: str, name: str, bound: float) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, and keep the result."""
+    """Measure, print and save the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction", description=__doc__.split("\n")[0])
     parser.add_argument("--only", choices=TASKS, action="append", help="may be given again (default: all)")
     parser.add_argument("--batch", type=int, choices=BATCHES, action="append", help="likewise")
-    parser.add_argument("--runs", type=int, default=3, help="of each cell (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="that a run measures (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each cell (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="steps that a run measures (default: %(default)s)")
     options = parser.parse_args(arguments)
     turns = [(t, b) for _ in range(options.runs) for t in options.only or TASKS for b in options.batch or BATCHES]
     path = RESULTS / "prediction.jsonl"

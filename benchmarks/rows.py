@@ -1,8 +1,8 @@
-"""Results as JSON lines: for each trial a ``trial`` row, a ``point`` row per judged round, a ``shift`` row per test set
-that its last models were judged on beside the usual one, and a ``result`` row.
+"""Results as JSON lines: per trial a ``trial`` row, a ``point`` row per evaluated round, a ``shift`` row per further
+test set of its last models, and a ``result`` row.
 
-The rows of a trial are written together when it has ended, so a file holds whole trials only, and one that was
-interrupted and resumed has the rows of one that was not.
+The rows of a trial are written together when it has ended, so a file has complete trials only, and an interrupted and
+resumed trial has the same rows as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparrow.benchmarks.metrics import Accuracy, Point, Shifted
 
 @dataclass(frozen=True)
 class DeviceResult:
-    """How a trial ended for one device. ``accuracy`` as in ``metrics``; ``state_bytes`` is what it keeps."""
+    """The end of a trial for one device. ``accuracy`` as in ``metrics``; ``state_bytes``: the size of its state."""
 
     device: str
     budget: float
@@ -34,7 +34,7 @@ class DeviceResult:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What a trial came to; ``wall_seconds`` from its first call to its last."""
+    """The result of a trial; ``wall_seconds`` from its first call to its last."""
 
     rounds: int
     reason: str | None
@@ -48,7 +48,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The rows of one trial. The last point is the end: a federation is judged when it ends, if never before."""
+    """The rows of one trial. The last point is the end, because a federation is always evaluated at its end."""
 
     trial: Trial
     points: tuple[Point, ...]
@@ -57,7 +57,7 @@ class Recorded:
 
 
 def append(path: Path, recorded: Recorded) -> None:
-    """Add a trial's rows to the file at ``path``, in one write. What a write that was cut short left is cut off."""
+    """Append a trial's rows to the file at ``path`` in one write, and cut off an earlier incomplete write."""
     name = recorded.trial.name
     rows = [
         # Not shortened: a trial is found again by its settings and the values of its axes.
@@ -78,7 +78,7 @@ def append(path: Path, recorded: Recorded) -> None:
 
 
 def of_global_model(recorded: Recorded, trial: Trial) -> Recorded:
-    """The rows of ``trial``, which is the training of ``recorded`` with its global model judged alone."""
+    """Return the rows of ``trial``, which is the training of ``recorded`` with only its global model evaluated."""
     points = [replace(point, accuracy=point.accuracy_global, accuracy_validation=None) for point in recorded.points]
     devices = [replace(device, accuracy=device.accuracy_global) for device in recorded.result.devices]
     shifts = [
@@ -89,7 +89,7 @@ def of_global_model(recorded: Recorded, trial: Trial) -> Recorded:
 
 
 def read(path: Path) -> list[Recorded]:
-    """The whole trials in a file, in its order. Raises SystemExit where it cannot be read.
+    """Return the complete trials in a file, in its order. Raises SystemExit if it cannot be read.
 
     A last line without its end is of a write that was cut short, as is a trial without its result: both are left out.
     """
@@ -119,7 +119,7 @@ def read(path: Path) -> list[Recorded]:
 
 
 def latest(recorded: Sequence[Recorded]) -> dict[str, Recorded]:
-    """The last rows of each trial, by its name: one that was run again with other settings has replaced the first."""
+    """Return the last rows of each trial by its name; a repeated run with other settings replaces the first."""
     return {each.trial.name: each for each in recorded}
 
 
@@ -137,7 +137,7 @@ def _with_accuracies(row: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    """Floats to six significant digits: rows are committed, and no figure of theirs is known better."""
+    """Round floats to six significant digits, because rows are committed."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
@@ -146,8 +146,9 @@ def _short(value: Any) -> Any:
 
 
 def without_timing(recorded: Sequence[Recorded]) -> list[dict[str, Any]]:
-    """The rows less what differs from run to run: seconds, joules, the machine, and bytes up, because an update carries
-    its seconds as text."""
+    """Return the rows without the values that differ from run to run: seconds, joules, the machine, and bytes up,
+    because an update carries its seconds as text.
+    """
     energy = {"joules_measured", "joules_estimated", "seconds_without_joules"}
     timing = {"seconds", "wall_seconds", "machine", "bytes_up", "evaluation_bytes_up"} | energy
     return [

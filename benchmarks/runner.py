@@ -1,7 +1,7 @@
-"""Runs trials: a coordinator process, a fleet, and the rows of what came out.
+"""Runs trials: a coordinator process, a fleet, and the rows of their results.
 
-Each trial has a folder of its own with the coordinator's records and the devices' state. A trial that was interrupted
-goes on from there; its rows are written when it has ended.
+Each trial has a folder of its own with the coordinator's records and the devices' state. An interrupted trial
+resumes from there; its rows are written at its end.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FEDERATION = "trial"
 
 @dataclass(frozen=True)
 class Where:
-    """Where an experiment finds its data and keeps its work; ``processes`` host the devices."""
+    """The data and the work folder of an experiment; ``processes`` host the devices."""
 
     data: str
     folder: Path
@@ -61,7 +61,7 @@ class Where:
 def run(
     experiment: Experiment, name: str, where: Where, *, scale: float, resume: bool, only: Sequence[str] = ()
 ) -> list[Recorded]:
-    """Every trial of an experiment whose label is in ``only`` (all, where that is empty); returns their rows.
+    """Run every trial of an experiment whose label is in ``only`` (all if it is empty); return their rows.
 
     Labels that judge the same training another way get their rows with it, asked for or not: it is not kept.
     resume: keep the trials that are there, and go on with the one that was interrupted. Without it all is run anew.
@@ -89,7 +89,7 @@ def run(
 
 
 def _same_training(trial: Trial, done: Iterable[Recorded]) -> Recorded | None:
-    """A trial that is there and differs only in judging a fine-tuned copy beside the global model, or None.
+    """Return a recorded trial that differs only in evaluating a fine-tuned copy beside the global model, or None.
 
     Fine-tuned copies are thrown away, so the two are one training, bit for bit, and need not be run twice. (New devices
     keep theirs: of the model as it is they have found nothing.)
@@ -148,7 +148,7 @@ def _key(trial: Trial) -> str:
 
 
 def read_tuned(folder: Path, name: str) -> dict[str, dict[str, Value]]:
-    """What tuning chose: in this folder, or else as committed with the experiment's results; or nothing."""
+    """Return the tuned settings from this folder, or those committed with the experiment's results, or nothing."""
     for path in (folder / "tuned.json", Path("docs/results") / f"{name}.tuned.json"):
         if path.exists():
             tuned: dict[str, dict[str, Value]] = json.loads(path.read_text())["tuned"]
@@ -157,7 +157,7 @@ def read_tuned(folder: Path, name: str) -> dict[str, dict[str, Value]]:
 
 
 def run_trial(trials: Sequence[Trial], where: Where) -> list[Recorded]:
-    """One training, from nothing or from where it was interrupted, to the rows of each trial that judges it."""
+    """Run one training, from the start or from an interruption, and return the rows of each trial that evaluates it."""
     trial = trials[0]
     digest = hashlib.sha256(trial.model_dump_json().encode()).hexdigest()[:16]
     folder = where.folder / "trials" / digest
@@ -180,11 +180,11 @@ def run_trial(trials: Sequence[Trial], where: Where) -> list[Recorded]:
 
 
 def plan_of(trial: Trial, where: Where) -> Plan:
-    """The devices of a trial and their data. Raises DataError where these are not the experiment's."""
+    """Return the devices of a trial and their data. Raises DataError if these are not the experiment's."""
     files = files_of_devices(trial.task, where.data, trial.devices + trial.new)
     if files and trial.data_text:
         raise DataError(
-            f"--data {where.data}: each device has a file of its own, so nothing is dealt, but the experiment says "
+            f"--data {where.data}: each device has its own file, so nothing is distributed, but the experiment says "
             f'{trial.data_text}; set partition = "{DEFAULT}" in it, without axes and data'
         )
     return Plan(
@@ -198,7 +198,7 @@ def plan_of(trial: Trial, where: Where) -> Plan:
 
 
 def check(trials: Iterable[Trial], where: Where) -> None:
-    """Load what devices would, so that what cannot be had is said before anything is trained.
+    """Load the devices' data, so that missing data are reported before anything is trained.
 
     That is one device of each way to deal the data; every device where they are not dealt, whose models must be alike.
     Raises DataError, UnknownTask, UnknownMethod.
@@ -242,7 +242,7 @@ def _data_text(where: Where, dealt: str) -> str:
 
 
 def collect(server: str, trial: Trial, wall_seconds: float) -> Recorded:
-    """The rows of a trial that has ended, from its coordinator's records."""
+    """Return the rows of an ended trial from its coordinator's records."""
     with httpx.Client(base_url=server, timeout=60) as client:
 
         def get(path: str) -> Any:
@@ -280,7 +280,7 @@ def collect(server: str, trial: Trial, wall_seconds: float) -> Recorded:
 def _devices(
     trial: Trial, devices: Sequence[DeviceInfo], reports: dict[int, list[DeviceReport]]
 ) -> tuple[DeviceResult, ...]:
-    """How each device ended: by its last evaluation, or, for a new one, by what it reported when it had adapted."""
+    """Return each device's end: its last evaluation or, for a new one, its report after adapting."""
     last: dict[str, Receipt] = {}
     rounds: dict[str, int] = {}
     for number in sorted(reports):

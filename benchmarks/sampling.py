@@ -1,10 +1,10 @@
-"""``python -m benchmarks.sampling``: what watching a device's energy and conditions costs, as a share of one core.
+"""``python -m benchmarks.sampling``: the cost of reading a device's energy and conditions, as a share of one core.
 
 For each kind of source, on the copied devices of the tests: processor time of one read, its children's included, over
-the time between two reads at the sampler's rate of one a second (slower where the source is). Commands that a board has
-and this machine has not are stood in for by a real process that prints the same text. Then a meter with its thread as
-the SDK runs it, by the processor time of the whole process. Ends with 1 when anything costs 1 % of a core or more. A
-board's core is slower than this machine's, its sensors answer slower, but while they are waited for no core works.
+the time between two reads at the sampler's rate of one a second (less often for slow sources). Commands of a board that
+this machine lacks are replaced by a real process that prints the same text. Then a meter with its thread as in the SDK,
+by the processor time of the whole process. It ends with 1 if anything costs 1 % of a core or more. A board's core is
+slower than this machine's and its sensors answer more slowly, but waiting for them uses no core.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LIMIT = 0.01
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sampling", description=__doc__)
     parser.add_argument("--fixtures", type=Path, default=TREES, help="folder of copied devices")
     parser.add_argument("--seconds", type=float, default=10.0, help="how long each meter with its thread runs")
@@ -75,7 +75,7 @@ def _sources(name: str, system: System, reads: int) -> list[Row]:
 
 
 def _conditions(name: str, system: System, reads: int) -> Row:
-    """Conditions, as a policy looks at them; what is asked less often is so here, too."""
+    """Read conditions as a policy does, slow ones less often."""
     now = 0.0
 
     def clock() -> float:
@@ -92,7 +92,7 @@ def _conditions(name: str, system: System, reads: int) -> Row:
 
 
 def _meter(name: str, system: System, seconds: float) -> Row:
-    """A meter with its thread beside a process that sleeps."""
+    """Run a meter with its thread beside a process that sleeps."""
     with EnergyMeter(system, period_seconds=PERIOD_SECONDS) as meter:
         start, used = time.monotonic(), _used()
         with meter.phase("sleep"):
@@ -107,7 +107,7 @@ def _row(name: str, what: str, period: float, seconds: float) -> Row:
 
 
 def _cost(work: Callable[[], object], times: int) -> float:
-    """Processor seconds of one run of ``work``, those of processes that it starts included."""
+    """Return the processor seconds of one run of ``work``, with those of the processes that it starts."""
     work()
     used = _used()
     for _ in range(times):
@@ -125,7 +125,7 @@ def _used() -> float:
 
 
 def _with_processes(folder: Path) -> System:
-    """A copied device whose commands are processes: each prints what the device's own would."""
+    """Return a copied device whose commands are real processes that print the device's output."""
 
     def run(argv: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
         name = "_".join(word.lstrip("-").replace("/", "_") for word in argv)

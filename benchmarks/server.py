@@ -1,4 +1,4 @@
-"""What a benchmark runs on: a coordinator process on a free port of this machine, and the machine in a few words."""
+"""A coordinator process for benchmarks on a free port of this machine, and a short description of the machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import httpx
 
 @contextlib.contextmanager
 def coordinator(folder: Path) -> Iterator[str]:
-    """Start ``uvicorn coordinator.main:app`` with its data and log in ``folder``; yields its address."""
+    """Start ``uvicorn coordinator.main:app`` with its data and log in ``folder``; yield its address."""
     port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "coordinator.log").open("a") as log:
@@ -34,17 +34,17 @@ def coordinator(folder: Path) -> Iterator[str]:
 
 
 def command(port: int) -> list[str]:
-    """What starts a coordinator on this port."""
+    """Return the command that starts a coordinator on this port."""
     return [sys.executable, "-m", "uvicorn", "coordinator.main:app", "--port", str(port), "--log-level", "warning"]
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The settings of a coordinator with its data in ``folder`` and no federation."""
+    """Return the settings of a coordinator with its data in ``folder`` and no federation."""
     return {"COORDINATOR_DATA_DIR": str(folder / "coordinator"), "COORDINATOR_DEFAULT_TASK": ""}
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses now."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -52,7 +52,7 @@ def free_port() -> int:
 
 
 def wait_until_healthy(server: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Return when the coordinator at this address answers. Raises SystemExit with its log where it does not."""
+    """Return when the coordinator at this address answers. Raises SystemExit with its log if it does not."""
     for _ in range(600):
         if process.poll() is not None:
             raise SystemExit(f"the coordinator did not start:\n{log.read_text()}")
@@ -64,7 +64,7 @@ def wait_until_healthy(server: str, process: subprocess.Popen[bytes], log: Path)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process, gently first."""
+    """End a process, first with SIGTERM."""
     process.terminate()
     try:
         process.wait(10)
@@ -74,5 +74,5 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def machine() -> str:
-    """What these figures were made on, in a few words."""
+    """Return a short description of this machine."""
     return f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"

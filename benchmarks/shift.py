@@ -1,15 +1,13 @@
-"""Judging what a trial has left behind on test sets that moved away from the devices' own: no training, no rounds.
+"""Evaluation of a trial's last models on shifted test sets, without training or rounds.
 
-When a federation has ended, its fleet's state folders hold the personal models and the coordinator has the global one.
-Here each device is opened once more, with other words behind ``--data`` that change its test samples alone, and the
-method's device half is asked to ``evaluate``, as in the evaluation that ended the federation: so a method with a rule
-of its own for which model answers is judged by that rule. Nothing is written, and the coordinator's records stay as
-they are.
+After a federation has ended, its fleet's state folders have the personal models and the coordinator has the global one.
+Each device is opened again with a ``--data`` that changes its test samples only, and the method's device half evaluates
+as in the federation's last evaluation, with the method's own rule for the answering model. Nothing is written, and the
+coordinator's records do not change.
 
-Two things have changed since that evaluation. Where the federation has ``finetune_epochs``, evaluating trains a copy of
-the global model and throws it away; here the copy is judged that the device kept when it adapted the finished model,
-which is the same, bit for bit. And a device that was never drawn had no personal model to be judged; the one that it
-has adapted since does not count.
+Two things differ from that evaluation. With ``finetune_epochs`` an evaluation trains a copy of the global model and
+discards it; here the copy that the device kept when it adapted the finished model is evaluated, which is the same bit
+for bit. A device that was never drawn had no personal model then; the one that it has adapted since does not count.
 """
 
 from __future__ import annotations
@@ -47,8 +45,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Finished:
-    """A federation that has ended. model: the global one, or the part of it that is shared; None where evaluations
-    bring nothing. root: where the devices' state folders lie; reference: what personal models are differences from."""
+    """A federation that has ended.
+
+    model: the global one, or its shared part; None if evaluations send nothing. root: the devices' state folders;
+    reference: the model that personal models are differences from.
+    """
 
     info: FederationInfo
     manifest: Manifest
@@ -58,7 +59,7 @@ class Finished:
 
 
 def read_finished(server: str, federation: str, folder: Path) -> Finished:
-    """What the coordinator, and a trial's folder, say of a federation that has ended."""
+    """Return an ended federation from its coordinator and the trial's folder."""
     root = folder / "devices"
     with httpx.Client(base_url=server, timeout=60) as client:
         transport = Transport(client)
@@ -75,7 +76,7 @@ def read_finished(server: str, federation: str, folder: Path) -> Finished:
 
 
 def check_test_sets(plan: Plan, task: str, seed: int, texts: Sequence[str]) -> None:
-    """Load the first device's task on each test set, so that what cannot be had is said before hours of training.
+    """Load the first device's task on each test set, so that errors appear before hours of training.
 
     texts: of ``--data``, as ``Plan`` has them. Raises DataError.
     """
@@ -84,13 +85,14 @@ def check_test_sets(plan: Plan, task: str, seed: int, texts: Sequence[str]) -> N
 
 
 def _newest_values(folder: Path) -> Tensors:
-    """What is shared of a model that means nothing by itself: the coordinator gives it to nobody but its devices."""
+    """Return the shared part of a model, which the coordinator sends to its devices only."""
     files = sorted((folder / "coordinator").glob("**/models/*.safetensors"))
     return checkpoint.load([file for file in files if ".state." not in file.name][-1].read_bytes())[0]
 
 
 def judge(finished: Finished, plan: Plan, texts: Sequence[str], *, processes: int | None) -> list[list[Evaluated]]:
-    """What every device that trained finds on every test set, each given as the text of ``--data``; by test set.
+    """Return the results of every device that trained on every test set, each given as the text of ``--data``; by
+    test set.
 
     Raises DataError, and KeyboardInterrupt.
     """
@@ -107,7 +109,7 @@ def judge(finished: Finished, plan: Plan, texts: Sequence[str], *, processes: in
 
 
 def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[str]) -> list[Evaluated]:
-    """One device on each test set."""
+    """Evaluate one device on each test set."""
     info, manifest = finished.info, finished.manifest
     folder = StateFolder(finished.root / plan.name(index), durable=False, reference=finished.reference)
     try:
@@ -140,7 +142,7 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[str
 
 
 def _judge(job: Job, method: str, kept: Tensors | None) -> Evaluated:
-    """By the method's rule; ``kept``: a fine-tuned copy of the global model, to be judged beside it."""
+    """Evaluate by the method's rule; ``kept``: a fine-tuned copy of the global model, evaluated beside it."""
     try:
         evaluated = load_method(method).evaluate(job)
         if kept is not None:
@@ -153,7 +155,7 @@ def _judge(job: Job, method: str, kept: Tensors | None) -> Evaluated:
 
 
 def _payload(manifest: Manifest, model: Tensors, bits: bytes | None, info: FederationInfo) -> bytes:
-    """The global model as an evaluation brings it. ``bits``: the mask of elements that the device received last."""
+    """Return the global model as an evaluation sends it. ``bits``: the element mask that the device received last."""
     mask = None if bits is None else from_bits(manifest, bits)
     if mask is not None and not _covers(mask, model):
         mask = None  # of an earlier model: this one is sent whole, which says the same of its values

@@ -1,10 +1,10 @@
-"""How fast the fleet is: against Flower's simulation and against a loop without a framework, and a thousand devices.
+"""The speed of the fleet, compared with Flower's simulation and a loop without a framework, and a thousand devices.
 
     python -m benchmarks.simulation speed --data mnist.npz    all three in turn; then one of each for memory
     python -m benchmarks.simulation scale --data mnist.npz    100 and 1,000 devices: memory of fleet and coordinator
 
-Each run is a command of its own. Ratios are taken within a turn of the three, so that a machine whose speed drifts
-hurts all of them alike, and the median over turns is quoted. Results replace those of their kind in
+Each run is a command of its own. Ratios are taken within a turn of the three, so that changes of the machine's speed
+affect all alike, and the median over turns is quoted. Results replace those of their kind in
 ``docs/results/simulation.jsonl``, from which ``simulation.md`` is made.
 """
 
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 def speed(data: Path, rounds: int, turns: int, peers: Sequence[str]) -> list[Row]:
-    """``turns`` runs of every peer in turn without watching memory, and one of each with."""
+    """Run every peer ``turns`` times in turn without sampling memory, and once with."""
     rows = []
     with tqdm(total=(turns + 1) * len(peers), unit="run") as bar:
         for turn in range(turns + 1):
@@ -52,7 +52,9 @@ def speed(data: Path, rounds: int, turns: int, peers: Sequence[str]) -> list[Row
 
 
 def scale(data: Path) -> list[Row]:
-    """100 and 1,000 devices, 50 a round, 20 rounds of MNIST: peak memory of everything, and of the coordinator."""
+    """Run 100 and 1,000 devices, 50 a round, 20 rounds of MNIST; return the peak memory of everything and of the
+    coordinator.
+    """
     rows = []
     for devices in (100, 1000):
         with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +91,7 @@ COLUMNS = {
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     parts = [HEAD]
     runs = [row for row in rows if row["row"] == "speed"]
     if runs:
@@ -156,7 +158,7 @@ def _median(rows: Sequence[Row], key: str) -> float:
 
 
 def _ratios(rows: Sequence[Row], peer: str, key: str) -> list[float]:
-    """sparrow's figure over the peer's, turn by turn."""
+    """Return sparrow's figure divided by the peer's, turn by turn."""
     by = {(row["turn"], row["peer"]): row[key] for row in rows}
     turns = sorted({turn for turn, _ in by})
     return [by[turn, "sparrow"] / by[turn, peer] for turn in turns if (turn, "sparrow") in by and (turn, peer) in by]
@@ -167,8 +169,10 @@ def _spread(ratios: Sequence[float]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, add the rows, make the page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation", description="How fast the fleet is.")
+    """Run, append the rows, write the page."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.simulation", description="Measure the speed of the fleet."
+    )
     parser.add_argument("what", choices=("speed", "scale", "page"))
     parser.add_argument("--data", type=Path, help="mnist.npz")
     parser.add_argument("--rounds", type=int, default=30)

@@ -1,12 +1,12 @@
 """Training steps to be timed against each other: the same network and batch, dense, masked, skipped, and small.
 
     dense   autograd and torch.optim on the whole network
-    hooks   what the papers' code does: the whole gradient times a mask, and frozen weights put back after the step
-    small   a physically smaller network, of the active neurons alone: what no masked training can be faster than
+    hooks   as in the papers' code: the whole gradient times a mask, and frozen weights restored after the step
+    small   a physically smaller network, of the active neurons alone: a lower bound for masked training
     ours    ``Freezing`` or ``GatedModel``
 
-Each is made by a function of the same shape and is a callable that does one step. All run in the memory format in which
-the product trains on a processor.
+Functions of the same signature make them, and each is a callable that does one step. All run in the memory format in
+which the product trains on a processor.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Setting:
 
     @classmethod
     def of(cls, name: str, batch: int) -> Setting:
-        """``name`` as in ``mnist:leaf``."""
+        """Return the setting of ``name``, such as ``mnist:leaf``."""
         task, _, choice = name.partition(":")
         chosen = MODELS[task][choice]
         torch.manual_seed(0)
@@ -59,18 +59,18 @@ class Setting:
         return cls(_in_layout(model).train(), manifest, inputs, torch.randint(classes, (batch,)))
 
     def channels_first(self) -> Setting:
-        """The same in torch's usual memory format, which is faster for networks of very few channels."""
+        """Return the same in torch's usual memory format, which is faster for networks of very few channels."""
         model = copy.deepcopy(self.model)
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()
         return replace(self, model=model, inputs=self.inputs.contiguous())
 
     def mask(self, budget: float) -> NeuronMask:
-        """FedSPU's mask at a budget."""
+        """Return FedSPU's mask at a budget."""
         return draw_neurons(self.manifest, NeuronDraw("benchmark", 1, "device", budget))
 
     def network(self) -> nn.Module:
-        """A copy, to train."""
+        """Return a copy to train."""
         return copy.deepcopy(self.model)
 
 
@@ -79,7 +79,7 @@ def _optimiser(parameters: Iterable[Tensor], momentum: float) -> torch.optim.Opt
 
 
 def dense(setting: Setting, momentum: float = 0.0, network: nn.Module | None = None) -> Step:
-    """``network``, by default the setting's, trained as a whole."""
+    """Return a step that trains ``network``, by default the setting's, as a whole."""
     model = network or setting.network()
     optimiser = _optimiser(model.parameters(), momentum)
 
@@ -92,7 +92,9 @@ def dense(setting: Setting, momentum: float = 0.0, network: nn.Module | None = N
 
 
 def hooks(setting: Setting, trained: Mapping[str, Tensor], momentum: float = 0.0) -> Step:
-    """Gradients times ``trained`` (name -> bool), by a hook on every parameter; what is frozen is put back."""
+    """Return a step with gradients times ``trained`` (name -> bool), by a hook on every parameter; frozen values
+    are restored.
+    """
     model = setting.network()
     masks = {name: exists.to(torch.float32) for name, exists in trained.items()}
     frozen = {name: parameter.detach() * (1 - masks[name]) for name, parameter in model.named_parameters()}
@@ -112,7 +114,7 @@ def hooks(setting: Setting, trained: Mapping[str, Tensor], momentum: float = 0.0
 def freezing(
     setting: Setting, mask: NeuronMask | None, elements: Mapping[str, Tensor] | None = None, momentum: float = 0.0
 ) -> Step:
-    """Ours: frozen neurons, or elements that do not exist."""
+    """Return our step: frozen neurons, or absent elements."""
     model = setting.network()
     with torch.no_grad():
         for name, exists in (elements or {}).items():
@@ -131,7 +133,7 @@ def freezing(
 
 
 def trained_values(setting: Setting, mask: NeuronMask) -> dict[str, Tensor]:
-    """Name -> bool: what a mask lets train."""
+    """Return name -> bool: the values that a mask trains."""
     found = {}
     for spec in setting.manifest.tensors:
         where = np.zeros(spec.shape, dtype=bool)
@@ -142,13 +144,13 @@ def trained_values(setting: Setting, mask: NeuronMask) -> dict[str, Tensor]:
 
 
 def small(setting: Setting, widths: Mapping[str, int], momentum: float = 0.0) -> Step:
-    """A network of ``widths`` (layer -> neurons) instead of the setting's; the output layer is whole."""
+    """Return a step of a network of ``widths`` (layer -> neurons); the output layer is whole."""
     model = smaller(setting.model, widths, setting.inputs)
     return dense(setting, momentum, model if setting.inputs.is_contiguous() else _in_layout(model))
 
 
 def smaller(model: nn.Module, widths: Mapping[str, int], inputs: Tensor) -> nn.Module:
-    """A chain of layers like ``model`` in which layer ``name`` has ``widths[name]`` neurons."""
+    """Return a chain of layers like ``model`` in which layer ``name`` has ``widths[name]`` neurons."""
     layers: dict[str, nn.Module] = {}
     channels, spatial = inputs.shape[1], True
     positions = 1
@@ -181,12 +183,12 @@ def smaller(model: nn.Module, widths: Mapping[str, int], inputs: Tensor) -> nn.M
 
 
 def _in_layout(model: nn.Module) -> nn.Module:
-    """The model in the memory format in which the product trains it."""
+    """Return the model in the memory format in which the product trains it."""
     return model.to(memory_format=torch.channels_last) if gains(model) else model  # type: ignore[call-overload]
 
 
 def by_rows(table: BlockTable, share: float, generator: np.random.Generator) -> Selection:
-    """About ``share`` of the blocks of every tensor, the first among them."""
+    """Return about ``share`` of the blocks of every tensor, the first among them."""
     chosen = []
     for sizes in table.tensors.values():
         on = np.zeros(len(sizes), dtype=bool)
@@ -198,7 +200,7 @@ def by_rows(table: BlockTable, share: float, generator: np.random.Generator) -> 
 
 
 def gated(setting: Setting, table: BlockTable, selections: Sequence[Selection], probe: float) -> Step:
-    """Ours: block gates, other ones in every batch; both paths of a gating layer learn."""
+    """Return our step with block gates, other ones in every batch; both paths of a gating layer learn."""
     model = setting.network()
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()  # blocks are runs of values in memory
@@ -223,7 +225,7 @@ def gated(setting: Setting, table: BlockTable, selections: Sequence[Selection], 
 
 
 def rows_on(setting: Setting, table: BlockTable, selected: Selection) -> dict[str, int]:
-    """Layer -> how many of its rows some block that is on touches."""
+    """Return layer -> the number of its rows with an active block."""
     widths, place = {}, 0
     shapes = {name: parameter.shape for name, parameter in setting.model.named_parameters()}
     for name, sizes in table.tensors.items():

@@ -1,7 +1,7 @@
 """One run of many devices: ``python -m benchmarks.thousand --devices 1000 --data mnist.npz --folder DIR``.
 
-Prints one line of JSON. Memory is watched from outside (``benchmarks.simulation scale``); the coordinator's own peak is
-what the kernel remembers of its process.
+Prints one line of JSON. Memory is sampled from outside (``benchmarks.simulation scale``); the coordinator's own peak is
+the kernel's count of its process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparrow.benchmarks.server import coordinator
 
 
 def run(data: Path, devices: int, folder: Path, *, rounds: int = 20, cohort: int = 50) -> dict[str, float]:
-    """Run it; seconds, bytes."""
+    """Run it; return seconds and bytes."""
     with coordinator(folder) as server:
         publish(
             server,
@@ -56,7 +56,7 @@ def run(data: Path, devices: int, folder: Path, *, rounds: int = 20, cohort: int
 
 
 def coordinator_peak(folder: Path) -> int:
-    """The most resident memory that the coordinator with its data in ``folder`` has had, bytes (Linux)."""
+    """Return the peak resident memory of the coordinator with its data in ``folder``, bytes (Linux)."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             mine = f"COORDINATOR_DATA_DIR={folder / 'coordinator'}".encode() in (process / "environ").read_bytes()
@@ -65,11 +65,11 @@ def coordinator_peak(folder: Path) -> int:
                 return int(found[1]) * 1024 if found else 0
         except OSError:
             continue
-    raise SystemExit("the coordinator's process is not to be found; this needs Linux's /proc")
+    raise SystemExit("the coordinator's process was not found; this needs Linux's /proc")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """One run, one line."""
+    """Print one run as one line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.thousand")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--devices", type=int, default=1000)

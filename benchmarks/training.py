@@ -1,11 +1,11 @@
-"""``python -m benchmarks.training``: what a training step takes when part of the model is frozen, gated or masked.
+"""``python -m benchmarks.training``: the cost of a training step with a frozen, gated or masked part of the model.
 
     python -m benchmarks.training freezing gates elements memory     measure these, or all by default
-    python -m benchmarks.training page                               make the page of what has been measured
+    python -m benchmarks.training page                               write the page of the recorded results
 
-Every cell alternates its variants (``steps``) step by step in one process and compares medians, so a machine whose
-speed drifts hurts all alike. Memory is that of a process of its own for every cell. Results replace those of their kind
-in ``docs/results/training.jsonl``, from which ``training.md`` and its plots are made.
+Every cell alternates its variants (``steps``) step by step in one process and compares medians, so changes of the
+machine's speed affect all alike. Memory is that of a process of its own for every cell. Results replace those of their
+kind in ``docs/results/training.jsonl``, from which ``training.md`` and its plots are made.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Variants = Mapping[str, Step]
 
 
 def alternate(variants: Variants) -> dict[str, float]:
-    """The median seconds of a step of each, taken in turns."""
+    """Return the median seconds of a step of each variant, taken in turns."""
     taken: dict[str, list[float]] = {name: [] for name in variants}
     begin = time.perf_counter()
     for step in variants.values():
@@ -95,7 +95,7 @@ def _settings(models: Sequence[str]) -> list[tuple[str, int, int]]:
 
 
 def freezing() -> Iterator[Callable[[], Row]]:
-    """FedSPU's masks at every budget."""
+    """Measure FedSPU's masks at every budget."""
 
     def cell(model: str, batch: int, threads: int, budget: float) -> Row:
         torch.set_num_threads(threads)
@@ -118,7 +118,7 @@ def freezing() -> Iterator[Callable[[], Row]]:
 
 
 def gates() -> Iterator[Callable[[], Row]]:
-    """Block gates: rows of every layer, blocks as the knapsack chooses them, blocks that cut rows."""
+    """Measure block gates: rows of every layer, blocks as the knapsack chooses them, blocks that cut rows."""
 
     def cell(model: str, kind: str) -> Row:
         torch.set_num_threads(1)
@@ -170,7 +170,7 @@ def gates() -> Iterator[Callable[[], Row]]:
 
 
 def elements() -> Iterator[Callable[[], Row]]:
-    """Element masks at every density, of all weights but the output layer's."""
+    """Measure element masks at every density, of all weights except the output layer's."""
 
     def cell(model: str, density: float, momentum: float) -> Row:
         torch.set_num_threads(1)
@@ -200,7 +200,7 @@ def _scattered(setting: Setting, density: float) -> dict[str, torch.Tensor]:
 
 
 def peak_memory() -> Iterator[Callable[[], Row]]:
-    """Peak above the base process, of a few steps, each in a process of its own."""
+    """Return the peak above the base process of a few steps, each in a process of its own."""
 
     def cell(model: str) -> Row:
         found = {kind: statistics.median(_in_a_process(model, kind) for _ in range(3)) for kind in HELD}
@@ -217,7 +217,7 @@ def _in_a_process(model: str, kind: str) -> int:
 
 
 def _peak(model: str, kind: str) -> int:
-    """Bytes at the most, above what the process held before it had a model."""
+    """Return the peak in bytes above the memory before there was a model."""
     torch.set_num_threads(1)
     steps.dense(Setting.of("mnist:small", 2), 0.9)()  # libraries that are loaded late belong to the base
     base = memory.resident()
@@ -263,7 +263,7 @@ what arithmetic allows: forward pass and errors whole, gradients of active weigh
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     parts = [HEAD.format(machine=rows[0]["machine"])]
     of = {kind: [row for row in rows if row["row"] == kind] for kind in KINDS}
     if of["freezing"]:
@@ -322,7 +322,7 @@ def _gated(row: Row) -> list[str]:
 
 
 def plot(rows: Sequence[Row], folder: Path) -> None:
-    """Ratios to dense by budget and by density."""
+    """Plot ratios to dense by budget and by density."""
     found = [row for row in rows if row["row"] == "freezing" and row["model"] in WIDE and row["threads"] == 1]
     panels: dict[str, dict[str, Curve]] = {}
     for model in WIDE:
@@ -359,9 +359,9 @@ def _curves(points: Sequence[float], lines: Mapping[str, Sequence[float]]) -> di
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, add the rows, make the page."""
+    """Measure, append the rows, write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.split("\n")[0])
-    parser.add_argument("kinds", nargs="*", choices=(*KINDS, "page", []), help="what to measure; all by default")
+    parser.add_argument("kinds", nargs="*", choices=(*KINDS, "page", []), help="kinds to measure; all by default")
     parser.add_argument("--out", type=Path, default=FOLDER)
     options = parser.parse_args(arguments)
     file = options.out / "training.jsonl"
@@ -371,7 +371,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = [row for row in rows if row["row"] != kind] + measured
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if not rows:
-        raise SystemExit(f"{file} holds no results; run `python -m benchmarks.training` first")
+        raise SystemExit(f"{file} has no results; run `python -m benchmarks.training` first")
     (options.out / "training.md").write_text(page(rows))
     plot(rows, options.out)
     print(page(rows))

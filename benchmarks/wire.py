@@ -1,7 +1,8 @@
-"""``python -m benchmarks.wire``: what a sparse update costs both sides, against boolean masks, alternating in one run.
+"""``python -m benchmarks.wire``: the cost of a sparse update on both sides, against boolean masks, alternating in one
+run.
 
 An update passes five stations: mask (from a new round's seed), pack (active values out of the model), encode (to
-bytes), decode (checked), fold (into the running sums). The other contestant does the same work in the obvious way: one
+bytes), decode (checked), fold (into the running sums). The other implementation does the same work directly: one
 boolean array per tensor, ``tensor[mask]`` out, ``numpy.savez`` to bytes, ``numpy.load``, ``sums[mask] += n * values``.
 It checks nothing and sends no digest. Both draw the neurons of a new round from the seed first.
 
@@ -47,7 +48,7 @@ STATIONS = ("mask", "pack", "encode", "decode", "fold")
 
 
 def model() -> nn.Module:
-    """A CNN of 2.2 million parameters: two convolutions with batch norm, a flatten, two linear layers."""
+    """Return a CNN of 2.2 million parameters: two convolutions with batch norm, a flatten, two linear layers."""
     return nn.Sequential(
         *(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(64, 128, 3, padding=1), nn.BatchNorm2d(128), nn.ReLU(), nn.MaxPool2d(2)),
@@ -56,7 +57,7 @@ def model() -> nn.Module:
 
 
 def boolean_masks(manifest: Manifest, mask: NeuronMask) -> Tensors:
-    """One boolean array per shared tensor, of its shape."""
+    """Return one boolean array per shared tensor, of its shape."""
     masks: Tensors = {}
     for spec in manifest.shared:
         flags = np.zeros(spec.shape, dtype=np.float64)
@@ -66,7 +67,7 @@ def boolean_masks(manifest: Manifest, mask: NeuronMask) -> Tensors:
 
 
 class Ours:
-    """The product."""
+    """The product's code."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -89,7 +90,7 @@ class Ours:
 
 
 class Boolean:
-    """The obvious way."""
+    """The direct implementation with boolean masks."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -118,14 +119,14 @@ class Boolean:
 
 
 class Elements:
-    """The product under a mask of elements; ``sent`` is an update's, ``held`` the round's."""
+    """The product's code under an element mask; ``sent`` is an update's, ``held`` the round's."""
 
     def __init__(self, manifest: Manifest, held: ElementMask, sent: ElementMask) -> None:
         self.manifest, self.held, self.sent = manifest, held, sent
         self.sums = ElementSums(manifest, held)
 
     def make_mask(self, draw: NeuronDraw) -> None:
-        """A new one, as training makes it: nothing that follows from a mask is remembered of the last update."""
+        """Return a new mask, without anything cached from the last update."""
         self.mask = ElementMask(self.sent.exists) if self.sent is not self.held else self.held
 
     def pack(self, tensors: Tensors) -> Any:
@@ -142,7 +143,7 @@ class Elements:
 
 
 class BooleanElements(Boolean):
-    """The obvious way under a mask of elements."""
+    """The direct implementation under an element mask."""
 
     def __init__(self, manifest: Manifest, held: ElementMask, sent: ElementMask) -> None:
         super().__init__(manifest)
@@ -171,14 +172,14 @@ Side = Ours | Boolean | Elements
 
 
 def timed(action: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
-    """Seconds, and what came out."""
+    """Return the seconds and the result of a call."""
     begin = time.perf_counter()
     result = action(*arguments)
     return time.perf_counter() - begin, result
 
 
 def one_pass(side: Side, tensors: Tensors, draw: NeuronDraw) -> tuple[dict[str, float], int]:
-    """Milliseconds at each station for one update, and its size in bytes."""
+    """Return the milliseconds at each station for one update, and its size in bytes."""
     spent: dict[str, float] = {}
     spent["mask"], _ = timed(side.make_mask, draw)
     spent["pack"], values = timed(side.pack, tensors)
@@ -189,7 +190,7 @@ def one_pass(side: Side, tensors: Tensors, draw: NeuronDraw) -> tuple[dict[str, 
 
 
 def measure(repetitions: int) -> list[dict[str, Any]]:
-    """A row per density."""
+    """Return a row per density."""
     torch.manual_seed(0)
     network = model()
     manifest = describe(network, torch.zeros(2, 3, 32, 32), task="wire")
@@ -207,7 +208,7 @@ def measure(repetitions: int) -> list[dict[str, Any]]:
 
 
 def replaced(mask: ElementMask) -> ElementMask:
-    """The mask with a share of the elements of each layer replaced by others."""
+    """Return the mask with a share of the elements of each layer replaced by others."""
     chance = np.random.Generator(np.random.PCG64(0))
     exists = {}
     for name, flags in mask.exists.items():
@@ -220,7 +221,7 @@ def replaced(mask: ElementMask) -> ElementMask:
 
 
 def compare(masks: str, density: float, ours: Side, other: Side, tensors: Tensors, repetitions: int) -> dict[str, Any]:
-    """One row: medians over alternating repetitions."""
+    """Return one row: medians over alternating repetitions."""
     sides = {"ours": ours, "boolean": other}
     passes: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     sizes = {}
@@ -238,7 +239,7 @@ def compare(masks: str, density: float, ours: Side, other: Side, tensors: Tensor
 
 
 def page(rows: list[dict[str, Any]]) -> str:
-    """The rows as a page of Markdown."""
+    """Return the rows as a page of Markdown."""
     lines = [
         "# What a sparse update costs",
         "",
@@ -267,8 +268,10 @@ def page(rows: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, and keep the result."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.wire", description="What a sparse update costs.")
+    """Measure, print and save the result."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.wire", description="Measure the cost of a sparse update."
+    )
     parser.add_argument("--repetitions", type=int, default=41)
     options = parser.parse_args(arguments)
     rows = measure(options.repetitions)

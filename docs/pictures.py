@@ -1,4 +1,4 @@
-"""``make pictures``: the demo's page and plot, as README shows them. Needs Chromium."""
+"""``make pictures``: the picture of the demo's page in README. Needs Chromium."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDTH, HEIGHT = 1280, 1010
 
 
 def main() -> int:
-    """Run the demo, look at its page when it has ended, and keep both pictures."""
+    """Run the demo and keep a picture of its page."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         raise SystemExit("there is no Chromium here; install the package chromium")
@@ -33,7 +33,6 @@ def main() -> int:
             page.locator("#admin").evaluate("section => section.hidden = true")  # what an observer sees
             page.screenshot(path=FOLDER / "page.png")
             browser.close()
-    shutil.copy(home / "accuracy.png", FOLDER / "demo.png")
     return 0
 
 

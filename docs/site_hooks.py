@@ -1,4 +1,4 @@
-"""What the site needs beyond mkdocs.yml: docs/README.md is its table of contents, and links to sources come along.
+"""MkDocs hooks: docs/README.md becomes the table of contents, and linked sources are copied into the site.
 
 In the repository a link out of docs/ opens the file. The site has a copy of each file so linked below ``source/``, but
 of pages, which would want theirs in turn: those are named, not linked.
@@ -21,7 +21,7 @@ OUTWARD = re.compile(r"\[([^]]*)\]\(((?:\.\./)+[^)#]+)(#[^)]*)?\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Each heading of the table of contents is a section of the navigation."""
+    """Make each heading of the table of contents a section of the navigation."""
     nav: list[Any] = [{"Contents": CONTENTS}]
     for line in (Path(config.docs_dir) / CONTENTS).read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
@@ -33,7 +33,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Copies of the sources that pages link to."""
+    """Add copies of the sources that pages link to."""
     root = Path(config.docs_dir).parent
     links = [
         (page.src_uri, link[1]) for page in files.documentation_pages() for link in OUTWARD.findall(page.content_string)
@@ -44,7 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links out of docs/ lead to the copies."""
+    """Point links out of docs/ to the copies."""
     here = page.file.src_uri
 
     def rewritten(found: re.Match[str]) -> str:
@@ -61,7 +61,7 @@ def _leaves(page: str, target: str) -> bool:
 
 
 def _source(page: str, target: str) -> str | None:
-    """The path from the repository's root of a file outside docs/ that is no page; None for all else."""
+    """Return the path from the repository's root of a file outside docs/ that is not a page; None otherwise."""
     if not _leaves(page, target) or target.endswith(".md"):
         return None
     return os.path.normpath(os.path.join("docs", os.path.dirname(page), target))

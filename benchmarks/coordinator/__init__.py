@@ -1,10 +1,10 @@
-"""The coordinator against Flower's servers, with clients that do not train: ``python -m benchmarks.coordinator``.
+"""The coordinator compared with Flower's servers, with clients that do not train: ``python -m benchmarks.coordinator``.
 
-    contest     what is compared: models, cohorts, and what a measurement is
+    contest     the compared models and cohorts, and the measurement
     sparrow     this project's coordinator; ``client`` is its device
     flower      Flower's deployment engine: SuperLink, SuperNodes, ``flwr run`` of ``flower_app``
     grpc        Flower's old gRPC API: ``grpc_server`` and ``grpc_client``
-    processes   processor seconds, memory and bytes of each side's processes, seen from outside
+    processes   processor seconds, memory and bytes of each side's processes, observed from outside
     memory      peak memory of the coordinator with ten and with a thousand updates in a round
     page        ratios, and docs/results/coordinator.md
 

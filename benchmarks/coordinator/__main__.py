@@ -1,4 +1,4 @@
-"""``python -m benchmarks.coordinator [--quick]``: all of it; ``--page`` makes the page from rows that are there."""
+"""``python -m benchmarks.coordinator [--quick]``: run everything; ``--page`` writes the page from recorded rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUICK_UPDATES = (10, 50)
 
 
 def measure(turns: Sequence[Sequence[int]], folder: Path, bar: tqdm[Any]) -> list[Row]:
-    """Every engine in turn, with each number of clients."""
+    """Run every engine in turn, with each number of clients."""
     rows: list[Row] = []
     for turn, cohorts in enumerate(turns):
         for clients in cohorts:
@@ -62,16 +62,16 @@ def _run(engine: str, contests: Sequence[Contest], folder: Path) -> list[Row]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, keep the rows, write the page."""
+    """Measure, append the rows, write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coordinator", description="The coordinator and Flower.")
     parser.add_argument(
-        "--quick", action="store_true", help="4 clients, one turn, 50 updates for memory; keeps nothing"
+        "--quick", action="store_true", help="4 clients, one turn, 50 updates for memory; writes nothing"
     )
-    parser.add_argument("--page", action="store_true", help="only write the page, from the rows that are there")
+    parser.add_argument("--page", action="store_true", help="only write the page from the recorded rows")
+    parser.add_argument("--note", default="", help="a note for readers of the page, such as other load on the machine")
     parser.add_argument(
-        "--note", default="", help="what a reader must know of this run, such as that others ran beside"
+        "--folder", type=Path, default=Path("runs/coordinator"), help="work folder, on a real disk because of fsync"
     )
-    parser.add_argument("--folder", type=Path, default=Path("runs/coordinator"), help="on a disk that is one: fsync")
     options = parser.parse_args(arguments)
     file = RESULTS / "coordinator.jsonl"
     if options.page:

@@ -1,8 +1,8 @@
-"""A device that speaks the whole contract and does not train: every value that it holds a little larger each round.
+"""A device that uses the whole contract and does not train: it adds a little to every value each round.
 
 ``python -m benchmarks.coordinator.client SERVER FEDERATION NUMBER [--marks FILE]``. It enrols, asks, downloads,
 decodes, changes, encodes and sends with the SDK's own transport and protocol, numpy alone. With ``--marks`` it writes a
-line whenever work of another round comes, which is when the one before has ended.
+line when work of another round arrives, which marks the end of the round before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXAMPLES = 100
 
 
 class Device:
-    """One device of a federation, enrolled when it is made."""
+    """One device of a federation, enrolled at its creation."""
 
     def __init__(self, transport: Transport, federation: str, manifest: Manifest, number: int) -> None:
         self._transport, self._federation, self._manifest = transport, federation, manifest
@@ -40,7 +40,7 @@ class Device:
         self._token = transport.enrol(federation, request).token
 
     def ask(self, wait_seconds: float) -> Assignment | None:
-        """Work, when there is some. Raises FederationOver."""
+        """Return the next assignment when there is one. Raises FederationOver."""
         self._transport.token = self._token
         assignment, pause = self._transport.assignment(self._federation, wait_seconds, None, self._digest)
         if assignment is None:
@@ -48,7 +48,7 @@ class Device:
         return assignment
 
     def work(self, assignment: Assignment) -> None:
-        """Download, change, upload."""
+        """Download, change and upload the values."""
         self._transport.token = self._token
         assert assignment.payload is not None, "training starts from what the coordinator sends"
         body = self._transport.payload(assignment.assignment_id, assignment.payload)
@@ -86,7 +86,7 @@ def take_part(transport: Transport, federation: str, number: int, marks: Path | 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """One device, until there is no more to do."""
+    """Run one device until it has no more work."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coordinator.client")
     parser.add_argument("server")
     parser.add_argument("federation")

@@ -1,7 +1,7 @@
-"""What is compared: one engine, one model, a number of clients who all take part in every round, a number of rounds.
+"""The compared unit: one engine, one model, a number of clients that all take part in every round, a number of rounds.
 
-Whoever sees a round end writes a line to a file of marks, the seconds first. What lies between the mark after the first
-rounds and the last mark is measured: first rounds start things up.
+The process that sees the end of a round writes a line with the seconds to a file of marks. The measurement begins at
+the mark after the first rounds, which include the start, and ends at the last mark.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOOK_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Model:
-    """A model by its name here. shapes: of the arrays that travel; parameters: of those, what is trained."""
+    """A model of the comparison. shapes: of the arrays that are sent; parameters: the number of trained ones."""
 
     name: str
     parameters: int
@@ -43,18 +43,21 @@ class Contest:
 
     @property
     def all_rounds(self) -> int:
-        """Rounds until the last mark."""
+        """Return the rounds up to the last mark."""
         return self.first + self.rounds
 
 
 class Marks:
-    """The ends of rounds, from a file to which somebody adds a line for each."""
+    """The ends of rounds, read from a file to which a server adds a line per round."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def wait(self, count: int, check: Callable[[], None], seconds: float) -> list[float]:
-        """The marks, when there are ``count``. ``check`` raises where there will not be; SystemExit past them."""
+        """Return the marks as soon as there are ``count``.
+
+        ``check`` raises if they cannot come; SystemExit after the limit.
+        """
         end = time.monotonic() + seconds
         while True:
             # Whole lines only: the last may be in the middle of being written.
@@ -79,7 +82,7 @@ class _Look:
 def measure(
     contest: Contest, server: Side, clients: Side, wire: Wire, marks: Marks, memory: TreeMemory, *, timeout: float = 300
 ) -> Row:
-    """One measurement, of a contest whose processes are started; its engine adds its name.
+    """Return one measurement of a contest whose processes run; its engine adds its name.
 
     memory: the server's, watched since before the first round.
     """
@@ -118,7 +121,7 @@ def measure(
 
 
 def peak_rss(pid: int) -> int:
-    """The most resident memory that this process has had, bytes, by the kernel's own count; 0 where it is gone."""
+    """Return the peak resident memory of this process in bytes, by the kernel's count; 0 if it has ended."""
     with contextlib.suppress(OSError):
         found = re.search(r"VmHWM:\s+(\d+) kB", (PROC / str(pid) / "status").read_text())
         return int(found[1]) * 1024 if found else 0

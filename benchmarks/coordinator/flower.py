@@ -1,8 +1,8 @@
-"""Flower's deployment engine: a SuperLink, a SuperNode for each client, and ``flwr run``, as documented.
+"""Flower's deployment engine: a SuperLink, a SuperNode per client, and ``flwr run``, as documented.
 
-Flower lives in ``.venv-peers`` (``python -m benchmarks.peers.install``). No TLS, as on our side; telemetry, the search
-for updates and the installation of an app's dependencies are off. SuperLink and SuperNodes start the apps in processes
-of their own, which is their default; the SuperLink keeps its state in memory, which is, too.
+Flower is installed in ``.venv-peers`` (``python -m benchmarks.peers.install``). No TLS, as on our side; telemetry, the
+search for updates and the installation of an app's dependencies are off. SuperLink and SuperNodes start the apps in
+processes of their own, and the SuperLink keeps its state in memory; both are defaults.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ QUIET = {
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What Flower's commands run under: its own commands first, its home in ``folder``."""
+    """Return the environment of Flower's commands: its own commands first in the path, its home in ``folder``."""
     return {**QUIET, "FLWR_HOME": str(folder / "home"), "PATH": f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def check_installed() -> None:
-    """Raise SystemExit where Flower is not there."""
+    """Raise SystemExit if Flower is not installed."""
     if not PYTHON.exists():
         raise SystemExit("Flower is not installed: python -m benchmarks.peers.install")
 
 
 def run(contests: Sequence[Contest], folder: Path) -> list[Row]:
-    """One measurement of each: federations of equally many clients, one after another on one SuperLink.
+    """Return one measurement per contest: federations of equally many clients, one after another on one SuperLink.
 
     Peak memory of a later one holds what the SuperLink has kept of those before it: begin with the smallest model.
     """

@@ -1,4 +1,4 @@
-"""Flower's old gRPC API, ``start_server`` and ``start_client``: deprecated, and the leanest that Flower has."""
+"""Flower's old gRPC API, ``start_server`` and ``start_client``: deprecated, and Flower's leanest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparrow.benchmarks.server import free_port
 
 
 def run(contest: Contest, folder: Path) -> Row:
-    """One measurement."""
+    """Return one measurement."""
     check_installed()
     port = free_port()
     address = f"127.0.0.1:{port}"

@@ -1,4 +1,4 @@
-"""A client of Flower's old gRPC API that does not train: ``grpc_client ADDRESS NUMBER``, run where Flower is."""
+"""A client of Flower's old gRPC API that does not train: ``grpc_client ADDRESS NUMBER``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flwr.client import NumPyClient, start_client
 
 
 class Plain(NumPyClient):  # type: ignore[misc]
-    """Every value a little larger, by another amount in every client."""
+    """A client that adds a little to every value, by another amount in every client."""
 
     def __init__(self, number: int) -> None:
         self._step = np.float32(1e-3 * (1 + number))

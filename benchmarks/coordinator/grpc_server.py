@@ -1,4 +1,6 @@
-"""The server of Flower's old gRPC API: ``grpc_server ADDRESS CLIENTS ROUNDS SHAPES MARKS``, run where Flower is."""
+"""The server of Flower's old gRPC API: ``grpc_server ADDRESS CLIENTS ROUNDS SHAPES MARKS``, run in the peers'
+environment.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from flwr.server.strategy import FedAvg
 
 
 class Marking(FedAvg):  # type: ignore[misc]
-    """Flower's FedAvg, which writes a line when a round's new model is there."""
+    """Flower's FedAvg that writes a line when a round's new model exists."""
 
     def __init__(self, marks: Path, clients: int, shapes: list[list[int]]) -> None:
         super().__init__(

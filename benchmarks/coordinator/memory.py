@@ -1,7 +1,7 @@
-"""Peak memory of the coordinator by the number of updates in a round: one process plays all devices, a few at a time.
+"""The coordinator's peak memory by the number of updates in a round: one process plays all devices, a few at a time.
 
 Each count has a coordinator of its own, whose peak is the kernel's count of its resident memory when the round has
-closed. All updates of a round lie in the data folder until then: a thousand dense ones of the large model take 9 GB.
+closed. All updates of a round are in the data folder until then: a thousand dense ones of the large model take 9 GB.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AT_ONCE = 4
 
 
 def run(updates: int, folder: Path, note: Callable[[], object]) -> Row:
-    """One round of so many dense updates of the large model. ``note`` is called after each."""
+    """Run one round of so many dense updates of the large model; call ``note`` after each."""
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     with Side(folder, ours.environment(folder)) as server:
@@ -57,7 +57,7 @@ def run(updates: int, folder: Path, note: Callable[[], object]) -> Row:
 
 
 def _wait_until_closed(address: str) -> None:
-    """The last updates are folded after they were acknowledged."""
+    """Wait for the end of the round, because the last updates are summed after they were acknowledged."""
     with connect(address) as client:
         transport = Transport(client)
         end = time.monotonic() + CLOSES_SECONDS

@@ -1,4 +1,4 @@
-"""The two models of the contest: MNIST's small network, and the one of ``benchmarks.aggregation``."""
+"""The two models of the comparison: MNIST's small network, and the one of ``benchmarks.aggregation``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL, LARGE = "small", "large"
 
 @functools.cache
 def task_of(name: str) -> Task | str:
-    """What is published: the name of the built-in task, or a task around the network."""
+    """Return the name of the built-in task, or a task around the network, for publishing."""
     if name == SMALL:
         return "mnist"
     batch = torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.long)
@@ -27,7 +27,7 @@ def task_of(name: str) -> Task | str:
 
 @functools.cache
 def model_of(name: str) -> Model:
-    """The model of this name."""
+    """Return the model of this name."""
     task = task_of(name)
     if isinstance(task, str):
         manifest = load_builtin(task).manifest

@@ -1,4 +1,4 @@
-"""Rows as the page docs/results/coordinator.md: medians over turns, ratios within a turn, beside what was asked."""
+"""The rows as the page docs/results/coordinator.md: medians over turns, ratios within a turn, and the bounds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _figure(key: str) -> Callable[[Row], float]:
 
 @dataclass(frozen=True)
 class Asked:
-    """A line of what is asked: of ``figure``, ours over theirs, at most ``most``; ``model`` None is every model.
+    """A bound on a figure: our ``figure`` divided by theirs is at most ``most``; ``model`` None means every model.
 
     upside_down: it is asked and told how many times smaller ours is.
     """
@@ -42,17 +42,17 @@ class Asked:
     upside_down: bool = False
 
     def ratio(self, ours: Row, theirs: Row) -> float:
-        """Ours over theirs. Infinity where theirs is too small to be measured."""
+        """Return our figure divided by theirs; infinity if theirs is too small to be measured."""
         divisor = self.figure(theirs)
         return self.figure(ours) / divisor if divisor else float("inf")
 
     def show(self, ratio: float) -> str:
-        """The ratio as it is told."""
+        """Return the ratio as text."""
         return f"{1 / ratio:.1f} times" if self.upside_down else f"{ratio:.3g}"
 
     @property
-    def wanted(self) -> str:
-        """What is asked of it."""
+    def bound(self) -> str:
+        """Return the bound as text."""
         return f"at least {1 / self.most:.0f} times" if self.upside_down else f"at most {self.most:g}"
 
 
@@ -98,7 +98,7 @@ federation runs before the large one's.
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The rows as Markdown."""
+    """Return the rows as Markdown."""
     rounds = [row for row in rows if row["kind"] == "rounds"]
     run = next((row for row in rows if row["kind"] == "run"), None)
     parts = [_about(rounds, run), "## Figures\n", "Medians over turns.\n", _figures(rounds)]
@@ -110,7 +110,7 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def ratios(rows: Sequence[Row], asked: Asked) -> dict[tuple[str, int], list[float]]:
-    """Ours over theirs by model and number of clients, one for each turn that has both."""
+    """Return our figure divided by theirs, by model and number of clients, one per turn that has both."""
     found: dict[tuple[str, int], list[float]] = {}
     by = {(row["engine"], row["model"], row["clients"], row["turn"]): row for row in rows}
     for (engine, model, clients, turn), ours in by.items():
@@ -121,7 +121,7 @@ def ratios(rows: Sequence[Row], asked: Asked) -> dict[tuple[str, int], list[floa
 
 
 def growth(rows: Sequence[Row]) -> float:
-    """By which share peak memory with the most updates exceeds that with the fewest."""
+    """Return the share by which peak memory with the most updates exceeds that with the fewest."""
     fewest, most = (find(rows, key=lambda row: row["updates"]) for find in (min, max))
     return float(most["server_peak_rss"] / fewest["server_peak_rss"] - 1)
 
@@ -178,7 +178,7 @@ def _asked(rows: Sequence[Row]) -> str:
             shown = f"{least}, **{asked.show(middle)}**, {greatest}" if len(found) > 1 else f"**{asked.show(middle)}**"
             against = f"{ENGINES[asked.ours]} against {ENGINES[asked.theirs]}"
             met = "yes" if middle <= asked.most else "no"
-            lines.append([against, asked.what, f"{model}, {clients} clients", shown, asked.wanted, met])
+            lines.append([against, asked.what, f"{model}, {clients} clients", shown, asked.bound, met])
     return markdown_table(["", "", "", "found", "asked", "met"], lines)
 
 

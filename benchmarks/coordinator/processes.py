@@ -1,4 +1,5 @@
-"""One side of a contest - the server's processes, or the clients' - seen from outside: processor time, memory, bytes.
+"""One side of a comparison, the server's processes or the clients', observed from outside: processor time, memory,
+bytes.
 
 All of it comes from Linux: ``/proc`` and, for the bytes, the kernel's counters of each TCP connection (``ss -ti`` of
 iproute2), so that nothing stands between the two sides.
@@ -21,7 +22,7 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 
 class Side:
-    """Processes started together, with all that descends from them. ``stop`` ends them, from ``with`` to its end.
+    """Processes that started together, with their descendants. Leaving its ``with`` block ends them.
 
     folder: where each process leaves its output, as NAME.log. environment: on top of this process's own.
     """
@@ -46,21 +47,21 @@ class Side:
         return process
 
     def watch(self) -> TreeMemory:
-        """Their memory, sampled from ``with`` to its end."""
+        """Sample their memory within the ``with`` block."""
         return TreeMemory(*(process.pid for process, _ in self._processes), marker=self._marker)
 
     def processor_seconds(self) -> float:
-        """What they have used so far, those that have ended included."""
+        """Return the user and system seconds of these processes and of their ended children."""
         return processor_seconds(self.watch().processes())
 
     def check(self) -> None:
-        """Raise SystemExit with the end of its log where one of them has ended."""
+        """Raise SystemExit with the end of its log if one of them has ended."""
         for process, log in self._processes:
             if process.poll() is not None:
                 raise SystemExit(f"{log.stem} ended with {process.returncode}:\n{log.read_text()[-3000:]}")
 
     def stop(self) -> None:
-        """End them all, gently first."""
+        """End all of them, first with SIGTERM."""
         tree = self.watch()
         tree.processes()
         for process, _ in self._processes:
@@ -77,7 +78,7 @@ class Side:
 
 
 def processor_seconds(pids: Iterable[int]) -> float:
-    """User and system seconds of these processes and of their children that have ended and been waited for.
+    """Return the user and system seconds of these processes and of their ended children.
 
     A process that has ended counts for itself until it is waited for, so nothing is missing and nothing counts twice.
     """
@@ -90,15 +91,16 @@ def processor_seconds(pids: Iterable[int]) -> float:
 
 
 class Wire:
-    """Bytes that have crossed the server's port so far, of all its connections: what TCP carried, headers of HTTP or
-    gRPC included and TCP's own left out."""
+    """Bytes of all connections of the server's port so far: TCP's content, with the headers of HTTP or gRPC and
+    without TCP's own.
+    """
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._seen: dict[str, tuple[int, int]] = {}
 
     def bytes(self) -> tuple[int, int]:
-        """(down, up): from the server, and to it. Of a connection that has closed, what was there when last asked."""
+        """Return (down, up): from the server, and to it. For a closed connection the last reading counts."""
         command = ["ss", "-tinHO", "state", "connected", "sport", "=", f":{self._port}"]
         try:
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -109,7 +111,7 @@ class Wire:
 
 
 def parse(text: str) -> dict[str, tuple[int, int]]:
-    """What ``ss -tinHO`` says of each connection, by its peer: (bytes sent, bytes received)."""
+    """Parse the output of ``ss -tinHO``: peer -> (bytes sent, bytes received)."""
     found = {}
     for line in text.splitlines():
         peer = line.split()[4]  # state, two queues, own address, peer's

@@ -1,4 +1,4 @@
-"""This project's side: a coordinator as operators start it, records and updates on disk, devices over HTTP."""
+"""This project's side: a coordinator as in production, records and updates on disk, devices over HTTP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def run(engine: str, contest: Contest, folder: Path) -> Row:
-    """One measurement."""
+    """Return one measurement."""
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     marks = Marks(folder / "marks")

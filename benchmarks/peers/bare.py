@@ -1,7 +1,7 @@
-"""``python -m benchmarks.peers.bare``: federated averaging with no framework at all.
+"""``python -m benchmarks.peers.bare``: federated averaging without a framework.
 
-Forked processes take the devices of a round from one queue, read the global model from shared memory and leave theirs
-there; the parent averages in float64. They have the data from the parent, who loaded it before it forked.
+Forked processes take the devices of a round from one queue, read the global model from shared memory and write theirs
+there; the parent averages in float64. They share the data that the parent loaded before it forked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sparrow.benchmarks.peers import report
 
 
 def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
-    """The whole experiment."""
+    """Run the whole experiment."""
     clock = report.Clock()
     import torch  # here, because the watching process has no use for it
     from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -82,7 +82,7 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """One run, one line."""
+    """Print one run as one line."""
     options = report.parser("bare").parse_args(arguments)
     if not options.unwatched:
         return report.watch("benchmarks.peers.bare", options)

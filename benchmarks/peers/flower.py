@@ -1,8 +1,8 @@
 """``python -m benchmarks.peers.flower``: federated averaging on Flower's simulation engine with Ray.
 
-Flower and Ray live in ``.venv-peers`` (``python -m benchmarks.peers.install``), where this command runs them. The
-engine is started from Python by ``run_simulation``, without the SuperLink process that ``flwr run`` puts around it:
-less to start and less memory, and the same work in a round. Telemetry, evaluation, dashboard and logs are off.
+Flower and Ray are installed in ``.venv-peers`` (``python -m benchmarks.peers.install``), where this command runs them.
+The engine is started from Python by ``run_simulation``, without the SuperLink process of ``flwr run``: it starts
+faster, takes less memory, and does the same work in a round. Telemetry, evaluation, dashboard and logs are off.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SETTINGS = {
 
 
 def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
-    """The whole experiment."""
+    """Run the whole experiment."""
     clock = report.Clock()
     os.environ.update(SETTINGS)  # before flwr and ray are imported, who read it then
     from importlib.metadata import version
@@ -61,7 +61,7 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """One run, one line."""
+    """Print one run as one line."""
     options = report.parser("flower").parse_args(arguments)
     if not options.unwatched:
         if not PYTHON.exists():

@@ -29,7 +29,7 @@ def _once(data: str, seed: int) -> tuple[work.Net, work.Samples, list[torch.Tens
 
 
 def train(message: Message, context: Context) -> Message:
-    """One device's part of a round."""
+    """Return one device's part of a round."""
     config = message.content["config"]
     device, seed = int(context.node_config["partition-id"]), int(config["seed"])
     model, samples, shares = _once(str(config["data"]), seed)
@@ -43,11 +43,11 @@ def train(message: Message, context: Context) -> Message:
 
 
 def apps(data: Path, rounds: int, seed: int, clock: Clock) -> tuple[ServerApp, ClientApp, Callable[[], dict[str, Any]]]:
-    """The two apps, and what gives the last global model when they are done."""
+    """Return the two apps, and a function that returns the last global model at the end."""
     models: list[ArrayRecord] = []
 
     def count(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
-        """FedAvg calls this once a round, after it has averaged the models."""
+        """Note the end of a round; FedAvg calls this once a round after averaging."""
         if len(replies) != work.COHORT:
             raise RuntimeError(f"{len(replies)} of {work.COHORT} devices answered")
         for reply in replies:

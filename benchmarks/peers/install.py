@@ -13,7 +13,7 @@ REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 
 
 def main() -> int:
-    """Make the environment, or bring it up to date."""
+    """Create or update the environment."""
     torch = next(line for line in REQUIREMENTS.read_text().splitlines() if line.startswith("torch=="))
     pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([sys.executable, "-m", "venv", str(FOLDER)], check=True)

@@ -1,11 +1,11 @@
-"""Peak memory of a command with all its processes, watched from outside.
+"""Peak memory of a command with all its processes, observed from outside.
 
 PSS counts a page shared by n processes as 1/n in each, so that its sum over the tree is the memory that the tree takes;
 the sum of RSS counts shared pages n times, the sum of USS leaves them out. All three come from the kernel's
 ``/proc/PID/smaps_rollup`` (Linux only).
 
-A tree is a process with its descendants, those that left the tree too: a process once seen stays in it, and every
-process that inherited the marker in its environment belongs to it, whoever its parent is by now (daemons of Ray).
+A tree is a process with its descendants, including those that left it: a process stays in the tree once it was seen,
+and every process with the inherited marker in its environment belongs to it, whatever its parent (daemons of Ray).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FIELDS = {"Pss:": "pss", "Rss:": "rss", "Private_Clean:": "uss", "Private_Dirty
 
 @dataclass
 class Peak:
-    """The largest sums over a tree that were seen, in bytes, each at its own moment."""
+    """The largest sums over a tree of processes in bytes, each at its own moment."""
 
     pss: int = 0
     rss: int = 0
@@ -40,7 +40,7 @@ class Peak:
     samples: int = 0
 
     def add(self, sums: Mapping[str, int], processes: int) -> None:
-        """Take in one sample."""
+        """Add one sample."""
         self.pss = max(self.pss, sums["pss"])
         self.rss = max(self.rss, sums["rss"])
         self.uss = max(self.uss, sums["uss"])
@@ -49,12 +49,12 @@ class Peak:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """The three peaks."""
+        """Return the three peaks."""
         return {"pss": self.pss, "rss": self.rss, "uss": self.uss}
 
 
 class TreeMemory:
-    """Samples the tree of processes ``pids`` in a thread of its own, from ``with`` to its end; ``peak`` has the result.
+    """A thread that samples the tree of processes ``pids`` within a ``with`` block; ``peak`` has the result.
 
     ``marker`` finds the processes that have ``SPARROW_PROCESS_TREE=marker`` in their environment as well.
     """
@@ -86,7 +86,7 @@ class TreeMemory:
                 return
 
     def sample(self) -> None:
-        """Look once."""
+        """Take one sample."""
         sums = {"pss": 0, "rss": 0, "uss": 0}
         tree = self.processes()
         for pid in tree:
@@ -98,7 +98,7 @@ class TreeMemory:
         self.peak.add(sums, len(tree))
 
     def processes(self) -> list[int]:
-        """The tree's processes of this moment."""
+        """Return the tree's current processes."""
         parents: dict[int, int] = {}
         starts: dict[int, int] = {}
         for entry in PROC.iterdir():
@@ -133,13 +133,13 @@ def _parent_and_start(pid: int) -> tuple[int, int]:
 
 
 def process_age() -> float:
-    """Seconds since this process was created, to a hundredth."""
+    """Return the seconds since this process was created, to a hundredth."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - _parent_and_start(os.getpid())[1] / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A command that ended: what it printed, how long it took from its start to its end, its peak memory."""
+    """A command that ended: its output, its duration, its peak memory."""
 
     stdout: str
     seconds: float
@@ -154,7 +154,7 @@ def measure(
     interval: float | None = INTERVAL,
     timeout: float | None = None,
 ) -> Measured:
-    """Run ``command`` and watch its tree every ``interval`` seconds; None does not watch, for undisturbed times.
+    """Run ``command`` and sample its tree every ``interval`` seconds; None does not sample, for undisturbed times.
 
     Raises SystemExit with the end of its standard error where it fails, subprocess.TimeoutExpired past ``timeout``.
     What it leaves running is killed in any case.

@@ -1,7 +1,7 @@
 """The command line of a peer and its one line of JSON.
 
-A peer runs in a process of its own; the command that a user gives only watches it, so that looking at its memory costs
-it nothing but a share of the cores: ``--no-memory`` does not look, for undisturbed times.
+A peer runs in a process of its own; the user's command only samples its memory, which costs a share of the cores;
+``--no-memory`` does not sample, for undisturbed times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sparrow.benchmarks.peers.memory import measure, process_age
 
 @dataclass
 class Clock:
-    """When things happened, in ``time.time()``."""
+    """The times of events, in ``time.time()``."""
 
     born: float = field(default_factory=lambda: time.time() - process_age())
     first_device: float = 0.0
@@ -33,17 +33,17 @@ class Clock:
     """When everything the peer had started was gone."""
 
     def device_trained(self, at: float, processor: float) -> None:
-        """A device was done at ``at`` after ``processor`` seconds of a processor, in whatever process."""
+        """Note that a device ended at ``at`` after ``processor`` seconds of a processor, in any process."""
         self.processor.append(processor)
         self.first_device = min(self.first_device or at, at)
 
     def round_ended(self) -> None:
-        """The new global model is there."""
+        """Note that the new global model exists."""
         self.rounds.append(time.time())
 
 
 def outcome(peer: str, version: str, clock: Clock, cohort: int, accuracy: float) -> dict[str, Any]:
-    """One run. ``device_rounds_per_second`` leaves the first round out, which starts things up.
+    """Return one run. ``device_rounds_per_second`` leaves out the first round, which includes the start.
 
     ``processor_seconds_per_device``, of local training alone, is alike for peers that do equal work, however busy the
     machine is with other things; the rates are only comparable on a machine that does nothing else.
@@ -66,7 +66,7 @@ def outcome(peer: str, version: str, clock: Clock, cohort: int, accuracy: float)
 
 
 def parser(peer: str) -> argparse.ArgumentParser:
-    """What all peers understand."""
+    """Return the options of all peers."""
     result = argparse.ArgumentParser(prog=f"python -m benchmarks.peers.{peer}")
     result.add_argument("--data", type=Path, required=True, help="mnist.npz: x_train, y_train, x_test, y_test")
     result.add_argument("--rounds", type=int, default=30)
@@ -79,7 +79,7 @@ def parser(peer: str) -> argparse.ArgumentParser:
 
 
 def watch(module: str, options: argparse.Namespace, *, python: Path | None = None) -> int:
-    """Run the peer in a process of its own under ``python``, then print its line with what was seen from outside."""
+    """Run the peer in a process of its own under ``python``, then print its line with the outside measurements."""
     command = [
         *(str(python or sys.executable), "-m", module, "--unwatched", "--data", str(options.data.resolve())),
         *("--rounds", str(options.rounds), "--processes", str(options.processes), "--seed", str(options.seed)),

@@ -1,8 +1,8 @@
 """This project's fleet as a peer: a coordinator process, real sessions over HTTP, the same work as the others.
 
-The same deal of the same images to the same 100 devices, the product's own network (which pools before ReLU: the same
-function), FedAvg. What the others leave out happens here as well, after the last round: every device judges the global
-model (on a hundredth of the test images each, so the mean is the accuracy on all), and keeps it as its own.
+The same distribution of the same images to the same 100 devices, the product's own network (which pools before ReLU:
+the same function), FedAvg. In addition, after the last round every device evaluates the global model (on a hundredth of
+the test images each, so the mean is the accuracy on all), and keeps it as its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparrow.benchmarks.server import coordinator
 
 
 def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
-    """One run, as ``report.outcome`` has it."""
+    """Return one run as ``report.outcome`` has it."""
     # The coordinator starts while this process loads torch and the data.
     with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
         loading = pool.submit(_load, data)
@@ -33,7 +33,7 @@ def run(data: Path, rounds: int, processes: int, seed: int) -> dict[str, Any]:
 
 
 def _load(data: Path) -> tuple[Any, Any]:
-    """The samples, train and test; and all that is to be imported."""
+    """Load the samples, train and test, and all imports."""
     importlib.import_module("edge_sdk.simulation.fleet")
     from sparrow.benchmarks.peers import work
 
@@ -93,7 +93,7 @@ def _run(server: str, samples: Any, test: Any, rounds: int, processes: int, seed
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """One run, one line."""
+    """Print one run as one line."""
     options = report.parser("sparrow").parse_args(arguments)
     if not options.unwatched:
         return report.watch("benchmarks.peers.sparrow", options)

@@ -1,4 +1,4 @@
-"""What every peer does: MNIST's small network, 100 devices with equal shares, FedAvg of 10 a round.
+"""The work of every peer: MNIST's small network, 100 devices with equal shares, FedAvg of 10 a round.
 
 Plain PyTorch as its tutorials write it, one local epoch, batches of 50, SGD at 0.05. Images stay bytes in memory; a
 device's share is scaled when it trains, which takes a hundredth of its time.
@@ -23,7 +23,7 @@ MEAN, DEVIATION = 255 * 0.1307, 255 * 0.3081
 
 
 class Net(nn.Module):
-    """[N,1,28,28] -> [N,10]; 21,840 parameters."""
+    """A network [N,1,28,28] -> [N,10] of 21,840 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Net(nn.Module):
         self.fc2 = nn.Linear(50, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores before softmax."""
+        """Return class scores before softmax."""
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         x = F.relu(self.fc1(torch.flatten(x, 1)))
@@ -52,25 +52,25 @@ class Samples:
         return len(self.targets)
 
     def scaled(self) -> Tensor:
-        """Images as the network wants them."""
+        """Return images as the network's inputs."""
         return self.images.unsqueeze(1).float().sub_(MEAN).div_(DEVIATION)
 
 
 def load(file: Path, part: str = "train") -> Samples:
-    """The part ``train`` or ``test`` of an npz file with x_train, y_train, x_test and y_test."""
+    """Load the part ``train`` or ``test`` of an npz file with x_train, y_train, x_test and y_test."""
     with np.load(file, allow_pickle=False) as arrays:
         return Samples(torch.from_numpy(arrays[f"x_{part}"]), torch.from_numpy(arrays[f"y_{part}"].astype(np.int64)))
 
 
 def deal(samples: int, seed: int) -> list[Tensor]:
-    """The samples of each device: a seeded permutation of all, cut into equal shares."""
+    """Return the samples of each device: a seeded permutation of all, cut into equal shares."""
     order = np.random.default_rng(seed).permutation(samples)
     share = samples // DEVICES
     return [torch.from_numpy(order[device * share : (device + 1) * share]) for device in range(DEVICES)]
 
 
 def train(model: nn.Module, samples: Samples, share: Tensor, seed: int) -> float:
-    """One local epoch over a device's share, in an order from ``seed``; returns the processor seconds it took."""
+    """Train one local epoch over a device's share, in an order from ``seed``; return the processor seconds."""
     start = time.process_time()
     mine = Samples(samples.images[share], samples.targets[share])
     images, targets = mine.scaled(), mine.targets
@@ -88,7 +88,7 @@ def train(model: nn.Module, samples: Samples, share: Tensor, seed: int) -> float
 
 @torch.no_grad()
 def accuracy(model: nn.Module, samples: Samples) -> float:
-    """The share of right answers."""
+    """Return the share of right answers."""
     model.eval()
     right = 0
     for begin in range(0, len(samples), 1000):

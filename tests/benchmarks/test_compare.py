@@ -156,7 +156,7 @@ def test_files_are_counted_where_they_are_numbered(data):
         ("--data mine.npz --rounds 0", 2, "--set rounds"),
         ("--data people.npz --devices 4", 1, "4 devices for 3 people; leave of= out, or set of=3 (--devices 3 of"),
         ("--data each --devices 4", 1, "3 files are too few for 4 devices"),
-        ("--data each --partition iid", 2, "each device has a file of its own and nothing is dealt; leave it out"),
+        ("--data each --partition iid", 2, "each device has its own file and nothing is distributed; leave it out"),
         ("--data each/{index}.npz", 6, "for files with other names name their folder"),
         ("--data mine.npz --partition nosuch", 2, "there is no partition 'nosuch'"),
         ("--task nosuch", 6, "nosuch"),

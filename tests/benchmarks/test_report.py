@@ -11,17 +11,11 @@ from edge_sdk.protocol.messages import Evaluation
 from sparrow.benchmarks.experiment import Experiment, trials
 from sparrow.benchmarks.markdown import write_html
 from sparrow.benchmarks.metrics import Accuracy, Point, shifted
-from sparrow.benchmarks.report import (
-    curve,
-    draw,
-    groups,
-    paired,
-    report_text,
-    savings,
-    shift_curve,
-    summary,
-    write_report,
-)
+from sparrow.benchmarks.report.comparisons import paired, savings
+from sparrow.benchmarks.report.figures import groups
+from sparrow.benchmarks.report.page import report_text, write_report
+from sparrow.benchmarks.report.pictures import curve, draw, shift_curve
+from sparrow.benchmarks.report.summary import summary
 from sparrow.benchmarks.rows import DeviceResult, Recorded, TrialResult
 
 COMMAND = "python -m benchmarks report tiny"
@@ -269,10 +263,10 @@ def test_early_stopping_saves(plan):
     assert saving.joules_measured is None
     assert saving.difference.mean == pytest.approx(-2.5)
     page = report_text(plan, done, command=COMMAND)
-    row = cells(page, "FedSPU+ES", "What early stopping saves")
+    row = cells(page, "FedSPU+ES", "Savings of early stopping")
     assert row[:6] == ["FedSPU", "25.0", "50.0", "50.0", "–", "50.0"]
-    assert cells(page, "FedSPU+ES", "Who stopped early") == ["1 of 2", "18.5", "all_stopped", "30"]
-    assert "| FedAvg |" not in page[page.index("## Who stopped early") : page.index("## Rounds, traffic")]
+    assert cells(page, "FedSPU+ES", "Early stops") == ["1 of 2", "18.5", "all_stopped", "30"]
+    assert "| FedAvg |" not in page[page.index("## Early stops") : page.index("## Rounds, traffic")]
 
 
 def test_a_label_with_other_settings_beside_early_stopping_is_no_saving():
@@ -514,7 +508,7 @@ def test_a_label_that_was_not_judged_in_every_trial_has_no_figure_on_other_test_
 def test_what_samples_were_recorded_with_has_a_table_of_its_own():
     plan = shift_plan(shifts=[], test_on=["phone", "watch"])
     page = report_text(plan, judged_by_degree(plan), command=COMMAND)
-    assert cells(page, "FedAvg", "Accuracy by what the test samples") == ["60.0 ± 10.0", "60.0 ± 0.0", "60.0"]
+    assert cells(page, "FedAvg", "Accuracy by recording device") == ["60.0 ± 10.0", "60.0 ± 0.0", "60.0"]
     assert "| FedSPU minus | phone | watch |" in page
 
 

@@ -324,11 +324,11 @@ def test_test_sets_that_cannot_be_had_are_told_before_anything_is_trained(tmp_pa
         (('method = "fedavg"', 'method = "fedavg"\nbudget = 1'), "budget"),
         (('method = "fedavg"', 'method = "fedavg"\ntuned_as = "FedProx"'), "tuned_as is 'FedProx'"),
         (('method = "fedavg"', 'method = "fedavg"\ngrid = { clip = [1.0] }'), "FedAvg: has a grid but is not tuned"),
-        (("new = 1", "data = { of = 3, alpha = 1 }"), "data: alpha, of is said elsewhere in the experiment"),
+        (("new = 1", "data = { of = 3, alpha = 1 }"), "data: alpha, of is set elsewhere in the experiment"),
         (("new = 1", "upload_caps = [100, 0]"), "greater than 0"),
         (("new = 1", "shifts = [0, 2]"), "less than or equal to 1"),
         (("new = 1", "shifts = [0, 0.0]"), "shifts: a test set is named twice"),
-        (("new = 1", "severities = [1]"), "severities are those of corruptions"),
+        (("new = 1", "severities = [1]"), "severities need corruptions"),
         (("new = 1", 'corruptions = ["contrast"]\nseverities = [6]'), "less than or equal to 5"),
         (("new = 1", 'corruptions = ["contarst"]'), "there is no corruption 'contarst'"),
         (("new = 1", 'corruptions = ["fog"]'), "corruption=fog is not computed"),
@@ -336,7 +336,7 @@ def test_test_sets_that_cannot_be_had_are_told_before_anything_is_trained(tmp_pa
             ("new = 1", 'shifts = [0, 1]\ndata = { test = "published" }'),
             "shifts draw from the devices' own test samples",
         ),
-        (("new = 1", "shifts = [0, 1]\ndata = { shift = 0.5 }"), "data: shift is what the test sets change"),
+        (("new = 1", "shifts = [0, 1]\ndata = { shift = 0.5 }"), "data: shift is changed by the test sets"),
     ],
 )
 def test_a_file_that_describes_no_experiment_is_refused_with_what_is_wrong(tmp_path, change, said, capsys):
@@ -353,11 +353,11 @@ def test_a_file_that_describes_no_experiment_is_refused_with_what_is_wrong(tmp_p
 def test_a_setting_is_given_or_tuned(tmp_path):
     file = tmp_path / "wrong.toml"
     file.write_text(TINY + "settings = { learning_rate = 0.3 }\n" + TUNED)
-    with pytest.raises(BadExperiment, match="FedAvg: learning_rate is set and is to be tuned; leave one of them out"):
+    with pytest.raises(BadExperiment, match="FedAvg: learning_rate is set and tuned; leave one of them out"):
         load_experiment(str(file))
     own = 'settings = { method_settings.a = 1 }\ngrid = { "method_settings.a" = [1, 2] }\n'
     file.write_text(TINY + own + TUNED)
-    with pytest.raises(BadExperiment, match=r"FedAvg: method_settings\.a is set and is to be tuned"):
+    with pytest.raises(BadExperiment, match=r"FedAvg: method_settings\.a is set and tuned"):
         load_experiment(str(file))
 
 
@@ -371,10 +371,10 @@ def test_an_unknown_experiment_is_told_with_those_there_are(name, capsys):
 
 
 def test_what_is_not_there_is_told(file, tmp_path, capsys):
-    with pytest.raises(SystemExit, match=r"tiny has no \[tune\]; add the grid"):
+    with pytest.raises(SystemExit, match=r"tiny has no \[tune\]; add it with a grid"):
         main(command("tune", file, tmp_path))
     assert main(["report", str(file), "--folder", str(tmp_path)]) == Exit.NOT_FOUND
-    assert "holds no results; run `python -m benchmarks run tiny` first" in capsys.readouterr().err
+    assert "has no results; run `sparrow bench run tiny` first" in capsys.readouterr().err
 
 
 def test_data_that_cannot_be_used_end_the_run_with_a_word(tmp_path, capsys):

@@ -1,1 +1,1 @@
-"""The Flower app of the contest: Flower's own FedAvg, and clients that do not train."""
+"""The Flower app of the comparison: Flower's own FedAvg, and clients that do not train."""

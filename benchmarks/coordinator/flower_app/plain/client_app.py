@@ -1,4 +1,4 @@
-"""The ClientApp: every value a little larger, by another amount on every SuperNode."""
+"""The ClientApp: it adds a little to every value, by another amount on every SuperNode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ app = ClientApp()
 
 @app.train()  # type: ignore[untyped-decorator]
 def train(message: Message, context: Context) -> Message:
-    """One client's part of a round."""
+    """Return one client's part of a round."""
     step = np.float32(1e-3 * (1 + int(context.node_config["partition-id"])))
     arrays = [array + step for array in message.content["arrays"].to_numpy_ndarrays()]
     reply = {"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"num-examples": 100})}

@@ -1,4 +1,4 @@
-"""The ServerApp: Flower's FedAvg over all SuperNodes, which notes when each round has ended."""
+"""The ServerApp: Flower's FedAvg over all SuperNodes; it records the end of each round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ app = ServerApp()
 
 
 class Marking(FedAvg):  # type: ignore[misc]
-    """FedAvg that writes a line when a round's new model is there."""
+    """FedAvg that writes a line when a round's new model exists."""
 
     def __init__(self, marks: Path, clients: int) -> None:
         super().__init__(
@@ -36,7 +36,7 @@ class Marking(FedAvg):  # type: ignore[misc]
 
 @app.main()  # type: ignore[untyped-decorator]
 def main(grid: Grid, context: Context) -> None:
-    """The whole federation, from arrays of zeros."""
+    """Run the whole federation from arrays of zeros."""
     config = context.run_config
     arrays = [np.zeros(shape, np.float32) for shape in json.loads(str(config["shapes"]))]
     strategy = Marking(Path(str(config["marks"])), int(config["clients"]))

@@ -1,0 +1,188 @@
+"""Columns and cells of the tables: a column is a title and a function from the trials of a label to text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean, stdev
+
+from sparrow.benchmarks.experiment import Experiment
+from sparrow.benchmarks.metrics import Accuracy, best_within, rounds_to
+from sparrow.benchmarks.report.comparisons import students
+from sparrow.benchmarks.report.figures import (
+    MIB,
+    Group,
+    accuracy_among,
+    counting,
+    device_rounds,
+    end_of,
+    global_accuracy,
+    known_mean,
+    mean_state_bytes,
+    participants,
+    share_counted,
+    stopped_devices,
+)
+from sparrow.benchmarks.rows import Recorded
+
+ABSENT = "–"
+
+
+ENDED = "†"
+
+
+Column = tuple[str, Callable[[Sequence[Recorded]], str]]
+
+
+def three_digits(value: float | None, unit: float = 1.0) -> str:
+    """Return three significant digits; from a thousand on whole numbers: 12,345, 123, 1.23, 0.00123."""
+    if value is None:
+        return ABSENT
+    scaled = value / unit
+    return f"{scaled:,.0f}" if abs(scaled) >= 1000 or scaled == 0 else f"{float(f'{scaled:.3g}'):g}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share in per cent with one decimal."""
+    return ABSENT if share is None else f"{100 * share:.1f}"
+
+
+def mean_cell(figure: Callable[[Recorded], float | None], unit: float = 1.0) -> Callable[[Sequence[Recorded]], str]:
+    """Return a cell with the mean over trials of a figure, in this unit."""
+    return lambda done: three_digits(known_mean(map(figure, done)), unit)
+
+
+def percent_cell(figure: Callable[[Recorded], float | None]) -> Callable[[Sequence[Recorded]], str]:
+    """Return a cell with the mean over trials of a share, in per cent."""
+    return lambda done: percent(known_mean(map(figure, done)))
+
+
+def known_figure(figure: Callable[[Accuracy], float], accuracy: Accuracy | None) -> float | None:
+    """Return the figure of an accuracy, or None without one."""
+    return None if accuracy is None else figure(accuracy)
+
+
+def accuracy_cell(figure: Callable[[Accuracy], float]) -> Callable[[Sequence[Recorded]], str]:
+    """Return a cell with the mean over trials of a figure of their accuracy."""
+    return percent_cell(lambda trial: known_figure(figure, accuracy_among(participants(trial))))
+
+
+def headline(done: Sequence[Recorded]) -> str:
+    """Return the mean over seeds, with ± standard deviation over seeds if there are two."""
+    means = [each.mean for each in (accuracy_among(participants(trial)) for trial in done) if each]
+    spread = f" ± {100 * stdev(means):.1f}" if len(means) > 1 else ""
+    return f"**{percent(known_mean(means))}**{spread}" if means else ABSENT
+
+
+def nonzero_cell(figure: Callable[[Recorded], float]) -> Callable[[Sequence[Recorded]], str]:
+    """Return a cell of a figure whose zero means that it is unknown, such as joules."""
+    return mean_cell(lambda trial: figure(trial) or None)
+
+
+def accuracy_columns(experiment: Experiment) -> list[Column]:
+    """Return the columns of the accuracy table."""
+    columns: list[Column] = [
+        ("mean, %", headline),
+        ("weighted mean, %", accuracy_cell(lambda each: each.weighted)),
+        ("std over devices, points", accuracy_cell(lambda each: each.std)),
+        ("bottom decile, %", accuracy_cell(lambda each: each.bottom_decile)),
+        ("global model, %", percent_cell(lambda trial: known_figure(lambda each: each.mean, global_accuracy(trial)))),
+    ]
+    if experiment.new:
+        fresh = percent_cell(
+            lambda trial: known_figure(
+                lambda each: each.mean, accuracy_among([d for d in trial.result.devices if d.new])
+            )
+        )
+        columns.append(("new devices, %", fresh))
+    seeds: Column = ("seeds", lambda done: f"{len(done)} of {len(experiment.seeds)}")
+    return [*columns, seeds]
+
+
+COST_COLUMNS: tuple[Column, ...] = (
+    ("rounds", mean_cell(lambda trial: trial.result.rounds)),
+    ("rounds to 80 % of best", mean_cell(lambda trial: rounds_to(trial.points, 0.8))),
+    ("to 90 %", mean_cell(lambda trial: rounds_to(trial.points, 0.9))),
+    ("up, MB", mean_cell(lambda trial: end_of(trial).bytes_up, 1e6)),
+    ("down, MB", mean_cell(lambda trial: end_of(trial).bytes_down, 1e6)),
+    ("evaluation up, MB", mean_cell(lambda trial: end_of(trial).evaluation_bytes_up, 1e6)),
+    ("evaluation down, MB", mean_cell(lambda trial: end_of(trial).evaluation_bytes_down, 1e6)),
+    ("training, GFLOP", mean_cell(lambda trial: end_of(trial).training_flops, 1e9)),
+    ("inference, MFLOP per sample", mean_cell(lambda trial: trial.result.inference_flops, 1e6)),
+    ("state on a device, kB", mean_cell(mean_state_bytes, 1e3)),
+)
+
+
+TIME_COLUMNS: tuple[Column, ...] = (
+    ("device seconds", mean_cell(lambda trial: end_of(trial).seconds)),
+    ("J measured", nonzero_cell(lambda trial: end_of(trial).joules_measured)),
+    ("J estimated", nonzero_cell(lambda trial: end_of(trial).joules_estimated)),
+    ("device seconds, energy unavailable", mean_cell(lambda trial: end_of(trial).seconds_without_joules)),
+    ("wall seconds", mean_cell(lambda trial: trial.result.wall_seconds)),
+)
+
+
+SHARE_COLUMNS: tuple[Column, ...] = (
+    ("on in a batch, %", percent_cell(lambda trial: share_counted(trial, "values_kept"))),
+    ("touched in a round, %", percent_cell(lambda trial: share_counted(trial, "values_touched"))),
+)
+
+
+STOP_COLUMNS: tuple[Column, ...] = (
+    (
+        "devices stopped",
+        lambda done: f"{three_digits(fmean(map(stopped_devices, done)))} of {len(participants(done[0]))}",
+    ),
+    ("last round, mean", mean_cell(lambda trial: trial.result.rounds)),
+    ("ended by", lambda done: ", ".join(sorted({trial.result.reason or ABSENT for trial in done}))),
+    ("device-rounds trained", mean_cell(device_rounds)),
+)
+
+
+def markdown_lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a Markdown table as lines."""
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def label_table(by_label: dict[str, tuple[Recorded, ...]], columns: Sequence[Column]) -> list[str]:
+    """Return a table with a row per label."""
+    rows = [[label, *(figure(done) if done else ABSENT for _, figure in columns)] for label, done in by_label.items()]
+    return markdown_lines(["", *(name for name, _ in columns)], rows)
+
+
+def plain_interval(mean: float, interval: tuple[float, float]) -> str:
+    """Return a signed mean with its interval."""
+    return f"{mean:+.1f} ({interval[0]:+.1f} to {interval[1]:+.1f})"
+
+
+def bold_interval(mean: float, interval: tuple[float, float]) -> str:
+    """Return the same with a bold mean."""
+    number, _, rest = plain_interval(mean, interval).partition(" ")
+    return f"**{number}** {rest}"
+
+
+def upload_columns(experiment: Experiment) -> list[Column]:
+    """Return a column per upload cap."""
+    return [(f"{cap:g} MiB, %", _best_within(cap * MIB, counting(experiment))) for cap in experiment.upload_caps]
+
+
+def _best_within(bytes_up: float, figure: Callable[[Accuracy], float]) -> Callable[[Sequence[Recorded]], str]:
+    """Return a cell with the mean over seeds of the best accuracy so far at that upload; absent unless every trial
+    has one.
+    """
+
+    def cell(done: Sequence[Recorded]) -> str:
+        best = [best_within(trial.points, bytes_up, figure) for trial in done]
+        known = [100 * each for each in best if each is not None]
+        if len(known) < len(best):
+            return ABSENT
+        interval = students(known)
+        text = f"**{fmean(known):.1f}**" + (f" ({interval[0]:.1f} to {interval[1]:.1f})" if interval else "")
+        return f"{text} {ENDED}" if any(end_of(trial).bytes_up < bytes_up for trial in done) else text
+
+    return cell
+
+
+def for_each_group(found: Sequence[Group], table: Callable[[Group], list[str]]) -> list[str]:
+    """Return the table of each group under its title."""
+    return [line for group in found for line in ([f"### {group.title}", ""] if group.title else []) + table(group)]

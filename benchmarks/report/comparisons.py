@@ -1,0 +1,175 @@
+"""Two labels compared device by device, and the savings of early stopping.
+
+Two labels are compared at the same point of the axes and with the same seed; devices of the same name then have the
+same data.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import numpy as np
+from scipy import stats
+
+from sparrow.benchmarks.experiment import Options, Trial
+from sparrow.benchmarks.report.figures import Group, device_rounds, end_of, participants, shift_of, stops_early
+from sparrow.benchmarks.rows import Recorded
+
+RESAMPLES = 10_000
+
+
+STOP_RULE = {"early_stopping", "patience", "min_participations", "min_improvement", "stop_weight"}
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Accuracy of one label minus that of another, device by device, in points.
+
+    ``mean``: over devices, then over seeds. ``interval``: 95 %; Student's over the means of the seeds, or, where there
+    is one seed, ``bootstrap``, the percentiles over resampled devices. Shares of pairs: of the first label's view.
+    """
+
+    seeds: int
+    pairs: int
+    mean: float
+    interval: tuple[float, float]
+    bootstrap: tuple[float, float]
+    better: float
+    equal: float
+    worse: float
+
+
+def differences(first: Sequence[Recorded], other: Sequence[Recorded]) -> dict[int, dict[str, float]]:
+    """Return seed -> device -> accuracy of ``first`` minus that of ``other`` in points, for devices with both.
+
+    Raises SystemExit where devices of the same name hold different data: then the rows are of different experiments.
+    """
+    others = {each.trial.seed: {device.device: device for device in participants(each)} for each in other}
+    found: dict[int, dict[str, float]] = {}
+    for trial in first:
+        for device in participants(trial):
+            match = others.get(trial.trial.seed, {}).get(device.device)
+            if match is None or match.accuracy is None or device.accuracy is None:
+                continue
+            if match.test_examples != device.test_examples:
+                raise SystemExit(
+                    f"{trial.trial.name}: {device.device} has {device.test_examples} test samples here and "
+                    f"{match.test_examples} under the label it is compared with; run both again"
+                )
+            found.setdefault(trial.trial.seed, {})[device.device] = 100 * (device.accuracy - match.accuracy)
+    return found
+
+
+def paired(first: Sequence[Recorded], other: Sequence[Recorded]) -> Paired | None:
+    """Return the comparison of ``first`` with ``other``; None if they have no seed in common."""
+    by_seed = differences(first, other)
+    if not by_seed:
+        return None
+    values = [value for by_device in by_seed.values() for value in by_device.values()]
+    means = [fmean(by_device.values()) for by_device in by_seed.values()]
+    mean, bootstrap = fmean(means), _bootstrap(by_seed)
+    return Paired(
+        seeds=len(means),
+        pairs=len(values),
+        mean=mean,
+        interval=students(means) or bootstrap,
+        bootstrap=bootstrap,
+        better=sum(value > 0 for value in values) / len(values),
+        equal=sum(value == 0 for value in values) / len(values),
+        worse=sum(value < 0 for value in values) / len(values),
+    )
+
+
+def students(means: Sequence[float]) -> tuple[float, float] | None:
+    """Return Student's 95 % interval of the mean over seeds; None for one seed."""
+    if len(means) < 2:
+        return None
+    half = float(stats.t.ppf(0.975, len(means) - 1) * stats.sem(means))
+    return fmean(means) - half, fmean(means) + half
+
+
+def _bootstrap(by_seed: dict[int, dict[str, float]]) -> tuple[float, float]:
+    """Return the 95 % percentiles of the mean over resampled devices; a device comes with all its seeds (a cluster)."""
+    names = sorted({name for by_device in by_seed.values() for name in by_device})
+    table = np.array([[by_device.get(name, np.nan) for name in names] for by_device in by_seed.values()])
+    known = np.isfinite(table)
+    draws = np.random.default_rng(0).multinomial(len(names), np.full(len(names), 1 / len(names)), size=RESAMPLES)
+    counts = draws @ known.T
+    sums = draws @ np.where(known, table, 0.0).T
+    # A resample without any device of a seed has the mean of the others.
+    means = np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0)
+    resampled = means.sum(axis=1) / np.maximum((counts > 0).sum(axis=1), 1)
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def judged_on(test_set: Options, done: Sequence[Recorded]) -> list[Recorded]:
+    """Return the trials that were evaluated on that test set, with its accuracies as the devices' own."""
+    found = []
+    for trial in done:
+        shifted = shift_of(test_set, trial)
+        if shifted is not None:
+            both = zip(participants(trial), shifted.devices, strict=True)
+            devices = tuple(replace(device, accuracy=accuracy) for device, accuracy in both)
+            found.append(replace(trial, result=replace(trial.result, devices=devices)))
+    return found
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Savings of early stopping, as shares of the same method's cost without it, over the seeds that both have.
+
+    None if that cost is zero.
+    """
+
+    label: str
+    without: str
+    device_rounds: float | None
+    traffic: float | None
+    training_flops: float | None
+    joules_measured: float | None
+    joules_estimated: float | None
+    difference: Paired | None
+
+
+def savings(group: Group) -> list[Saving]:
+    """Return a saving for each pair of labels that differ only in early stopping."""
+    found = []
+    for (label, stopping), (without, whole) in itertools.permutations(group.trials.items(), 2):
+        pairs = [(a, b) for a in stopping for b in whole if a.trial.seed == b.trial.seed]
+        if not pairs or not all(_differ_in_stopping(a.trial, b.trial) for a, b in pairs):
+            continue
+
+        def saved(cost: Callable[[Recorded], float], pairs: list[tuple[Recorded, Recorded]] = pairs) -> float | None:
+            base = sum(cost(b) for _, b in pairs)
+            return 1 - sum(cost(a) for a, _ in pairs) / base if base else None
+
+        found.append(
+            Saving(
+                label=label,
+                without=without,
+                device_rounds=saved(device_rounds),
+                traffic=saved(lambda trial: end_of(trial).bytes_up + end_of(trial).bytes_down),
+                training_flops=saved(lambda trial: end_of(trial).training_flops),
+                joules_measured=saved(lambda trial: end_of(trial).joules_measured),
+                joules_estimated=saved(lambda trial: end_of(trial).joules_estimated),
+                difference=paired(stopping, whole),
+            )
+        )
+    return found
+
+
+def _differ_in_stopping(stopping: Trial, whole: Trial) -> bool:
+    """Return True if the trials differ only in early stopping."""
+    rest = [{key: value for key, value in each.settings.items() if key not in STOP_RULE} for each in (stopping, whole)]
+    same = (stopping.method, stopping.budgets, rest[0]) == (whole.method, whole.budgets, rest[1])
+    return same and stops_early(stopping) and not stops_early(whole)
+
+
+def accuracy_interval(means: Sequence[float]) -> tuple[float, float]:
+    """Return Student's 95 % interval of a mean accuracy, cut at 0 and 100 %; the mean itself for one seed."""
+    low, high = students(means) or (means[0], means[0])
+    return max(low, 0.0), min(high, 100.0)

@@ -1,0 +1,120 @@
+"""The recorded trials of an experiment by point of the axes, and the figures of one trial."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from edge_sdk.protocol.messages import FederationSettings
+from sparrow.benchmarks.experiment import Experiment, Options, Trial, Value, trials
+from sparrow.benchmarks.metrics import Accuracy, Point, Shifted, accuracy_over
+from sparrow.benchmarks.rows import DeviceResult, Recorded
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Group:
+    """The trials at one point of the axes: label -> its trials in the order of the experiment's seeds."""
+
+    title: str
+    trials: dict[str, tuple[Recorded, ...]]
+
+
+def groups(experiment: Experiment, recorded: Sequence[Recorded]) -> list[Group]:
+    """Return the recorded trials that belong to the experiment, by point of the axes, each label in its order."""
+    known = {each.trial.name: each for each in recorded}
+    found: dict[str, dict[str, list[Recorded]]] = {}
+    for expected in trials(experiment, "", {}):
+        done = found.setdefault(axes_title(expected.axes), {}).setdefault(expected.label, [])
+        if expected.name in known:
+            done.append(known[expected.name])
+    return [Group(title, {label: tuple(done) for label, done in by_label.items()}) for title, by_label in found.items()]
+
+
+def stops_early(trial: Trial) -> bool:
+    """Return True if the trial's devices stop early; a missing setting has its published default."""
+    return bool(trial.settings.get("early_stopping", FederationSettings().early_stopping) != "off")
+
+
+def participants(trial: Recorded) -> list[DeviceResult]:
+    """Return the devices that trained."""
+    return [device for device in trial.result.devices if not device.new]
+
+
+def shift_of(test_set: Options, trial: Recorded) -> Shifted | None:
+    """Return a trial's result on a test set; None if it was not evaluated there."""
+    return next((each for each in trial.shifts if each.test_set == test_set), None)
+
+
+def accuracy_among(devices: Iterable[DeviceResult]) -> Accuracy | None:
+    """Return the accuracy over these devices."""
+    return accuracy_over([(device.accuracy, device.test_examples) for device in devices])
+
+
+def global_accuracy(trial: Recorded) -> Accuracy | None:
+    """Return the accuracy of the global model over the devices that trained."""
+    return accuracy_over([(device.accuracy_global, device.test_examples) for device in participants(trial)])
+
+
+def end_of(trial: Recorded) -> Point:
+    """Return the trial's last point."""
+    return trial.points[-1]
+
+
+def device_rounds(trial: Recorded) -> int:
+    """Return the number of rounds summed over devices."""
+    return sum(device.rounds for device in participants(trial))
+
+
+def counting(experiment: Experiment) -> Callable[[Accuracy], float]:
+    """Return the mean over devices that represents a round: by test samples for the published set, otherwise
+    unweighted.
+
+    With slices of the published test set the weighted mean of a global model is its accuracy on the whole set.
+    """
+    return (lambda each: each.weighted) if experiment.tests_on_published else (lambda each: each.mean)
+
+
+def stopped_devices(trial: Recorded) -> int:
+    """Return the number of devices that stopped early."""
+    return sum(device.stopped_round is not None for device in participants(trial))
+
+
+def mean_state_bytes(trial: Recorded) -> float:
+    """Return the mean size of a device's state in bytes."""
+    return fmean(device.state_bytes for device in participants(trial))
+
+
+def known_mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the known values; None if there are none."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def trial_means(done: Sequence[Recorded]) -> list[float]:
+    """Return the mean accuracy over devices of each evaluated trial, in per cent."""
+    return [100 * each.mean for each in (accuracy_among(participants(trial)) for trial in done) if each]
+
+
+def axes_title(axes: dict[str, Value]) -> str:
+    """Return the title of a point of the axes."""
+    return ", ".join(f"{key} = {value}" for key, value in axes.items())
+
+
+def share_counted(trial: Recorded, count: str) -> float | None:
+    """Return the counted share of the model's values in device-rounds; None if the method does not count it."""
+    notes = end_of(trial).notes
+    return notes[count] / notes["values"] if notes.get("values") and count in notes else None
+
+
+def over_seeds(
+    done: Sequence[Recorded], test_set: Options, figure: Callable[[Shifted], Accuracy | None]
+) -> list[Accuracy]:
+    """Return the accuracies of the trials on a test set; none unless all have one, because means over fewer do not
+    compare.
+    """
+    judged = [shift_of(test_set, trial) for trial in done]
+    known = [accuracy for accuracy in (figure(each) for each in judged if each) if accuracy]
+    return known if len(known) == len(done) else []
