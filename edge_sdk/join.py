@@ -31,7 +31,7 @@ import torch
 from tqdm import tqdm
 
 from edge_sdk import arguments as read
-from edge_sdk.budget.preparing import Preparation, check_budget
+from edge_sdk.budget.preparation import Preparation, check_budget
 from edge_sdk.budget.search import Choice, read_learned
 from edge_sdk.device.exporting import Export, NotTheSame, export_personal
 from edge_sdk.device.policy import Policy, policy_here, read_policy
