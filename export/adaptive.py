@@ -33,6 +33,7 @@ from edge_sdk.protocol.manifest import Manifest, Tensors
 from sparrow.export.building import Building
 from sparrow.export.errors import ExportError
 from sparrow.export.skeleton import OUTPUT, fill
+from sparrow.export.source import Source
 
 PERSONAL = "adaptive/personal"
 """Which samples the personal model answers, bool [N]: the value's name in the graph."""
@@ -90,6 +91,18 @@ def adaptive_model(
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
         raise ExportError(f"the two models make no valid ONNX model: {error}; export the personal one alone") from None
     return model
+
+
+def dynamic_model(source: Source, budget: float | None) -> ModelProto:
+    """Return both models of a device's state and the choice; the form of DM-PFL for ``--mode dynamic``.
+
+    budget: of no effect here. Raises as above.
+    """
+    assert source.membership is not None, "checked where the form is chosen"
+    settings = source.membership.federation.settings.method_settings
+    return adaptive_model(
+        source.skeleton, source.manifest, source.own, source.memory, settings, personal=source.tensors
+    )
 
 
 def _masks(manifest: Manifest, own: Tensors) -> tuple[ElementMask, ElementMask]:

@@ -39,6 +39,7 @@ from sparrow.export.gating import Gate
 from sparrow.export.rows import Rows, by_sample
 from sparrow.export.selection import LARGEST_TABLE, decisions, exact, greedy
 from sparrow.export.skeleton import fill
+from sparrow.export.source import Source
 
 GATES = "gate/scales"
 """What the scales times the choice, M' [N, L], are called in the graph."""
@@ -98,6 +99,15 @@ def gated_model(
     else:
         rows.scale(model.graph, to, GATES)
     return _finished(model, selection)
+
+
+def dynamic_model(source: Source, budget: float | None) -> ModelProto:
+    """Return the gated model of a device's state; the form of pFedGate for ``--mode dynamic``. Raises as above."""
+    assert source.membership is not None, "checked where the form is chosen"
+    settings = source.membership.federation.settings.method_settings
+    # A device whose budget was too small for rounds has adapted with a gate of the smallest one.
+    share = budget or max(source.membership.budget, float(settings["smallest_budget"]))
+    return gated_model(source.skeleton, source.manifest, source.own, settings, share, personal=source.tensors)
 
 
 def _table(manifest: Manifest) -> BlockTable:

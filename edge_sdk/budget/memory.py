@@ -24,7 +24,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.autograd import profiler
 
-from edge_sdk.errors import SdkError
+from edge_sdk.protocol.errors import SdkError
 from edge_sdk.training.rehearsal import Effort, Rehearsal
 from sparrow.command_line.exits import Exit
 from sparrow.devices import memory
