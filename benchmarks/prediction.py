@@ -1,10 +1,9 @@
-"""``python -m benchmarks.prediction``: how well ``edge_sdk.profile`` predicts what a training step takes.
+"""``python -m benchmarks.prediction``: how well ``join`` and ``sparrow profile`` predict what a training step takes.
 
-Every network of the built-in tasks, under FedSPU's masks at five budgets, in batches of 32 and 128, one thread. Each
-run predicts and measures a cell in turn, and adds a row to ``docs/results/prediction.jsonl``. A shared machine is now
-and then slower, never faster, so of all runs of a cell the smallest seconds are compared, predicted and measured.
-Memory is compared by its medians, in all and, harder, above what the process holds without training. To begin anew,
-remove the file.
+Every network of the built-in tasks, under FedSPU's masks at five budgets, one thread. Each run predicts and measures a
+cell in turn, and adds a row to ``docs/results/prediction.jsonl``. Seconds are the processor's, since other work on the
+machine would count otherwise. Of several runs of a cell the medians are compared; memory in all and, harder, above
+what the process holds without training. To begin anew, remove the file.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from edge_sdk.arguments import MIB
-from edge_sdk.profile import BUDGETS, Subject, Taken, profile
+from edge_sdk.profile import BUDGETS, Subject, profile
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tasks.compute import Compute
 from edge_sdk.tasks.models import MODELS, full_name
@@ -36,22 +36,31 @@ Row = dict[str, Any]
 
 
 def measure(task: str, batch: int, steps: int) -> list[Row]:
-    """One run: a row per budget."""
+    """Return the rows of one run, one for each budget."""
     subject = Subject(task, FederationSettings(method="fedspu", batch_size=batch), compute=Compute(threads=1))
     rows = []
-    for cell in profile(subject, BUDGETS, steps=steps).rows:
-        assert cell.measured is not None, "a machine for benchmarks has the memory"
-        found = {"predicted": _figures(cell.predicted), "measured": _figures(cell.measured)}
-        rows.append({"task": task, "batch": batch, "budget": cell.budget, "machine": machine(), **found})
+    for cell in profile(subject, BUDGETS, steps=steps, clock=time.process_time).rows:
+        measured, predicted, memory = cell.measured, cell.predicted, cell.memory
+        assert measured is not None, "a machine for benchmarks has the memory"
+        rows.append(
+            {
+                "task": task,
+                "batch": batch,
+                "budget": predicted.budget,
+                "machine": machine(),
+                "predicted": _figures(predicted.flops, memory.held, memory.training, predicted.step_seconds),
+                "measured": _figures(measured.flops, measured.base, measured.above, measured.seconds),
+            }
+        )
     return rows
 
 
-def _figures(taken: Taken) -> Row:
-    return {"flops": taken.flops, "above": taken.above, "memory": taken.memory, "seconds": taken.seconds}
+def _figures(flops: int, base: int, above: int, seconds: float) -> Row:
+    return {"flops": flops, "above": above, "memory": base + above, "seconds": seconds}
 
 
 def cells(rows: Sequence[Row]) -> list[Row]:
-    """The runs of each cell as one row, in the order of the page."""
+    """Return the runs of each cell as one row, in the order of the page."""
     found: dict[tuple[int, int, float], list[Row]] = {}
     for row in rows:
         found.setdefault((TASKS.index(row["task"]), row["batch"], row["budget"]), []).append(row)
@@ -63,27 +72,30 @@ def cells(rows: Sequence[Row]) -> list[Row]:
 
 
 def _summary(figures: Sequence[Row]) -> Row:
-    medians = {what: median(each[what] for each in figures) for what in ("flops", "above", "memory")}
-    return {**medians, "seconds": min(each["seconds"] for each in figures)}
+    return {what: median(each[what] for each in figures) for what in ("flops", "above", "memory", "seconds")}
 
 
 def off(row: Row, what: str) -> float:
-    """How far the prediction is from what was measured, as a share of the latter, with its sign."""
+    """Return how far the prediction is from the measurement, as a share of the latter, with its sign."""
     return float(row["predicted"][what] / row["measured"][what] - 1)
 
 
 HEAD = """# What a training step takes, predicted and measured
 
-Made with `python -m benchmarks.prediction` on {machine}; the figures lie in `prediction.jsonl`. FedSPU's masks, one
-thread, batches of 32 and 128. Each cell was predicted and measured in turn, {runs} times; memory is the median, seconds
-are the smallest of each. *In all* is what the process holds at its peak, *above* what of it training adds.
+Made with `python -m benchmarks.prediction` on {machine}; the figures are in `prediction.jsonl`. FedSPU's masks, one
+thread, batches of {batches}. Each cell was predicted and measured in turn, {runs} times, and the medians are compared.
+Seconds are the processor's. *In all* is what the process holds at its peak, *above* what training adds to it.
 """
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The cells as Markdown."""
+    """Return the cells as Markdown."""
     lines = [
-        HEAD.format(machine=rows[0]["machine"], runs=_span([row["runs"] for row in rows])),
+        HEAD.format(
+            machine=rows[0]["machine"],
+            runs=_span([row["runs"] for row in rows]),
+            batches=" and ".join(map(str, sorted({row["batch"] for row in rows}))),
+        ),
         "| | within | cells | median error | largest |",
         "|---|---|---|---|---|",
         _share(rows, "memory", "peak memory in all", MEMORY_BOUND),

@@ -35,6 +35,7 @@ from edge_sdk.arguments import MIB
 from edge_sdk.budget.memory import Memory, Unpredictable, held, room
 from edge_sdk.budget.prediction import Prediction, Predictor
 from edge_sdk.budget.search import Choice, Limits, choose
+from edge_sdk.errors import BadArgument
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest
@@ -161,12 +162,17 @@ def profile(
     which the method can work.
 
     steps: how many are measured. limit: bytes that a process may hold, what there is by default; a budget that does not
-    fit is not measured. progress: called with each prediction and measurement. clock: gives seconds, for predictions.
+    fit is not measured. progress: called with each prediction and measurement. clock: gives seconds.
     Raises UnknownTask, UnknownMethod, DataError, UnsupportedLayer, BudgetTooSmall, Unpredictable, TrainingDiverged.
     """
     task, manifest = subject.load()
     predictor = Predictor(task, manifest, subject.settings, clock=clock)
     budgets = sorted(budgets or [each for each in BUDGETS if each in predictor.budgets])
+    if not budgets:
+        raise BadArgument(
+            f"--method {subject.settings.method} cannot work with this model as it is published, because the "
+            f"coordinator prepares it when a federation is created; join predicts what its rounds take"
+        )
     predictions = []
     for budget in budgets:
         progress(f"predicting {budget:g}")
@@ -178,17 +184,17 @@ def profile(
         progress(f"measuring {predicted.budget:g}")
         row = Row(predicted, None)
         if row.memory.total <= limit:
-            row = Row(predicted, _measured(subject, predicted.budget, steps))
+            row = Row(predicted, _measured(subject, predicted.budget, steps, clock))
         rows.append(row)
     whole_model = budgets[0] < 1 and len({row.predicted.flops for row in rows} | {predictor.whole_flops}) == 1
     return Profile(subject, predictor.samples, limit, whole_model, choice, tuple(rows))
 
 
-def _measured(subject: Subject, budget: float, steps: int) -> Measured | None:
+def _measured(subject: Subject, budget: float, steps: int, clock: Callable[[], float]) -> Measured | None:
     # Spawned, not forked: it is to hold what a device's process would.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            return pool.submit(measure, subject, budget, steps).result()
+            return pool.submit(measure, subject, budget, steps, clock).result()
         except BrokenProcessPool:  # killed for its memory
             return None
 

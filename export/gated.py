@@ -58,7 +58,7 @@ def gated_model(
     personal: Tensors | None = None,
     largest_table: int = LARGEST_TABLE,
 ) -> ModelProto:
-    """The gated model of a device of pFedGate, for any number of samples.
+    """Return the gated model of a device of pFedGate, for any number of samples.
 
     manifest: the federation's, with its table of blocks. own: the arrays of the device's state. settings: the
     method's, complete. budget: the device's, in (0, 1]. personal: the state's model, which is needed where the manifest
@@ -122,7 +122,7 @@ def _table(manifest: Manifest) -> BlockTable:
 
 
 def _weights(manifest: Manifest, packed: NDArray[Any], personal: Tensors | None) -> Tensors:
-    """θ as the device's last round left it, and from ``personal`` what is never sent."""
+    """Return θ as the device's last round left it, and from ``personal`` what is never sent."""
     try:
         parts = unpack_whole(manifest, np.asarray(packed, dtype=np.float32))
         tensors = {name: np.array(part) for name, part in parts.items()}
@@ -166,7 +166,7 @@ def _finished(model: ModelProto, selection: str) -> ModelProto:
 def _choose(
     to: Building, importances: str, table: BlockTable, costs: Costs, budget: float, largest: int
 ) -> tuple[str, str]:
-    """float32 [N, L], 1 where a block is on, and the rule."""
+    """Return float32 [N, L], 1 where a block is on, and the rule."""
     candidates = np.flatnonzero(~table.forced)
     values = to.add("Gather", importances, to.index(candidates), axis=1)
     exactly = to.add("Sub", to.add("Cast", values, to=TensorProto.DOUBLE), to.constant(TIE * candidates))

@@ -22,7 +22,7 @@ class Source:
     """A personal model and what else an export may need.
 
     tensors: name -> array, every kept tensor of ``manifest``. own: the method's arrays beside the model. progress: how
-    far the device came. membership: None for a bare checkpoint, whose method nobody knows.
+    far the device came. membership: None for a bare checkpoint, whose method is unknown.
     """
 
     manifest: Manifest
