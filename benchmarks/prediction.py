@@ -82,8 +82,8 @@ def off(row: Row, what: str) -> float:
 
 HEAD = """# What a training step takes, predicted and measured
 
-Made with `python -m benchmarks.prediction` on {machine}; the figures are in `prediction.jsonl`. FedSPU's masks, one
-thread, batches of {batches}. Each cell was predicted and measured in turn, {runs} times, and the medians are compared.
+Made with `python -m benchmarks.prediction` on {machine}; the figures are in
+`prediction.jsonl`. FedSPU's masks, one thread, batches of {batches}. Each cell was predicted and measured in turn, {runs}, and the medians are compared.
 Seconds are the processor's. *In all* is what the process holds at its peak, *above* what training adds to it.
 """
 
@@ -119,7 +119,9 @@ def page(rows: Sequence[Row]) -> str:
 
 def _span(numbers: Sequence[int]) -> str:
     least, most = min(numbers), max(numbers)
-    return str(least) if least == most else f"{least} to {most}"
+    if most == 1:
+        return "once"
+    return f"{least} times" if least == most else f"{least} to {most} times"
 
 
 def _share(rows: Sequence[Row], what: str, name: str, bound: float) -> str:

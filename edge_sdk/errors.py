@@ -20,7 +20,7 @@ SdkError
 
 from __future__ import annotations
 
-from edge_sdk.protocol.errors import SdkError
+from edge_sdk.protocol.errors import SdkError as SdkError
 
 
 class Unreachable(SdkError):
