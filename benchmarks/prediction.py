@@ -83,8 +83,9 @@ def off(row: Row, what: str) -> float:
 HEAD = """# What a training step takes, predicted and measured
 
 Made with `python -m benchmarks.prediction` on {machine}; the figures are in
-`prediction.jsonl`. FedSPU's masks, one thread, batches of {batches}. Each cell was predicted and measured in turn, {runs}, and the medians are compared.
-Seconds are the processor's. *In all* is what the process holds at its peak, *above* what training adds to it.
+`prediction.jsonl`. FedSPU's masks, one thread, batches of {batches}. Each cell was predicted and measured in turn,
+{runs}, and the medians are compared. Seconds are the processor's. *In all* is what the process holds at its peak,
+*above* what training adds to it.
 """
 
 
