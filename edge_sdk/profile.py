@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import fmean
@@ -36,7 +37,7 @@ from edge_sdk.budget.memory import Memory, Unpredictable, held, room
 from edge_sdk.budget.prediction import Prediction, Predictor
 from edge_sdk.budget.search import Choice, Limits, choose
 from edge_sdk.errors import BadArgument
-from edge_sdk.methods import load_method
+from edge_sdk.methods import UnknownWork, load_method
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings
@@ -166,13 +167,8 @@ def profile(
     Raises UnknownTask, UnknownMethod, DataError, UnsupportedLayer, BudgetTooSmall, Unpredictable, TrainingDiverged.
     """
     task, manifest = subject.load()
-    predictor = Predictor(task, manifest, subject.settings, clock=clock)
+    predictor = _predictor(task, manifest, subject.settings, clock)
     budgets = sorted(budgets or [each for each in BUDGETS if each in predictor.budgets])
-    if not budgets:
-        raise BadArgument(
-            f"--method {subject.settings.method} cannot work with this model as it is published, because the "
-            f"coordinator prepares it when a federation is created; join predicts what its rounds take"
-        )
     predictions = []
     for budget in budgets:
         progress(f"predicting {budget:g}")
@@ -188,6 +184,18 @@ def profile(
         rows.append(row)
     whole_model = budgets[0] < 1 and len({row.predicted.flops for row in rows} | {predictor.whole_flops}) == 1
     return Profile(subject, predictor.samples, limit, whole_model, choice, tuple(rows))
+
+
+def _predictor(task: Task, manifest: Manifest, settings: FederationSettings, clock: Callable[[], float]) -> Predictor:
+    """Return the predictor. Raises BadArgument for a method that needs what the coordinator makes of a federation."""
+    with suppress(KeyError, UnknownWork):  # a setting of the method is missing
+        predictor = Predictor(task, manifest, settings, clock=clock)
+        if predictor.budgets:
+            return predictor
+    raise BadArgument(
+        f"--method {settings.method} cannot be profiled before its federation exists, because the coordinator "
+        f"completes its settings and prepares its model; sparrow join predicts its rounds"
+    )
 
 
 def _measured(subject: Subject, budget: float, steps: int, clock: Callable[[], float]) -> Measured | None:
