@@ -26,9 +26,9 @@ from statistics import median
 import httpx
 import torch
 
-from edge_sdk.budget.demand import Tried
-from edge_sdk.budget.preparing import Prepared
-from edge_sdk.budget.search import DEADLINE_SHARE, Budgets, Limits
+from edge_sdk.budget.prediction import Predictor
+from edge_sdk.budget.preparation import Prepared
+from edge_sdk.budget.search import DEADLINE_SHARE, BudgetController, Limits
 from edge_sdk.device.policy import Policy
 from edge_sdk.device.session import Session
 from edge_sdk.device.state import StateFolder
@@ -159,20 +159,20 @@ def _whole_round(server: str, clock: Clock) -> float:
     with httpx.Client(base_url=server, timeout=60) as client:
         transport = Transport(client)
         info, manifest = transport.federation("budgets"), transport.manifest("budgets")
-    return Tried(_task(info), manifest, info, timed=True, memory=False, clock=clock).at(1.0).seconds
+    return Predictor(_task(info), manifest, info.settings, memory=False, clock=clock).at(1.0).seconds
 
 
 def _prepare(
     planned: float, duty: float, budget: float | None, chosen: list[tuple[float, float]], clock: Clock
 ) -> Callable[[Task, Manifest, FederationInfo], Prepared]:
     def prepare(task: Task, manifest: Manifest, info: FederationInfo) -> Prepared:
-        needs = Tried(task, manifest, info, timed=True, memory=False, clock=clock)
+        predictor = Predictor(task, manifest, info.settings, memory=False, clock=clock)
         if budget is not None:
-            chosen.append((budget, needs.at(budget).seconds / duty))
+            chosen.append((budget, predictor.at(budget).seconds / duty))
             return Prepared(task, budget)
         # The choice of the first round stands: later ones would have learned.
         limits = Limits(None, planned / DEADLINE_SHARE)
-        choice = Budgets(needs, info, lambda deadline: limits, duty=lambda: duty).choice
+        choice = BudgetController(predictor, info.settings, lambda deadline: limits, duty=lambda: duty).choice
         chosen.append((choice.budget, choice.computing))
         return Prepared(task, choice.budget)
 

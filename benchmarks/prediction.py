@@ -1,9 +1,9 @@
 """``python -m benchmarks.prediction``: the error of ``sparrow profile``'s predictions of a training step.
 
 Every network of the built-in tasks, under FedSPU's masks at five budgets, in batches of 32 and 128, one thread. Each
-run predicts and measures a cell in turn, and adds a row to ``docs/results/prediction.jsonl``. Other load on a machine
-only adds time, so the smallest seconds of all runs of a cell are compared, predicted and measured. Memory is compared
-by its medians, in total and, as a harder test, above the process without training. Remove the file to begin again.
+run predicts and measures a cell in turn, and adds a row to ``docs/results/prediction.jsonl``. Seconds are the
+processor's, because other work on the machine would count otherwise. Of several runs of a cell the medians are compared;
+memory in total and, as a harder test, above the process without training. Remove the file to begin again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -19,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from edge_sdk.arguments import MIB
-from edge_sdk.profile import BUDGETS, Subject, Taken, profile
+from edge_sdk.profile import BUDGETS, Subject, profile
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tasks.compute import Compute
 from edge_sdk.tasks.models import MODELS, full_name
@@ -38,15 +39,24 @@ def measure(task: str, batch: int, steps: int) -> list[Row]:
     """Return one run: a row per budget."""
     subject = Subject(task, FederationSettings(method="fedspu", batch_size=batch), compute=Compute(threads=1))
     rows = []
-    for cell in profile(subject, BUDGETS, steps=steps).rows:
-        assert cell.measured is not None, "a machine for benchmarks has the memory"
-        found = {"predicted": _figures(cell.predicted), "measured": _figures(cell.measured)}
-        rows.append({"task": task, "batch": batch, "budget": cell.budget, "machine": machine(), **found})
+    for cell in profile(subject, BUDGETS, steps=steps, clock=time.process_time).rows:
+        measured, predicted, memory = cell.measured, cell.predicted, cell.memory
+        assert measured is not None, "a machine for benchmarks has the memory"
+        rows.append(
+            {
+                "task": task,
+                "batch": batch,
+                "budget": predicted.budget,
+                "machine": machine(),
+                "predicted": _figures(predicted.flops, memory.held, memory.training, predicted.step_seconds),
+                "measured": _figures(measured.flops, measured.base, measured.above, measured.seconds),
+            }
+        )
     return rows
 
 
-def _figures(taken: Taken) -> Row:
-    return {"flops": taken.flops, "above": taken.above, "memory": taken.memory, "seconds": taken.seconds}
+def _figures(flops: int, base: int, above: int, seconds: float) -> Row:
+    return {"flops": flops, "above": above, "memory": base + above, "seconds": seconds}
 
 
 def cells(rows: Sequence[Row]) -> list[Row]:
@@ -62,8 +72,7 @@ def cells(rows: Sequence[Row]) -> list[Row]:
 
 
 def _summary(figures: Sequence[Row]) -> Row:
-    medians = {what: median(each[what] for each in figures) for what in ("flops", "above", "memory")}
-    return {**medians, "seconds": min(each["seconds"] for each in figures)}
+    return {what: median(each[what] for each in figures) for what in ("flops", "above", "memory", "seconds")}
 
 
 def off(row: Row, what: str) -> float:
@@ -73,16 +82,21 @@ def off(row: Row, what: str) -> float:
 
 HEAD = """# What a training step takes, predicted and measured
 
-Made with `python -m benchmarks.prediction` on {machine}; the figures lie in `prediction.jsonl`. FedSPU's masks, one
-thread, batches of 32 and 128. Each cell was predicted and measured in turn, {runs} times; memory is the median, seconds
-are the smallest of each. *In all* is what the process holds at its peak, *above* what of it training adds.
+Made with `python -m benchmarks.prediction` on {machine}; the figures are in
+`prediction.jsonl`. FedSPU's masks, one thread, batches of {batches}. Each cell was predicted and measured in turn,
+{runs}, and the medians are compared. Seconds are the processor's. *In all* is what the process holds at its peak,
+*above* what training adds to it.
 """
 
 
 def page(rows: Sequence[Row]) -> str:
     """Return the cells as Markdown."""
     lines = [
-        HEAD.format(machine=rows[0]["machine"], runs=_span([row["runs"] for row in rows])),
+        HEAD.format(
+            machine=rows[0]["machine"],
+            runs=_span([row["runs"] for row in rows]),
+            batches=" and ".join(map(str, sorted({row["batch"] for row in rows}))),
+        ),
         "| | within | cells | median error | largest |",
         "|---|---|---|---|---|",
         _share(rows, "memory", "peak memory in all", MEMORY_BOUND),
@@ -106,7 +120,9 @@ def page(rows: Sequence[Row]) -> str:
 
 def _span(numbers: Sequence[int]) -> str:
     least, most = min(numbers), max(numbers)
-    return str(least) if least == most else f"{least} to {most}"
+    if most == 1:
+        return "once"
+    return f"{least} times" if least == most else f"{least} to {most} times"
 
 
 def _share(rows: Sequence[Row], what: str, name: str, bound: float) -> str:

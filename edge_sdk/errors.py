@@ -20,9 +20,7 @@ SdkError
 
 from __future__ import annotations
 
-
-class SdkError(Exception):
-    """Base of what a device's user can be told."""
+from edge_sdk.protocol.errors import SdkError as SdkError
 
 
 class Unreachable(SdkError):

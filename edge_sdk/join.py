@@ -31,9 +31,9 @@ import torch
 from tqdm import tqdm
 
 from edge_sdk import arguments as read
-from edge_sdk.budget.preparing import Preparation, check_budget
+from edge_sdk.budget.preparation import Preparation, check_budget
 from edge_sdk.budget.search import Choice, read_learned
-from edge_sdk.device.exporting import Export, NotTheSame, export_personal
+from edge_sdk.device.exporting import Export, export_personal
 from edge_sdk.device.policy import Policy, policy_here, read_policy
 from edge_sdk.device.session import FAILURES, Outcome, Session
 from edge_sdk.device.state import Progress, StateFolder, Totals, default_root
@@ -41,7 +41,7 @@ from edge_sdk.device.telemetry import Telemetry
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.device.watchdog import Watch, read_spent
 from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError
-from edge_sdk.protocol import tls
+from edge_sdk.protocol import personal, tls
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, FederationInfo, Moved
 from edge_sdk.publish import check_federation_name, read_setting
 from edge_sdk.tasks import Task, load_task
@@ -54,13 +54,12 @@ from sparrow.devices import EnergyMeter, PowerModel
 from sparrow.devices.conditions import Conditions, ConditionsReader
 from sparrow.devices.system import System
 from sparrow.export.errors import ExportError
-from sparrow.export.metadata import properties
+from sparrow.export.source import Source
 
 LONG_POLL_SECONDS = 30.0
 EXITS: Exits = {
     **TASKS,
     ExportError: Exit.FAILED,
-    NotTheSame: Exit.FAILED,
 }
 
 LEARNED, SPENT = "learned.json", "spent.json"
@@ -285,7 +284,7 @@ def _run(session: Session, bar: _Bar, export: Callable[[], Export | None]) -> No
             stopped = True
             try:
                 exported = export()
-            except (OSError, ExportError, NotTheSame) as error:
+            except (OSError, ExportError) as error:
                 exported = None
                 bar.say(f"the personal model could not be exported yet: {error}")
             where = f"; its personal model is {exported.path}" if exported else ""
@@ -301,23 +300,15 @@ def _export(session: Session, name: str, path: Path | str | None) -> Export | No
     tensors = session.best
     if path is None or tensors is None:
         return None
-    info, progress = session.info, session.progress
-    return export_personal(
-        Path(path),
-        skeleton=session.skeleton(),
-        manifest=session.manifest,
-        tensors=tensors,
-        task=session.task,
-        metadata=properties(
-            session.manifest,
-            tensors,
-            federation=info.name,
-            task=info.task,
-            method=info.method,
-            device=name,
-            round=progress.best.round if progress.best else progress.last_round,
-        ),
+    progress = session.progress
+    source = Source(
+        session.manifest,
+        session.skeleton(),
+        tensors,
+        progress={"last_round": progress.best.round if progress.best else progress.last_round},
+        membership=personal.Membership(device=name, budget=session.budget, federation=session.info),
     )
+    return export_personal(Path(path), source, session.task)
 
 
 def _result(session: Session, name: str, exported: Export | None) -> Result:
@@ -458,7 +449,8 @@ def report(result: Result, energy: str) -> str:
     lines += [f"                             {text}" for text in (result.choice.advice if result.choice else ())]
     if result.export:
         lines.append(
-            f"  ONNX                       {result.export.path}: {result.export.bytes:,} bytes, "
+            f"  ONNX                       {result.export.path}: {result.export.bytes:,} bytes "
+            f"({', '.join(result.export.steps) or 'dense'}; {result.export.dense_bytes:,} dense), "
             f"{result.export.latency_ms:.2f} ms a sample (p50), largest difference from PyTorch "
             f"{result.export.max_difference:.1e} on {result.export.samples} samples"
         )
@@ -576,7 +568,9 @@ def _options(parser: Parser) -> None:
         metavar="KEY=VALUE",
         help="one limit of the policy, such as pause_celsius=75, hours=22:00-07:00 or on_mains=none; may be repeated",
     )
-    parser.add_argument("--export", type=Path, help="write the personal model here as ONNX")
+    parser.add_argument(
+        "--export", type=Path, help="write the personal model here, as the smallest ONNX file that predicts the same"
+    )
     parser.add_argument(
         "--watts", type=_watts, help="IDLE:MAX watts of this board, to estimate joules without a sensor"
     )

@@ -1,21 +1,24 @@
-"""``sparrow profile --task cifar10 --budget 0.4``: what a step of local training takes at a budget, here.
+"""``sparrow profile --task cifar10 --budget 0.4``: a training step at a budget on this device, predicted and measured.
 
-Prints FLOPs, peak memory and seconds per step, predicted and measured. Predicted memory comes from trainings on a
-handful of samples (``training.footprint``), predicted seconds from steps under two other masks and counted FLOPs
-(``training.pace``). Measured is a process of its own for each budget, which trains as a round does.
+Prints FLOPs, peak memory and seconds per step. The prediction is the one that ``join`` chooses its budget by
+(``edge_sdk.budget.prediction``). The measurement is a process of its own for each budget, which trains as a round does.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from edge_sdk.device.trainable import exit_unless_trainable
@@ -30,9 +33,11 @@ from tqdm import tqdm
 
 from edge_sdk import arguments as read
 from edge_sdk.arguments import MIB
-from edge_sdk.budget.footprint import Unpredictable, held, predict_evaluation, predict_training, room, whole_round
-from edge_sdk.budget.pace import measure_pace
-from edge_sdk.methods import load_method
+from edge_sdk.budget.memory import Memory, Unpredictable, held, room
+from edge_sdk.budget.prediction import Prediction, Predictor
+from edge_sdk.budget.search import Choice, Limits, choose
+from edge_sdk.errors import BadArgument
+from edge_sdk.methods import UnknownWork, load_method
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings
@@ -63,7 +68,7 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Subject:
-    """What is profiled: a task as it is named to ``join``, on this device's data or on random inputs of its shape."""
+    """A task as it is named to ``join``, on this device's data or on random inputs of its shape."""
 
     task: str
     settings: FederationSettings
@@ -71,7 +76,7 @@ class Subject:
     compute: Compute = USUAL
 
     def load(self) -> tuple[Task, Manifest]:
-        """The task, and its model's manifest. Raises UnknownTask, DataError, UnsupportedLayer."""
+        """Return the task, and its model's manifest. Raises UnknownTask, DataError, UnsupportedLayer."""
         task = self._task().on(self.compute)
         if task.name in builtin_tasks():
             return task, load_builtin(task.name).manifest
@@ -99,9 +104,8 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a step of training takes: FLOPs; ``above`` bytes on top of the ``base`` held without it; seconds, the least
-    of several steps, for whatever else runs on the machine only adds."""
+class Measured:
+    """A step of training as measured: FLOPs; ``above`` bytes on top of the ``base`` held without it; mean seconds."""
 
     flops: int
     base: int
@@ -110,126 +114,139 @@ class Taken:
 
     @property
     def memory(self) -> int:
-        """Bytes in all, at the peak."""
+        """Return all bytes at the peak."""
         return self.base + self.above
 
 
 @dataclass(frozen=True)
 class Row:
-    """One budget. needed: bytes that ``join`` asks for, of whole rounds: evaluation and held models included.
-    measured: None where that is more than there is, or the process did not live to tell."""
+    """One budget. measured: None where its rounds need more memory than there is, or the process was killed."""
 
-    budget: float
-    needed: int
-    predicted: Taken
-    measured: Taken | None
+    predicted: Prediction
+    measured: Measured | None
+
+    @property
+    def memory(self) -> Memory:
+        """Return the predicted memory, which is never left out here."""
+        assert self.predicted.memory is not None
+        return self.predicted.memory
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was found. samples: of a step. limit: bytes that may be held. whole_model: the method trains all of it,
-    whatever the budget."""
+    """The result. samples: of a step. limit: bytes that may be held. whole_model: the method trains the whole model at
+    any budget. choice: of ``join`` among the budgets, by memory."""
 
     subject: Subject
     samples: int
     limit: int
     whole_model: bool
+    choice: Choice
     rows: tuple[Row, ...]
 
     @property
     def largest_fitting(self) -> float | None:
-        """The largest of the budgets whose rounds fit into ``limit``."""
-        return max((row.budget for row in self.rows if row.needed <= self.limit), default=None)
+        """Return the largest of the budgets whose rounds fit into ``limit``."""
+        return self.choice.budget if self.choice.fits else None
 
 
 def profile(
     subject: Subject,
-    budgets: Sequence[float] = BUDGETS,
+    budgets: Sequence[float] | None = None,
     *,
     steps: int = STEPS,
     limit: int | None = None,
     progress: Callable[[str], object] = lambda doing: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Profile:
-    """Predict and measure what training takes at each of ``budgets``, in (0, 1].
+    """Predict and measure what training takes at each of ``budgets``, in (0, 1]; by default at those of ``BUDGETS`` at
+    which the method can work.
 
     steps: how many are measured. limit: bytes that a process may hold, what there is by default; a budget that does not
-    fit is not measured. progress: told what is done next, ``2 * len(budgets) + 1`` times. Raises UnknownTask,
-    UnknownMethod, DataError, UnsupportedLayer, Unpredictable, TrainingDiverged.
+    fit is not measured. progress: called with each prediction and measurement. clock: gives seconds.
+    Raises UnknownTask, UnknownMethod, DataError, UnsupportedLayer, BudgetTooSmall, Unpredictable, TrainingDiverged.
     """
     task, manifest = subject.load()
-    method = load_method(subject.settings.method)
-    masks = {budget: method.sample_mask(manifest, budget) for budget in sorted(budgets)}
-    rehearsal = Rehearsal(task, manifest, subject.settings, narrow=method.narrow)
-    device = subject.compute.device
-    evaluation, added = predict_evaluation(rehearsal), {}
-    for budget, mask in masks.items():
-        progress(f"memory at {budget:g}")
-        training = predict_training(rehearsal, mask)
-        added[budget] = (training, whole_round(rehearsal, training, evaluation))
-    base, limit = held(device), limit or room(device)
-    few = rehearsal.samples
-    while few > 2 and base + predict_training(rehearsal, None, few) > limit:
-        few //= 2
-    progress("seconds")
-    pace = measure_pace(rehearsal, manifest, few)
+    predictor = _predictor(task, manifest, subject.settings, clock)
+    budgets = sorted(budgets or [each for each in BUDGETS if each in predictor.budgets])
+    predictions = []
+    for budget in budgets:
+        progress(f"predicting {budget:g}")
+        predictions.append(predictor.at(budget))
+    limit = limit or room(subject.compute.device)
+    choice = choose(predictor, Limits(limit, math.inf), subject.settings, among=budgets)
     rows = []
-    for budget, mask in masks.items():
-        progress(f"measuring {budget:g}")
-        above, in_all = added[budget]
-        flops = rehearsal.flops(rehearsal.samples, mask)
-        predicted = Taken(flops, base, above, pace.predict(rehearsal, mask))
-        measured = _measured(subject, budget, steps) if base + in_all <= limit else None
-        rows.append(Row(budget, base + in_all, predicted, measured))
-    whole_model = min(budgets) < 1 and all(mask is None for mask in masks.values())
-    return Profile(subject, rehearsal.samples, limit, whole_model, tuple(rows))
+    for predicted in predictions:
+        progress(f"measuring {predicted.budget:g}")
+        row = Row(predicted, None)
+        if row.memory.total <= limit:
+            row = Row(predicted, _measured(subject, predicted.budget, steps, clock))
+        rows.append(row)
+    whole_model = budgets[0] < 1 and len({row.predicted.flops for row in rows} | {predictor.whole_flops}) == 1
+    return Profile(subject, predictor.samples, limit, whole_model, choice, tuple(rows))
 
 
-def _measured(subject: Subject, budget: float, steps: int) -> Taken | None:
+def _predictor(task: Task, manifest: Manifest, settings: FederationSettings, clock: Callable[[], float]) -> Predictor:
+    """Return the predictor. Raises BadArgument for a method that needs what the coordinator makes of a federation."""
+    with suppress(KeyError, UnknownWork):  # a setting of the method is missing
+        predictor = Predictor(task, manifest, settings, clock=clock)
+        if predictor.budgets:
+            return predictor
+    raise BadArgument(
+        f"--method {settings.method} cannot be profiled before its federation exists, because the coordinator "
+        f"completes its settings and prepares its model; sparrow join predicts its rounds"
+    )
+
+
+def _measured(subject: Subject, budget: float, steps: int, clock: Callable[[], float]) -> Measured | None:
     # Spawned, not forked: it is to hold what a device's process would.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            return pool.submit(measure, subject, budget, steps).result()
+            return pool.submit(measure, subject, budget, steps, clock).result()
         except BrokenProcessPool:  # killed for its memory
             return None
 
 
-def measure(subject: Subject, budget: float, steps: int) -> Taken:
-    """Train ``steps`` steps at ``budget`` in this process, whose peak memory should be nobody else's."""
+def measure(subject: Subject, budget: float, steps: int, clock: Callable[[], float] = time.perf_counter) -> Measured:
+    """Train ``steps`` steps at ``budget`` in this process, whose peak memory no other work should raise."""
     task, manifest = subject.load()
     method = load_method(subject.settings.method)
-    mask = method.sample_mask(manifest, budget)
-    rehearsal = Rehearsal(task, manifest, subject.settings, narrow=method.narrow)
-    rehearsal.train(2, mask=mask, samples=2)  # what any training loads is part of the base
+    rehearsal = Rehearsal(task, manifest, subject.settings, narrow=method.narrow, clock=clock)
+    effort = method.at_budget(rehearsal, budget)
+    effort.train(2, 2)  # what any training loads is part of the base
     device = subject.compute.device
     base = held(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
         memory.forget_peak()
-    seconds = min(rehearsal.train(1 + steps, mask=mask))
+    seconds = fmean(effort.train(1 + steps))
     peak = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else memory.peak_resident()
     with FlopCounterMode(display=False) as counter:
-        rehearsal.train(1, mask=mask)
-    return Taken(counter.get_total_flops(), base, max(0, peak - base), seconds)
+        effort.train(1)
+    return Measured(counter.get_total_flops(), base, max(0, peak - base), seconds)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
 def table(found: Profile) -> str:
-    """What was found, for a person."""
+    """Return the result for a person."""
+    steps = found.rows[0].predicted.steps
     lines = [
-        f"{found.subject.task}, {found.subject.settings.method}, {found.samples} samples a step; "
+        f"{found.subject.task}, {found.subject.settings.method}, {found.samples} samples a step, {steps} steps a round "
         f"on {found.subject.compute}",
         "",
-        "         |     FLOPs per step    |     peak memory, MiB (above base)     |  seconds per step   |   join",
-        "  budget |  predicted    counted |      predicted           measured     | predicted  measured | needs, MiB",
-        "  -------+-----------------------+---------------------------------------+---------------------+-----------",
+        "         |     FLOPs per step    |     peak memory, MiB (above base)     |  seconds per step   |  join, round",
+        "  budget |  predicted    counted |      predicted           measured     | predicted  measured |   MiB      s",
+        "  -------+-----------------------+---------------------------------------+---------------------+-------------",
     ]
     for row in found.rows:
-        pairs = zip(_cells(row.predicted), _cells(row.measured), strict=True)
-        flops, bytes_, seconds = ("  ".join(pair) for pair in pairs)
-        lines.append(f"  {row.budget:6.2f} | {flops} | {bytes_} | {seconds} | {row.needed / MIB:9,.0f}")
+        predicted, held_before = row.predicted, row.memory.held
+        own = _cells(predicted.flops, held_before, row.memory.training, predicted.step_seconds)
+        flops, bytes_, seconds = ("  ".join(pair) for pair in zip(own, _measured_cells(row.measured), strict=True))
+        needs = f"{row.memory.total / MIB:5,.0f} {predicted.seconds:6.1f}"
+        lines.append(f"  {predicted.budget:6.2f} | {flops} | {bytes_} | {seconds} | {needs}")
     fits, where = found.largest_fitting, f"{found.limit / MIB:,.0f} MiB"
     lines += ["", f"The largest of these budgets that fits into {where}: {fits:g}" if fits else ""]
     if not fits:
@@ -244,15 +261,19 @@ def table(found: Profile) -> str:
     return "\n".join(lines)
 
 
-def _cells(taken: Taken | None) -> tuple[str, str, str]:
-    if taken is None:
+def _cells(flops: int, base: int, above: int, seconds: float) -> tuple[str, str, str]:
+    inside = f"({above / MIB:,.1f})"
+    return f"{flops:10.3e}", f"{(base + above) / MIB:8,.1f} {inside:>9}", f"{seconds:9.4f}"
+
+
+def _measured_cells(measured: Measured | None) -> tuple[str, str, str]:
+    if measured is None:
         return f"{'-':>10}", f"{'does not fit':>18}", f"{'-':>9}"
-    inside = f"({taken.above / MIB:,.1f})"
-    return f"{taken.flops:10.3e}", f"{taken.memory / MIB:8,.1f} {inside:>9}", f"{taken.seconds:9.4f}"
+    return _cells(measured.flops, measured.base, measured.above, measured.seconds)
 
 
 def as_json(found: Profile) -> str:
-    """What was found, for a program: bytes, seconds and FLOPs."""
+    """Return the result for a program: bytes, seconds and FLOPs."""
     compute = found.subject.compute
     return json.dumps(
         {
@@ -264,9 +285,27 @@ def as_json(found: Profile) -> str:
             "bfloat16": compute.bfloat16,
             "memory_limit": found.limit,
             "largest_budget": found.largest_fitting,
-            "budgets": [asdict(row) for row in found.rows],
+            "budgets": [_as_json(row) for row in found.rows],
         }
     )
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    predicted, memory = row.predicted, row.memory
+    return {
+        "budget": predicted.budget,
+        "needed": memory.total,
+        "predicted": {
+            "flops": predicted.flops,
+            "base": memory.held,
+            "above": memory.training,
+            "seconds": predicted.step_seconds,
+            "round_seconds": predicted.seconds,
+            "bytes_down": predicted.bytes_down,
+            "bytes_up": predicted.bytes_up,
+        },
+        "measured": None if row.measured is None else asdict(row.measured),
+    }
 
 
 def _command(options: argparse.Namespace) -> None:
@@ -281,10 +320,11 @@ def _command(options: argparse.Namespace) -> None:
     )
     compute = Compute(choose_device(options.accelerator), options.threads, bfloat16=options.bfloat16)
     subject = Subject(options.task, settings, options.data, compute)
-    budgets = options.budget or BUDGETS
     # Shown on a terminal only.
-    with tqdm(total=2 * len(budgets) + 1, unit="part", disable=None, leave=False) as bar:
-        found = profile(subject, budgets, steps=options.steps, limit=options.memory_limit, progress=partial(_show, bar))
+    with tqdm(total=2 * len(options.budget or BUDGETS), unit="part", disable=None, leave=False) as bar:
+        found = profile(
+            subject, options.budget, steps=options.steps, limit=options.memory_limit, progress=partial(_show, bar)
+        )
     print(as_json(found) if options.json else table(found))
 
 
@@ -327,7 +367,7 @@ def _options(parser: Parser) -> None:
 
 COMMAND = Command(
     "sparrow profile",
-    "What a step of local training takes at a budget on this device, predicted and measured.",
+    "Predict and measure what a step of local training takes at a budget on this device.",
     _options,
     _command,
     EXITS,
@@ -337,6 +377,6 @@ main = COMMAND.main
 
 if __name__ == "__main__":
     # As a module it would be __main__ here and edge_sdk.profile in the processes that measure.
-    from edge_sdk.budget import profile as module
+    from edge_sdk import profile as module
 
     sys.exit(module.main())

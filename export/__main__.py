@@ -1,4 +1,4 @@
-"""A device's personal model as the smallest ONNX file that predicts the same, and what that gains.
+"""``sparrow export``: a device's personal model as the smallest ONNX file that predicts the same, and the gain.
 
     sparrow export ~/.local/state/sparrow/HOST/FEDERATION/NAME --output model.onnx --data mine.npz
 
@@ -8,10 +8,7 @@ Exit codes: docs/cli.md.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -19,15 +16,17 @@ from tqdm import tqdm
 
 from sparrow.command_line.command import Command, Exits, Parser, add_json
 from sparrow.command_line.exits import Exit
-from sparrow.export.build import ACCURACY_LIMIT, Built, Mode, Precision, build, dense
+from sparrow.export.build import ACCURACY_LIMIT, Mode, Precision, dense
 from sparrow.export.errors import ExportError, NotThere
-from sparrow.export.ort_format import write_ort
-from sparrow.export.report import MEASUREMENTS, Report, judge, measure, picture_maker
+from sparrow.export.exporter import Options, export_model
+from sparrow.export.report import MEASUREMENTS, Report, picture_maker
 from sparrow.export.running import runtime
-from sparrow.export.samples import parity_inputs, read_samples
+from sparrow.export.samples import read_samples
 from sparrow.export.source import read_source
 
 PICTURES = (".png", ".svg", ".pdf")
+STEPS = 5
+"""Steps of an export that its progress counts, beside measurements."""
 
 
 EXITS: Exits = {ExportError: Exit.FAILED, NotThere: Exit.NOT_FOUND}
@@ -44,8 +43,8 @@ def _options(parser: Parser) -> None:
     parser.add_argument(
         "--mode",
         choices=get_args(Mode),
-        help="compact: without what cannot influence the output; packed: and without storing zeros; dynamic: with "
-        "pFedGate's gate, or both of DM-PFL's models (default: the smallest that is exact)",
+        help="dense: as trained; compact: without what cannot influence the output; packed: and without storing zeros; "
+        "dynamic: with the method's choice for each sample (default: the smallest that predicts the same)",
     )
     parser.add_argument(
         "--precision",
@@ -63,7 +62,7 @@ def _options(parser: Parser) -> None:
     )
     parser.add_argument("--manifest", type=Path, help="manifest.json of the model (default: beside it)")
     parser.add_argument("--skeleton", type=Path, help="skeleton.onnx of the model (default: beside it)")
-    parser.add_argument("--budget", type=_share, help="of a dynamic pFedGate model (default: the device's)")
+    parser.add_argument("--budget", type=_share, help="of a dynamic model (default: the device's)")
     parser.add_argument("--ort-format", action="store_true", help="write .ort for minimal builds as well")
     parser.add_argument("--picture", type=Path, help="draw the report to this .png, .svg or .pdf")
     parser.add_argument("--quick", action="store_true", help="leave load time, memory and latency out")
@@ -84,9 +83,10 @@ def _export(options: argparse.Namespace) -> Report:
         picture_maker()
         if options.picture.suffix not in PICTURES:
             raise ExportError(f"{options.picture}: a picture's name ends with one of {', '.join(PICTURES)}")
+        options.picture.parent.mkdir(parents=True, exist_ok=True)
     if options.output.suffix == ".ort":
         raise ExportError(f"{options.output}: name it .onnx; --ort-format writes an .ort beside it")
-    steps = 6 + (0 if options.quick else MEASUREMENTS)
+    steps = STEPS + (0 if options.quick else MEASUREMENTS)
     with tqdm(total=steps, disable=options.quiet, unit="step") as bar:
 
         def doing(what: str) -> None:
@@ -97,65 +97,21 @@ def _export(options: argparse.Namespace) -> Report:
         source = read_source(options.source, options.manifest, options.skeleton)
         plain = dense(source)
         samples = None if options.data is None else read_samples(options.data, plain)
-        mode: Mode = options.mode or "packed"
-        built = build(
-            source,
-            plain,
-            mode,
+        wishes = Options(
+            options.mode,
             options.precision,
-            samples,
-            budget=options.budget,
-            accuracy_limit=options.accuracy_limit,
-            doing=doing,
+            options.budget,
+            options.accuracy_limit,
+            options.ort_format,
+            measured=not options.quick,
         )
-        for path in filter(None, (options.output, options.picture)):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        # beside the output, so that it can be moved into place in one step
-        with tempfile.TemporaryDirectory(dir=options.output.parent, prefix=".export-") as folder:
-            export, reference = Path(folder) / "export.onnx", Path(folder) / "dense.onnx"
-            export.write_bytes(built.model.SerializeToString(deterministic=True))
-            reference.write_bytes(plain.SerializeToString(deterministic=True))
-            inputs = parity_inputs(plain, samples)
-            doing("comparing")
-            exact = built.precision == "fp32" and mode != "dynamic"
-            parity, mine, theirs = judge(export, reference, inputs, samples, exact=exact)
-            report = Report(
-                path=str(options.output),
-                mode=mode,
-                precision=built.precision,
-                steps=built.steps,
-                properties={entry.key: entry.value for entry in built.model.metadata_props},
-                parity=parity,
-                samples=0 if samples is None or samples.labels is None else len(samples.labels),
-                export=mine,
-                dense=theirs,
-                notes=built.notes,
-            )
-            _check_accuracy(report, built, options.accuracy_limit)
-            if not options.quick:
-                bar.set_description("measuring")
-                costs = measure(export, reference, inputs[:1], bar.update)
-                report = replace(report, export=replace(mine, costs=costs[0]), dense=replace(theirs, costs=costs[1]))
-            if options.ort_format:
-                report = replace(report, ort=write_ort(export, options.output.with_suffix(".ort")))
-            os.replace(export, options.output)
+        report = export_model(source, plain, options.output, wishes, samples=samples, doing=doing)
         bar.set_description("done")
         bar.n = steps  # what had nothing to do counts as well
         bar.refresh()
     if options.picture is not None:
         report.draw(options.picture)
     return report
-
-
-def _check_accuracy(report: Report, built: Built, limit: float) -> None:
-    before, after = report.dense.accuracy, report.export.accuracy
-    if built.precision == "fp32" or before is None or after is None:
-        return
-    if before - after > limit:
-        raise ExportError(
-            f"--precision {built.precision} takes the accuracy on {report.samples} samples from {before:.2%} to "
-            f"{after:.2%}, more than --accuracy-limit {limit:g}; nothing was written: leave it at fp32"
-        )
 
 
 COMMAND = Command(

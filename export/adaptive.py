@@ -33,6 +33,7 @@ from edge_sdk.protocol.manifest import Manifest, Tensors
 from sparrow.export.building import Building
 from sparrow.export.errors import ExportError
 from sparrow.export.skeleton import OUTPUT, fill
+from sparrow.export.source import Source
 
 PERSONAL = "adaptive/personal"
 """Which samples the personal model answers, bool [N]: the value's name in the graph."""
@@ -53,7 +54,7 @@ def adaptive_model(
     *,
     personal: Tensors,
 ) -> ModelProto:
-    """Both models of a device of DM-PFL, and the rule of DM-PFL+.
+    """Return both models of a device of DM-PFL, and the rule of DM-PFL+.
 
     own, memory and personal are the device's state, settings the method's. Raises SkeletonError, and ExportError for a
     state without base entropies, or one of another method or model.
@@ -92,8 +93,20 @@ def adaptive_model(
     return model
 
 
+def dynamic_model(source: Source, budget: float | None) -> ModelProto:
+    """Return both models of a device's state and the choice; the form of DM-PFL for ``--mode dynamic``.
+
+    budget: of no effect here. Raises as above.
+    """
+    assert source.membership is not None, "checked where the form is chosen"
+    settings = source.membership.federation.settings.method_settings
+    return adaptive_model(
+        source.skeleton, source.manifest, source.own, source.memory, settings, personal=source.tensors
+    )
+
+
 def _masks(manifest: Manifest, own: Tensors) -> tuple[ElementMask, ElementMask]:
-    """m_c and m_g, to which ``rest`` fits."""
+    """Return m_c and m_g, to which ``rest`` fits."""
     try:
         mask, global_mask = (from_bits(manifest, own[name].tobytes()) for name in ("mask", "global_mask"))
     except ManifestError as error:
@@ -161,7 +174,7 @@ def _packed(
 
 
 def _bits(to: Building, flags: NDArray[np.bool_]) -> str:
-    """int32 [n], 1 where a flag is set; in the file a bit each."""
+    """Return int32 [n], 1 where a flag is set; in the file a bit each."""
     if flags.all():
         ones = onnx.helper.make_tensor("one", TensorProto.INT32, [1], [1])
         return to.add("ConstantOfShape", to.whole(len(flags)), value=ones)
@@ -173,7 +186,7 @@ def _bits(to: Building, flags: NDArray[np.bool_]) -> str:
 
 
 def _copy(model: ModelProto, to: Building, prefix: str, renamed: Mapping[str, str]) -> str:
-    """The forward pass once more, with other weights; the name of its scores."""
+    """Copy the forward pass, with other weights; return the name of its scores."""
     inner = {name for node in model.graph.node for name in node.output if name}
     names = {**{name: f"{prefix}{name}" for name in inner}, **renamed}
     for node in model.graph.node:
@@ -187,7 +200,7 @@ def _copy(model: ModelProto, to: Building, prefix: str, renamed: Mapping[str, st
 
 
 def _choose(to: Building, scores: tuple[str, str], bases: list[float], similarity: str) -> None:
-    """The rule; what it chooses is the output. scores, bases: of the personal and of the global model."""
+    """Add the rule, whose choice becomes the output. scores, bases: of the personal and of the global model."""
     logs = [to.add("LogSoftmax", each, axis=1) for each in scores]
     powers = [to.add("Exp", each) for each in logs]
     entropies = [to.add("Neg", to.sum(to.add("Mul", *pair), 1)) for pair in zip(powers, logs, strict=True)]

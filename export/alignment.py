@@ -22,7 +22,8 @@ constant."""
 
 
 def align(model: ModelProto) -> ModelProto:
-    """The same function with channels of zeros where what one convolution makes for another does not fill blocks.
+    """Return the same function with channels of zeros where what one convolution makes for another does not fill
+    blocks.
 
     model: as ``compact`` makes it; it is not changed. Exact: the new channels are multiplied by zeros.
     """
@@ -50,7 +51,8 @@ def _convolution_behind(
     known: dict[str, Array],
     reads: dict[str, int],
 ) -> NodeProto | None:
-    """The convolution that alone reads what ``node`` makes, through layers that keep channels apart; None without."""
+    """Return the convolution that alone reads what ``node`` makes, through layers that keep channels apart; None
+    without."""
     value = node.output[0]
     while reads[value] == 1 and value in readers:
         behind = readers[value]
@@ -65,7 +67,7 @@ def _convolution_behind(
 
 
 def _is_convolution(node: NodeProto, known: dict[str, Array], reads: dict[str, int]) -> bool:
-    """Whether it is one over all channels whose weights are constants of its own."""
+    """Return True for a convolution over all channels whose weights are constants of its own."""
     return (
         node.op_type == "Conv"
         and plumbing.is_standard(node)

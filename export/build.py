@@ -1,4 +1,4 @@
-"""From what is to be exported to the ONNX model asked for."""
+"""The passes from a personal model to the ONNX model asked for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparrow.export.samples import Samples
 from sparrow.export.skeleton import MAX_MODEL, fill
 from sparrow.export.source import Source
 
-Mode = Literal["compact", "packed", "dynamic"]
+Mode = Literal["dense", "compact", "packed", "dynamic"]
 Precision = Literal["fp32", "fp16", "int8", "auto"]
 
 ACCURACY_LIMIT = 0.01
@@ -25,17 +25,18 @@ ACCURACY_LIMIT = 0.01
 
 @dataclass(frozen=True)
 class Built:
-    """A model and what it took to get there: the steps in order, and the precision, which ``auto`` leaves open, with
-    what was measured to choose it as ``notes``."""
+    """A model and how it was made: the steps in order, and the precision, which ``auto`` leaves open, with what was
+    measured to choose it as ``notes``."""
 
     model: ModelProto
+    mode: Mode
     steps: tuple[str, ...]
     precision: Precision
     notes: tuple[str, ...] = ()
 
 
 def dense(source: Source) -> ModelProto:
-    """The personal model as trained, in fp32: what every export is compared with. Raises ExportError."""
+    """Return the personal model as trained, in fp32, from which every export is made. Raises ExportError."""
     filled = fill(source.skeleton, source.manifest, source.tensors, metadata=source.properties())
     return onnx.load_from_string(filled)
 
@@ -47,39 +48,41 @@ def build(
     precision: Precision,
     samples: Samples | None,
     *,
-    budget: float | None = None,
+    dynamic: Callable[[], ModelProto],
     accuracy_limit: float = ACCURACY_LIMIT,
     doing: Callable[[str], object] = lambda what: None,
 ) -> Built:
-    """The model asked for, from the ``dense`` one, ``plain``; with properties, checked by onnx.
+    """Return the model asked for, made from the ``dense`` one, ``plain``; with properties, checked by onnx.
 
-    Neurons without influence go, weights take the ``precision``, zeros are packed; each only where it helps, and the
-    last only in the mode ``packed``. budget: of a dynamic model, the device's own by default. accuracy_limit: largest
-    fall of accuracy, as a share of samples, that ``auto`` accepts. doing: told each step.
+    Neurons without influence are removed, weights take the ``precision``, zeros are packed; each only where it helps,
+    and the last only in the mode ``packed``. dynamic: makes the model of the mode ``dynamic``. accuracy_limit: largest
+    fall of accuracy, as a share of samples, that ``auto`` accepts. doing: called with each step.
     Raises ExportError, with what to do.
     """
     steps: list[str] = []
     notes: tuple[str, ...] = ()
+    model = plain
     if mode == "dynamic":
         if precision != "fp32":
             raise ExportError(
                 f"--precision {precision} with --mode dynamic: rounding would flip choices; leave --precision out"
             )
         doing("joining the models")
-        model = _dynamic(source, budget)
+        model = dynamic()
         steps.append("dynamic")
     else:
-        from sparrow.export.alignment import align
-        from sparrow.export.compact import compact
+        if mode != "dense":
+            from sparrow.export.alignment import align
+            from sparrow.export.compact import compact
 
-        doing("removing neurons")
-        model = align(compact(plain))
-        if model.ByteSize() < plain.ByteSize():
-            steps.append("compact")
+            doing("removing neurons")
+            model = align(compact(plain))
+            if model.ByteSize() < plain.ByteSize():
+                steps.append("compact")
         doing(f"precision {precision}")
         model, precision, notes = _rounded(model, precision, samples, accuracy_limit)
         steps += [] if precision == "fp32" else [precision]
-    if mode != "compact":
+    if mode in ("packed", "dynamic"):
         from sparrow.export.packed import pack
 
         doing("packing")
@@ -87,13 +90,13 @@ def build(
         if packed.ByteSize() < model.ByteSize():
             model = packed
             steps.append("packed")
-    return Built(_finished(model, source, mode, precision), tuple(steps), precision, notes)
+    return Built(_finished(model, source, mode, precision), mode, tuple(steps), precision, notes)
 
 
 def _rounded(
     model: ModelProto, precision: Precision, samples: Samples | None, accuracy_limit: float
 ) -> tuple[ModelProto, Precision, tuple[str, ...]]:
-    """The model with its weights rounded, the precision that it has then, and why."""
+    """Return the model with its weights rounded, the precision that it then has, and why."""
     if precision == "fp32":
         return model, precision, ()
     from sparrow.export.precision import choose, quantise, to_half
@@ -109,34 +112,10 @@ def _rounded(
     return choice.model, "fp32" if choice.precision == "fp32" else "int8", tuple(map(str, choice.trials))
 
 
-def _dynamic(source: Source, budget: float | None) -> ModelProto:
-    member = source.membership
-    if member is None:
-        raise ExportError(
-            "--mode dynamic needs a device's whole state folder, with the federation.json that joining writes; "
-            "join once more, or leave --mode out"
-        )
-    settings = member.federation.settings.method_settings
-    if source.method == "pfedgate":
-        from sparrow.export.gated import gated_model
-
-        # A device whose budget was too small for rounds has adapted with a gate of the smallest one.
-        share = budget or max(member.budget, float(settings["smallest_budget"]))
-        return gated_model(source.skeleton, source.manifest, source.own, settings, share, personal=source.tensors)
-    if source.method == "dmpfl":
-        from sparrow.export.adaptive import adaptive_model
-
-        return adaptive_model(
-            source.skeleton, source.manifest, source.own, source.memory, settings, personal=source.tensors
-        )
-    raise ExportError(
-        f"--mode dynamic is for pfedgate and dmpfl, whose devices choose sample by sample; {source.method} has one "
-        f"model, leave --mode out"
-    )
-
-
 def _finished(model: ModelProto, source: Source, mode: str, precision: str) -> ModelProto:
-    """The model with what it says of itself: what its maker wrote, and what follows from the source."""
+    """Return a copy of the model with its properties: those it has, and those that follow from the source."""
+    plain, model = model, ModelProto()
+    model.CopyFrom(plain)
     written = {entry.key: entry.value for entry in model.metadata_props}
     says = {**written, **source.properties(), "mode": mode, "precision": precision}
     model.producer_name = "sparrow"

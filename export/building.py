@@ -26,12 +26,12 @@ class Building:
         self._known: dict[tuple[str, tuple[int, ...], bytes], str] = {}
 
     def name(self, what: str) -> str:
-        """A name that is in use nowhere else."""
+        """Return a name that is in use nowhere else."""
         self._count += 1
         return f"{self._prefix}{what}_{self._count}"
 
     def constant(self, values: NDArray[Any]) -> str:
-        """The name of an initialiser of these values; of equal ones there is one."""
+        """Return the name of an initialiser of these values; of equal ones there is one."""
         array = np.ascontiguousarray(values).reshape(np.shape(values))
         key = array.dtype.str, array.shape, array.tobytes()
         if key not in self._known:
@@ -40,35 +40,36 @@ class Building:
         return self._known[key]
 
     def whole(self, *numbers: int) -> str:
-        """An int64 constant: axes, shapes and the like."""
+        """Return an int64 constant: axes, shapes and the like."""
         return self.constant(np.array(numbers, dtype=np.int64))
 
     def index(self, values: NDArray[np.integer[Any]]) -> str:
-        """Whole numbers >= 0 as int64, stored in as few bytes as they need: the conversion is done at load."""
+        """Return the name of whole numbers >= 0 as int64, stored in as few bytes as they need: the conversion is done
+        at load."""
         largest = int(values.max(initial=0))
         small = np.uint8 if largest < 2**8 else np.uint16 if largest < 2**16 else np.int32
         return self.add("Cast", self.constant(values.astype(small)), to=TensorProto.INT64)
 
     def several(self, kind: str, *inputs: str, outputs: int, **attributes: Any) -> list[str]:
-        """The outputs of a new node."""
+        """Return the outputs of a new node."""
         names = [self.name(kind.lower()) for _ in range(outputs)]
         self.nodes.append(onnx.helper.make_node(kind, list(inputs), names, names[0], **attributes))
         return names
 
     def add(self, kind: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
-        """The output of a new node, which is called ``output`` where that is given."""
+        """Return the output of a new node, which is called ``output`` where that is given."""
         name = output or self.name(kind.lower())
         self.nodes.append(onnx.helper.make_node(kind, list(inputs), [name], name, **attributes))
         return name
 
     def sum(self, values: str, axis: int, keep: bool = True) -> str:
-        """Σ along one axis."""
+        """Return Σ along one axis."""
         return self.add("ReduceSum", values, self.whole(axis), keepdims=int(keep))
 
     def slice(self, values: str, axis: int, start: int, stop: int) -> str:
-        """``values[start:stop]`` along an axis."""
+        """Return ``values[start:stop]`` along an axis."""
         return self.add("Slice", values, self.whole(start), self.whole(stop), self.whole(axis))
 
     def reshape(self, values: str, shape: Sequence[int]) -> str:
-        """As another shape: 0 keeps an axis, -1 is what is left."""
+        """Return the value in another shape: 0 keeps an axis, -1 is what is left."""
         return self.add("Reshape", values, self.whole(*shape))

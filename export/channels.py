@@ -1,4 +1,4 @@
-"""What each channel of an ONNX graph is worth: constant or not, needed or not, and which can only go together.
+"""The channels of an ONNX graph: constant or not, needed or not, and which can only go together.
 
 A *unit* is one index of one axis of one value, weights included: row 3 of ``conv1.weight``, channel 3 of what it makes.
 Three questions are answered for all units at once, by a rule per operator:
@@ -58,19 +58,19 @@ class Contraction:
     can_fold: bool
 
     def weight_of(self, inputs: Bools) -> Floats:
-        """[outputs, inputs chosen]: what a constant 1 in each adds to each output."""
+        """Return [outputs, inputs chosen]: what a constant 1 in each adds to each output."""
         taken = self.weights[:, inputs]
         sums: Floats = taken.sum(axis=tuple(range(2, taken.ndim)), dtype=np.float64)
         return sums
 
     @cached_property
     def used(self) -> Bools:
-        """[outputs, inputs]: whether a weight other than zero joins them."""
+        """Return [outputs, inputs]: True where a weight other than zero joins them."""
         used: Bools = (self.weights != 0).any(axis=tuple(range(2, self.weights.ndim)))
         return used
 
     def absorbs(self, constant: Floats) -> Bools:
-        """Which inputs, given the constants they hold or NaN, a bias can stand for."""
+        """Return the inputs that, given the constants they hold or NaN, a bias can stand for."""
         absorbed = constant == 0 if self.padded or not self.can_fold else ~np.isnan(constant)
         return np.asarray(absorbed, dtype=np.bool_)
 
@@ -123,21 +123,22 @@ class Flow:
     # --- what rules ask and say
 
     def has(self, name: str, axis: int) -> bool:
-        """Whether this axis has units: it exists and its length never varies."""
+        """Return True for an axis that has units: it exists and its length never varies."""
         return (name, axis) in self._first
 
     def rank(self, name: str) -> int:
-        """Number of axes."""
+        """Return the number of axes."""
         return len(self.shapes[name].sizes)
 
     def size(self, name: str, axis: int) -> int:
-        """Length of an axis."""
+        """Return the length of an axis."""
         return self.shapes[name].sizes[axis]
 
     def couple(
         self, one: str, axis: int, other: str, other_axis: int, index: Index | None = None, to: Index | None = None
     ) -> None:
-        """Unit index[i] of one axis is unit to[i] of the other (None: all, in order); both axes are spoken for."""
+        """Couple two axes: unit index[i] of one axis is unit to[i] of the other (None: all, in order); both axes are
+        then accounted for."""
         if not self.has(one, axis) or not self.has(other, other_axis):
             return
         first, second = self._units(one, axis), self._units(other, other_axis)
@@ -146,11 +147,11 @@ class Flow:
         self.speak_for(other, other_axis)
 
     def speak_for(self, name: str, axis: int) -> None:
-        """The node in hand needs nothing of this axis but what its rule says."""
+        """Note that the node needs nothing of this axis but what its rule says."""
         self._spoken_for.add((name, axis))
 
     def constant(self, name: str, axis: int) -> Floats:
-        """[size]: the value all of a slice has, NaN where it has several or depends on the input."""
+        """Return [size]: the value that all of a slice has, NaN where it has several or depends on the input."""
         if (name, axis) not in self._constant:
             vector = np.full(self.size(name, axis), np.nan)
             array = self.arrays.get(name)
@@ -162,7 +163,7 @@ class Flow:
         return self._constant[name, axis]
 
     def uniform(self, name: str) -> float:
-        """The one value that all of ``name`` has, or NaN."""
+        """Return the one value that all of ``name`` has, or NaN."""
         array = self.arrays.get(name)
         if array is not None and array.size == 1 and array.dtype.kind in "fi":
             return float(array.reshape(()))
@@ -174,17 +175,18 @@ class Flow:
         return np.nan
 
     def set_constant(self, name: str, axis: int, vector: Floats) -> None:
-        """What a rule found out about its output. Integers are left alone: their arithmetic is not that of floats."""
+        """Note the constants that a rule found for its output. Integers are left alone: their arithmetic is not that of
+        floats."""
         if self.has(name, axis) and self.shapes[name].type in _FLOATS:
             self._constant[name, axis] = np.where(np.isfinite(vector), vector, np.nan)
 
     def contract(self, contraction: Contraction) -> None:
-        """Speak for the inputs of a sum: what of them it needs depends on its weights (``kept``)."""
+        """Account for the inputs of a sum: what of them it needs depends on its weights (``kept``)."""
         self.contractions.append(contraction)
         self.couple(contraction.data, contraction.axis, contraction.weight, contraction.inputs_axis)
 
     def contracted(self, contraction: Contraction, bias: Floats) -> Floats:
-        """[outputs]: which outputs of a sum are constant, given its bias (NaN: it varies)."""
+        """Return [outputs]: True where an output of a sum is constant, given its bias (NaN: it varies)."""
         constant = self.constant(contraction.data, contraction.axis)
         used = (constant != 0) & ~np.isnan(constant) & (not contraction.padded)
         varies = contraction.used[:, ~((constant == 0) | used)].any(axis=1)
@@ -193,7 +195,8 @@ class Flow:
     # --- answers
 
     def kept(self) -> dict[tuple[str, int], Bools]:
-        """(value, axis) -> which units stay. At least one of every axis does: tensors are not to become empty."""
+        """Return (value, axis) -> the units that stay. At least one of every axis does: tensors are not to become
+        empty."""
         needed = np.zeros(self._count, dtype=np.bool_)
         for units in self._locked:
             needed[self._classes[units]] = True
@@ -219,7 +222,7 @@ class Flow:
 
 
 def _connected(count: int, joined: Sequence[tuple[Index, Index]]) -> Index:
-    """[count]: the smallest unit of each unit's class."""
+    """Return [count]: the smallest unit of each unit's class."""
     label = np.arange(count)
     if not joined:
         return label
@@ -241,7 +244,8 @@ Rule = Callable[[NodeProto, Flow], None]
 
 
 def _elementwise(node: NodeProto, flow: Flow) -> None:
-    """Each output value depends on the values at its own place alone, under numpy's broadcasting."""
+    """Couple the channels of inputs and output: each output value depends on the values at its own place alone, under
+    numpy's broadcasting."""
     (out,) = node.output
     for axis in range(flow.rank(out)):
         if not flow.has(out, axis):
@@ -296,7 +300,8 @@ def _convolution(node: NodeProto, flow: Flow) -> None:
 
 
 def _grouped(node: NodeProto, flow: Flow, values: Array, groups: int, padded: bool, bias: Floats) -> None:
-    """A group goes as a whole, inputs and outputs (depthwise: a channel is a group), since all must be of one size."""
+    """Couple inputs and outputs of each group (depthwise: a channel is a group), since all groups must be of one
+    size."""
     data, weight, out = node.input[0], node.input[1], node.output[0]
     inputs = np.arange(flow.size(data, 1)).reshape(groups, -1)
     outputs = np.arange(flow.size(out, 1)).reshape(groups, -1)
@@ -328,7 +333,8 @@ def _transposed_convolution(node: NodeProto, flow: Flow) -> None:
 
 
 def _bias(node: NodeProto, position: int, out: str, axis: int, flow: Flow) -> tuple[Floats, bool]:
-    """[outputs] and whether it is known; coupled with the outputs where it has one entry for each."""
+    """Return the bias [outputs], and True where it is known; coupled with the outputs where it has one entry for
+    each."""
     size = flow.size(out, axis)
     name = node.input[position] if len(node.input) > position else ""
     if not name:
@@ -389,7 +395,8 @@ def _batch_norm(node: NodeProto, flow: Flow) -> None:
 
 
 def _group_norm(node: NodeProto, flow: Flow) -> None:
-    """Channels of a group are normalised by one another, so a group goes as a whole; instance norm: each is one."""
+    """Couple the channels of each group: they are normalised by one another, so a group goes as a whole; instance norm:
+    each is one."""
     (data, scale, shift), (out,) = node.input, node.output
     if not flow.has(data, 1) or flow.size(scale, 0) != flow.size(data, 1):
         return
@@ -406,7 +413,8 @@ def _group_norm(node: NodeProto, flow: Flow) -> None:
 
 
 def _normalised_axes(node: NodeProto, flow: Flow) -> None:
-    """Softmax, layer norm: axes that are not normalised over only pass through."""
+    """Read the normalised axes of a softmax or layer norm whole; axes that are not normalised over only pass
+    through."""
     data, out = node.input[0], node.output[0]
     rank = flow.rank(data)
     first = int(attribute(node, "axis", -1)) % rank
@@ -450,7 +458,8 @@ def _reduce(node: NodeProto, flow: Flow) -> None:
 
 
 def _reshape(node: NodeProto, flow: Flow) -> None:
-    """Where one axis becomes several or several become one, the first of the several carries the channels."""
+    """Follow channels through a reshape: where one axis becomes several or several become one, the first of the several
+    carries the channels."""
     data, out = node.input[0], node.output[0]
     target = plumbing.reshape_target(flow.shapes[data], flow.shapes[out])
     told = node.op_type == "Flatten" or (len(node.input) > 1 and node.input[1] in flow.arrays)
@@ -471,7 +480,7 @@ def _reshape(node: NodeProto, flow: Flow) -> None:
 
 
 def _blocks(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
-    """The axes longer than 1 of a reshape, cut into the smallest runs that hold equally many values."""
+    """Return the axes longer than 1 of a reshape, cut into the smallest runs that hold equally many values."""
     sides = [[axis for axis, size in enumerate(shape.sizes) if size > 1] for shape in (before, after)]
     blocks: list[tuple[list[int], list[int]]] = []
     left, right = iter(sides[0]), iter(sides[1])
@@ -543,7 +552,7 @@ def _pad(node: NodeProto, flow: Flow) -> None:
 
 
 def padding(node: NodeProto, arrays: dict[str, Array], rank: int) -> tuple[list[int], list[int]] | None:
-    """What a Pad adds before and behind each axis, or None where that is not a constant."""
+    """Return what a Pad adds before and behind each axis, or None where that is not a constant."""
     if len(node.input) < 2 or node.input[1] not in arrays:
         return None
     given = arrays[node.input[1]].tolist()
@@ -559,7 +568,7 @@ def padding(node: NodeProto, arrays: dict[str, Array], rank: int) -> tuple[list[
 
 
 def _gather(node: NodeProto, flow: Flow) -> None:
-    """An embedding: rows are looked up, columns are the output's last axes."""
+    """Follow an embedding: rows are looked up, columns are the output's last axes."""
     (data, index), (out,) = node.input, node.output
     if data not in flow.arrays or attribute(node, "axis", 0) != 0:
         return
@@ -571,7 +580,7 @@ def _gather(node: NodeProto, flow: Flow) -> None:
 
 
 def _shape(node: NodeProto, flow: Flow) -> None:
-    """Asked for the size of the batch, as a rule; that needs no other axis."""
+    """Take a Shape to ask for the size of the batch, which is the rule and needs no other axis."""
     (data,) = node.input
     asked = range(flow.rank(data))[attribute(node, "start", 0) : attribute(node, "end", None)]
     for axis in set(range(flow.rank(data))) - set(asked):

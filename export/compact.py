@@ -34,7 +34,7 @@ _BROADCASTING = ("Add", "Sub", "Mul", "Div")
 
 
 def compact(model: ModelProto) -> ModelProto:
-    """The same function in fewer channels: a new model with inputs and outputs as they were.
+    """Return a new model of the same function in fewer channels, with inputs and outputs as they were.
 
     model: complete, its weights inside the file, of one opset. Parts that no rule knows keep their width. The same
     model gives the same bytes. Raises ExportError when the model is not valid ONNX.
@@ -89,7 +89,7 @@ def _same_shape(one: str, other: str, flow: Flow) -> bool:
 
 
 def _as_constant(name: str, flow: Flow) -> Array | None:
-    """The value as an array that broadcasts to it, or None where it is not known to be constant."""
+    """Return the value as an array that broadcasts to it, or None where it is not known to be constant."""
     if name not in flow.shapes or flow.shapes[name].type != TensorProto.FLOAT:
         return None
     for axis in range(flow.rank(name)):
@@ -117,7 +117,7 @@ def _skip_zeros_in_place(graph: GraphProto, flow: Flow) -> bool:
 
 
 def _rename_reads_in_place(graph: GraphProto, name: str, to: str) -> bool:
-    """Whether anything read it; graphs within nodes go on doing so."""
+    """Rename a value where it is read, and return True if anything read it; graphs within nodes go on doing so."""
     found = [(node, place) for node in graph.node for place, read in enumerate(node.input) if read == name]
     for node, place in found:
         node.input[place] = to
@@ -128,7 +128,7 @@ def _rename_reads_in_place(graph: GraphProto, name: str, to: str) -> bool:
 
 
 def _draw_together_in_place(model: ModelProto, flow: Flow) -> bool:
-    """Let one constant channel stand for all, with the weights that make up for it; whether anything changed."""
+    """Let one constant channel stand for all, with the weights that make up for it; return True if anything changed."""
     graph = model.graph
     reads, changed = plumbing.read_counts(graph), False
     for contraction in flow.contractions:
@@ -179,7 +179,7 @@ def _cut_in_place(model: ModelProto, flow: Flow) -> bool:
 
 
 def _added(contraction: Contraction, kept: dict[tuple[str, int], Bools], flow: Flow) -> Floats:
-    """[outputs kept]: what the constants among the inputs that go added to the outputs that stay."""
+    """Return [outputs kept]: what the constants among the inputs that go added to the outputs that stay."""
     constant = flow.constant(contraction.data, contraction.axis)
     gone = ~kept[contraction.data, contraction.axis] & ~np.isnan(constant) & (constant != 0)
     rows = kept[contraction.node.output[0], contraction.out_axis]
@@ -188,7 +188,7 @@ def _added(contraction: Contraction, kept: dict[tuple[str, int], Bools], flow: F
 
 
 def _fit_in_place(graph: GraphProto, node: NodeProto, flow: Flow, kept: dict[tuple[str, int], Bools]) -> None:
-    """Sizes that stand in a node and not in its weights."""
+    """Correct the sizes that stand in a node and not in its weights."""
     if not plumbing.is_standard(node) or not node.output or node.output[0] not in flow.shapes:
         return
     out = node.output[0]
@@ -251,7 +251,8 @@ def _add_in_place(graph: GraphProto, contraction: Contraction, place: int, bias:
 
 
 def _add_behind_in_place(graph: GraphProto, node: NodeProto, bias: Array) -> dict[str, NodeProto]:
-    """A matrix product has no bias: use that of the addition behind it, or answer with one to insert behind its output.
+    """Use the bias of the addition behind a matrix product, which has none itself, or return one to insert behind its
+    output.
 
     The new node is not inserted here: nodes that are still to be changed would move.
     """
@@ -273,7 +274,7 @@ def _add_behind_in_place(graph: GraphProto, node: NodeProto, bias: Array) -> dic
 
 
 def _insert_in_place(graph: GraphProto, behind: dict[str, NodeProto]) -> None:
-    """Insert each node behind the one that makes the value it stands under."""
+    """Insert each node behind the one that makes the value that is its key."""
     if not behind:
         return
     nodes = []

@@ -18,7 +18,7 @@ from sparrow.export.graph import activate_before_pooling_in_place, drop_unused_i
 
 
 def fuse(model: ModelProto) -> ModelProto:
-    """A model whose batch norms are part of the convolutions before them, and whose ReLUs precede max-pooling.
+    """Return a model whose batch norms are part of the convolutions before them, and whose ReLUs precede max-pooling.
 
     Weights that the graph transposes are stored transposed.
 
@@ -34,7 +34,8 @@ def fuse(model: ModelProto) -> ModelProto:
 
 
 def _fold_norms_in_place(graph: GraphProto) -> None:
-    """conv, then (y - mean) / sqrt(var + eps) * gain + shift: one convolution with other weights and bias."""
+    """Make one convolution of conv, then (y - mean) / sqrt(var + eps) * gain + shift: one convolution with other
+    weights and bias."""
     constants = _constants(graph)
     for conv, norm in list(_pairs(graph, "Conv", "BatchNormalization")):
         names = [*conv.input[1:], *norm.input[1:]]
@@ -69,14 +70,15 @@ def _turn_weights_in_place(graph: GraphProto) -> None:
 
 
 def _constants(graph: GraphProto) -> dict[str, TensorProto]:
-    """The float32 initialisers that a caller cannot replace."""
+    """Return the float32 initialisers that a caller cannot replace."""
     given = {value.name for value in graph.input}
     tensors = (tensor for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT)
     return {tensor.name: tensor for tensor in tensors if tensor.name not in given}
 
 
 def _pairs(graph: GraphProto, first: str, second: str) -> Iterator[tuple[NodeProto, NodeProto]]:
-    """Nodes of the operator ``first`` whose output is read by nothing but one of ``second``, as its first input."""
+    """Yield nodes of the operator ``first`` whose output is read by nothing but one of ``second``, as its first
+    input."""
     readers = read_counts(graph)
     made_by = {node.output[0]: node for node in graph.node if node.op_type == first}
     for node in graph.node:

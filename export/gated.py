@@ -39,6 +39,7 @@ from sparrow.export.gating import Gate
 from sparrow.export.rows import Rows, by_sample
 from sparrow.export.selection import LARGEST_TABLE, decisions, exact, greedy
 from sparrow.export.skeleton import fill
+from sparrow.export.source import Source
 
 GATES = "gate/scales"
 """What the scales times the choice, M' [N, L], are called in the graph."""
@@ -57,7 +58,7 @@ def gated_model(
     personal: Tensors | None = None,
     largest_table: int = LARGEST_TABLE,
 ) -> ModelProto:
-    """The gated model of a device of pFedGate, for any number of samples.
+    """Return the gated model of a device of pFedGate, for any number of samples.
 
     manifest: the federation's, with its table of blocks. own: the arrays of the device's state. settings: the
     method's, complete. budget: the device's, in (0, 1]. personal: the state's model, which is needed where the manifest
@@ -100,6 +101,15 @@ def gated_model(
     return _finished(model, selection)
 
 
+def dynamic_model(source: Source, budget: float | None) -> ModelProto:
+    """Return the gated model of a device's state; the form of pFedGate for ``--mode dynamic``. Raises as above."""
+    assert source.membership is not None, "checked where the form is chosen"
+    settings = source.membership.federation.settings.method_settings
+    # A device whose budget was too small for rounds has adapted with a gate of the smallest one.
+    share = budget or max(source.membership.budget, float(settings["smallest_budget"]))
+    return gated_model(source.skeleton, source.manifest, source.own, settings, share, personal=source.tensors)
+
+
 def _table(manifest: Manifest) -> BlockTable:
     table = manifest.block_table
     uncut = [spec.name for spec in manifest.shared if spec.trainable and spec.name not in table.tensors]
@@ -112,7 +122,7 @@ def _table(manifest: Manifest) -> BlockTable:
 
 
 def _weights(manifest: Manifest, packed: NDArray[Any], personal: Tensors | None) -> Tensors:
-    """θ as the device's last round left it, and from ``personal`` what is never sent."""
+    """Return θ as the device's last round left it, and from ``personal`` what is never sent."""
     try:
         parts = unpack_whole(manifest, np.asarray(packed, dtype=np.float32))
         tensors = {name: np.array(part) for name, part in parts.items()}
@@ -156,7 +166,7 @@ def _finished(model: ModelProto, selection: str) -> ModelProto:
 def _choose(
     to: Building, importances: str, table: BlockTable, costs: Costs, budget: float, largest: int
 ) -> tuple[str, str]:
-    """float32 [N, L], 1 where a block is on, and the rule."""
+    """Return float32 [N, L], 1 where a block is on, and the rule."""
     candidates = np.flatnonzero(~table.forced)
     values = to.add("Gather", importances, to.index(candidates), axis=1)
     exactly = to.add("Sub", to.add("Cast", values, to=TensorProto.DOUBLE), to.constant(TIE * candidates))

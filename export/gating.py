@@ -36,7 +36,7 @@ class Gate:
 
     @classmethod
     def of(cls, manifest: Manifest, own: Tensors, settings: Mapping[str, Any]) -> Gate:
-        """From a device's state. Which parts there are follows from the tensors."""
+        """Return the gate of a device's state. The parts that it has follow from the tensors."""
         tensors = {name.removeprefix("gate:"): value for name, value in own.items() if name.startswith("gate:")}
         shape, length = manifest.input_shape, len(manifest.block_table.sizes)
         map_ = tensors.get("linear.weight")
@@ -60,7 +60,7 @@ class Gate:
 
     @property
     def constant(self) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
-        """Scales and importances, [L] both, where the gate does not see the input."""
+        """Return scales and importances, [L] both, where the gate does not see the input."""
         if "logits" not in self.tensors:
             return None
         logits = np.asarray(self.tensors["logits"], dtype=np.float64)
@@ -68,7 +68,7 @@ class Gate:
         return gates[: self.length], gates[-self.length :]
 
     def build(self, to: Building, input_type: int) -> tuple[str, str]:
-        """The names of importances and scales, [N, L] both."""
+        """Return the names of importances and scales, [N, L] both."""
         seen = INPUT if input_type == TensorProto.FLOAT else to.add("Cast", INPUT, to=TensorProto.FLOAT)
         weight, bias = self._map()
         gates = to.add("Gemm", self._normalised(to, seen), to.constant(weight), to.constant(bias), transB=1)
@@ -80,7 +80,7 @@ class Gate:
         return to.slice(gates, 1, self.length, outputs), to.slice(gates, 1, 0, self.length)
 
     def _map(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """The linear map and the batch norm behind it as one."""
+        """Return the linear map and the batch norm behind it as one."""
         weight, bias = (self.tensors[f"linear.{part}"].astype(np.float64) for part in ("weight", "bias"))
         if "batch_norm.weight" in self.tensors:
             mean, variance, scale, shift = (
@@ -92,7 +92,7 @@ class Gate:
         return weight.astype(np.float32), bias.astype(np.float32)
 
     def _normalised(self, to: Building, seen: str) -> str:
-        """SN(x), pooled and flat, [N, d_X]."""
+        """Return SN(x), pooled and flat, [N, d_X]."""
         flat = len(self.shape) == 1 or math.prod(self.shape[1:]) < 2
         count = math.prod(self.shape) if flat else math.prod(self.shape[1:])
         channels = to.reshape(seen, (0, -1) if flat else (0, self.shape[0], -1))
@@ -107,7 +107,7 @@ class Gate:
         return pooled if flat else to.reshape(pooled, (0, -1))
 
     def _switch_norm(self, to: Building, channels: str, count: int, flat: bool) -> tuple[str, str]:
-        """The factor and the summand that normalise: see ``gating.SwitchNorm``."""
+        """Return the factor and the summand that normalise: see ``gating.SwitchNorm``."""
         weight, bias, running_mean, running_var = (
             self.tensors[f"norm.{part}"].astype(np.float32).reshape((1, -1) if flat else (1, -1, 1))
             for part in ("weight", "bias", "running_mean", "running_var")
@@ -144,7 +144,7 @@ def _softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _width(shape: tuple[int, ...], pool: int) -> int:
-    """How many numbers a gate sees of an input of ``shape``."""
+    """Return the number of values that a gate sees of an input of ``shape``."""
     if len(shape) not in _POOLED:
         return math.prod(shape)
     return math.prod([shape[0], *(math.ceil(side / pool) for side in shape[1:])])

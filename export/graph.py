@@ -40,7 +40,7 @@ class Shape:
 
 
 def constants(graph: GraphProto) -> dict[str, Array]:
-    """Name -> array of every initialiser that a caller cannot replace."""
+    """Return name -> array of every initialiser that a caller cannot replace."""
     given = {value.name for value in graph.input}
     return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer if tensor.name not in given}
 
@@ -56,7 +56,7 @@ def set_constant_in_place(graph: GraphProto, name: str, array: Array) -> None:
 
 
 def attribute(node: NodeProto, name: str, default: Any) -> Any:
-    """The attribute's value, or ``default`` where the node leaves it out."""
+    """Return the attribute's value, or ``default`` where the node leaves it out."""
     return next((onnx.helper.get_attribute_value(each) for each in node.attribute if each.name == name), default)
 
 
@@ -70,12 +70,12 @@ def set_attribute_in_place(node: NodeProto, name: str, value: Any) -> None:
 
 
 def is_standard(node: NodeProto) -> bool:
-    """Whether the operator is one of ONNX's own."""
+    """Return True for an operator that is one of ONNX's own."""
     return node.domain in ("", "ai.onnx")
 
 
 def opset(model: ModelProto) -> int:
-    """The version of the standard operators that the model uses."""
+    """Return the version of the standard operators that the model uses."""
     versions = [entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")]
     if len(versions) != 1:
         raise ExportError(f"the model names the operator versions {versions}; export it with one opset")
@@ -83,7 +83,7 @@ def opset(model: ModelProto) -> int:
 
 
 def reads(node: NodeProto) -> Iterator[str]:
-    """The names a node reads, those that graphs within it capture included; what is left out is skipped."""
+    """Return the names a node reads, those that graphs within it capture included; what is left out is skipped."""
     yield from filter(None, node.input)
     for each in node.attribute:
         for inner in [each.g] if each.type == AttributeProto.GRAPH else each.graphs:
@@ -93,12 +93,12 @@ def reads(node: NodeProto) -> Iterator[str]:
 
 
 def read_counts(graph: GraphProto) -> Counter[str]:
-    """How many times each value is read; being an output of the graph counts."""
+    """Return how many times each value is read; being an output of the graph counts."""
     return Counter([*(name for node in graph.node for name in reads(node)), *(value.name for value in graph.output)])
 
 
 def fresh_name(graph: GraphProto, wish: str) -> str:
-    """``wish``, or the first of ``wish_2``, ``wish_3``, ... that nothing in the graph is called."""
+    """Return ``wish``, or the first of ``wish_2``, ``wish_3``, ... that nothing in the graph is called."""
     taken = {tensor.name for tensor in graph.initializer} | {value.name for value in (*graph.input, *graph.output)}
     taken |= {name for node in graph.node for name in (*reads(node), *node.output)}
     name, number = wish, 1
@@ -109,7 +109,8 @@ def fresh_name(graph: GraphProto, wish: str) -> str:
 
 
 def activate_before_pooling_in_place(graph: GraphProto) -> None:
-    """A convolution, max-pooling, then ReLU: ReLU first, which gives the same and lets it join the convolution."""
+    """Move a ReLU that follows convolution and max-pooling to before the pooling, which gives the same and lets it join
+    the convolution."""
     counts = read_counts(graph)
     made_by = {name: node.op_type for node in graph.node if is_standard(node) for name in node.output}
     read_by = {name: node for node in graph.node if is_standard(node) for name in node.input}
@@ -145,7 +146,7 @@ def drop_unused_in_place(graph: GraphProto) -> None:
 
 
 def evaluate(node: NodeProto, inputs: Sequence[Array | None], version: int) -> list[Array]:
-    """The node's outputs for these inputs (None: left out), by ONNX's reference implementation in numpy."""
+    """Return the node's outputs for these inputs (None: left out), by ONNX's reference implementation in numpy."""
     import onnx.reference
 
     names = [f"x{index}" if given is not None else "" for index, given in enumerate(inputs)]
@@ -171,7 +172,7 @@ def evaluate(node: NodeProto, inputs: Sequence[Array | None], version: int) -> l
 
 
 def shapes(model: ModelProto) -> dict[str, Shape]:
-    """Name -> shape of every value whose rank is known, initialisers included."""
+    """Return name -> shape of every value whose rank is known, initialisers included."""
     first, second = (_inferred(model, batch) for batch in BATCHES)
     found = {
         name: Shape(sizes, tuple(a == b for a, b in zip(sizes, second[name][0], strict=True)), kind)
@@ -187,7 +188,8 @@ _Sizes = dict[str, tuple[tuple[int, ...], int]]
 
 
 def _inferred(model: ModelProto, batch: int) -> _Sizes:
-    """ONNX's shape inference. It does not follow all that exporters compute of shapes, so that is folded as found."""
+    """Return the graph after ONNX's shape inference, which does not follow all that exporters compute of shapes, so
+    that is folded as found."""
     given, version = ModelProto(), opset(model)
     given.CopyFrom(model)
     graph = given.graph
@@ -248,7 +250,7 @@ def fold_constants_in_place(model: ModelProto) -> None:
 
 
 def _fold_nodes_in_place(graph: GraphProto, version: int, known: dict[str, Array]) -> bool:
-    """Turn nodes that read ``known`` values alone into initialisers; whether any node went."""
+    """Turn nodes that read ``known`` values alone into initialisers; return True if any node went."""
     for node in graph.node:
         foldable = is_standard(node) and node.op_type not in _NOT_FOLDED
         if not foldable or not all(name in known for name in reads(node)):
@@ -275,7 +277,7 @@ def _fold_nodes_in_place(graph: GraphProto, version: int, known: dict[str, Array
 
 
 def _drop_zero_biases_in_place(graph: GraphProto) -> None:
-    """Exporters write biases of zero where a layer has none."""
+    """Drop biases of zero, which exporters write where a layer has none."""
     known = constants(graph)
     for node in graph.node:
         if node.op_type in ("Conv", "ConvTranspose", "Gemm") and is_standard(node) and len(node.input) == 3:
@@ -312,7 +314,7 @@ def set_target_in_place(graph: GraphProto, node: NodeProto, target: NDArray[np.i
 
 
 def reshape_target(before: Shape | None, after: Shape | None) -> NDArray[np.int64] | None:
-    """What a Reshape has to be told: 0 copies an axis, -1 is what remains; None where sizes alone cannot say it."""
+    """Return the target of a Reshape: 0 copies an axis, -1 is what remains; None where sizes alone cannot say it."""
     if before is None or after is None or 0 in after.sizes or 0 in before.sizes:
         return None
     target, free = [], 0

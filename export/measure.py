@@ -1,4 +1,4 @@
-"""What running ONNX files takes: seconds and memory to load each, seconds for one sample; in processes of their own.
+"""Costs of running ONNX files: seconds and memory to load each, seconds for one sample; in processes of their own.
 
 A process that has loaded other things has memory to reuse and threads that spin, so ``load_costs`` and ``latencies``
 start ``python -m export.measure``, which imports ONNX Runtime and numpy and nothing else.
@@ -36,8 +36,8 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class LoadCost:
-    """What a file takes until its first prediction is there: seconds to load it, seconds of that prediction; ``peak``
-    bytes of memory at most above what the process held with the libraries alone."""
+    """Costs of a file until its first prediction: seconds to load it, seconds of that prediction; ``peak`` bytes of
+    memory at most above what the process held with the libraries alone."""
 
     load_seconds: float
     first_seconds: float
@@ -55,7 +55,8 @@ class Latency:
 def load_costs(
     paths: Sequence[Path], sample: Array, *, repeats: int = LOADS, done: Callable[[], object] = lambda: None
 ) -> list[LoadCost]:
-    """Of each file, the median over ``repeats`` processes of one thread, which take turns; ``done`` is told of each.
+    """Return of each file the median over ``repeats`` processes of one thread, which take turns; ``done`` is called
+    after each.
 
     sample: [1, *input_shape]. Raises ExportError for a file that cannot be run.
     """
@@ -75,7 +76,7 @@ def load_costs(
 
 
 def latencies(paths: Sequence[Path], sample: Array, *, threads: int | None) -> list[Latency]:
-    """Of each file, in one process in which they take turns: what else the machine does then meets all alike.
+    """Return the latency of each file, in one process in which they take turns: other work then slows all alike.
 
     threads: None for as many as ONNX Runtime thinks fit. Raises ExportError for a file that cannot be run.
     """
@@ -142,7 +143,7 @@ def _forget_peak() -> None:
 
 
 def _held(field: str) -> int:
-    """Bytes: VmRSS what is held now, VmHWM the most that was; elsewhere than on Linux the latter for both."""
+    """Return bytes: VmRSS what is held now, VmHWM the most that was; elsewhere than on Linux the latter for both."""
     if _STATUS.exists():
         for line in _STATUS.read_text().splitlines():
             if line.startswith(field + ":"):

@@ -1,4 +1,4 @@
-"""What an exported file says of itself, as properties of the ONNX model."""
+"""The metadata of an exported file, as properties of the ONNX model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edge_sdk.protocol.manifest import Manifest, Tensors
 
 
 def properties(manifest: Manifest, tensors: Tensors, **known: object) -> dict[str, str]:
-    """Name -> text, of what is ``known`` (method, round, ...; None is left out) and what follows from the model.
+    """Return name -> text of what is ``known`` (method, round, ...; None is left out) and what follows from the model.
 
     task: the manifest's. classes: scores per sample, where the output is a vector. density: share of the weights of
     linear layers and convolutions that are not zero. digest: SHA-256 of the personal model as a checkpoint.
@@ -29,7 +29,7 @@ def properties(manifest: Manifest, tensors: Tensors, **known: object) -> dict[st
 
 
 def density(manifest: Manifest, tensors: Tensors) -> float:
-    """Share, in [0, 1], of the maskable weights that are not zero; 1 where the model has none."""
+    """Return the share, in [0, 1], of the maskable weights that are not zero; 1 where the model has none."""
     weights = [tensors[spec.name] for spec in manifest.maskable if spec.name in tensors]
     size = sum(weight.size for weight in weights)
     return sum(int(np.count_nonzero(weight)) for weight in weights) / size if size else 1.0

@@ -19,7 +19,7 @@ from sparrow.export.running import runtime
 
 @dataclass(frozen=True)
 class OrtFile:
-    """What was written: the file, the list for the build, and the operators in it: domain -> names, sorted."""
+    """An .ort file as written: the file, the list for the build, and the operators in it: domain -> names, sorted."""
 
     path: Path
     config: Path
@@ -55,7 +55,7 @@ def write_ort(model: Path, path: Path) -> OrtFile:
 
 
 def _operators(config: str) -> dict[str, tuple[str, ...]]:
-    """Of lines ``domain;version;name,name``; one domain may have several versions."""
+    """Return the operators of lines ``domain;version;name,name``; one domain may have several versions."""
     found: dict[str, set[str]] = {}
     for line in config.splitlines():
         if line.startswith("#") or line.count(";") != 2:

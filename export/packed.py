@@ -44,7 +44,7 @@ _BITS: dict[int, str] = {TensorProto.FLOAT: "u4", TensorProto.FLOAT16: "u2", Ten
 
 
 def pack(model: ModelProto) -> ModelProto:
-    """A model that predicts the same bit for bit, from a file that stores no zeros of its weights.
+    """Return a model that predicts the same bit for bit, from a file that stores no zeros of its weights.
 
     A weight is an initialiser of float32, float16 or int8, of whatever operator. What would not get smaller, and what a
     caller may replace since it is an input as well, stays as it is; so a packed model stays as it is altogether. The
@@ -120,7 +120,7 @@ def _pack(tensor: TensorProto, name: str, prefix: str) -> _Packed | None:
 
 
 def _table(prefix: str) -> _Packed:
-    """``table`` [256, 8], uint8: the bits of each byte; and what all weights read besides.
+    """Return ``table`` [256, 8], uint8: the bits of each byte; and what all weights read besides.
 
     Computed when the file is loaded, since it would take 2 KiB in the file. Types are those that every ONNX Runtime
     computes with: not all divide bytes.
@@ -155,7 +155,8 @@ def _constant(name: str, array: Array) -> TensorProto:
 
 
 def _free_prefix(graph: GraphProto) -> str:
-    """Short, since it stands in the file twenty times for each weight; no name of the model's begins with it."""
+    """Return a prefix, short since it stands in the file twenty times for each weight; no name of the model's begins
+    with it."""
     names = set(_names(graph))
     number = 0
     while any(name.startswith(f"~{number}.") for name in names):
@@ -164,7 +165,7 @@ def _free_prefix(graph: GraphProto) -> str:
 
 
 def _names(graph: GraphProto) -> Iterator[str]:
-    """All names of values in the graph and the graphs within it."""
+    """Return all names of values in the graph and the graphs within it."""
     for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
         yield value.name
     for node in graph.node:
@@ -182,7 +183,7 @@ def _copy(model: ModelProto) -> ModelProto:
 
 
 def _with(model: ModelProto, parts: list[_Packed], gone: set[str]) -> ModelProto:
-    """The model without the initialisers ``gone``, and with these parts before all else."""
+    """Return the model without the initialisers ``gone``, and with these parts before all else."""
     result = _copy(model)
     graph = result.graph
     plain = [tensor for tensor in graph.initializer if tensor.name not in gone]

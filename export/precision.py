@@ -53,7 +53,7 @@ Samples: TypeAlias = Array | Sequence[Array]
 
 
 def to_half(model: ModelProto) -> ModelProto:
-    """The model with its float32 weights stored as float16; inputs, outputs and computing stay float32.
+    """Return the model with its float32 weights stored as float16; inputs, outputs and computing stay float32.
 
     Stay as they are: tensors of fewer than ``MIN_VALUES``, with values beyond float16 (65,504), and those that a caller
     may replace since they are inputs as well. The model given is not changed.
@@ -79,7 +79,8 @@ def to_half(model: ModelProto) -> ModelProto:
 
 
 def quantise(model: ModelProto, samples: Samples, *, operators: Sequence[str] = OPERATORS) -> ModelProto:
-    """The model in int8: QuantizeLinear and DequantizeLinear around ``operators``, weights per channel, static ranges.
+    """Return the model in int8: QuantizeLinear and DequantizeLinear around ``operators``, weights per channel, static
+    ranges.
 
     samples: [N, *input_shape], or N arrays of the input's shape, as the device sees them; the least and largest value
     that an activation takes become its range. Inputs and outputs keep their types. Weights take 7 of the 8 bits:
@@ -160,7 +161,7 @@ class Choice:
 
     @property
     def precision(self) -> str:
-        """``fp32`` or ``int8``."""
+        """Return ``fp32`` or ``int8``."""
         return self.chosen.name.split()[0]
 
     def __str__(self) -> str:
@@ -178,7 +179,7 @@ def choose(
     runs: int = 200,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Choice:
-    """fp32 or int8, whichever is faster on this machine without losing more than ``max_fall``.
+    """Return the model in fp32 or int8, whichever is faster on this machine without losing more than ``max_fall``.
 
     calibration, inputs: [N, *input_shape], as ``quantise`` takes them; labels: [N] classes of ``inputs``. Two ways to
     int8 are tried: everything, and fully connected layers alone. Each runs on one thread, one sample at a time, in
@@ -231,7 +232,7 @@ def _trial(name: str, seconds: float, size: int, output: Array, plain: Array, la
 
 
 def _reason(trial: Trial, plain: Trial, output: Array, max_fall: float) -> str:
-    """Why int8 is not taken; empty where it can be."""
+    """Return why int8 is not taken; empty where it can be."""
     if trial.accuracy is not None and plain.accuracy is not None:
         lost, what = (
             plain.accuracy - trial.accuracy,
@@ -257,7 +258,7 @@ _Runner = Callable[[Array], Array]
 
 
 def _runner(model: ModelProto, name: str) -> _Runner:
-    """What runs the model's first output, on one thread of the CPU."""
+    """Return a function that computes the model's first output, on one thread of the CPU."""
     try:
         import onnxruntime
     except ImportError as error:
@@ -274,7 +275,7 @@ def _runner(model: ModelProto, name: str) -> _Runner:
 
 
 def _medians(runners: Sequence[_Runner], row: Array, runs: int, clock: Callable[[], float]) -> list[float]:
-    """Seconds of each runner: in turns, so that what slows the machine for a while slows all."""
+    """Return the seconds of each runner: in turns, so that what slows the machine for a while slows all."""
     for runner in runners:
         for _ in range(max(1, runs // 10)):
             runner(row)
@@ -302,7 +303,7 @@ class _Reader:
 
 
 def _source(model: ModelProto) -> ValueInfoProto:
-    """The input that is not a weight."""
+    """Return the input that is not a weight."""
     weights = {tensor.name for tensor in model.graph.initializer}
     sources: list[ValueInfoProto] = [value for value in model.graph.input if value.name not in weights]
     if len(sources) != 1:
@@ -331,7 +332,7 @@ def _samples(source: ValueInfoProto, samples: Samples) -> Array:
 
 
 def _computes_weights(model: ModelProto) -> bool:
-    """Whether nodes that see no input make a weight: the tool would take it for an activation."""
+    """Return True where nodes that see no input make a weight: the tool would take it for an activation."""
     constant = {tensor.name for tensor in model.graph.initializer}
     computed: set[str] = set()
     for node in model.graph.node:
@@ -343,7 +344,7 @@ def _computes_weights(model: ModelProto) -> bool:
 
 
 def _typed(model: ModelProto) -> ModelProto:
-    """The same, with the types of all values: ONNX's own inference knows none behind a group norm."""
+    """Return the same model, with the types of all values: ONNX's own inference knows none behind a group norm."""
     import onnxruntime
 
     asked, result = ModelProto(), ModelProto()
@@ -365,7 +366,7 @@ def _typed(model: ModelProto) -> ModelProto:
 
 
 def _restored(result: ModelProto, model: ModelProto) -> ModelProto:
-    """Without the tool's notes, with the model's own."""
+    """Return the model without the tool's notes, and with the model's own."""
     used = {node.domain for node in result.graph.node} | {""}
     kept = [opset for opset in result.opset_import if opset.domain in used or opset.domain == "ai.onnx"]
     del result.opset_import[:], result.metadata_props[:], result.graph.value_info[:]

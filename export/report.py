@@ -1,4 +1,4 @@
-"""What an export is worth: side by side with the dense one, as a table, as JSON, as a picture."""
+"""The report of an export beside the dense one: as a table, as JSON, as a picture."""
 
 from __future__ import annotations
 
@@ -9,26 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from sparrow.command_line.command import MissingPart
-from sparrow.export.errors import ExportError
 from sparrow.export.measure import LOADS, Latency, LoadCost, latencies, load_costs
 from sparrow.export.ort_format import OrtFile
-from sparrow.export.running import Parity, accuracy, compare, predict
-from sparrow.export.samples import Array, Samples
-
-LARGEST_DIFFERENCE = 1e-4
-"""Largest difference between outputs of the same model that float rounding explains, per unit of the largest output."""
+from sparrow.export.running import Parity
+from sparrow.export.samples import Array
 
 MEASUREMENTS = 2 * LOADS + 2
 """How often ``measure`` says that it went on."""
 
 
-class NotTheSame(ExportError):
-    """The export predicts something else than the model it was made from; it was not written."""
-
-
 @dataclass(frozen=True)
 class Costs:
-    """What running one file takes; latencies are of one sample alone, on one thread and on all."""
+    """Costs of running one file; latencies are of one sample alone, on one thread and on all."""
 
     load: LoadCost
     one_thread: Latency
@@ -37,7 +29,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Figures:
-    """One file: its bytes, its share of right answers where labels are known, what it takes where that was measured."""
+    """One file: its bytes, its share of right answers where labels are known, its costs where they were measured."""
 
     bytes: int
     accuracy: float | None
@@ -46,8 +38,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Report:
-    """An export and the dense one. samples: how many labelled ones the accuracies are of. notes: which precisions were
-    tried."""
+    """An export and the dense one. samples: labelled ones that the accuracies are of. notes: what else was tried."""
 
     path: str
     mode: str
@@ -62,11 +53,11 @@ class Report:
     ort: OrtFile | None = None
 
     def json(self) -> str:
-        """Everything, in seconds and bytes."""
+        """Return everything as JSON, in seconds and bytes."""
         return json.dumps(asdict(self), indent=1, default=str)
 
     def table(self) -> str:
-        """Everything, for a person."""
+        """Return everything as a table for a person."""
         made = ", ".join(self.steps) or "nothing to gain: as the dense one"
         lines = [f"{self.path}: {made}"]
         lines.append("  " + ", ".join(f"{name} {value}" for name, value in self.properties.items() if len(value) < 40))
@@ -108,7 +99,7 @@ class Report:
         return rows
 
     def draw(self, path: Path) -> None:
-        """A picture of each ratio to the dense export, shorter being better. Raises MissingPart without matplotlib."""
+        """Draw each ratio to the dense export, shorter being better. Raises MissingPart without matplotlib."""
         figure_type = picture_maker()
         rows = [(name, export / dense, unit(export)) for name, export, dense, unit in self._rows() if dense]
         figure = figure_type(figsize=(7, 1.2 + 0.4 * len(rows)), layout="constrained")
@@ -124,7 +115,7 @@ class Report:
 
 
 def picture_maker() -> Any:
-    """matplotlib's figure, which needs no display. Raises MissingPart where it is not installed."""
+    """Return matplotlib's figure, which needs no display. Raises MissingPart where it is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -132,28 +123,8 @@ def picture_maker() -> Any:
     return Figure
 
 
-def judge(
-    export: Path, dense: Path, inputs: Array, samples: Samples | None, *, exact: bool
-) -> tuple[Parity, Figures, Figures]:
-    """Parity over ``inputs`` [N, *input_shape], and the figures of both files but for their costs.
-
-    Raises NotTheSame where they differ by more than ``LARGEST_DIFFERENCE`` allows and ``exact`` says they must not.
-    """
-    parity = compare(predict(export, inputs), predict(dense, inputs))
-    if exact and not parity.max_difference <= LARGEST_DIFFERENCE * max(1.0, parity.largest_output):
-        raise NotTheSame(
-            f"the export differs from the dense one by {parity.max_difference:g} on outputs up to "
-            f"{parity.largest_output:g}; it was not written. Report this, and export another --mode meanwhile"
-        )
-    found = []
-    for path in (export, dense):
-        right = None if samples is None else accuracy(predict(path, samples.inputs), samples.labels)
-        found.append(Figures(path.stat().st_size, right))
-    return parity, found[0], found[1]
-
-
 def measure(export: Path, dense: Path, sample: Array, done: Callable[[], object] = lambda: None) -> tuple[Costs, Costs]:
-    """What running each takes; ``done`` is told ``MEASUREMENTS`` times. sample: [1, *input_shape]."""
+    """Return the costs of running each; ``done`` is called ``MEASUREMENTS`` times. sample: [1, *input_shape]."""
     paths = (export, dense)
     loads = load_costs(paths, sample, repeats=LOADS, done=done)
     one = latencies(paths, sample, threads=1)

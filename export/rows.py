@@ -49,7 +49,8 @@ class Rows:
 
     @classmethod
     def of(cls, model: ModelProto, table: BlockTable, manifest: Manifest) -> Rows | None:
-        """None where a block cuts a row, or a node uses a tensor of the table in another way."""
+        """Return the rows of a graph; None where a block cuts a row, or a node uses a tensor of the table in another
+        way."""
         shapes = {spec.name: spec.shape for spec in manifest.shared}
         rows: dict[str, NDArray[np.int64]] = {}
         for name, blocks in table.tensors.items():
@@ -76,7 +77,7 @@ class Rows:
         return cls(layers, rows, {spec.name: spec.size for spec in manifest.kept})
 
     def scale(self, graph: GraphProto, to: Building, gates: str) -> None:
-        """Do it, with the ``gates`` [N, L] that ``to`` computes."""
+        """Scale the layers, with the ``gates`` [N, L] that ``to`` computes."""
         done = Building("gated/")
         for node in graph.node:
             layer = self._layers.get(node.output[0])
@@ -114,7 +115,7 @@ class Rows:
 
     @staticmethod
     def _placed(values: str, layer: _Layer, to: Building) -> str:
-        """[N, rows] as [N, .., rows, ..]."""
+        """Return [N, rows] as [N, .., rows, ..]."""
         axes = [axis for axis in range(1, layer.ranks) if axis != layer.axis]
         return to.add("Unsqueeze", values, to.whole(*axes)) if axes else values
 
@@ -122,7 +123,8 @@ class Rows:
 def _layer(
     node: NodeProto, turned: Mapping[str, str], found: Shape | None, shapes: Mapping[str, tuple[int, ...]]
 ) -> _Layer | None:
-    """How ``node`` uses its weights; None where rows of them are not rows of what it gives, one for each sample."""
+    """Return how ``node`` uses its weights; None where rows of them are not rows of what it gives, one for each
+    sample."""
     if found is None or len(found.sizes) < 2 or found.sizes[0] != BATCHES[0]:
         return None
     output, ranks = found.sizes, len(found.sizes)
@@ -147,7 +149,8 @@ def _layer(
 
 
 def by_sample(graph: GraphProto, to: Building, gates: str, table: BlockTable, manifest: Manifest) -> None:
-    """Sample after sample through the whole graph, weights scaled by its row of the ``gates`` [N, L] of ``to``."""
+    """Rewrite the graph to take sample after sample, with weights scaled by its row of the ``gates`` [N, L] of
+    ``to``."""
     inside = Building("sample/")
     sample, own_gates = inside.name("input"), inside.name("gates")
     names = {INPUT: inside.add("Unsqueeze", sample, inside.whole(0))}
@@ -182,7 +185,7 @@ def by_sample(graph: GraphProto, to: Building, gates: str, table: BlockTable, ma
 
 
 def _sample_of(value: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:
-    """The type of one sample of ``value``, as a value of its own."""
+    """Return the type of one sample of ``value``, as a value of its own."""
     tensor = value.type.tensor_type
     shape = [dim.dim_value for dim in tensor.shape.dim][1:]
     return onnx.helper.make_tensor_value_info(name, tensor.elem_type, shape)

@@ -18,7 +18,7 @@ CHUNK = 256
 
 
 def runtime() -> Any:
-    """The module onnxruntime. Raises MissingPart where it is not installed."""
+    """Return the module onnxruntime. Raises MissingPart where it is not installed."""
     try:
         import onnxruntime
     except ImportError:
@@ -27,7 +27,8 @@ def runtime() -> Any:
 
 
 def predict(path: Path, inputs: Array) -> Array:
-    """Outputs [N, ...] of the file for inputs [N, *input_shape]. Raises ExportError for one that cannot be run."""
+    """Return the outputs [N, ...] of the file for inputs [N, *input_shape]. Raises ExportError for one that cannot be
+    run."""
     onnxruntime = runtime()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
@@ -42,7 +43,7 @@ def predict(path: Path, inputs: Array) -> Array:
 
 @dataclass(frozen=True)
 class Parity:
-    """How two exports differ over ``inputs`` inputs.
+    """The difference of two exports over ``inputs`` inputs.
 
     max_difference: largest absolute difference of an output. largest_output: largest absolute output, for scale.
     same_class: share of inputs for which both have the same highest score; None where outputs are no scores.
@@ -55,7 +56,8 @@ class Parity:
 
 
 def compare(found: Array, wanted: Array) -> Parity:
-    """The parity of two arrays of outputs [N, ...]; a value that is not finite in one alone differs infinitely."""
+    """Return the parity of two arrays of outputs [N, ...]; a value that is not finite in one alone differs
+    infinitely."""
     with np.errstate(invalid="ignore"):
         difference = np.abs(found.astype(np.float64) - wanted)
     difference[(found == wanted) | (np.isnan(found) & np.isnan(wanted))] = 0
@@ -69,7 +71,8 @@ def _scores(outputs: Array) -> bool:
 
 
 def accuracy(outputs: Array, labels: Array | None) -> float | None:
-    """Share of samples whose highest score is their label's; None without labels, or where outputs are no scores."""
+    """Return the share of samples whose highest score is their label's; None without labels, or where outputs are no
+    scores."""
     if labels is None or not _scores(outputs):
         return None
     return float(np.mean(outputs.argmax(1) == labels))

@@ -31,7 +31,7 @@ class Samples:
 
 
 def read_samples(path: Path, model: ModelProto) -> Samples:
-    """The arrays of an npz file, of the type that the model's input has.
+    """Return the arrays of an npz file, of the type that the model's input has.
 
     ``inputs`` and ``labels``; or, as the task ``npz`` has them, ``x_test`` and ``y_test``, with ``x_train`` for the
     calibration. Unsigned bytes are scaled to [0, 1], [N,H,W] becomes [N,1,H,W] where the model wants channels. Raises
@@ -56,13 +56,13 @@ def read_samples(path: Path, model: ModelProto) -> Samples:
 
 
 def input_type(model: ModelProto) -> tuple[tuple[int, ...], str]:
-    """Shape of one sample and name of the numpy type of what the model takes."""
+    """Return the shape of one sample and name of the numpy type of what the model takes."""
     tensor = next(value for value in model.graph.input if value.name == INPUT).type.tensor_type
     return tuple(dim.dim_value for dim in tensor.shape.dim[1:]), _TYPES[tensor.elem_type]
 
 
 def draw_inputs(model: ModelProto, count: int, seed: int = 0) -> Array:
-    """Inputs that nobody recorded: normal; indices are uniform over the rows of the table that they index."""
+    """Draw random inputs: normal; indices are uniform over the rows of the table that they index."""
     shape, dtype = input_type(model)
     chance = np.random.default_rng(seed)
     if dtype == "float32":
@@ -77,7 +77,7 @@ def draw_inputs(model: ModelProto, count: int, seed: int = 0) -> Array:
 
 
 def parity_inputs(model: ModelProto, samples: Samples | None) -> Array:
-    """The samples, and drawn inputs to make them ``PARITY_INPUTS``."""
+    """Return the samples, and drawn inputs to make them ``PARITY_INPUTS``."""
     if samples is None:
         return draw_inputs(model, PARITY_INPUTS)
     missing = PARITY_INPUTS - len(samples.inputs)

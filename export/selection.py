@@ -39,7 +39,7 @@ _NEVER = -1e300
 
 @dataclass(frozen=True)
 class Decision:
-    """How many items of one cost are taken.
+    """A number of items of one cost to take.
 
     items: which they are, [n]. follows: for each state, of which the first is "all that is still to come fits", and
     each count 0 .. n, the place of the state after it among those of the next decision, plus 1; 0: not affordable.
@@ -50,7 +50,7 @@ class Decision:
 
 
 def decisions(costs: Costs, capacity: int, largest: int = LARGEST_TABLE) -> list[Decision] | None:
-    """The dynamic programme for items of ``costs`` [n], largest first; None where it has over ``largest`` pairs.
+    """Return the dynamic programme for items of ``costs`` [n], largest first; None where it has over ``largest`` pairs.
 
     It ends where all states have become one; what costs less than its last is always taken.
     """
@@ -76,7 +76,7 @@ def decisions(costs: Costs, capacity: int, largest: int = LARGEST_TABLE) -> list
 
 
 def exact(to: Building, values: str, plan: Sequence[Decision], costs: Costs) -> str:
-    """float32 [N, n], 1 for each item that is taken; values: float64 [N, n]. No item of value 0 or less is."""
+    """Return float32 [N, n], 1 for each item that is taken; values: float64 [N, n]. No item of value 0 or less is."""
     width = max(len(decision.items) for decision in plan)
     decided = np.concatenate([decision.items for decision in plan])
     padded = to.add("Pad", values, to.whole(0, 0, 0, 1), to.constant(np.array(_NEVER)))
@@ -109,7 +109,7 @@ def exact(to: Building, values: str, plan: Sequence[Decision], costs: Costs) -> 
 
 
 def _counts(to: Building, sums: list[str], worth: str, never: str, plan: Sequence[Decision]) -> str:
-    """How many items of each cost are taken, int64 [N, decisions, 1].
+    """Return how many items of each cost are taken, int64 [N, decisions, 1].
 
     sums: of the most valuable 0, 1, .. n items of each cost, [N, 1, n + 1].
     """
@@ -133,7 +133,7 @@ def _counts(to: Building, sums: list[str], worth: str, never: str, plan: Sequenc
 
 
 def greedy(to: Building, values: str, costs: Costs, capacity: int) -> str:
-    """float32 [N, n], 1 for each item that the guard rule takes: the densest first, or the best one alone."""
+    """Return float32 [N, n], 1 for each item that the guard rule takes: the densest first, or the best one alone."""
     count = len(costs)
     density = to.add("Div", values, to.constant(np.maximum(costs, 1).astype(np.float64)))
     _, order = to.several("TopK", density, to.whole(count), outputs=2)
@@ -157,7 +157,7 @@ def greedy(to: Building, values: str, costs: Costs, capacity: int) -> str:
 
 
 def _step(to: Building) -> GraphProto:
-    """One item of each sample: taken where it fits in what is left."""
+    """Decide one item of each sample: taken where it fits in what is left."""
     left, cost, useful, fits, taken, spent, after = (
         to.name(what) for what in ("left", "cost", "useful", "fits", "taken", "spent", "after")
     )

@@ -49,7 +49,8 @@ _ATTRIBUTES = {
 
 
 def check_skeleton(data: bytes, manifest: Manifest) -> ModelProto:
-    """The parsed skeleton: checked for size, digest, structure, interface, initialisers, operators, in this order.
+    """Return the parsed skeleton: checked for size, digest, structure, interface, initialisers, operators, in this
+    order.
 
     The answer's initialisers are still without data. Raises SkeletonError, saying what was met and what to do.
     """
@@ -73,7 +74,7 @@ def check_skeleton(data: bytes, manifest: Manifest) -> ModelProto:
 
 
 def fill(skeleton: bytes, manifest: Manifest, tensors: Tensors, *, metadata: Mapping[str, str] | None = None) -> bytes:
-    """A complete ONNX model: the skeleton with ``tensors`` as its weights.
+    """Return a complete ONNX model: the skeleton with ``tensors`` as its weights.
 
     tensors: name -> array of the manifest's shape and type, for every kept tensor; others (``num_batches_tracked`` of a
     state dict) are left aside. metadata: written as the model's properties. The same input gives the same bytes. Raises
@@ -114,7 +115,7 @@ def _parse(data: bytes) -> ModelProto:
 
 
 def _check_structure(model: ModelProto) -> None:
-    """Nothing but one plain graph of standard operators."""
+    """Raise SkeletonError for anything but one plain graph of standard operators."""
     domains = [opset.domain for opset in model.opset_import]
     foreign = [domain for domain in domains if domain not in _ONNX_DOMAINS]
     if foreign:
@@ -197,7 +198,7 @@ def _check_node(node: onnx.NodeProto) -> None:
 
 
 def _check_graph(model: ModelProto, manifest: Manifest) -> None:
-    """ONNX's own check, with shapes inferred. Initialisers without data would fail it: here they are inputs."""
+    """Run ONNX's own check, with shapes inferred. Initialisers without data would fail it: here they are inputs."""
     open_model = ModelProto()
     open_model.CopyFrom(model)
     graph = open_model.graph

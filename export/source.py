@@ -1,4 +1,4 @@
-"""What is to be exported: a device's state folder, or a bare checkpoint with the manifest and skeleton of its model."""
+"""The model to export: from a device's state folder, or a bare checkpoint with its manifest and skeleton."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Source:
     """A personal model and what else an export may need.
 
     tensors: name -> array, every kept tensor of ``manifest``. own: the method's arrays beside the model. progress: how
-    far the device came. membership: None for a bare checkpoint, whose method nobody knows.
+    far the device came. membership: None for a bare checkpoint, whose method is unknown.
     """
 
     manifest: Manifest
@@ -34,22 +34,23 @@ class Source:
 
     @property
     def method(self) -> str | None:
-        """The federated method that made the model."""
+        """Return the federated method that made the model; None where it is unknown."""
         return self.membership.federation.method if self.membership else None
 
     @property
     def memory(self) -> Mapping[str, Any]:
-        """What the method noted beside its arrays."""
+        """Return the method's notes beside its arrays."""
         found = self.progress.get("memory", {})
         return found if isinstance(found, dict) else {}
 
     def properties(self) -> dict[str, str]:
-        """What the exported file says of the model."""
+        """Return the properties of the exported file."""
         if self.membership is None:
             return properties(self.manifest, self.tensors)
         return properties(
             self.manifest,
             self.tensors,
+            task=self.membership.federation.task,
             federation=self.membership.federation.name,
             method=self.method,
             device=self.membership.device,
@@ -101,7 +102,7 @@ def read_source(path: Path, manifest: Path | None = None, skeleton: Path | None 
 
 
 def _progress(model: Path, saved: personal.Saved) -> Mapping[str, Any]:
-    """The device's progress: the later one, where it went on and the model stayed."""
+    """Return the device's progress: the later one, where it went on and the model stayed."""
     if model.name == personal.BEST:
         return saved.progress
     path = model.with_name(personal.PROGRESS)

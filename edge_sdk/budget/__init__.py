@@ -1,1 +1,1 @@
-"""What a device can afford: memory, seconds, and the largest budget that fits."""
+"""The largest budget that a device can afford: one prediction of memory and seconds, and one search."""

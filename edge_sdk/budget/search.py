@@ -1,46 +1,48 @@
-"""What this device can afford: the largest budget whose rounds fit into its memory and into their deadline.
+"""The largest budget whose rounds fit into a device's memory and into their deadline.
 
-A budget is tried, not guessed: a few steps of local training as rounds at that budget take them, on this device, of the
-federation's own model (``training.rehearsal``), and the memory that they take (``training.footprint``). Most devices
-can afford everything, which one try finds out; otherwise the tiers below are searched by halves.
+Most devices can afford everything, which one prediction (``budget.prediction``) finds out; otherwise the budgets of
+``BUDGETS`` are searched by halves.
 
-What rounds then really take corrects what was predicted, and tells the speed of the link. After each round the choice
-is looked at anew: down as soon as the tier no longer fits, or the device grew hot; up by a tier, and only where one is
-left to spare, so that a device between two tiers does not go to and fro. The coordinator is told the new budget and
-what limits it, and uses it from the next assignment on.
+What rounds then take corrects what was predicted, and tells the speed of the link. After each round the device chooses
+again: a smaller budget as soon as the present one no longer fits, or the device grew hot; a larger one by one step at a
+time, and only where one more would fit, so that a device between two budgets does not alternate between them. The
+coordinator is told the new budget and what limits it, and uses it from the next assignment on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from edge_sdk.arguments import MIB
-from edge_sdk.budget.demand import Demand, Needs, Simulated
-from edge_sdk.budget.footprint import room
+from edge_sdk.budget.prediction import Prediction, Predictor
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import BudgetLimit, FederationInfo, Phase
+from edge_sdk.protocol.messages import BudgetLimit, FederationSettings, Phase
 from edge_sdk.tasks import Task
 from sparrow.devices.simulation import Board
 
 DEADLINE_SHARE = 0.75
-"""Of a round's deadline, what a device plans to need: predictions are off by up to a quarter, and others need the
-network, too."""
+"""The part of a round's deadline that a device plans with: predictions are off by up to a quarter, and other devices
+need the network, too."""
 
-NEW = 0.5
+LATEST_WEIGHT = 0.5
 """Weight of the latest round in what was learned from all of them."""
 
 SAVES_LITTLE = 0.5
-"""A budget that saves less than this share of what it gives up is hardly worth its losses: the user is told."""
+"""A budget that saves less than this part of what it gives up is hardly worth its losses: the user is told."""
 
 
 class Learned(BaseModel):
-    """What a device's own rounds have taught it: how much longer they take than was predicted, how much more they send,
-    and how fast its link is, in bytes per second; None before the first transfer."""
+    """Corrections that a device's own rounds have taught it.
+
+    seconds, bytes_down, bytes_up: measured over predicted. down_rate, up_rate: of the link, in bytes per second; None
+    before the first transfer.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -50,60 +52,63 @@ class Learned(BaseModel):
     down_rate: float | None = None
     up_rate: float | None = None
 
-    def after(self, demand: Demand, duty: float, download: Phase, train: Phase) -> Learned:
-        """The same after one more round, at the budget that ``demand`` is of."""
+    def after_training(self, prediction: Prediction, duty: float, download: Phase, train: Phase) -> Learned:
+        """Return the corrections after one more round, at the budget that ``prediction`` is of."""
         computed = (train.seconds - train.paused_seconds) * duty
-        changed: dict[str, float | None] = {"seconds": _mixed(self.seconds, computed, demand.seconds)}
+        changed: dict[str, float | None] = {"seconds": _mixed(self.seconds, computed, prediction.seconds)}
         if download.bytes_down and download.seconds > 0:
-            changed["bytes_down"] = _mixed(self.bytes_down, download.bytes_down, demand.bytes_down)
+            changed["bytes_down"] = _mixed(self.bytes_down, download.bytes_down, prediction.bytes_down)
             changed["down_rate"] = _mixed(self.down_rate, download.bytes_down, download.seconds)
         return self.model_copy(update=changed)
 
-    def after_upload(self, demand: Demand, upload: Phase) -> Learned:
-        """The same once its update has been sent."""
+    def after_upload(self, prediction: Prediction, upload: Phase) -> Learned:
+        """Return the corrections once the round's update has been sent."""
         if not (upload.bytes_up and upload.seconds > 0):
             return self
-        bytes_up = _mixed(self.bytes_up, upload.bytes_up, demand.bytes_up)
+        bytes_up = _mixed(self.bytes_up, upload.bytes_up, prediction.bytes_up)
         up_rate = _mixed(self.up_rate, upload.bytes_up, upload.seconds)
         return self.model_copy(update={"bytes_up": bytes_up, "up_rate": up_rate})
 
 
 NOTHING = Learned()
-"""What a device knows that has not trained yet."""
+"""The corrections of a device that has not trained yet."""
 
 
 def _mixed(known: float | None, above: float, below: float) -> float | None:
     if above <= 0 or below <= 0:
         return known
-    return above / below if known is None else (1 - NEW) * known + NEW * above / below
+    return above / below if known is None else (1 - LATEST_WEIGHT) * known + LATEST_WEIGHT * above / below
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a round may take: bytes that the process may hold, None where nobody limits it, and seconds from its start
-    to its end, of which a device plans with ``DEADLINE_SHARE``."""
+    """Limits of a round: ``memory`` bytes that the process may hold, None without a limit, and ``deadline`` seconds
+    from its start to its end, of which a device plans with ``DEADLINE_SHARE``."""
 
     memory: int | None
     deadline: float
 
     @property
     def seconds(self) -> float:
-        """What a device plans with."""
+        """Return the seconds that a device plans with."""
         return DEADLINE_SHARE * self.deadline
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A budget and what a round at it is predicted to take: seconds in all, of which ``computing`` at work, bytes each
-    way, bytes of memory. fits: whether that is within all limits; the smallest tier may not be. limited_by: what keeps
-    it from being larger. reasons: in words, for the device's user; advice: what would help where a budget does not."""
+    """A budget, and the prediction of a round at it.
+
+    seconds: in all, of which ``computing`` at work. memory: bytes; None where there is far more than enough. fits:
+    False for the smallest budget where no budget is within all limits. limited_by: why the budget is not larger.
+    reasons: in words, for the device's user. advice: what helps where a smaller budget does not.
+    """
 
     budget: float
     seconds: float
     computing: float
     bytes_down: int
     bytes_up: int
-    memory: int
+    memory: int | None
     fits: bool
     limited_by: BudgetLimit | None
     reasons: tuple[str, ...]
@@ -113,44 +118,54 @@ class Choice:
         return "; ".join(self.reasons)
 
 
-def predict(demand: Demand, learned: Learned, duty: float) -> tuple[float, float, int, int]:
-    """Seconds of a round in all and of its computing, bytes down and bytes up."""
-    computing = demand.seconds * learned.seconds / duty
-    down, up = round(demand.bytes_down * learned.bytes_down), round(demand.bytes_up * learned.bytes_up)
+class Corrected(NamedTuple):
+    """A prediction, corrected by what was learned: seconds in all, of which computing, and bytes each way."""
+
+    seconds: float
+    computing: float
+    bytes_down: int
+    bytes_up: int
+
+
+def correct(prediction: Prediction, learned: Learned, duty: float) -> Corrected:
+    """Return ``prediction`` as rounds have corrected it. duty: part of the time that the device computes."""
+    computing = prediction.seconds * learned.seconds / duty
+    down, up = round(prediction.bytes_down * learned.bytes_down), round(prediction.bytes_up * learned.bytes_up)
     transfer = sum(size / rate for size, rate in ((down, learned.down_rate), (up, learned.up_rate)) if rate)
-    return computing + transfer, computing, down, up
+    return Corrected(computing + transfer, computing, down, up)
 
 
-def what_is_short(demand: Demand, limits: Limits, learned: Learned, duty: float) -> BudgetLimit | None:
-    """What a round at this budget has too little of, memory first; None where it fits."""
-    if limits.memory is not None and demand.memory > limits.memory:
+def shortage(prediction: Prediction, limits: Limits, learned: Learned, duty: float) -> BudgetLimit | None:
+    """Return what a round at this budget has too little of, memory first; None where it fits."""
+    if limits.memory is not None and prediction.memory is not None and prediction.memory.total > limits.memory:
         return BudgetLimit.memory
-    return BudgetLimit.deadline if predict(demand, learned, duty)[0] > limits.seconds else None
+    return BudgetLimit.deadline if correct(prediction, learned, duty).seconds > limits.seconds else None
 
 
 def choose(
-    needs: Needs,
+    predictor: Predictor,
     limits: Limits,
-    info: FederationInfo,
+    settings: FederationSettings,
     *,
+    among: Sequence[float] | None = None,
     learned: Learned = NOTHING,
     duty: float = 1.0,
-    most: float = 1.0,
 ) -> Choice:
-    """The largest tier, up to ``most``, whose rounds fit into ``limits``; the smallest of all where none does.
+    """Return the largest budget whose rounds fit into ``limits``; the smallest of all where none does.
 
-    The larger a budget, the more it is taken to need. duty: share of the time that the device computes.
+    The larger a budget, the more it is taken to need. among: budgets, rising; by default those at which the method can
+    work. duty: part of the time that the device computes.
     """
-    tiers = [tier for tier in needs.tiers if tier <= most + 1e-9] or [min(needs.tiers)]
+    budgets = among or predictor.budgets
     short = {}
 
     def fits(place: int) -> bool:
-        found = what_is_short(needs.at(tiers[place]), limits, learned, duty)
+        found = shortage(predictor.at(budgets[place]), limits, learned, duty)
         if found is not None:
             short[place] = found
         return found is None
 
-    place = len(tiers) - 1
+    place = len(budgets) - 1
     if not fits(place):
         low, place = 0, place - 1  # the answer lies in low..place, or is none
         while low <= place:
@@ -162,168 +177,160 @@ def choose(
         place = max(place, -1)
     chosen = max(place, 0)
     limited = short.get(chosen if place < 0 else chosen + 1)
-    return _described(needs, tiers[chosen], place >= 0, limited, limits, info, learned, duty)
+    return _described(predictor, budgets[chosen], place >= 0, limited, limits, settings, learned, duty)
 
 
 def _described(
-    needs: Needs,
+    predictor: Predictor,
     budget: float,
     fits: bool,
     limited: BudgetLimit | None,
     limits: Limits,
-    info: FederationInfo,
+    settings: FederationSettings,
     learned: Learned,
     duty: float,
 ) -> Choice:
-    demand = needs.at(budget)
-    seconds, computing, down, up = predict(demand, learned, duty)
+    prediction = predictor.at(budget)
+    round_ = correct(prediction, learned, duty)
+    memory = None if prediction.memory is None else prediction.memory.total
     deadline = f" of {limits.deadline:,.0f}" if math.isfinite(limits.deadline) else ""
-    reasons = [f"budget {budget:g}: a round takes {seconds:,.1f} s{deadline} (predicted)"]
-    if demand.memory:
-        reasons[0] += f", {demand.memory / MIB:,.0f} MiB of memory"
+    reasons = [f"budget {budget:g}: a round takes {round_.seconds:,.1f} s{deadline} (predicted)"]
+    if memory is not None:
+        reasons[0] += f", {memory / MIB:,.0f} MiB of memory"
         reasons[0] += "" if limits.memory is None else f" of {limits.memory / MIB:,.0f}"
     if limited is BudgetLimit.memory:
         reasons.append("the next larger one has too little memory" if fits else "there is too little memory for any")
     elif limited is BudgetLimit.deadline:
         late = "a larger one would come too close to the deadline" if fits else "no budget meets the deadline"
         reasons.append(late)
-    advice = _advice(needs, demand, limited, limits, info, learned, duty) if budget < 1 or not fits else ()
-    return Choice(budget, seconds, computing, down, up, demand.memory, fits, limited, tuple(reasons), advice)
+    advice = _advice(predictor, prediction, limited, limits, settings, learned, duty) if budget < 1 or not fits else ()
+    return Choice(budget, *round_, memory, fits, limited, tuple(reasons), advice)
 
 
 def _advice(
-    needs: Needs,
-    demand: Demand,
+    predictor: Predictor,
+    prediction: Prediction,
     limited: BudgetLimit | None,
     limits: Limits,
-    info: FederationInfo,
+    settings: FederationSettings,
     learned: Learned,
     duty: float,
 ) -> tuple[str, ...]:
-    """What a device is told whose budget saves it less than it gives up."""
+    """Return what to tell a user whose budget saves less than it gives up."""
     if limited is BudgetLimit.memory:
         return (
             f"less memory is needed with smaller batches: ask the federation's operator for a batch_size below "
-            f"{info.settings.batch_size}",
+            f"{settings.batch_size}",
         )
     if limited is not BudgetLimit.deadline:
         return ()
-    full = needs.at(1.0)
-    saved = 1 - demand.seconds / full.seconds if full.seconds else 0.0
-    given_up = 1 - demand.budget
-    if given_up > 0 and saved >= SAVES_LITTLE * given_up and predict(demand, learned, duty)[0] <= limits.seconds:
+    full = predictor.at(1.0)
+    saved = 1 - prediction.seconds / full.seconds if full.seconds else 0.0
+    given_up = 1 - prediction.budget
+    late = correct(prediction, learned, duty).seconds > limits.seconds
+    if given_up > 0 and saved >= SAVES_LITTLE * given_up and not late:
         return ()
-    of_steps = predict(full, learned, duty)
-    left = limits.seconds - (of_steps[0] - of_steps[1]) - full.fixed * learned.seconds / duty
-    per_step = (full.seconds - full.fixed) * learned.seconds / duty / max(1, needs.steps)
+    whole = correct(full, learned, duty)
+    left = limits.seconds - (whole.seconds - whole.computing) - full.fixed_seconds * learned.seconds / duty
+    per_step = full.step_seconds * learned.seconds / duty
     steps = max(0, math.floor(left / per_step)) if per_step > 0 else 0
-    method = load_method(info.method)
-    why = f"{info.method} at a budget of {demand.budget:g} saves {max(0.0, saved):.0%} of a round's computing"
-    if method.forward_stays:
-        why += ", for the forward pass stays that of the whole model"
-    helps = [f"{steps} local steps a round instead of {needs.steps}"] if 0 < steps < needs.steps else []
-    helps.append(f"a batch_size below {info.settings.batch_size}")
-    said = f"{why}; what helps more is {' or '.join(helps)}: ask the federation's operator"
-    if predict(demand, learned, duty)[0] > limits.seconds:
-        said += "; with --budget it takes part as you say, and may come too late"
+    why = f"{settings.method} at a budget of {prediction.budget:g} saves {max(0.0, saved):.0%} of a round's computing"
+    if load_method(settings.method).forward_stays:
+        why += ", because the forward pass stays that of the whole model"
+    helps = [f"{steps} local steps a round instead of {full.steps}"] if 0 < steps < full.steps else []
+    helps.append(f"a batch_size below {settings.batch_size}")
+    said = f"{why}; {' or '.join(helps)} would save more: ask the federation's operator"
+    if late:
+        said += "; with --budget it takes part at the budget that you give, and its updates may come too late"
     return (said,)
 
 
-# --- keeping ---------------------------------------------------------------------------------------------------------
+# --- through the rounds ----------------------------------------------------------------------------------------------
 
 
-class Budgets:
+class BudgetController:
     """The budget of one device through its federation's rounds.
 
-    limits: what a round may take now, given its deadline in seconds. duty: share of the time that the device computes
-    now. learned: what was kept of an earlier start. keep: told what has been learned.
+    limits: returns what a round may take now, given its deadline in seconds. duty: returns the part of the time that
+    the device computes now. learned: as an earlier start left it. keep: called with what has been learned.
     """
 
     def __init__(
         self,
-        needs: Needs,
-        info: FederationInfo,
+        predictor: Predictor,
+        settings: FederationSettings,
         limits: Callable[[float], Limits],
         *,
         duty: Callable[[], float] = lambda: 1.0,
         learned: Learned = NOTHING,
         keep: Callable[[Learned], None] = lambda learned: None,
     ) -> None:
-        self._needs, self._info, self._limits, self._duty, self._keep = needs, info, limits, duty, keep
+        self.predictor = predictor
+        self._settings, self._limits, self._duty, self._keep = settings, limits, duty, keep
         self.learned = learned
-        self._trained: Demand | None = None
-        self.choice = choose(needs, limits(info.settings.deadline_seconds), info, learned=learned, duty=duty())
+        self._trained: Prediction | None = None
+        self.choice = choose(predictor, limits(settings.deadline_seconds), settings, learned=learned, duty=duty())
 
     @property
-    def share(self) -> float:
-        """The budget now."""
+    def budget(self) -> float:
+        """Return the budget now."""
         return self.choice.budget
 
-    def observe(self, download: Phase, train: Phase) -> None:
+    def after_training(self, download: Phase, train: Phase) -> None:
         """Learn from a round that was trained at the budget now, before its update is sent."""
-        self._trained = self._needs.at(self.share)
-        self.learned = self.learned.after(self._trained, self._duty(), download, train)
+        self._trained = self.predictor.at(self.budget)
+        self.learned = self.learned.after_training(self._trained, self._duty(), download, train)
         self._keep(self.learned)
 
-    def sent(self, upload: Phase) -> None:
-        """Learn from what sending that round's update took."""
+    def after_upload(self, upload: Phase) -> None:
+        """Learn from sending that round's update."""
         if self._trained is not None:
             self.learned = self.learned.after_upload(self._trained, upload)
             self._keep(self.learned)
 
     def reassess(self, deadline: float, *, hot: bool = False) -> bool:
-        """Look at the choice anew, once a round is trained; whether it has changed.
+        """Choose again, once a round is trained; return True if the choice has changed.
 
         deadline: of rounds, in seconds; an operator may have changed it. hot: the device had to pause for heat or
-        throttling since: it takes a tier less, whatever else allows more.
+        throttling since; it takes the next smaller budget, whatever else allows a larger one.
         """
         before, limits, duty = self.choice, self._limits(deadline), self._duty()
-        tiers = self._needs.tiers
-        place = tiers.index(before.budget)
+        budgets = self.predictor.budgets
+        place = budgets.index(before.budget)
         if hot and place > 0:
-            found = self._choose(limits, duty, tiers[place - 1])
+            found = self._choose(limits, duty, place - 1)
             if found.limited_by is None:
                 found = _because_of_heat(found)
         else:
-            found = self._choose(limits, duty, 1.0)
-            most = tiers.index(found.budget)
+            found = self._choose(limits, duty, len(budgets) - 1)
+            most = budgets.index(found.budget)
             if most > place:
-                # Up by a tier at a time, and only where one is left to spare: predictions are not better than that.
+                # One step larger at a time, and only where one more would fit: predictions are not better than that.
                 most = min(place + 1, most if found.budget == 1 else most - 1)
-                lower = self._choose(limits, duty, tiers[most])
+                lower = self._choose(limits, duty, most)
                 found = replace(lower, limited_by=lower.limited_by or found.limited_by)
         self.choice = found
         return (found.budget, found.limited_by) != (before.budget, before.limited_by)
 
-    def _choose(self, limits: Limits, duty: float, most: float) -> Choice:
-        return choose(self._needs, limits, self._info, learned=self.learned, duty=duty, most=most)
+    def _choose(self, limits: Limits, duty: float, most: int) -> Choice:
+        among = self.predictor.budgets[: most + 1]
+        return choose(self.predictor, limits, self._settings, among=among, learned=self.learned, duty=duty)
 
 
 def _because_of_heat(choice: Choice) -> Choice:
-    return replace(
-        choice, limited_by=BudgetLimit.heat, reasons=(*choice.reasons, "a tier less, because the device grew too hot")
-    )
+    reasons = (*choice.reasons, "one step smaller, because the device grew too hot")
+    return replace(choice, limited_by=BudgetLimit.heat, reasons=reasons)
 
 
-def limits_here(task: Task, memory_limit: int | None, *, timed: bool = True) -> Callable[[float], Limits]:
-    """The limits of this machine: memory as there is now, unless ``memory_limit`` bytes are given, and where seconds
-    count (``timed``) a round's deadline."""
-
-    def limits(deadline: float) -> Limits:
-        return Limits(memory_limit or room(task.compute.device), deadline if timed else math.inf)
-
-    return limits
-
-
-def board_budget(board: Board, task: Task, manifest: Manifest, info: FederationInfo) -> Choice:
-    """What a simulated board can afford: by its memory, its FLOPs per second and its link."""
+def board_budget(board: Board, task: Task, manifest: Manifest, settings: FederationSettings) -> Choice:
+    """Return what a simulated board can afford: by its memory, its FLOPs per second and its link."""
     learned = Learned(down_rate=board.bytes_per_second, up_rate=board.bytes_per_second)
-    limits = Limits(board.memory_bytes, info.settings.deadline_seconds)
-    return choose(Simulated(board, task, manifest, info), limits, info, learned=learned)
+    limits = Limits(board.memory_bytes, settings.deadline_seconds)
+    return choose(Predictor(task, manifest, settings, board=board), limits, settings, learned=learned)
 
 
 def read_learned(data: bytes | None) -> Learned:
-    """What was kept; nothing where that cannot be read, for it is learned again."""
+    """Return the corrections that were kept; none where they cannot be read, because they are learned again."""
     try:
         return NOTHING if data is None else Learned.model_validate_json(data)
     except ValidationError:

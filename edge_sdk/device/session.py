@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import nn
 
-from edge_sdk.budget.preparing import Prepared
+from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import Choice
 from edge_sdk.device.heartbeat import Heartbeat
 from edge_sdk.device.rounding import round_update
@@ -231,12 +231,12 @@ class Session:
     @property
     def budget(self) -> float:
         """The share of each layer's neurons that this device trains now."""
-        return self._prepared.share
+        return self._prepared.budget
 
     @property
     def choice(self) -> Choice | None:
         """How that was chosen; None where its user gave it."""
-        return self._prepared.budgets.choice if self._prepared.budgets else None
+        return self._prepared.choice
 
     @property
     def moved(self) -> Moved:
@@ -381,16 +381,16 @@ class Session:
 
     def _reassess(self, assignment: Assignment) -> None:
         """What this device can afford from the next round on."""
-        budgets, hot = self._prepared.budgets, self._watch is not None and self._watch.hot
-        if budgets is None or assignment.kind is not Kind.train:
+        controller, hot = self._prepared.controller, self._watch is not None and self._watch.hot
+        if controller is None or assignment.kind is not Kind.train:
             return
         if self._watch is not None:
             self._watch.hot = False
-        before = budgets.share
-        if budgets.reassess(assignment.settings.deadline_seconds, hot=hot):
-            log.info("from budget %g: %s", before, budgets.choice)
+        before = controller.budget
+        if controller.reassess(assignment.settings.deadline_seconds, hot=hot):
+            log.info("from budget %g: %s", before, controller.choice)
             self._note_membership()
-            self._tell(ChangeDevice(budget=budgets.share, limited_by=budgets.choice.limited_by))
+            self._tell(ChangeDevice(budget=controller.budget, limited_by=controller.choice.limited_by))
 
     def _stay_away(self, reason: PauseReason) -> None:
         """Say once that the policy keeps this device from work, and why, in a word."""
@@ -532,10 +532,10 @@ class Session:
         train: Phase,
         feedback: Tensors | None = None,
     ) -> None:
-        budgets = self._prepared.budgets if job.assignment.kind is Kind.train else None
-        if budgets is not None:
+        controller = self._prepared.controller if job.assignment.kind is Kind.train else None
+        if controller is not None:
             # Before the update is sent: it may close the round, and the next one is to be made for the new budget.
-            budgets.observe(download, train)
+            controller.after_training(download, train)
             self._reassess(job.assignment)
         number = job.assignment.round
         upload = self._keep_and_send(
@@ -554,8 +554,8 @@ class Session:
             spent = [download, train, upload]
             joules = [phase.joules for phase in spent if phase.joules is not None]
             self._watch.count(sum(phase.seconds - phase.paused_seconds for phase in spent), sum(joules))
-        if budgets is not None:
-            budgets.sent(upload)
+        if controller is not None:
+            controller.after_upload(upload)
 
     def _pack(self, job: Job, update: Update, report: str) -> tuple[bytes, Tensors | None]:
         """The update as a bundle, and what rounding takes from it; None where nothing is rounded."""

@@ -55,10 +55,9 @@ from edge_sdk.training.gates.gated import (
 )
 from edge_sdk.training.gates.gating import GatingLayer, fitting_pool
 from edge_sdk.training.gates.network import check_gated
-from edge_sdk.training.layer_seconds import block_nanoseconds
 from edge_sdk.training.local import LocalResult, derive_seed, evaluate, get_tensors, set_tensors, take_steps
 from edge_sdk.training.merging import is_whole, whole_model
-from edge_sdk.training.rehearsal import Effort, Rehearsal
+from edge_sdk.training.rehearsal import Effort, Rehearsal, block_nanoseconds
 
 ADAPT_EPOCHS = 5
 """Most epochs in which a late device trains its gate; it stops before where the validation loss rises."""

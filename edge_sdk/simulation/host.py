@@ -215,7 +215,7 @@ class Host:
         if given is not None or board is None:
             return 1.0 if given is None else given
         if index not in self._chosen:
-            choice = board_budget(board, self._task(index), self._known.manifest, self._known.info)
+            choice = board_budget(board, self._task(index), self._known.manifest, self._known.info.settings)
             self._chosen[index] = choice.budget
             log.info("%s on a %s: %s", self._plan.name(index), board.name, choice)
         return self._chosen[index]

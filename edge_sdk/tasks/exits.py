@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edge_sdk.budget.preparing import DoesNotFit
+from edge_sdk.budget.preparation import DoesNotFit
 from edge_sdk.exits import EXITS as CALLS
 from edge_sdk.methods import BudgetTooSmall, UnknownMethod
 from edge_sdk.tasks import UnknownTask

@@ -16,6 +16,7 @@ from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_valu
 from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator.errors import BadContent, CoordinatorError
 from sparrow.coordinator.methods import load_method
+from sparrow.export.source import Source
 
 DIGITS = load_builtin("digits").manifest
 HEAD = {"out.weight", "out.bias"}
@@ -130,14 +131,8 @@ def test_a_late_device_makes_a_model_of_its_own_that_can_be_exported(coordinator
     for name, _ in late.task.model.named_parameters():  # statistics are counted where its own part is trained
         if name in SHARED[method]:
             assert late.personal[name].tobytes() == coordinator.model().tensors[name].tobytes()
-    exported = export_personal(
-        tmp_path / "c.onnx",
-        skeleton=coordinator.federations.skeleton("f"),
-        manifest=late.manifest,
-        tensors=late.personal,
-        task=late.task,
-        metadata={},
-    )
+    source = Source(late.manifest, coordinator.federations.skeleton("f"), late.personal)
+    exported = export_personal(tmp_path / "c.onnx", source, late.task)
     graph = onnx.load(str(exported.path))
     filled = {each.name: onnx.numpy_helper.to_array(each) for each in graph.graph.initializer}
     assert filled["out.weight"].tobytes() == late.personal["out.weight"].tobytes()

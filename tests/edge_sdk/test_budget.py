@@ -1,4 +1,4 @@
-"""What a device can afford: the choice from known needs, what rounds teach, and the federation that plans with it."""
+"""The budget that a device can afford: the choice, the corrections from rounds, and the federation that uses it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import pytest
 
 from edge_sdk import profile
 from edge_sdk.arguments import MIB
-from edge_sdk.budget.demand import TIERS, Demand, Simulated, Tried
-from edge_sdk.budget.preparing import Prepared
+from edge_sdk.budget.memory import Memory
+from edge_sdk.budget.prediction import BUDGETS, Prediction, Predictor
+from edge_sdk.budget.preparation import Prepared
 from edge_sdk.budget.search import (
     DEADLINE_SHARE,
     NOTHING,
-    Budgets,
+    BudgetController,
     Learned,
     Limits,
     board_budget,
@@ -23,7 +24,7 @@ from edge_sdk.budget.search import (
 from edge_sdk.device.session import Outcome, Session
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
-from edge_sdk.protocol.messages import BudgetLimit, FederationInfo, FederationSettings, Phase
+from edge_sdk.protocol.messages import BudgetLimit, FederationSettings, Phase
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.simulation.fleet import run_fleet
@@ -36,61 +37,43 @@ from sparrow.devices.simulation import Board
 
 
 def federation(method="fedspu", **settings):
-    settings = FederationSettings(method=method, **{"deadline_seconds": 100, "local_steps": 40, **settings})
-    return FederationInfo(
-        uid="u",
-        name="f",
-        method=method,
-        task="digits",
-        status="running",
-        round=0,
-        rounds=settings.rounds,
-        devices=1,
-        devices_stopped=0,
-        model_version=0,
-        model_sha256="",
-        parameters=1,
-        manifest_digest="",
-        global_model_usable=True,
-        settings=settings,
-    )
+    return FederationSettings(method=method, **{"deadline_seconds": 100, "local_steps": 40, **settings})
 
 
 class Known:
-    """Needs that a test sets: seconds, bytes and memory of the whole model; ``fixed`` of the seconds stay whatever the
-    budget."""
+    """Predictions that a test sets: seconds, bytes and memory of the whole model; the part ``fixed`` of the seconds is
+    the same at any budget."""
 
-    steps = 40
-
-    def __init__(self, seconds=100.0, *, fixed=0.0, memory=0, size=0, tiers=TIERS):
-        self.seconds, self.fixed, self.memory, self.size, self.tiers = seconds, fixed, memory, size, tiers
+    def __init__(self, seconds=100.0, *, fixed=0.0, memory=0, size=0, budgets=BUDGETS):
+        self.seconds, self.fixed, self.memory, self.size, self.budgets = seconds, fixed, memory, size, budgets
         self.asked = []
 
     def at(self, budget):
         self.asked.append(budget)
         seconds = self.seconds * (self.fixed + (1 - self.fixed) * budget)
         size = round(self.size * budget)
-        return Demand(budget, round(self.memory * budget), seconds, 0.0, size, size)
+        memory = Memory(0, round(self.memory * budget), 0, 0)
+        return Prediction(budget, 1, 40, seconds, 0.0, size, size, memory)
 
 
-def chosen(needs, *, memory=None, deadline=100.0, info=None, **how):
-    return choose(needs, Limits(memory, deadline), info or federation(), **how)
+def chosen(predictor, *, memory=None, deadline=100.0, **how):
+    return choose(predictor, Limits(memory, deadline), federation(), **how)
 
 
 # --- choosing --------------------------------------------------------------------------------------------------------
 
 
 def test_a_device_that_can_afford_everything_finds_out_at_one_try():
-    needs = Known(seconds=10)
-    choice = chosen(needs)
+    predictor = Known(seconds=10)
+    choice = chosen(predictor)
     assert (choice.budget, choice.fits, choice.limited_by, choice.advice) == (1.0, True, None, ())
-    assert set(needs.asked) == {1.0}
+    assert set(predictor.asked) == {1.0}
 
 
 @pytest.mark.parametrize("seconds", [76, 100, 125, 250, 375, 749, 750])
 def test_it_takes_the_largest_budget_that_leaves_a_part_of_the_deadline(seconds):
     choice = chosen(Known(seconds=seconds))
-    fitting = [tier for tier in TIERS if seconds * tier <= 100 * DEADLINE_SHARE + 1e-9]
+    fitting = [each for each in BUDGETS if seconds * each <= 100 * DEADLINE_SHARE + 1e-9]
     assert (choice.budget, choice.limited_by) == (max(fitting), BudgetLimit.deadline)
     assert choice.seconds == pytest.approx(seconds * choice.budget)
 
@@ -105,7 +88,7 @@ def test_where_nothing_fits_it_takes_the_smallest_and_says_so():
     choice = chosen(Known(seconds=5000))
     assert (choice.budget, choice.fits, choice.limited_by) == (0.1, False, BudgetLimit.deadline)
     assert "no budget meets the deadline" in str(choice)
-    assert "with --budget it takes part as you say" in choice.advice[0]
+    assert "with --budget it takes part at the budget that you give" in choice.advice[0]
 
 
 def test_where_seconds_do_not_count_memory_alone_decides():
@@ -115,9 +98,9 @@ def test_where_seconds_do_not_count_memory_alone_decides():
 
 
 def test_the_link_counts_once_it_is_known():
-    needs = Known(seconds=10, size=1_000_000)
-    assert chosen(needs).budget == 1.0
-    slow = chosen(needs, learned=Learned(down_rate=20_000, up_rate=20_000))
+    predictor = Known(seconds=10, size=1_000_000)
+    assert chosen(predictor).budget == 1.0
+    slow = chosen(predictor, learned=Learned(down_rate=20_000, up_rate=20_000))
     assert (slow.budget, slow.limited_by) == (0.6, BudgetLimit.deadline)
     assert (slow.bytes_down, slow.bytes_up) == (600_000, 600_000)
     assert slow.seconds == pytest.approx(6 + 60)
@@ -129,14 +112,14 @@ def test_a_device_that_rests_half_of_the_time_can_afford_half():
 
 
 def test_budgets_that_a_method_cannot_work_at_are_not_chosen():
-    assert chosen(Known(seconds=5000, tiers=(0.3, 0.4, 0.5))).budget == 0.3
+    assert chosen(Known(seconds=5000, budgets=(0.3, 0.4, 0.5))).budget == 0.3
 
 
 def test_a_device_whose_budget_saves_little_is_told_what_helps():
     choice = chosen(Known(seconds=100, fixed=0.7))
     assert (choice.budget, choice.fits) == (0.1, True)
     (advice,) = choice.advice
-    assert "fedspu at a budget of 0.1 saves 27% of a round's computing, for the forward pass stays" in advice
+    assert "fedspu at a budget of 0.1 saves 27% of a round's computing, because the forward pass stays" in advice
     assert "30 local steps a round instead of 40 or a batch_size below 16" in advice
 
 
@@ -152,26 +135,26 @@ def test_one_without_memory_is_told_of_smaller_batches():
 # --- learning and looking again --------------------------------------------------------------------------------------
 
 
-def kept(needs, *, memory=None, **how):
+def kept(predictor, *, memory=None, **how):
     limits = {"memory": memory}
-    budgets = Budgets(needs, federation(), lambda deadline: Limits(limits["memory"], deadline), **how)
+    budgets = BudgetController(predictor, federation(), lambda deadline: Limits(limits["memory"], deadline), **how)
     return budgets, limits
 
 
 def train(budgets, seconds, *, paused=0.0, down=0, up=0, transfer=1.0):
     """A round of so many seconds, and its transfers."""
     download = Phase(seconds=transfer if down else 0, bytes_down=down)
-    budgets.observe(download, Phase(seconds=seconds, paused_seconds=paused))
-    budgets.sent(Phase(seconds=transfer if up else 0, bytes_up=up))
+    budgets.after_training(download, Phase(seconds=seconds, paused_seconds=paused))
+    budgets.after_upload(Phase(seconds=transfer if up else 0, bytes_up=up))
 
 
 def test_a_round_that_took_longer_than_predicted_lowers_the_next_ones_budget():
     said = []
     budgets, _ = kept(Known(seconds=75), keep=said.append)
-    assert budgets.share == 1.0
+    assert budgets.budget == 1.0
     train(budgets, 150)  # twice as long: half of it is believed at once
     assert budgets.reassess(100)
-    assert (budgets.share, budgets.choice.limited_by) == (0.6, BudgetLimit.deadline)
+    assert (budgets.budget, budgets.choice.limited_by) == (0.6, BudgetLimit.deadline)
     assert said[-1].seconds == pytest.approx(1.5)
 
 
@@ -195,19 +178,19 @@ def test_it_goes_down_at_once_and_up_by_a_tier_where_one_is_left_to_spare():
     budgets, limits = kept(Known(seconds=1, memory=1000), memory=1000)
     limits["memory"] = 450
     assert budgets.reassess(100)
-    assert budgets.share == 0.4
+    assert budgets.budget == 0.4
     limits["memory"] = 550  # the next tier fits, but none above it
     assert not budgets.reassess(100)
     limits["memory"] = 950
     shares = []
     for _ in range(6):
         budgets.reassess(100)
-        shares.append(budgets.share)
+        shares.append(budgets.budget)
     assert shares == [0.5, 0.6, 0.7, 0.8, 0.8, 0.8]
     assert budgets.choice.limited_by is BudgetLimit.memory
     limits["memory"] = 1000
     budgets.reassess(100), budgets.reassess(100)
-    assert (budgets.share, budgets.choice.limited_by) == (1.0, None)
+    assert (budgets.budget, budgets.choice.limited_by) == (1.0, None)
 
 
 def test_conditions_that_sway_by_less_than_a_tier_change_nothing():
@@ -215,22 +198,22 @@ def test_conditions_that_sway_by_less_than_a_tier_change_nothing():
     for memory in (510, 460, 599, 400, 505):
         limits["memory"] = memory
         assert not budgets.reassess(100)
-    assert budgets.share == 0.4
+    assert budgets.budget == 0.4
 
 
 def test_a_device_that_grew_hot_takes_a_tier_less_for_its_next_round():
     budgets, _ = kept(Known(seconds=1))
     assert budgets.reassess(100, hot=True)
-    assert (budgets.share, budgets.choice.limited_by) == (0.9, BudgetLimit.heat)
+    assert (budgets.budget, budgets.choice.limited_by) == (0.9, BudgetLimit.heat)
     assert budgets.reassess(100)
-    assert (budgets.share, budgets.choice.limited_by) == (1.0, None)
+    assert (budgets.budget, budgets.choice.limited_by) == (1.0, None)
 
 
 def test_a_shorter_deadline_counts_from_the_next_round_on():
     budgets, _ = kept(Known(seconds=70))
-    assert budgets.share == 1.0
+    assert budgets.budget == 1.0
     assert budgets.reassess(50)
-    assert budgets.share == 0.5
+    assert budgets.budget == 0.5
 
 
 def test_what_was_learned_survives_a_restart_and_a_damaged_file_counts_for_nothing():
@@ -251,26 +234,26 @@ def subject(method, **settings):
 @pytest.mark.parametrize("method", ["fedspu", "heterofl"])
 def test_less_of_a_model_takes_fewer_bytes(method):
     _, task, manifest = subject(method)
-    needs = Tried(task, manifest, federation(method, early_stopping="off"), timed=False, memory=False)
-    low, high = needs.at(0.2), needs.at(1.0)
+    predictor = Predictor(task, manifest, federation(method, early_stopping="off"), timed=False, memory=False)
+    low, high = predictor.at(0.2), predictor.at(1.0)
     assert low.bytes_up < high.bytes_up / 2
-    assert (low.memory, low.seconds, needs.tiers) == (0, 0.0, TIERS)
+    assert (low.memory, low.seconds, predictor.budgets) == (None, 0.0, BUDGETS)
 
 
 def test_a_narrow_network_takes_less_memory():
     # FedSPU's does not: the whole model runs forward, and on one so small masks take what gradients save.
     _, task, manifest = subject("heterofl")
-    needs = Tried(task, manifest, federation("heterofl", early_stopping="off"), timed=False, memory=True)
-    assert needs.at(0.2).memory < needs.at(1.0).memory
+    predictor = Predictor(task, manifest, federation("heterofl", early_stopping="off"), timed=False)
+    assert predictor.at(0.2).memory.training < predictor.at(1.0).memory.training
 
 
 def test_a_try_takes_what_rounds_take_and_leaves_the_model_as_it_was():
     _, task, manifest = subject("fedspu")
     before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
-    needs = Tried(task, manifest, federation(local_steps=7), timed=True, memory=False)
-    demand = needs.at(0.5)
-    assert demand.seconds > demand.fixed > 0
-    assert needs.at(0.5) is demand
+    predictor = Predictor(task, manifest, federation(local_steps=7), memory=False)
+    prediction = predictor.at(0.5)
+    assert prediction.seconds > prediction.fixed_seconds > 0
+    assert predictor.at(0.5) is prediction
     assert all(tensor.equal(before[name]) for name, tensor in task.model.state_dict().items())
 
 
@@ -307,9 +290,9 @@ def task_of(index):
 def test_budgets_below_the_federations_smallest_are_none(settings):
     with inprocess.running(create_app(settings)) as client:
         info, manifest = publish_to(client, "pfedgate", smallest_budget=0.35), Transport(client).manifest("f")
-    needs = Tried(task_of(0), manifest, info, timed=True, memory=False)
-    assert needs.tiers == TIERS[3:]
-    assert needs.at(0.4).seconds > 0
+    predictor = Predictor(task_of(0), manifest, info.settings, memory=False)
+    assert predictor.budgets == BUDGETS[3:]
+    assert predictor.at(0.4).seconds > 0
 
 
 # --- a federation ----------------------------------------------------------------------------------------------------
@@ -348,12 +331,14 @@ def test_a_pfedgate_federation_of_unequal_devices_keeps_step_by_the_budgets_they
 
     info, manifest = create("chosen")
     watts = PowerModel(1.0, 2.0, "test")
-    flops = Simulated(Board("one", 1.0, watts, 1, 2**30), task_of(0), manifest, info).at(1.0).seconds
+    one = Board("one", 1.0, watts, 1, 2**30)
+    flops = Predictor(task_of(0), manifest, info.settings, board=one).at(1.0).seconds
     boards = tuple(
         Board(f"{seconds:g}s", flops / seconds, watts, 1, 2**30, bytes_per_second=1e6) for seconds in FULL_SECONDS
     )
     predicted = {
-        f"device-{index}": board_budget(board, task_of(index), manifest, info) for index, board in enumerate(boards)
+        f"device-{index}": board_budget(board, task_of(index), manifest, info.settings)
+        for index, board in enumerate(boards)
     }
     budgets, seconds = run_boards(new_settings("chosen"), boards, ())
     assert budgets == {name: choice.budget for name, choice in predicted.items()}
@@ -370,17 +355,17 @@ def test_a_pfedgate_federation_of_unequal_devices_keeps_step_by_the_budgets_they
 
 
 @pytest.mark.parametrize(
-    ("method", "tiers"), [("fedspu", TIERS), pytest.param("pfedgate", TIERS[2:], marks=pytest.mark.slow)]
+    ("method", "possible"), [("fedspu", BUDGETS), pytest.param("pfedgate", BUDGETS[2:], marks=pytest.mark.slow)]
 )
-def test_a_budget_that_changes_between_rounds_is_what_the_next_one_trains(settings, tmp_path, method, tiers):
+def test_a_budget_that_changes_between_rounds_is_what_the_next_one_trains(settings, tmp_path, method, possible):
     """A device finds out in round 1 that it is far slower than it thought; round 2 asks less of it."""
-    needs = Known(seconds=1.0, tiers=tiers)
+    predictor = Known(seconds=1.0, budgets=possible)
 
     def prepare(task, manifest, info):
-        return Prepared(task, 1.0, Budgets(needs, info, lambda deadline: Limits(None, deadline)))
+        return Prepared(task, 1.0, BudgetController(predictor, info.settings, lambda deadline: Limits(None, deadline)))
 
     def grow_slow(assignment, done, total, loss):
-        needs.seconds = 1000.0  # half of it is believed after a round, and of 300 s it plans with 225: 0.4 fits
+        predictor.seconds = 1000.0  # half of it is believed after a round, and of 300 s it plans with 225: 0.4 fits
 
     with inprocess.running(create_app(settings)) as client, ExitStack() as stack:
         publish_to(client, method)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from edge_sdk import join, profile
-from edge_sdk.budget.quickest import quickest
+from edge_sdk.budget.preparation import fastest_compute
 from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.simulation import fleet
@@ -153,7 +153,7 @@ LONG = FederationSettings(local_steps=1_000_000)
 
 
 def find(rehearsal, settings=LONG):
-    return quickest(rehearsal, settings)
+    return fastest_compute(rehearsal, settings)
 
 
 def test_threads_are_halved_and_then_the_other_memory_format_is_tried(task, threads):

@@ -1,14 +1,20 @@
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
 import torch
 from torch import nn
 
-from edge_sdk.device.exporting import NotTheSame, export_personal
+from edge_sdk.device import exporting
+from edge_sdk.device.exporting import export_personal
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import initial_values
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.digits import DigitsNet
+from sparrow.export import compact as compacting
+from sparrow.export.errors import ExportError, NotTheSame
+from sparrow.export.source import Source
 
 DIGITS = load_builtin("digits")
 
@@ -19,15 +25,18 @@ def task(model: nn.Module) -> Task:
     return Task("digits", model, nn.CrossEntropyLoss(), train=data, validation=data)
 
 
-def export(path, model):
-    return export_personal(
-        path,
-        skeleton=DIGITS.skeleton,
-        manifest=DIGITS.manifest,
-        tensors=initial_values(DIGITS.manifest, 3),
-        task=task(model),
-        metadata={"device": "pi"},
-    )
+def export(path, model, tensors=None):
+    tensors = tensors or initial_values(DIGITS.manifest, 3)
+    return export_personal(path, Source(DIGITS.manifest, DIGITS.skeleton, tensors), task(model))
+
+
+def sparse():
+    """Weights of which a fifth is left."""
+    rng = np.random.default_rng(0)
+    tensors = initial_values(DIGITS.manifest, 3)
+    for spec in DIGITS.manifest.maskable:
+        tensors[spec.name] = np.where(rng.random(spec.shape) < 0.2, tensors[spec.name], np.float32(0))
+    return tensors
 
 
 def test_an_export_predicts_like_pytorch_and_says_so(tmp_path):
@@ -36,7 +45,40 @@ def test_an_export_predicts_like_pytorch_and_says_so(tmp_path):
     assert 0 <= exported.max_difference < 1e-5
     assert exported.bytes == exported.path.stat().st_size
     properties = {entry.key: entry.value for entry in onnx.load(exported.path).metadata_props}
-    assert properties == {"device": "pi"}
+    assert properties.items() >= {"task": "digits", "mode": "packed", "precision": "fp32"}.items()
+
+
+def test_a_sparse_model_becomes_a_smaller_file_and_its_zeros_are_not_stored(tmp_path):
+    exported = export(tmp_path / "model.onnx", DigitsNet(), sparse())
+    assert exported.steps == ("compact", "packed")
+    assert exported.bytes < 0.4 * exported.dense_bytes
+    assert exported.max_difference < 1e-5
+
+
+@pytest.mark.parametrize("change", ["fails", "differs"])
+def test_where_a_pass_does_not_work_the_dense_model_is_written(tmp_path, monkeypatch, change):
+    def wrong(model):
+        if change == "fails":
+            raise ExportError("an operator that the pass does not know")
+        changed = onnx.ModelProto()
+        changed.CopyFrom(model)
+        (bias,) = [tensor for tensor in changed.graph.initializer if tensor.name == "out.bias"]
+        bias.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(bias) + 1, bias.name))
+        return changed
+
+    monkeypatch.setattr(compacting, "compact", wrong)
+    exported = export(tmp_path / "model.onnx", DigitsNet(), sparse())
+    assert (exported.steps, exported.bytes) == ((), pytest.approx(exported.dense_bytes, abs=200))
+    assert exported.max_difference < 1e-5
+
+
+def test_a_comparison_ends_after_some_samples_or_seconds(tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting, "SAMPLES", 5)
+    assert export(tmp_path / "model.onnx", DigitsNet()).samples == 5
+    batches = task(DigitsNet()).validation * 3
+    monkeypatch.setattr(exporting, "SAMPLES", 1000)
+    monkeypatch.setattr(exporting, "SECONDS", 0.0)
+    assert len(exporting._reference(replace(task(DigitsNet()), validation=batches)).inputs) == 7
 
 
 class Shifted(DigitsNet):

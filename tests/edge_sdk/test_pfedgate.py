@@ -22,8 +22,8 @@ from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.gates.gated import Gated
-from edge_sdk.training.layer_seconds import block_nanoseconds
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors
+from edge_sdk.training.rehearsal import block_nanoseconds
 from sparrow.coordinator.methods import load_method as load_server
 
 from .networks import convolutions, perceptron

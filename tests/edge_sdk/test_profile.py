@@ -1,9 +1,10 @@
-"""What training takes, predicted: memory and work as they are counted, never as a clock or a heap has it."""
+"""Predictions of what training takes: memory and work as they are counted, never as a clock or a heap has it."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,15 +13,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from edge_sdk import profile
 from edge_sdk.arguments import MIB
-from edge_sdk.budget.footprint import HEAP, MODELS_HELD, predict_evaluation, predict_training, whole_round
-from edge_sdk.budget.pace import Pace
-from edge_sdk.budget.preparing import DoesNotFit
+from edge_sdk.budget.memory import HEAP, MODELS_HELD, Memory, predict_evaluation, predict_memory, predict_training
+from edge_sdk.budget.prediction import Predictor
+from edge_sdk.budget.preparation import DoesNotFit, Preparation
 from edge_sdk.join import join
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.messages import BudgetLimit, FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process as inprocess
+from edge_sdk.tasks.compute import USUAL
 from edge_sdk.training.rehearsal import Rehearsal
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.main import create_app
@@ -57,11 +59,11 @@ def counted_peak(work):
         ("har", 128, 0.4, {}),
     ],
 )
-def test_memory_in_use_is_foretold_from_a_handful_of_samples(task, batch, budget, settings):
-    rehearsal, manifest = rehearse(task, batch, **settings)
-    mask = load_method("fedspu").sample_mask(manifest, budget)
-    counted = counted_peak(lambda: rehearsal.train(2, mask=mask))
-    assert predict_training(rehearsal, mask) / HEAP == pytest.approx(counted, rel=0.05)
+def test_memory_in_use_is_predicted_from_a_handful_of_samples(task, batch, budget, settings):
+    rehearsal, _ = rehearse(task, batch, **settings)
+    effort = load_method("fedspu").at_budget(rehearsal, budget)
+    counted = counted_peak(lambda: effort.train(2))
+    assert predict_training(rehearsal, effort) / HEAP == pytest.approx(counted, rel=0.05)
 
 
 def test_so_is_that_of_an_evaluation():
@@ -73,11 +75,12 @@ def test_so_is_that_of_an_evaluation():
     assert predict_evaluation(rehearsal) / HEAP == pytest.approx(counted, rel=0.05)
 
 
-def test_a_round_takes_what_the_larger_of_training_and_evaluation_does_and_two_models():
+def test_a_round_takes_the_larger_of_training_and_evaluation_and_two_models():
     rehearsal, _ = rehearse("digits", 8)
-    models = MODELS_HELD * rehearsal.model_bytes
-    assert whole_round(rehearsal, 3 * MIB, MIB) == models + 3 * MIB
-    assert whole_round(rehearsal, MIB, 2 * MIB) == models + 2 * MIB
+    found = predict_memory(rehearsal, load_method("fedspu").at_budget(rehearsal, 0.5), lambda: 7)
+    assert (found.held, found.models) == (7, MODELS_HELD * rehearsal.model_bytes)
+    assert Memory(7, 3 * MIB, MIB, 10).total == 3 * MIB + 17
+    assert Memory(7, MIB, 2 * MIB, 10).total == Memory(7, MIB, 2 * MIB, 10).without_training == 2 * MIB + 17
 
 
 def test_a_rehearsal_leaves_the_model_and_chance_as_they_were():
@@ -98,12 +101,34 @@ def test_flops_of_the_whole_model_are_those_that_torch_counts():
     assert training_flops(manifest, 16) == counter.get_total_flops()
 
 
-def test_seconds_are_linear_in_flops_under_a_mask_and_what_was_timed_without():
-    rehearsal, manifest = rehearse("mnist", 8)
-    mask = load_method("fedspu").sample_mask(manifest, 0.5)
-    pace = Pace(whole=3.0, fixed=1.0, per_flop=1e-9)
-    assert pace.predict(rehearsal, None) == 3.0
-    assert pace.predict(rehearsal, mask) == 1.0 + 1e-9 * training_flops(manifest, 8, weight_gradients=mask)
+class Counting:
+    """A clock that goes on by a second whenever it is read, so that seconds count work."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 1
+        return self.now
+
+
+def test_profile_shows_the_prediction_that_join_chooses_by(monkeypatch):
+    monkeypatch.setattr("edge_sdk.budget.prediction.held", lambda device: 100 * MIB)
+    monkeypatch.setattr(profile, "_measured", lambda *_: None)
+    settings = {"local_steps": 5, "batch_size": 8, "early_stopping": "off", "deadline_seconds": 600_000}
+    subject = profile.Subject("mnist", FederationSettings(method="fedspu", **settings))
+    limit = 130 * MIB
+    shown = profile.profile(subject, (0.2, 0.5, 1.0), limit=limit, clock=Counting())
+    task, manifest = subject.load()
+    info = SimpleNamespace(method="fedspu", settings=subject.settings)
+    joined = Preparation(None, USUAL, memory_limit=limit, clock=Counting())(task, manifest, info)
+    for row in shown.rows:
+        used = joined.controller.predictor.at(row.predicted.budget)
+        assert row.predicted == used
+        assert used.seconds > used.fixed_seconds
+        assert used.memory.total > 100 * MIB
+    assert joined.choice.seconds == joined.controller.predictor.at(joined.budget).seconds
+    assert shown.choice.budget == joined.budget == 1.0
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -116,8 +141,8 @@ def run(capsys, *arguments):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    """What is timed does not matter here."""
-    monkeypatch.setattr("edge_sdk.budget.pace.SECONDS", 0.0)
+    """Times no longer than it must, since seconds do not matter here."""
+    monkeypatch.setattr("edge_sdk.budget.prediction.TIMED_SECONDS", 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -159,6 +184,7 @@ def test_a_method_that_trains_the_whole_model_says_so(capsys):
         (["--task", "mnits"], Exit.NOT_FOUND, "there is no task 'mnits' here (did you mean mnist?)"),
         (["--task", "mnist:large"], Exit.NOT_FOUND, "large"),
         (["--method", "fedsup"], Exit.NOT_FOUND, "fedsup"),
+        (["--method", "pfedgate"], Exit.USAGE, "cannot be profiled before its federation exists"),
         (["--data", "nowhere.npz"], Exit.NOT_FOUND, "nowhere.npz"),
         (["--batch-size", "0"], Exit.USAGE, "batch-size: 0 cannot work; give a number of at least 1"),
         (["--set", "momentum=2"], Exit.USAGE, "momentum: 2 cannot work; give a number below 1"),
@@ -206,18 +232,15 @@ def large():
 
 @pytest.fixture
 def needs(large, monkeypatch):
-    """Bytes that rounds at a budget need, or that judging the model takes alone, where a process holds 100 MiB: what
+    """Bytes that rounds at a budget need, or that evaluating the model takes alone, where a process holds 100 MiB: what
     this one does changes by more than a budget takes, by what other tests leave and a first session brings."""
-    for room in ("preparing", "demand"):
-        monkeypatch.setattr(f"edge_sdk.budget.{room}.held", lambda device: 100 * MIB)
-    task, manifest = large
-    rehearsal = Rehearsal(task, manifest, FederationSettings(**SETTINGS))
+    for module in ("preparation", "prediction"):
+        monkeypatch.setattr(f"edge_sdk.budget.{module}.held", lambda device: 100 * MIB)
+    predictor = Predictor(*large, FederationSettings(**SETTINGS), timed=False)
 
     def of(budget=None):
-        training = 0
-        if budget is not None:
-            training = predict_training(rehearsal, load_method("fedspu").sample_mask(manifest, budget))
-        return 100 * MIB + whole_round(rehearsal, training, predict_evaluation(rehearsal))
+        found = predictor.at(budget or 1.0).memory
+        return found.without_training if budget is None else found.total
 
     return of
 
@@ -276,12 +299,12 @@ def test_where_no_budget_fits_it_says_what_else_helps(client, large, needs, tmp_
 
 
 @pytest.mark.slow
-def test_where_judging_takes_too_much_smaller_batches_would_not_help(client, large, tmp_path):
+def test_where_evaluating_takes_too_much_smaller_batches_would_not_help(client, large, tmp_path):
     said = _refused(client, large, tmp_path / "pi", memory_limit=MIB)
-    assert "no budget fits, for judging the model on 8 samples at once takes more by itself" in said
+    assert "no budget fits, because evaluating the model on 8 samples at once takes more by itself" in said
 
 
 def test_where_there_is_plenty_nothing_is_tried(client, large, tmp_path, monkeypatch):
-    monkeypatch.setattr("edge_sdk.budget.preparing.predict_training", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr("edge_sdk.budget.prediction.predict_memory", lambda *_: pytest.fail("tried"))
     done = take_part(client, large, tmp_path / "late", name="late", memory_limit=2**40)
     assert done.rounds == 1 or done.adapted

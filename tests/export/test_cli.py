@@ -338,9 +338,12 @@ def test_an_export_that_would_predict_something_else_is_not_written(state, tmp_p
 
     monkeypatch.setattr(compacting, "compact", wrong)
     (tmp_path / "m.onnx").write_bytes(b"the old one")
-    assert export(state, tmp_path / "m.onnx") == 1
-    assert "differs from the dense one by 1" in capsys.readouterr().err
+    assert export(state, tmp_path / "m.onnx", "--mode", "packed") == 1
+    assert "differs from the dense model by 1" in capsys.readouterr().err
     assert (tmp_path / "m.onnx").read_bytes() == b"the old one"
+    assert export(state, tmp_path / "m.onnx") == 0
+    assert "tried packed: the ONNX file differs from the dense model by 1" in capsys.readouterr().out
+    assert properties(tmp_path / "m.onnx")["mode"] == "dense"
 
 
 def test_rounding_that_costs_too_much_is_refused(state, tmp_path, capsys):
@@ -360,7 +363,7 @@ def test_rounding_that_costs_too_much_is_refused(state, tmp_path, capsys):
     [
         (("--precision", "int8"), "give them with --data"),
         (("--precision", "auto"), "give them with --data"),
-        (("--mode", "dynamic"), "is for pfedgate and dmpfl"),
+        (("--mode", "dynamic"), "is for dmpfl and pfedgate"),
         (("--mode", "dynamic", "--precision", "fp16"), "leave --precision out"),
         (("--output", "m.ort"), "name it .onnx"),
         (("--picture", "m.txt"), "ends with one of .png, .svg, .pdf"),

@@ -1,0 +1,174 @@
+"""The one path from a personal model to a checked ONNX file, for ``sparrow export`` and for ``join --export``.
+
+    source -> dense model -> passes (``build``) -> parity with the reference -> file in place
+
+The smallest file that predicts the same is written: with neurons removed and zeros packed, or the dense one where that
+predicts something else or cannot be made. The reference is the dense model, or on a device PyTorch itself.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from onnx import ModelProto
+
+from sparrow.export.build import ACCURACY_LIMIT, Built, Mode, Precision, build
+from sparrow.export.errors import ExportError, NotTheSame
+from sparrow.export.forms import load_form
+from sparrow.export.ort_format import write_ort
+from sparrow.export.report import Figures, Report, measure
+from sparrow.export.running import Parity, accuracy, compare, predict
+from sparrow.export.samples import Array, Samples, parity_inputs
+from sparrow.export.source import Source
+
+LARGEST_DIFFERENCE = 1e-4
+"""Largest difference between outputs of the same model that float rounding explains, per unit of the largest output."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Wishes for an export.
+
+    mode: None takes the smallest that predicts the same. budget: of a dynamic model. accuracy_limit: largest fall of
+    accuracy of a rounded export. ort_format: an .ort file, too. measured: load time, memory and latency, too.
+    """
+
+    mode: Mode | None = None
+    precision: Precision = "fp32"
+    budget: float | None = None
+    accuracy_limit: float = ACCURACY_LIMIT
+    ort_format: bool = False
+    measured: bool = False
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Outputs that an export must give: of ``name`` for ``inputs`` [N, *input_shape]."""
+
+    name: str
+    inputs: Array
+    outputs: Array
+
+
+def export_model(
+    source: Source,
+    plain: ModelProto,
+    output: Path,
+    options: Options,
+    *,
+    samples: Samples | None = None,
+    reference: Reference | None = None,
+    doing: Callable[[str], object] = lambda what: None,
+) -> Report:
+    """Write the export of ``source`` to ``output``, once it is found to predict the same as the reference.
+
+    plain: the ``dense`` model of ``source``. samples: the device's own, for rounding and accuracy. reference: the dense
+    model by default, on samples and drawn inputs. doing: called with each step. What was at ``output`` stays where this
+    fails. Raises ExportError, NotTheSame among them.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # beside the output, so that it can be moved into place in one step
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".export-") as folder:
+        export, dense = Path(folder) / "export.onnx", Path(folder) / "dense.onnx"
+        dense.write_bytes(plain.SerializeToString(deterministic=True))
+        if reference is None:
+            inputs = parity_inputs(plain, samples)
+            reference = Reference("the dense model", inputs, predict(dense, inputs))
+        built, parity, notes = _smallest(source, plain, export, options, samples, reference, doing)
+        mine, theirs = (_figures(path, samples) for path in (export, dense))
+        _check_accuracy(built, mine, theirs, options.accuracy_limit)
+        if options.measured:
+            costs = measure(export, dense, reference.inputs[:1], lambda: doing("measuring"))
+            mine, theirs = replace(mine, costs=costs[0]), replace(theirs, costs=costs[1])
+        report = Report(
+            path=str(output),
+            mode=built.mode,
+            precision=built.precision,
+            steps=built.steps,
+            properties={entry.key: entry.value for entry in built.model.metadata_props},
+            parity=parity,
+            samples=0 if samples is None or samples.labels is None else len(samples.labels),
+            export=mine,
+            dense=theirs,
+            notes=(*notes, *built.notes),
+            ort=write_ort(export, output.with_suffix(".ort")) if options.ort_format else None,
+        )
+        os.replace(export, output)
+    return report
+
+
+def _smallest(
+    source: Source,
+    plain: ModelProto,
+    path: Path,
+    options: Options,
+    samples: Samples | None,
+    reference: Reference,
+    doing: Callable[[str], object],
+) -> tuple[Built, Parity, tuple[str, ...]]:
+    """Write the mode asked for to ``path``, or else the first one that predicts the same, and return why not others."""
+    modes: tuple[Mode, ...] = (options.mode or "packed",)
+    if options.mode is None and options.precision == "fp32":
+        modes = ("packed", "dense")
+    notes: list[str] = []
+    for mode in modes:
+        try:
+            built = build(
+                source,
+                plain,
+                mode,
+                options.precision,
+                samples,
+                dynamic=lambda: load_form(source)(source, options.budget),
+                accuracy_limit=options.accuracy_limit,
+                doing=doing,
+            )
+            path.write_bytes(built.model.SerializeToString(deterministic=True))
+            doing("comparing")
+            return built, _check_parity(path, built, reference), tuple(notes)
+        except ExportError as error:
+            if mode == modes[-1]:
+                raise
+            notes.append(f"{mode}: {error}")
+    raise AssertionError("the last mode returns or raises")
+
+
+def _check_parity(path: Path, built: Built, reference: Reference) -> Parity:
+    """Return how the file differs from the reference. Raises NotTheSame where it should not, but does.
+
+    Rounded weights differ, and so do dynamic models, which are other predictors.
+    """
+    parity = compare(predict(path, reference.inputs), reference.outputs)
+    exact = built.precision == "fp32" and built.mode != "dynamic"
+    if not exact or parity.max_difference <= LARGEST_DIFFERENCE * max(1.0, parity.largest_output):
+        return parity
+    advice = (
+        "The skeleton was made from another model: publish the federation again"
+        if built.mode == "dense"
+        else "Report this, and export with --mode dense meanwhile"
+    )
+    raise NotTheSame(
+        f"the ONNX file differs from {reference.name} by {parity.max_difference:g} on outputs up to "
+        f"{parity.largest_output:g}; it was not written. {advice}"
+    )
+
+
+def _figures(path: Path, samples: Samples | None) -> Figures:
+    right = None
+    if samples is not None and samples.labels is not None:
+        right = accuracy(predict(path, samples.inputs), samples.labels)
+    return Figures(path.stat().st_size, right)
+
+
+def _check_accuracy(built: Built, mine: Figures, theirs: Figures, limit: float) -> None:
+    if built.precision == "fp32" or mine.accuracy is None or theirs.accuracy is None:
+        return
+    if theirs.accuracy - mine.accuracy > limit:
+        raise ExportError(
+            f"--precision {built.precision} lowers the accuracy on --data from {theirs.accuracy:.2%} to "
+            f"{mine.accuracy:.2%}, more than --accuracy-limit {limit:g}; nothing was written: leave it at fp32"
+        )
