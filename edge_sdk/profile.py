@@ -33,6 +33,7 @@ from edge_sdk.arguments import MIB
 from edge_sdk.budget.footprint import Unpredictable, held, predict_evaluation, predict_training, room, whole_round
 from edge_sdk.budget.pace import measure_pace
 from edge_sdk.methods import load_method
+from edge_sdk.methods.describing import describe_for
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings
@@ -43,7 +44,6 @@ from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, build_seeded
 from edge_sdk.tasks.models import MODELS
 from edge_sdk.tracing.coupling import UnsupportedLayer
-from edge_sdk.tracing.untraced import describe_for
 from edge_sdk.training.local import TrainingDiverged
 from edge_sdk.training.rehearsal import Rehearsal
 from sparrow.command_line.command import Command, Exits, Parser, add_json

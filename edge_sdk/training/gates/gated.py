@@ -25,10 +25,10 @@ from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tracing.modes import evaluating
 from edge_sdk.training.gates.gating import GatingLayer
 from edge_sdk.training.gates.network import GatedModel
+from edge_sdk.training.gates.per_sample import ScaledRows
 from edge_sdk.training.layout import gains
 from edge_sdk.training.local import device_of
 from edge_sdk.training.optimisation import optimizer_of
-from edge_sdk.training.per_sample import ScaledRows
 
 PROBE = 0.125
 """Share of a batch that gates of off blocks learn from where their gradients are estimated."""
