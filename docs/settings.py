@@ -133,7 +133,7 @@ def _methods() -> str:
     """A row per setting of each method of this repository; a method from outside describes its own."""
     lines = ["| method | setting | default | meaning |", "|---|---|---|---|"]
     for entry in sorted(entry_points(group="sparrow.coordinator_methods"), key=lambda entry: entry.name):
-        if entry.value.startswith("coordinator.methods."):
+        if entry.value.startswith("sparrow.coordinator.methods."):
             for field, about in load_method(entry.name).settings_type.model_fields.items():
                 lines.append(f"| {entry.name} | `{field}` | {_default(about)} | {about.description} |")
     return "\n".join(lines) + "\n"
