@@ -111,7 +111,7 @@ def close_with_mean(model: GlobalModel, sums: Any, situation: Situation) -> Glob
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregation:
-    """How updates become the next global model.
+    """The way from updates to the next global model.
 
     sums: makes the object that a round's updates are folded into. close: makes the next global model of the last one
     and these sums. The three reasons say why a federation may not combine the method with a ``robust`` rule in place of
@@ -216,27 +216,27 @@ class CoordinatorMethod:
 
     @property
     def needs_coupling(self) -> bool:
-        """Whether the manifest must say which neurons feed which weights."""
+        """True if the manifest must say which neurons feed which weights."""
         return self.active is not None
 
     @property
     def narrow(self) -> bool:
-        """Whether devices train the network of their active neurons alone."""
+        """True if devices train the network of their active neurons alone."""
         return self.active is not None and self.active.narrow
 
     @property
     def devices_choose(self) -> bool:
-        """Whether each device chooses its active neurons itself."""
+        """True if each device chooses its active neurons itself."""
         return self.active is not None and self.active.devices_choose
 
     @property
     def for_everyone(self) -> bool:
-        """Whether there are rounds for everyone, whose work late devices are still given."""
+        """True if there are rounds for everyone, whose work late devices are still given."""
         return self.schedule is not None and self.schedule.last_for_everyone is not None
 
     @property
     def sends_changes(self) -> bool:
-        """Whether a device is sent only what has changed since the model that it holds."""
+        """True if a device is sent only what has changed since the model that it holds."""
         return self.changes is not None
 
     @property

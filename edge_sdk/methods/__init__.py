@@ -228,22 +228,22 @@ class DeviceMethod:
 
     @property
     def needs_coupling(self) -> bool:
-        """Whether the manifest must say which neurons feed which weights."""
+        """True if the manifest must say which neurons feed which weights."""
         return self.active is not None
 
     @property
     def narrow(self) -> bool:
-        """Whether rounds train a network of the active neurons alone."""
+        """True if rounds train a network of the active neurons alone."""
         return self.active is not None and self.active.narrow
 
     @property
     def forward_stays(self) -> bool:
-        """Whether a smaller budget leaves the forward pass as it is, so that it saves little."""
+        """True if a smaller budget leaves the forward pass as it is, so that it saves little."""
         return self.active is not None and not self.active.narrow
 
     @property
     def takes_any_model(self) -> bool:
-        """Whether no model is refused at publication."""
+        """True if no model is refused at publication."""
         return self.active is None and self.check is None
 
     def check_model(self, model: nn.Module, manifest: Manifest, example: torch.Tensor) -> None:

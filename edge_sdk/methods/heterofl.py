@@ -75,7 +75,7 @@ def _divided(ratio: float, module: nn.Module, inputs: Any, output: Tensor) -> Te
 
 
 def _masked(task: Task) -> Task:
-    """The task whose loss does not see the scores of classes without a training sample."""
+    """Return the task whose loss does not see the scores of classes without a training sample."""
     present = torch.unique(torch.cat([targets.reshape(-1) for _, targets in task.train]))
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def _masked(task: Task) -> Task:
 
 
 def _take_statistics(model: nn.Module, task: Task) -> int:
-    """Let batch norms have the means of the training batches' statistics; returns how many samples that took."""
+    """Give batch norms the means of the training batches' statistics; return how many samples that took."""
     norms = [each for each in model.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
     momenta = [norm.momentum for norm in norms]
     passed, device = 0, device_of(model)

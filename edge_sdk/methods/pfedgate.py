@@ -159,12 +159,12 @@ def adapt(job: Job) -> DeviceState:
 
 
 def _reaching(job: Job) -> Job:
-    """The same work with the federation's smallest budget where the device's own is below it."""
+    """Return the same work with the federation's smallest budget where the device's own is below it."""
     return replace(job, budget=max(job.budget, job.own(Settings).smallest_budget))
 
 
 def _newest(job: Job) -> Tensors:
-    """The newest θ: what came, or what changed of it on top of what the device holds. Raises BundleError."""
+    """Return the newest θ: what came, or what changed of it on top of what the device holds. Raises BundleError."""
     if job.received is None or is_whole(job.manifest, job.received) or job.state.model is None:
         return whole_model(job.manifest, job.received)
     held = _trained(job)
@@ -175,13 +175,13 @@ def _newest(job: Job) -> Tensors:
 
 
 def _trained(job: Job) -> Tensors:
-    """θ as this device's last round left it, copied."""
+    """Return θ as this device's last round left it, copied."""
     return {name: np.array(tensor) for name, tensor in unpack_whole(job.manifest, job.state.own["model"]).items()}
 
 
 def _state(job: Job, gated: Gated, gates: Gates, trained: Tensors, received: Tensors) -> DeviceState:
-    """What is kept: θ as ``trained`` here, what was ``received`` where it has changed since, the gate, and the model
-    under the mean ``gates``, for which ``trained`` is overwritten."""
+    """Return the state to keep: θ as ``trained`` here, what was ``received`` where it has changed since, the gate,
+    and the model under the mean ``gates``, for which ``trained`` is overwritten."""
     touched = BlockMask(gated.touched)
     own: Tensors = {f"gate:{name}": tensor for name, tensor in gate_tensors(gated.gate).items()}
     own["model"], own["received"] = pack(job.manifest, trained, None), pack(job.manifest, received, touched)
@@ -193,7 +193,8 @@ def _state(job: Job, gated: Gated, gates: Gates, trained: Tensors, received: Ten
 
 
 def gated_model(job: Job, tensors: Tensors) -> Gated:
-    """The model, loaded with ``tensors``, under the device's gate and within its budget. Raises BudgetTooSmall."""
+    """Return the model, loaded with ``tensors``, under the device's gate and within its budget. Raises
+    BudgetTooSmall."""
     rules, manifest = job.own(Settings), job.manifest
     set_tensors(job.model, {**(job.state.personal or {}), **tensors})
     table, paths = manifest.block_table, rules.gate_paths
@@ -233,7 +234,7 @@ def _costs(job: Job) -> Costs | None:
 
 
 def take_gated_steps(job: Job, gated: Gated, *, model_rate: float | None, purpose: str = "train") -> LocalResult:
-    """A round's steps of the gate and, at ``model_rate``, of the model. Raises TrainingDiverged."""
+    """Take a round's steps of the gate and, at ``model_rate``, of the model. Raises TrainingDiverged."""
     settings = job.assignment.settings
     rate = job.own(Settings).gate_learning_rate
     decay = settings.learning_rate_of(job.assignment.round) / settings.learning_rate
@@ -303,7 +304,7 @@ class _GatedEffort:
 
 
 def _flops(job: Job, gated: Gated, result: LocalResult) -> int:
-    """Of blocks that were on: forward, and both gradients; the gate's linear layer needs none for its input."""
+    """Return the FLOPs of blocks that were on: forward, and both gradients; the gate's input needs none."""
     seen = 0 if gated.gate.logits is not None else gated.gate.linear.in_features
     gate = 4 * seen * len(gated.table.sizes) * job.own(Settings).gate_paths
     return 3 * gated.worked + gate * result.samples

@@ -16,7 +16,7 @@ from edge_sdk.training.freezing import Freezing
 
 @dataclass(frozen=True)
 class Change:
-    """What exists of a model from now on.
+    """The part of a model that exists from now on.
 
     elements: name -> bool of the parameter's shape, as ``Freezing`` takes them. renewed: name -> bool, what is new or
     was taken away: there the optimiser's memory (momentum, moments) starts at zero, as in RigL (arXiv:1911.11134).
@@ -78,7 +78,7 @@ class Optimisation:
             self._pull = Pull(self._parameters, centres, self._proximal_weight)
 
     def forget_gradients(self) -> None:
-        """Before a step's backward pass."""
+        """Prepare a step's backward pass."""
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -179,7 +179,7 @@ class _FusedSGD(torch.optim.SGD):
 
 
 def optimizer_of(parameters: list[torch.Tensor], settings: FederationSettings, learning_rate: float) -> _Optimizer:
-    """The optimiser that ``settings`` name, afresh."""
+    """Return a new optimiser as ``settings`` name it."""
     if settings.optimizer == "adam":
         return torch.optim.Adam(parameters, lr=learning_rate, weight_decay=settings.weight_decay)
     if settings.optimizer == "adamw":
