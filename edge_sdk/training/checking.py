@@ -79,7 +79,7 @@ def _unnoticed(task: Task) -> Iterator[None]:
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """Restore a DataLoader's own generators, which it would draw from."""
+    """Return a DataLoader's own generators, which it would draw from."""
     batches = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     found = [getattr(holder, "generator", None) for holder in holders]

@@ -183,5 +183,5 @@ def fitting_pool(shape: Sequence[int], length: int, paths: int, parameters: int)
 
 
 def size(seen: int, length: int, paths: int) -> int:
-    """Return the number of parameters of a gate that sees ``seen`` numbers, its input's normalisation left out: P(d_X L + 3L)."""
+    """Return P(d_X L + 3L), the parameters of a gate that sees ``seen`` numbers, without its input's norm."""
     return paths * (seen * length + 3 * length)
