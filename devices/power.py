@@ -13,6 +13,8 @@ machine without a sensor has none: a wrong default would be worse than no figure
 """
 
 from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Protocol
 
 from sparrow.devices.battery import find_batteries
@@ -101,12 +103,23 @@ class Together:
         return min(part.longest_gap_seconds(period_seconds) for part in self._parts)
 
 
+@cache  # looking through the installed packages takes milliseconds
+def _installed() -> tuple[Callable[[System], Source | None], ...]:
+    """Return the finders that other packages register under ``sparrow.power_sources``, by name."""
+    found = sorted(entry_points(group="sparrow.power_sources"), key=lambda entry: entry.name)
+    return tuple(entry.load() for entry in found)
+
+
 def find_sources(system: System, model: PowerModel | None, cpu_seconds: Callable[[], float]) -> list[Source]:
-    """The sources this device has, best first, whether or not they can be read right now."""
+    """Return the sources this device has, best first, whether or not they can be read right now.
+
+    Those of other packages come first: who installs one means it to be used.
+    """
     files = system.files
     ina, packages, cards = find_ina(files), find_packages(files), find_cards(system)
     whole = ina is not None and ina.scope != "rails"
-    found: list[Source | None] = [find_psys(files), ina if whole else None, _jetson_stats(system, ina)]
+    found: list[Source | None] = [find(system) for find in _installed()]
+    found += [find_psys(files), ina if whole else None, _jetson_stats(system, ina)]
     found += [find_batteries(files), Together(packages, cards) if packages and cards else None, packages]
     found += [None if whole else ina, find_pmic(system)]
     model = model or board_model(files)

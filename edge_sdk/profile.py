@@ -38,6 +38,7 @@ from edge_sdk.budget.prediction import Prediction, Predictor
 from edge_sdk.budget.search import Choice, Limits, choose
 from edge_sdk.errors import BadArgument
 from edge_sdk.methods import UnknownWork, load_method
+from edge_sdk.methods.describing import describe_for
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings
@@ -48,7 +49,6 @@ from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, build_seeded
 from edge_sdk.tasks.models import MODELS
 from edge_sdk.tracing.coupling import UnsupportedLayer
-from edge_sdk.tracing.untraced import describe_for
 from edge_sdk.training.local import TrainingDiverged
 from edge_sdk.training.rehearsal import Rehearsal
 from sparrow.command_line.command import Command, Exits, Parser, add_json

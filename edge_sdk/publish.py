@@ -25,6 +25,7 @@ from torch import Tensor
 
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.errors import BadArgument, NotInstalled, Refused
+from edge_sdk.methods.describing import describe_for
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.builtin import builtin_tasks
 from edge_sdk.protocol.manifest import Manifest
@@ -39,7 +40,7 @@ from edge_sdk.tasks import Task, load_task
 from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.tracing.coupling import UnsupportedLayer
 from edge_sdk.tracing.skeleton import make_skeleton
-from edge_sdk.tracing.untraced import RunningStatistics, describe_for
+from edge_sdk.tracing.untraced import RunningStatistics
 from edge_sdk.training.checking import check_task
 from edge_sdk.training.local import get_tensors
 from sparrow.command_line.command import Command, Exits, Parser, add_json, add_wait

@@ -74,9 +74,10 @@ def build(
         if mode != "dense":
             from sparrow.export.alignment import align
             from sparrow.export.compact import compact
+            from sparrow.export.passes import installed_passes
 
             doing("removing neurons")
-            model = align(compact(plain))
+            model = installed_passes(align(compact(plain)))
             if model.ByteSize() < plain.ByteSize():
                 steps.append("compact")
         doing(f"precision {precision}")

@@ -1,17 +1,19 @@
 """The server half of each method, one file each, named like its device half in ``edge_sdk/methods``.
 
-A method plans what a device trains and turns a round's sums into the next global model. It keeps nothing on itself:
-state goes in and comes out, and the round engine stores it. A method from outside registers under the entry point
-``sparrow.coordinator_methods``.
+A method is a record of functions, ``CoordinatorMethod``. A method plans what devices train and makes the next global
+model of a round's sums. It keeps nothing: state goes in and comes out, and the round engine stores it. All that a
+method does beyond the weighted mean it declares as a capability record; the engine reads these declarations alone.
+Methods share functions (``sparse``, ``prepared``, ``parts``); none is made of another. A method of another package
+registers its record under the entry point ``sparrow.coordinator_methods``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -28,15 +30,18 @@ from sparrow.coordinator.rounds.sums import MaskedSums, Sums
 Plan = Mapping[str, bool | int | float | str]
 
 
-class NoSettings(BaseModel):
-    """For methods that need none beyond those of every federation."""
+class MethodSettings(BaseModel):
+    """The settings of a method beyond those of every federation; this one has none."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+Own = TypeVar("Own", bound=MethodSettings)
+
+
 @dataclass(frozen=True)
 class GlobalModel:
-    """What the coordinator keeps of a federation from round to round.
+    """The state of a federation that the coordinator keeps from round to round.
 
     tensors: name -> float32, every shared tensor. mask: the elements that exist of it, the others being zero; None: all
     do. own: arrays that the method keeps beside it, by name. notes: what making it counted, for its round's record.
@@ -50,7 +55,7 @@ class GlobalModel:
 
 @dataclass(frozen=True)
 class Situation:
-    """What a method's decisions for a round depend on.
+    """The facts that a method's decisions for a round depend on.
 
     ``settings.method_settings`` is complete: what was left out has its default of ``settings_type``. round: its number,
     from 1; 0 prepares the model. plan: what was asked of its devices. devices and num_examples: how many are enrolled
@@ -64,10 +69,19 @@ class Situation:
     devices: int = 0
     num_examples: int = 0
 
+    def own(self, kind: type[Own]) -> Own:
+        """Return the method's own settings, which ``kind`` describes."""
+        return own_settings(self.settings, kind)
+
+
+def own_settings(settings: FederationSettings, kind: type[Own]) -> Own:
+    """Return the own settings of a federation's method, which ``kind`` describes."""
+    return kind.model_validate(settings.method_settings)
+
 
 @dataclass(frozen=True)
 class Work:
-    """What a round asks of its devices.
+    """The work that a round asks of its devices.
 
     kind: ``train``, or ``personalise`` where nothing of the model goes up. plan: what its assignments say beyond the
     settings. everyone: all devices that are there take part, not a drawn cohort, and those that come later are given
@@ -81,157 +95,275 @@ class Work:
     rounds: int = 1
 
 
-class CoordinatorMethod(Protocol):
-    """What every method's server half can do. Subclass it: what is given here is the usual case."""
+Why = str | None | Callable[[FederationSettings], str | None]
+"""The reason for a refusal, None where nothing is refused, or a function of the settings that returns one of these."""
 
-    settings_type: type[BaseModel] = NoSettings
-    """What ``FederationSettings.method_settings`` may hold, checked and completed when a federation is created."""
 
-    usable_global_model: bool = True
-    """Whether the global model means something without a device's personal part."""
+def masked_sums(model: GlobalModel, situation: Situation) -> Sums:
+    """Return sums of all shared values, each over the devices whose masks hold it."""
+    return MaskedSums(situation.manifest)
 
-    personal_models: bool = False
-    """Whether devices keep a personal model from round to round. Where not, they are sent the whole global model each
-    time, and asked to ``adapt`` the last one when the federation has ended."""
 
-    mixes_global: bool = False
-    """Whether a mixture of the personal and the whole global model is a personal model, too: then every device is sent
-    the finished global model, and takes of it as much as its validation data speak for."""
+def close_with_mean(model: GlobalModel, sums: Any, situation: Situation) -> GlobalModel:
+    """Return the weighted mean of the round's updates; a value that nobody sent stays as it is."""
+    return GlobalModel(sums.mean(model.tensors), model.mask, model.own)
 
-    needs_coupling: bool = False
-    """Whether devices train some neurons of a layer and not others, so that the manifest must say which neurons feed
-    which weights. Its device half says the same."""
+
+@dataclass(frozen=True, kw_only=True)
+class Aggregation:
+    """The way from updates to the next global model.
+
+    sums: makes the object that a round's updates are folded into. close: makes the next global model of the last one
+    and these sums. The three reasons say why a federation may not combine the method with a ``robust`` rule in place of
+    the mean, with noise on the mean (differential privacy), and with updates of older models (``buffer``). They are
+    refusals unless a method declares None, because its author alone knows.
+    """
+
+    sums: Callable[[GlobalModel, Situation], Sums] = masked_sums
+    close: Callable[[GlobalModel, Any, Situation], GlobalModel] = close_with_mean
+    why_mean_only: Why = "it has an aggregation of its own"
+    why_not_private: Why = "it has an aggregation of its own, which may tell more than the mean"
+    why_not_buffered: Why = "it has an aggregation of its own, which is of one model"
+
+
+WEIGHTED_MEAN = Aggregation(why_mean_only=None, why_not_private=None, why_not_buffered=None)
+"""FedAvg's: the mean of what was sent, weighted with training samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Rounds that ask for other work than ``train``, or that say more than the settings.
+
+    work: returns what the round with number ``situation.round`` asks of its devices. last_for_everyone: returns the
+    number of the last closed round for everyone, whose work late devices are still given, or None; a method without
+    such rounds leaves it out. check_rollback: raises WrongState where round ``situation.round`` cannot begin from the
+    model that round ``number`` made (0: the first model).
+    """
+
+    work: Callable[[Situation], Work]
+    last_for_everyone: Callable[[Situation], int | None] | None = None
+    check_rollback: Callable[[int, Situation], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActiveNeurons:
+    """Devices train some neurons of each layer, as many as their budgets say.
+
+    The manifest then says which neurons feed which weights, and the device half declares the same. narrow: devices
+    train the network of their active neurons alone and never need the rest, so that even the first download holds no
+    more. rule: returns the neurons that follow from a device's active ratio alone; the device half has the same rule.
+    None: they are drawn anew for each round and device. devices_choose: each device chooses its neurons itself, once,
+    from the whole model; the mask of its first update is stored, and decides what it is sent and may send.
+    """
 
     narrow: bool = False
-    """Whether devices train the network of their active neurons alone, and never need the rest: then even the first
-    download is no more than these."""
-
+    rule: Callable[[Manifest, float], NeuronMask] | None = None
     devices_choose: bool = False
-    """Whether each device chooses its active neurons itself, once, from the whole model; ``active_ratio`` says how
-    many. The mask of its first update is stored, and decides what it is sent from then on and may send."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMasks:
+    """Devices may change the mask of their assignment.
+
+    type: the kind of mask. check: raises BadContent unless an update may have this mask.
+    """
+
+    check: Callable[[GlobalModel, Any, Situation], None]
+    type: type = ElementMask
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorMethod:
+    """A method's server half. Every field that is left out has the usual case as its value.
+
+    smallest_budget: returns the budget below which a device is not drawn; 0 draws everybody.
+    settings_type: the model of ``FederationSettings.method_settings``, which is checked and completed when a federation
+        is created.
+    usable_global_model: the global model means something without a device's personal part.
+    personal_models: devices keep a personal model from round to round. Where not, they are sent the whole global model
+        each time, and asked to ``adapt`` the last one when the federation has ended.
+    mixes_global: a mixture of the personal and the whole global model is a personal model, too. Then every device is
+        sent the finished global model, and takes of it as much as its validation data speak for.
+    prepares: one device ``prepare``s the model before the first round: round 0, repeated until an update comes.
+    always_sends_values: devices are sent the global model with any kind of work.
+    manifest: returns the federation's manifest: the published one, in which tensors may become private and be cut into
+        blocks. Raises BadContent for a model that the method cannot take, or not with these settings.
+    start: returns the first global model, of initial values. Raises BadContent for settings that cannot be carried out.
+    directions: returns directions that go down with the model's values, int8 in -1..1, or None.
+    gradients: returns whether updates of a round so planned bring the gradients of all maskable weights.
+    changes: returns the blocks of a model that are not as they were when round ``since`` had closed. With it a device
+        that says which global model it holds is sent these alone.
+    warning: returns what is wrong with how the federation goes, for its operator, or None.
+    """
+
+    smallest_budget: Callable[[FederationSettings], float]
+    settings_type: type[MethodSettings] = MethodSettings
+    usable_global_model: bool = True
+    personal_models: bool = False
+    mixes_global: bool = False
     prepares: bool = False
-    """Whether one device ``prepare``s the model before the first round: round 0, repeated until an update comes."""
+    always_sends_values: bool = False
+    manifest: Callable[[Manifest, FederationSettings], Manifest] = lambda published, settings: published
+    start: Callable[[Tensors, Situation], GlobalModel] = lambda tensors, situation: GlobalModel(tensors)
+    aggregation: Aggregation = WEIGHTED_MEAN
+    schedule: Schedule | None = None
+    active: ActiveNeurons | None = None
+    masks: DeviceMasks | None = None
+    directions: Callable[[GlobalModel, Situation], Signs | None] | None = None
+    gradients: Callable[[Plan], bool] | None = None
+    changes: Callable[[GlobalModel, int, Situation], BlockMask] | None = None
+    warning: Callable[[GlobalModel, Situation], str | None] = lambda model, situation: None
 
-    for_everyone: bool = False
-    """Whether it has rounds for everyone, whose work late devices are still given (``last_for_everyone``)."""
+    @property
+    def needs_coupling(self) -> bool:
+        """True if the manifest must say which neurons feed which weights."""
+        return self.active is not None
 
-    def smallest_budget(self, settings: FederationSettings) -> float:
-        """The budget below which a device is not drawn; 0 draws everybody."""
-        return 0.0
+    @property
+    def narrow(self) -> bool:
+        """True if devices train the network of their active neurons alone."""
+        return self.active is not None and self.active.narrow
+
+    @property
+    def devices_choose(self) -> bool:
+        """True if each device chooses its active neurons itself."""
+        return self.active is not None and self.active.devices_choose
+
+    @property
+    def for_everyone(self) -> bool:
+        """True if there are rounds for everyone, whose work late devices are still given."""
+        return self.schedule is not None and self.schedule.last_for_everyone is not None
+
+    @property
+    def sends_changes(self) -> bool:
+        """True if a device is sent only what has changed since the model that it holds."""
+        return self.changes is not None
+
+    @property
+    def mask_type(self) -> type:
+        """The kind of masks that devices may change."""
+        return self.masks.type if self.masks else ElementMask
 
     def active_ratio(self, budget: float) -> float | None:
-        """The share of each hidden layer's neurons that a device of this budget trains; None trains everything."""
-        return None
+        """Return the share of each hidden layer's neurons that a device of this budget trains; None: everything."""
+        return budget if self.active else None
 
     def neurons(self, manifest: Manifest, ratio: float) -> NeuronMask | None:
-        """The neurons that follow from a device's active ratio alone, by a rule that its device half has too; None:
-        they are drawn, or ``devices_choose`` them."""
-        return None
-
-    mask_type: type = ElementMask
-    """The kind of masks that devices may change, where ``check_mask`` lets them."""
-
-    sends_changes: bool = False
-    """Whether a device that says which global model it holds is sent only what has ``changed`` since."""
-
-    def manifest(self, published: Manifest, settings: FederationSettings) -> Manifest:
-        """The federation's manifest: what of the model never leaves a device, and how it is cut into blocks.
-
-        Raises BadContent for a model that the method cannot take, or not with these settings.
-        """
-        return published
-
-    def start(self, tensors: Tensors, situation: Situation) -> GlobalModel:
-        """The first global model, of initial values. Raises BadContent for settings that cannot be carried out."""
-        return GlobalModel(tensors)
+        """Return the neurons that follow from an active ratio alone; None where they are drawn or chosen."""
+        return self.active.rule(manifest, ratio) if self.active and self.active.rule else None
 
     def work(self, situation: Situation) -> Work:
-        """What the round that opens with number ``situation.round`` asks of its devices."""
-        return Work()
+        """Return what the round with number ``situation.round`` asks of its devices."""
+        return self.schedule.work(situation) if self.schedule else Work()
+
+    def last_for_everyone(self, situation: Situation) -> int | None:
+        """Return the number of the last closed round for everyone, or None."""
+        declared = self.schedule.last_for_everyone if self.schedule else None
+        return declared(situation) if declared else None
+
+    def check_rollback(self, number: int, situation: Situation) -> None:
+        """Raise WrongState where round ``situation.round`` cannot begin from the model that round ``number`` made."""
+        if self.schedule and self.schedule.check_rollback:
+            self.schedule.check_rollback(number, situation)
 
     def sends_values(self, kind: Kind, holds_model: bool) -> bool:
-        """Whether a device is sent the global model with work of this kind."""
+        """Return whether a device is sent the global model with work of this kind."""
+        if self.always_sends_values:
+            return True
         if kind is Kind.personalise:
             return not holds_model
         return kind is not Kind.evaluate or self.usable_global_model
 
-    def last_for_everyone(self, situation: Situation) -> int | None:
-        """The number of the last round for everyone among those closed, which late devices are still given; or None."""
-        return None
-
     def changed(self, model: GlobalModel, since: int, situation: Situation) -> BlockMask:
-        """What of ``model`` is not as it was when round ``since`` had closed; for methods that send changes."""
-        raise NotImplementedError
+        """Return the blocks of ``model`` that have changed since round ``since``, for a method that sends changes."""
+        assert self.changes is not None, "asked of methods that send changes"
+        return self.changes(model, since, situation)
 
     def signs(self, model: GlobalModel, situation: Situation) -> Signs | None:
-        """Directions that go down with the model's values, int8 in -1..1."""
-        return None
+        """Return the directions that go down with the model's values, or None."""
+        return self.directions(model, situation) if self.directions else None
 
     def wants_gradients(self, plan: Plan) -> bool:
-        """Whether updates of a round so planned bring the gradients of all maskable weights."""
-        return False
+        """Return whether updates of a round so planned bring the gradients of all maskable weights."""
+        return self.gradients is not None and self.gradients(plan)
 
     def check_mask(self, model: GlobalModel, mask: Any, situation: Situation) -> None:
         """Raise BadContent unless an update may have this mask, of type ``mask_type`` but not its assignment's."""
-        raise BadContent("mask: it is not the round's, which this method does not let devices change; train under it")
+        if self.masks is None:
+            refuse_mask()
+        else:
+            self.masks.check(model, mask, situation)
+
+    def sums(self, model: GlobalModel, situation: Situation) -> Sums:
+        """Return the object that a round's updates are folded into."""
+        return self.aggregation.sums(model, situation)
+
+    def close(self, model: GlobalModel, sums: Any, situation: Situation) -> GlobalModel:
+        """Return the next global model, of the last one and the round's sums."""
+        return self.aggregation.close(model, sums, situation)
 
     def why_mean_only(self, settings: FederationSettings) -> str | None:
-        """Why the weighted mean of a round's updates cannot be exchanged for a rule that withstands liars (``robust``).
-
-        None where all that ``close`` needs of the sums is ``mean``; a method with ``sums`` of its own says so itself.
-        """
-        return None if type(self).sums is CoordinatorMethod.sums else "its sums are its own"
+        """Return why the mean of a round's updates cannot be exchanged for a ``robust`` rule; None where it can."""
+        return _reason(self.aggregation.why_mean_only, settings)
 
     def why_not_private(self, settings: FederationSettings) -> str | None:
-        """Why noise on the mean does not make the global model differentially private: what else of updates goes out.
-
-        None where nothing does; a method that makes its models in its own way says so itself.
-        """
-        reason = self.why_mean_only(settings)
-        own = self._way_of_its_own("start", "work", "signs", "changed", "close")
-        return reason or (own and f"{own}, which may tell more than the mean")
+        """Return why noise on the mean does not make the global model differentially private; None where it does."""
+        reason = self.why_mean_only(settings) or _reason(self.aggregation.why_not_private, settings)
+        declared = self._declared()
+        return reason or (declared and f"{declared}, which may tell more than the mean")
 
     def why_not_buffered(self, settings: FederationSettings) -> str | None:
-        """Why an update of an older global model cannot count in today's round (``buffer``); None where it can.
-
-        It can where a round asks for nothing but training, and makes of the sums only their mean.
-        """
+        """Return why an update of an older global model cannot count in today's round; None where it can."""
         reason = self.why_mean_only(settings)
         if reason is None and self.prepares:
             reason = "one device prepares the model before the others"
-        own = self._way_of_its_own("work", "signs", "changed", "close")
-        return reason or (own and f"{own}, which is of one model")
+        reason = reason or _reason(self.aggregation.why_not_buffered, settings)
+        declared = self._declared()
+        return reason or (declared and f"{declared}, which is of one model")
 
-    def _way_of_its_own(self, *names: str) -> str | None:
-        """What the method does otherwise than the usual one, the first of ``names``, in words; or None."""
-        own = [name for name in names if getattr(type(self), name) is not getattr(CoordinatorMethod, name)]
-        return f"it has a way of its own to {own[0]}" if own else None
-
-    def sums(self, model: GlobalModel, situation: Situation) -> Sums:
-        """What a round's updates are folded into."""
-        return MaskedSums(situation.manifest)
-
-    def close(self, model: GlobalModel, sums: Any, situation: Situation) -> GlobalModel:
-        """The next global model from the last one and the round's sums."""
-        return GlobalModel(sums.mean(model.tensors), model.mask, model.own)
-
-    def check_rollback(self, number: int, situation: Situation) -> None:
-        """Raise WrongState where round ``situation.round`` cannot begin from the model that round ``number`` made (0:
-        the first model)."""
-
-    def warning(self, model: GlobalModel, situation: Situation) -> str | None:
-        """What is wrong with how the federation goes, in words for its operator, or None."""
+    def _declared(self) -> str | None:
+        """Return what the method declares that makes a round more than a mean, in words, or None."""
+        for declared, words in (
+            (self.schedule, "it plans its rounds itself"),
+            (self.directions, "it sends directions with the model"),
+            (self.changes, "it sends only what has changed"),
+        ):
+            if declared is not None:
+                return words
         return None
 
 
-@cache  # methods keep no state, and looking through the installed packages takes milliseconds
+def _reason(why: Why, settings: FederationSettings) -> str | None:
+    return why(settings) if callable(why) else why
+
+
+def refuse_mask() -> None:
+    """Raise BadContent: this round's mask stays as it is."""
+    raise BadContent("mask: it is not the round's, which this method does not let devices change; train under it")
+
+
+def whole_model(settings: FederationSettings) -> float:
+    """Return the smallest budget of methods whose devices train the whole model or none of it."""
+    return 1.0
+
+
+def any_budget(settings: FederationSettings) -> float:
+    """Return the smallest budget of methods in which every device can take part."""
+    return 0.0
+
+
+@cache  # looking through the installed packages takes milliseconds
 def load_method(name: str) -> CoordinatorMethod:
-    """The server half registered as ``name``. Raises UnknownMethod, which names what is installed."""
+    """Return the server half registered as ``name``. Raises UnknownMethod, which names what is installed."""
     found = {entry.name: entry for entry in entry_points(group="sparrow.coordinator_methods")}
     if name not in found:
         raise UnknownMethod(
             f"method: {name!r} is not installed here{nearest(name, found)}; there are {', '.join(sorted(found))}"
         )
-    method: CoordinatorMethod = found[name].load()()
+    method = found[name].load()
+    if not isinstance(method, CoordinatorMethod):
+        raise UnknownMethod(
+            f"method: {name!r} is registered as {found[name].value}, which is not a CoordinatorMethod; register the "
+            f"record in that package's pyproject.toml"
+        )
     return method

@@ -5,22 +5,17 @@ Deng, Kamani, Mahdavi, "Adaptive Personalized Federated Learning", arXiv:2003.13
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from sparrow.coordinator.methods.fedavg import FedAvg
+from sparrow.coordinator.methods import CoordinatorMethod, MethodSettings, whole_model
 
 
-class APFLSettings(BaseModel):
-    """What APFL knows beyond FedAvg."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class APFLSettings(MethodSettings):
+    """APFL's settings beyond FedAvg's."""
 
     mixing_weight: float = Field(default=0.5, ge=0, le=1, description="Share α of the personal model at first")
 
 
-class APFL(FedAvg):
-    """Server half of APFL."""
-
-    settings_type: type[BaseModel] = APFLSettings
-    personal_models = True
-    mixes_global = True
+APFL = CoordinatorMethod(
+    smallest_budget=whole_model, settings_type=APFLSettings, personal_models=True, mixes_global=True
+)

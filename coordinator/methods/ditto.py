@@ -6,24 +6,19 @@ arXiv:2012.04221, Algorithm 1.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from sparrow.coordinator.methods.fedavg import FedAvg
+from sparrow.coordinator.methods import CoordinatorMethod, MethodSettings, whole_model
 
 
-class DittoSettings(BaseModel):
-    """What Ditto knows beyond FedAvg."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class DittoSettings(MethodSettings):
+    """Ditto's settings beyond FedAvg's."""
 
     proximal_weight: float = Field(
         default=0.1, ge=0, allow_inf_nan=False, description="Weight λ of the personal model's pull to the global one"
     )
 
 
-class Ditto(FedAvg):
-    """Server half of Ditto."""
-
-    settings_type: type[BaseModel] = DittoSettings
-    personal_models = True
-    mixes_global = True
+DITTO = CoordinatorMethod(
+    smallest_budget=whole_model, settings_type=DittoSettings, personal_models=True, mixes_global=True
+)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
@@ -31,15 +31,24 @@ from edge_sdk.protocol.masks import Mask
 from edge_sdk.protocol.messages import FederationSettings, Kind
 from edge_sdk.protocol.sparsity import LayerSparsity, magnitude_mask, trim
 from sparrow.coordinator.errors import BadContent, WrongState
-from sparrow.coordinator.methods import CoordinatorMethod, GlobalModel, Situation, Work
+from sparrow.coordinator.methods import (
+    Aggregation,
+    CoordinatorMethod,
+    DeviceMasks,
+    GlobalModel,
+    MethodSettings,
+    Schedule,
+    Situation,
+    Work,
+    own_settings,
+    refuse_mask,
+)
 from sparrow.coordinator.methods.sparse import check_counts, weights_per_layer
 from sparrow.coordinator.rounds.sums import ElementSums, Sum, quotient
 
 
-class DMPFLSettings(BaseModel):
-    """What DM-PFL knows beyond a federation's settings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class DMPFLSettings(MethodSettings):
+    """DM-PFL's settings beyond a federation's."""
 
     density: float = Field(default=0.5, gt=0, le=1, description="Share of the maskable weights that exist, 1 - S")
     layer_sparsity: LayerSparsity = Field(default="erk", description="How it is shared among layers")
@@ -71,7 +80,7 @@ class Stage:
 
 
 def stages(rounds: int, iterations: int) -> list[Stage]:
-    """The stages of ``rounds`` rounds, in order (3.6 of the method card)."""
+    """Return the stages of ``rounds`` rounds, in order (3.6 of the method card)."""
     if iterations == 0:
         return [Stage("masks", 1, rounds, 0)]
     found: list[Stage] = []
@@ -106,139 +115,142 @@ class VotingSums(ElementSums):
             self.votes[name] += flags.reshape(-1)
 
 
-class DMPFL(CoordinatorMethod):
-    """Server half of DM-PFL. ``own`` holds w_g dense, tensor by tensor; the model is w_g under m_g."""
+def smallest_budget(settings: FederationSettings) -> float:
+    """Return the density, which is one for all."""
+    return own_settings(settings, DMPFLSettings).density
 
-    settings_type: type[BaseModel] = DMPFLSettings
-    personal_models = True
-    for_everyone = True
 
-    def rules(self, settings: FederationSettings) -> DMPFLSettings:
-        """The method's settings."""
-        return DMPFLSettings.model_validate(settings.method_settings)
+def stage_of(situation: Situation) -> Stage:
+    """Return the stage that a round belongs to."""
+    found = stages(situation.settings.rounds, situation.own(DMPFLSettings).iterations)
+    return next(each for each in found if situation.round <= each.last)
 
-    def smallest_budget(self, settings: FederationSettings) -> float:
-        """One density for all."""
-        return self.rules(settings).density
 
-    def stage(self, situation: Situation) -> Stage:
-        """The stage that a round belongs to."""
-        settings = situation.settings
-        return next(
-            each for each in stages(settings.rounds, self.rules(settings).iterations) if situation.round <= each.last
+def start(tensors: Tensors, situation: Situation) -> GlobalModel:
+    """Return w_g under m_g, the K_l largest |w_g|."""
+    settings, counts, rules = situation.settings, _counts(situation), situation.own(DMPFLSettings)
+    if rules.iterations and settings.rounds < 4 * rules.iterations:
+        raise BadContent(
+            f"rounds: {settings.rounds} are too few for {rules.iterations} iterations of three stages; give at "
+            f"least {4 * rules.iterations}"
+        )
+    mask = magnitude_mask(tensors, situation.manifest, counts)
+    return _model({name: tensors[name] for name in mask.exists}, mask, tensors)
+
+
+def _counts(situation: Situation) -> dict[str, int]:
+    rules = situation.own(DMPFLSettings)
+    return weights_per_layer(situation, rules.density, rules.layer_sparsity)
+
+
+def _model(dense: Tensors, mask: ElementMask, tensors: Tensors, notes: dict[str, int] | None = None) -> GlobalModel:
+    """Return w_g under m_g; ``own`` holds w_g dense, tensor by tensor."""
+    return GlobalModel({**tensors, **mask.apply(dense)}, mask, dense, notes or {})
+
+
+def work(situation: Situation) -> Work:
+    """Return what the round's stage asks."""
+    stage, rules, settings = stage_of(situation), situation.own(DMPFLSettings), situation.settings
+    if stage.name == "personal":
+        share = min(1.0, settings.cohort / max(1, situation.devices))
+        epochs = max(1, math.floor((stage.last - stage.first + 1) * share * settings.local_epochs + 0.5))
+        rounds = stage.last - situation.round + 1  # fewer than it has where it was reopened in its middle
+        return Work(Kind.personalise, {"stage": "personal", "epochs": epochs}, everyone=True, rounds=rounds)
+    plan: dict[str, Any] = {"stage": stage.name}
+    place = situation.round - stage.first + 1
+    if stage.name == "masks" and place % rules.adjust_interval == 0:
+        plan["replace"] = rules.replaced * _annealed(stage.before + place, situation)
+    return Work(plan=plan)
+
+
+def _annealed(place: int, situation: Situation) -> float:
+    rules, rounds = situation.own(DMPFLSettings), situation.settings.rounds
+    if rules.anneal == "none":
+        return 1.0
+    total = sum(each.last - each.first + 1 for each in stages(rounds, rules.iterations) if each.name == "masks")
+    return 0.5 * (1 + math.cos(math.pi * place / total))
+
+
+def last_for_everyone(situation: Situation) -> int | None:
+    """Return the last round of the last stage ``personal`` that has closed."""
+    found = stages(situation.settings.rounds, situation.own(DMPFLSettings).iterations)
+    closed = [each.last for each in found if each.name == "personal" and each.last <= situation.round]
+    return max(closed, default=None)
+
+
+def check_rollback(number: int, situation: Situation) -> None:
+    """Raise WrongState for a model of another stage: a stage's rounds refine what the stage before has made."""
+    rules, rounds = situation.own(DMPFLSettings), situation.settings.rounds
+    found = stages(rounds, rules.iterations)
+    wanted = next((each for each in found if situation.round <= each.last), None)
+    given = next((each for each in found if number + 1 <= each.last), None)
+    if wanted != given:
+        what = f"of the stage {wanted.name}" if wanted else "no more"
+        usable = f"rounds {wanted.first - 1} to {situation.round - 1}" if wanted else f"round {rounds}"
+        raise WrongState(
+            f"model_version: DM-PFL's stages build on each other, and round {situation.round} is {what}; it can "
+            f"begin from the models of {usable}, not from that of round {number}"
         )
 
-    def start(self, tensors: Tensors, situation: Situation) -> GlobalModel:
-        """m_g: the K_l largest |w_g|."""
-        settings, counts = situation.settings, self._counts(situation)
-        rules = self.rules(settings)
-        if rules.iterations and settings.rounds < 4 * rules.iterations:
-            raise BadContent(
-                f"rounds: {settings.rounds} are too few for {rules.iterations} iterations of three stages; give at "
-                f"least {4 * rules.iterations}"
-            )
-        mask = magnitude_mask(tensors, situation.manifest, counts)
-        return self._model({name: tensors[name] for name in mask.exists}, mask, tensors)
 
-    def _counts(self, situation: Situation) -> dict[str, int]:
-        rules = self.rules(situation.settings)
-        return weights_per_layer(situation, rules.density, rules.layer_sparsity)
+def check_mask(model: GlobalModel, mask: ElementMask, situation: Situation) -> None:
+    """Raise BadContent unless the stage is ``masks``, and the mask has K_l weights in each layer."""
+    if situation.plan.get("stage") != "masks":
+        refuse_mask()
+    check_counts(mask, _counts(situation))
 
-    @staticmethod
-    def _model(dense: Tensors, mask: ElementMask, tensors: Tensors, notes: dict[str, int] | None = None) -> GlobalModel:
-        return GlobalModel({**tensors, **mask.apply(dense)}, mask, dense, notes or {})
 
-    def work(self, situation: Situation) -> Work:
-        """What the round's stage asks."""
-        stage, rules, settings = self.stage(situation), self.rules(situation.settings), situation.settings
-        if stage.name == "personal":
-            share = min(1.0, settings.cohort / max(1, situation.devices))
-            epochs = max(1, math.floor((stage.last - stage.first + 1) * share * settings.local_epochs + 0.5))
-            rounds = stage.last - situation.round + 1  # fewer than it has where it was reopened in its middle
-            return Work(Kind.personalise, {"stage": "personal", "epochs": epochs}, everyone=True, rounds=rounds)
-        plan: dict[str, Any] = {"stage": stage.name}
-        place = situation.round - stage.first + 1
-        if stage.name == "masks" and place % rules.adjust_interval == 0:
-            plan["replace"] = rules.replaced * self._annealed(stage.before + place, situation)
-        return Work(plan=plan)
+def sums_of(model: GlobalModel, situation: Situation) -> ElementSums:
+    """Return weighted sums, with votes where masks differ."""
+    assert model.mask is not None
+    voting = situation.plan.get("stage") == "masks"
+    return VotingSums(situation.manifest, model.mask) if voting else ElementSums(situation.manifest, model.mask)
 
-    def _annealed(self, place: int, situation: Situation) -> float:
-        rules, rounds = self.rules(situation.settings), situation.settings.rounds
-        if rules.anneal == "none":
-            return 1.0
-        total = sum(each.last - each.first + 1 for each in stages(rounds, rules.iterations) if each.name == "masks")
-        return 0.5 * (1 + math.cos(math.pi * place / total))
 
-    def sends_values(self, kind: Kind, holds_model: bool) -> bool:
-        """Every stage starts from the global weights."""
-        return True
-
-    def last_for_everyone(self, situation: Situation) -> int | None:
-        """The last stage ``personal`` that has closed."""
-        found = stages(situation.settings.rounds, self.rules(situation.settings).iterations)
-        closed = [each.last for each in found if each.name == "personal" and each.last <= situation.round]
-        return max(closed, default=None)
-
-    def check_rollback(self, number: int, situation: Situation) -> None:
-        """Within a stage: its rounds refine what the stage before has made."""
-        rules, rounds = self.rules(situation.settings), situation.settings.rounds
-        found = stages(rounds, rules.iterations)
-        wanted = next((each for each in found if situation.round <= each.last), None)
-        given = next((each for each in found if number + 1 <= each.last), None)
-        if wanted != given:
-            what = f"of the stage {wanted.name}" if wanted else "no more"
-            usable = f"rounds {wanted.first - 1} to {situation.round - 1}" if wanted else f"round {rounds}"
-            raise WrongState(
-                f"model_version: DM-PFL's stages build on each other, and round {situation.round} is {what}; it can "
-                f"begin from the models of {usable}, not from that of round {number}"
-            )
-
-    def check_mask(self, model: GlobalModel, mask: ElementMask, situation: Situation) -> None:
-        """In the stage ``masks``, any mask that has K_l weights in each layer."""
-        if situation.plan.get("stage") != "masks":
-            super().check_mask(model, mask, situation)
-        check_counts(mask, self._counts(situation))
-
-    def why_mean_only(self, settings: FederationSettings) -> str | None:
-        """Masks are decided outside of it."""
-        return (
-            "the mask follows from votes, and from weights that a few devices hold alone, of which no rule sees a "
-            "second value"
-        )
-
-    def sums(self, model: GlobalModel, situation: Situation) -> ElementSums:
-        """Weighted sums, and votes where masks differ."""
-        assert model.mask is not None
-        voting = situation.plan.get("stage") == "masks"
-        return VotingSums(situation.manifest, model.mask) if voting else ElementSums(situation.manifest, model.mask)
-
-    def close(self, model: GlobalModel, sums: ElementSums, situation: Situation) -> GlobalModel:
-        """Means over holders; in the stage ``masks`` m_g by magnitude among what enough of them hold."""
-        assert model.mask is not None
-        counts, rules = self._counts(situation), self.rules(situation.settings)
-        tensors: Tensors = {}
-        dense: Tensors = {}
-        exists: dict[str, Any] = {}
-        for spec, numerator, weights in sums.totals():
-            maskable = spec.name in model.mask.exists
-            old = (model.own if maskable else model.tensors)[spec.name].reshape(-1)
-            mean = quotient(numerator, weights, old)
-            if not maskable:
-                tensors[spec.name] = mean.reshape(spec.shape)
-                continue
-            dense[spec.name] = mean.reshape(spec.shape)
-            if isinstance(sums, VotingSums):
-                kept = _shared(mean, sums.votes[spec.name], sums.updates, counts[spec.name], rules)
-                exists[spec.name] = kept.reshape(spec.shape)
-        mask = ElementMask({name: exists[name] for name in model.mask.exists}) if exists else model.mask
-        new = mask.without(model.mask).count
-        return self._model(dense, mask, tensors, {"positions_replaced": new, "shared": mask.count})
+def close(model: GlobalModel, sums: ElementSums, situation: Situation) -> GlobalModel:
+    """Return means over holders; in the stage ``masks`` m_g by magnitude among what enough of them hold."""
+    assert model.mask is not None
+    counts, rules = _counts(situation), situation.own(DMPFLSettings)
+    tensors: Tensors = {}
+    dense: Tensors = {}
+    exists: dict[str, Any] = {}
+    for spec, numerator, weights in sums.totals():
+        maskable = spec.name in model.mask.exists
+        old = (model.own if maskable else model.tensors)[spec.name].reshape(-1)
+        mean = quotient(numerator, weights, old)
+        if not maskable:
+            tensors[spec.name] = mean.reshape(spec.shape)
+            continue
+        dense[spec.name] = mean.reshape(spec.shape)
+        if isinstance(sums, VotingSums):
+            kept = _shared(mean, sums.votes[spec.name], sums.updates, counts[spec.name], rules)
+            exists[spec.name] = kept.reshape(spec.shape)
+    mask = ElementMask({name: exists[name] for name in model.mask.exists}) if exists else model.mask
+    new = mask.without(model.mask).count
+    return _model(dense, mask, tensors, {"positions_replaced": new, "shared": mask.count})
 
 
 def _shared(mean: Array, votes: Array, updates: int, count: int, rules: DMPFLSettings) -> Any:
-    """m_g of one layer, bool [n]: the largest among what more than ``vote_percent`` of the updates hold."""
+    """Return m_g of one layer, bool [n]: the largest among what more than ``vote_percent`` of the updates hold."""
     alike: Sum = np.ones(len(mean))
     eligible = 100 * votes.astype(np.int64) > rules.vote_percent * updates
     kept = trim(mean, alike, eligible, count)  # type: ignore[arg-type]
     missing = count - int(np.count_nonzero(kept))
     return kept | trim(mean, alike, ~kept, missing) if rules.fill and missing else kept  # type: ignore[arg-type]
+
+
+DMPFL = CoordinatorMethod(
+    smallest_budget=smallest_budget,
+    settings_type=DMPFLSettings,
+    personal_models=True,
+    always_sends_values=True,
+    start=start,
+    schedule=Schedule(work=work, last_for_everyone=last_for_everyone, check_rollback=check_rollback),
+    masks=DeviceMasks(check=check_mask),
+    aggregation=Aggregation(
+        sums=sums_of,
+        close=close,
+        why_mean_only="the mask follows from votes, and from weights that a few devices hold alone, of which no rule "
+        "sees a second value",
+    ),
+)

@@ -8,13 +8,7 @@ is given the last global model, which it may fine-tune (``finetune_epochs``).
 
 from __future__ import annotations
 
-from edge_sdk.protocol.messages import FederationSettings
-from sparrow.coordinator.methods import CoordinatorMethod
+from sparrow.coordinator.methods import CoordinatorMethod, whole_model
 
-
-class FedAvg(CoordinatorMethod):
-    """Server half of FedAvg: w <- sum of n_k w_k / sum of n_k, over the cohort."""
-
-    def smallest_budget(self, settings: FederationSettings) -> float:
-        """The whole model."""
-        return 1.0
+FEDAVG = CoordinatorMethod(smallest_budget=whole_model)
+"""w <- sum of n_k w_k / sum of n_k, over the cohort."""

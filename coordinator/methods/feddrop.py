@@ -8,15 +8,7 @@ with their training samples, and the whole global model is what is judged.
 
 from __future__ import annotations
 
-from sparrow.coordinator.methods import CoordinatorMethod
+from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget
 
-
-class FedDrop(CoordinatorMethod):
-    """Server half of random federated dropout; a weight that nobody held keeps its value."""
-
-    needs_coupling = True
-    narrow = True
-
-    def active_ratio(self, budget: float) -> float | None:
-        """A device's budget is the share of neurons that it trains."""
-        return budget
+FEDDROP = CoordinatorMethod(smallest_budget=any_budget, active=ActiveNeurons(narrow=True))
+"""A masked weighted mean; a weight that nobody held keeps its value."""

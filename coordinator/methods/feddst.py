@@ -11,16 +11,14 @@ cuts layers that its densities keep whole, and grows over active weights. Here i
 
 from __future__ import annotations
 
-from edge_sdk.protocol.messages import FederationSettings
-from sparrow.coordinator.methods.fedsgc import FedSGC, FedSGCSettings
-from sparrow.coordinator.methods.sparse import SparseTrainingSettings
+from sparrow.coordinator.methods import GlobalModel, Situation
+from sparrow.coordinator.methods.sparse import SparseTrainingSettings, average_and_prune, replacing_method
+from sparrow.coordinator.rounds.sums import ElementSums
 
 
-class FedDST(FedSGC):
-    """Server half of FedDST."""
+def close(model: GlobalModel, sums: ElementSums, situation: Situation) -> GlobalModel:
+    """Return the model averaged over those who answered, and pruned to K_l."""
+    return average_and_prune(model, sums)
 
-    settings_type = SparseTrainingSettings
 
-    def rules(self, settings: FederationSettings) -> FedSGCSettings:
-        """Nothing is guided, and only those who answer are averaged."""
-        return FedSGCSettings(**settings.method_settings, guided_share=0.0, rest="none")
+FEDDST = replacing_method(SparseTrainingSettings, close)

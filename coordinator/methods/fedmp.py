@@ -6,8 +6,8 @@ Computing", ICDE 2022, as FedSPU's method card (section 5) compares it: devices 
 
 from __future__ import annotations
 
-from sparrow.coordinator.methods.hermes import Hermes
+from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget
 
-
-class FedMP(Hermes):
-    """Server half of FedMP."""
+FEDMP = CoordinatorMethod(
+    smallest_budget=any_budget, active=ActiveNeurons(narrow=True, devices_choose=True), personal_models=True
+)

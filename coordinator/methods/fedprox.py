@@ -7,15 +7,13 @@ evenly and averaged with weights n_k, as its released code does: the same mean, 
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from sparrow.coordinator.methods.fedavg import FedAvg
+from sparrow.coordinator.methods import CoordinatorMethod, MethodSettings, whole_model
 
 
-class FedProxSettings(BaseModel):
-    """What FedProx knows beyond FedAvg."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class FedProxSettings(MethodSettings):
+    """FedProx's settings beyond FedAvg's."""
 
     proximal_weight: float = Field(
         default=0.01,
@@ -25,7 +23,4 @@ class FedProxSettings(BaseModel):
     )
 
 
-class FedProx(FedAvg):
-    """Server half of FedProx."""
-
-    settings_type = FedProxSettings
+FEDPROX = CoordinatorMethod(smallest_budget=whole_model, settings_type=FedProxSettings)

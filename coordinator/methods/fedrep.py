@@ -6,8 +6,9 @@ Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for P
 
 from __future__ import annotations
 
-from sparrow.coordinator.methods.fedper import FedPer
+from sparrow.coordinator.methods import CoordinatorMethod, whole_model
+from sparrow.coordinator.methods.parts import private_head
 
-
-class FedRep(FedPer):
-    """Server half of FedRep."""
+FEDREP = CoordinatorMethod(
+    smallest_budget=whole_model, usable_global_model=False, personal_models=True, manifest=private_head
+)

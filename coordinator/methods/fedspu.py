@@ -11,16 +11,7 @@ devices apart, so that the later one overwrites; here there is one mean weighted
 
 from __future__ import annotations
 
-from sparrow.coordinator.methods import CoordinatorMethod
+from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget
 
-
-class FedSPU(CoordinatorMethod):
-    """Server half of FedSPU: a masked weighted mean; a weight that nobody held keeps its value."""
-
-    needs_coupling = True
-    personal_models = True
-    mixes_global = True
-
-    def active_ratio(self, budget: float) -> float | None:
-        """A device's budget is its active ratio p_k."""
-        return budget
+FEDSPU = CoordinatorMethod(smallest_budget=any_budget, active=ActiveNeurons(), personal_models=True, mixes_global=True)
+"""A masked weighted mean; a weight that nobody held keeps its value."""

@@ -7,17 +7,9 @@ max(1, floor(p_k n_l)) neurons, the same in all rounds. The server averages weig
 
 from __future__ import annotations
 
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.neurons import first_neurons
-from sparrow.coordinator.methods.feddrop import FedDrop
+from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget
 
-
-class FjORD(FedDrop):
-    """Server half of FjORD."""
-
-    personal_models = True
-
-    def neurons(self, manifest: Manifest, ratio: float) -> NeuronMask | None:
-        """The first of each group."""
-        return first_neurons(manifest, ratio)
+FJORD = CoordinatorMethod(
+    smallest_budget=any_budget, active=ActiveNeurons(narrow=True, rule=first_neurons), personal_models=True
+)

@@ -6,11 +6,8 @@ Li, Sun, Li, Pu, Li, Chen, "Hermes: An Efficient Federated Learning Framework fo
 
 from __future__ import annotations
 
-from sparrow.coordinator.methods.feddrop import FedDrop
+from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget
 
-
-class Hermes(FedDrop):
-    """Server half of Hermes: what devices choose their neurons by is their half's."""
-
-    personal_models = True
-    devices_choose = True
+HERMES = CoordinatorMethod(
+    smallest_budget=any_budget, active=ActiveNeurons(narrow=True, devices_choose=True), personal_models=True
+)

@@ -11,12 +11,12 @@ from __future__ import annotations
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.neurons import active_count_up, first_neurons
-from sparrow.coordinator.methods.feddrop import FedDrop
+from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget
 
 
-class HeteroFL(FedDrop):
-    """Server half of HeteroFL."""
+def neurons(manifest: Manifest, ratio: float) -> NeuronMask:
+    """Return the first neurons of each group, their number rounded up."""
+    return first_neurons(manifest, ratio, active_count_up)
 
-    def neurons(self, manifest: Manifest, ratio: float) -> NeuronMask | None:
-        """The first of each group, rounded up."""
-        return first_neurons(manifest, ratio, active_count_up)
+
+HETEROFL = CoordinatorMethod(smallest_budget=any_budget, active=ActiveNeurons(narrow=True, rule=neurons))

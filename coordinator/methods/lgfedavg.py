@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings
-from sparrow.coordinator.methods.fedper import FedPer, check_apart, linear_layers
+from sparrow.coordinator.methods import CoordinatorMethod, whole_model
+from sparrow.coordinator.methods.parts import check_apart, linear_layers
 
 
-class LGFedAvg(FedPer):
-    """Server half of LG-FedAvg."""
+def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
+    """Return the manifest in which all but the linear layers, or the first of them, is private."""
+    linear = linear_layers(published)
+    head = check_apart(published, linear)
+    body = {spec.name for spec in published.shared} - head
+    return published.with_private(body or check_apart(published, linear[:1]))
 
-    def manifest(self, published: Manifest, settings: FederationSettings) -> Manifest:
-        """All but the linear layers, or the first of them, is private."""
-        linear = linear_layers(published)
-        head = check_apart(published, linear)
-        body = {spec.name for spec in published.shared} - head
-        return published.with_private(body or check_apart(published, linear[:1]))
+
+LGFEDAVG = CoordinatorMethod(
+    smallest_budget=whole_model, usable_global_model=False, personal_models=True, manifest=manifest
+)

@@ -6,24 +6,19 @@ global model stays what it was. Reports and evaluations are collected as for any
 
 from __future__ import annotations
 
-from edge_sdk.protocol.messages import FederationSettings, Kind
-from sparrow.coordinator.methods import CoordinatorMethod, Situation, Work
+from edge_sdk.protocol.messages import Kind
+from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, Schedule, Situation, Work, whole_model
 
 
-class Local(CoordinatorMethod):
-    """Server half of local training: it only calls the rounds."""
+def work(situation: Situation) -> Work:
+    """Return the same work for every round: each device of the cohort trains its own model and reports."""
+    return Work(Kind.personalise)
 
-    usable_global_model = False
-    personal_models = True
 
-    def smallest_budget(self, settings: FederationSettings) -> float:
-        """The whole model."""
-        return 1.0
-
-    def why_mean_only(self, settings: FederationSettings) -> str | None:
-        """There is none."""
-        return "nothing of a model goes up"
-
-    def work(self, situation: Situation) -> Work:
-        """Everybody drawn trains, and reports."""
-        return Work(Kind.personalise)
+LOCAL = CoordinatorMethod(
+    smallest_budget=whole_model,
+    usable_global_model=False,
+    personal_models=True,
+    schedule=Schedule(work=work),
+    aggregation=Aggregation(why_mean_only="nothing of a model goes up"),
+)

@@ -26,23 +26,29 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from edge_sdk.protocol.blocks import BlockMask, BlockTable, Costs
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.messages import FederationSettings, Kind
+from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import CoordinatorMethod, GlobalModel, Situation
+from sparrow.coordinator.methods import (
+    Aggregation,
+    CoordinatorMethod,
+    DeviceMasks,
+    GlobalModel,
+    MethodSettings,
+    Situation,
+    own_settings,
+)
 from sparrow.coordinator.rounds.sums import BlockSums
 
 MOST_BLOCKS = 100
 
 
-class PFedGateSettings(BaseModel):
-    """What pFedGate knows beyond every federation's settings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class PFedGateSettings(MethodSettings):
+    """pFedGate's settings beyond a federation's."""
 
     smallest_budget: float = Field(
         default=0.3,
@@ -92,99 +98,84 @@ class PFedGateSettings(BaseModel):
     )
 
 
-class PFedGate(CoordinatorMethod):
-    """Server half of pFedGate. Beside the model it keeps in which round each block last changed."""
+def smallest_budget(settings: FederationSettings) -> float:
+    """Return the budget that the table of blocks is cut for."""
+    return own_settings(settings, PFedGateSettings).smallest_budget
 
-    settings_type = PFedGateSettings
-    usable_global_model = False
-    personal_models = True
-    mask_type = BlockMask
-    sends_changes = True
 
-    def rules(self, settings: FederationSettings) -> PFedGateSettings:
-        """The method's settings."""
-        return PFedGateSettings.model_validate(settings.method_settings)
+def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
+    """Return the manifest with a table of all trainable tensors; what the publisher has cut already stays."""
+    private = [spec.name for spec in published.tensors if spec.trainable and spec.policy != "shared"]
+    if private:
+        raise BadContent(f"{private[0]}: pFedGate shares all that is trained; leave it shared")
+    rules, refusal = own_settings(settings, PFedGateSettings), ""
+    counts = [rules.blocks] if rules.blocks else range(5, MOST_BLOCKS + 1)
+    usable: Manifest | None = None
+    for count in counts:
+        cut = _cut(published, rules, count)
+        table, costs = cut.block_table, costs_of(cut, rules.cost)
+        try:
+            capacity = table.capacity(rules.smallest_budget, costs)
+        except ValueError as error:
+            refusal = refusal or str(error)
+            continue
+        usable = usable or cut
+        if capacity >= _largest(table, costs):
+            return cut
+    if usable is None:
+        raise BadContent(f"method_settings.smallest_budget: {refusal}")
+    return usable
 
-    def smallest_budget(self, settings: FederationSettings) -> float:
-        """What the table is cut for."""
-        return self.rules(settings).smallest_budget
 
-    def manifest(self, published: Manifest, settings: FederationSettings) -> Manifest:
-        """With a table of all trainable tensors; what the publisher has cut already stays."""
-        private = [spec.name for spec in published.tensors if spec.trainable and spec.policy != "shared"]
-        if private:
-            raise BadContent(f"{private[0]}: pFedGate shares all that is trained; leave it shared")
-        rules, refusal = self.rules(settings), ""
-        counts = [rules.blocks] if rules.blocks else range(5, MOST_BLOCKS + 1)
-        usable: Manifest | None = None
-        for count in counts:
-            cut = _cut(published, rules, count)
-            table, costs = cut.block_table, costs_of(cut, rules.cost)
-            try:
-                capacity = table.capacity(rules.smallest_budget, costs)
-            except ValueError as error:
-                refusal = refusal or str(error)
-                continue
-            usable = usable or cut
-            if capacity >= _largest(table, costs):
-                return cut
-        if usable is None:
-            raise BadContent(f"method_settings.smallest_budget: {refusal}")
-        return usable
+def start(tensors: Tensors, situation: Situation) -> GlobalModel:
+    """Return θ^0, of which no block has changed; ``own`` holds in which round each block last changed."""
+    return GlobalModel(tensors, own={"changed": np.zeros(len(situation.manifest.block_table.sizes), np.int64)})
 
-    def start(self, tensors: Tensors, situation: Situation) -> GlobalModel:
-        """θ^0; no block has changed."""
-        return GlobalModel(tensors, own={"changed": np.zeros(len(situation.manifest.block_table.sizes), np.int64)})
 
-    def sends_values(self, kind: Kind, holds_model: bool) -> bool:
-        """The newest θ, to be judged with the device's gate."""
-        return True
+def changed(model: GlobalModel, since: int, situation: Situation) -> BlockMask:
+    """Return the blocks that a later round has touched."""
+    return BlockMask(model.own["changed"].astype(np.int64) > since)
 
-    def changed(self, model: GlobalModel, since: int, situation: Situation) -> BlockMask:
-        """Blocks that a later round has touched."""
-        return BlockMask(model.own["changed"].astype(np.int64) > since)
 
-    def check_mask(self, model: GlobalModel, mask: BlockMask, situation: Situation) -> None:
-        """Any blocks, the first of every tensor among them."""
-        if not mask.on[situation.manifest.block_table.forced].all():
-            raise BadContent("mask: the first block of every tensor is always on; send it, too")
+def check_mask(model: GlobalModel, mask: BlockMask, situation: Situation) -> None:
+    """Raise BadContent unless the first block of every tensor is among those sent."""
+    if not mask.on[situation.manifest.block_table.forced].all():
+        raise BadContent("mask: the first block of every tensor is always on; send it, too")
 
-    def why_mean_only(self, settings: FederationSettings) -> str | None:
-        """The released code's denominator is no mean of those who sent a block."""
-        if self.rules(settings).denominator == "all":
-            return "its denominator all counts devices that did not send a block, and no rule sees those"
+
+def why_mean_only(settings: FederationSettings) -> str | None:
+    """Return why no other rule can take the mean's place where devices count that did not send a block."""
+    if own_settings(settings, PFedGateSettings).denominator == "all":
+        return "its denominator all counts devices that did not send a block, and no rule sees those"
+    return None
+
+
+def sums_of(model: GlobalModel, situation: Situation) -> BlockSums:
+    """Return Σ n_i θ_ib and Σ n_i of each block."""
+    return BlockSums(situation.manifest, everybody=situation.own(PFedGateSettings).denominator == "all")
+
+
+def close(model: GlobalModel, sums: BlockSums, situation: Situation) -> GlobalModel:
+    """Return means over those who touched a block."""
+    last = np.where(sums.touched, situation.round, model.own["changed"])
+    return GlobalModel(sums.mean(model.tensors), own={"changed": last}, notes={"blocks": int(sums.touched.sum())})
+
+
+def warning(model: GlobalModel, situation: Situation) -> str | None:
+    """Return a warning for a block that is larger than what the weakest device may add: it never chooses it."""
+    rules, table = situation.own(PFedGateSettings), situation.manifest.block_table
+    costs = costs_of(situation.manifest, rules.cost)
+    capacity, largest = table.capacity(rules.smallest_budget, costs), _largest(table, costs)
+    if capacity >= largest:
         return None
-
-    def why_not_private(self, settings: FederationSettings) -> str | None:
-        """Changed blocks are told apart from others."""
-        return "which blocks changed follows from what devices' gates choose, and goes out without noise"
-
-    def sums(self, model: GlobalModel, situation: Situation) -> BlockSums:
-        """Σ n_i θ_ib and Σ n_i of each block."""
-        return BlockSums(situation.manifest, everybody=self.rules(situation.settings).denominator == "all")
-
-    def close(self, model: GlobalModel, sums: BlockSums, situation: Situation) -> GlobalModel:
-        """Means over those who touched a block."""
-        changed = np.where(sums.touched, situation.round, model.own["changed"])
-        return GlobalModel(
-            sums.mean(model.tensors), own={"changed": changed}, notes={"blocks": int(sums.touched.sum())}
-        )
-
-    def warning(self, model: GlobalModel, situation: Situation) -> str | None:
-        """A block that is larger than what the weakest device may add is never chosen by it."""
-        rules, table = self.rules(situation.settings), situation.manifest.block_table
-        costs = costs_of(situation.manifest, rules.cost)
-        capacity, largest = table.capacity(rules.smallest_budget, costs), _largest(table, costs)
-        if capacity >= largest:
-            return None
-        return (
-            f"a device of the smallest budget, {rules.smallest_budget:g}, can never choose the largest blocks: they "
-            f"cost {largest}, {capacity} are left; give more blocks, or a smaller first_share"
-        )
+    return (
+        f"a device of the smallest budget, {rules.smallest_budget:g}, can never choose the largest blocks: they "
+        f"cost {largest}, {capacity} are left; give more blocks, or a smaller first_share"
+    )
 
 
 def costs_of(manifest: Manifest, cost: str) -> Costs:
-    """What each block takes of a budget, [L]. Seconds, which only a device can measure, are taken to go by FLOPs."""
+    """Return what each block takes of a budget, [L]; seconds, which only a device can measure, go by FLOPs."""
     return manifest.block_table.sizes if cost == "parameters" else block_flops(manifest)
 
 
@@ -196,5 +187,26 @@ def _cut(manifest: Manifest, rules: PFedGateSettings, count: int) -> Manifest:
 
 
 def _largest(table: BlockTable, costs: Costs) -> int:
-    """The cost of the largest block that is not always on."""
+    """Return the cost of the largest block that is not always on."""
     return int(costs[~table.forced].max(initial=0))
+
+
+PFEDGATE = CoordinatorMethod(
+    smallest_budget=smallest_budget,
+    settings_type=PFedGateSettings,
+    usable_global_model=False,
+    personal_models=True,
+    always_sends_values=True,  # the newest θ is judged with the device's gate
+    manifest=manifest,
+    start=start,
+    masks=DeviceMasks(check=check_mask, type=BlockMask),
+    changes=changed,
+    aggregation=Aggregation(
+        sums=sums_of,
+        close=close,
+        why_mean_only=why_mean_only,
+        why_not_private="which blocks changed follows from what devices' gates choose, and goes out without noise",
+        why_not_buffered=None,
+    ),
+    warning=warning,
+)

@@ -32,15 +32,31 @@ from pydantic import Field
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Array, Manifest
 from edge_sdk.protocol.masks import Mask
-from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.sparsity import readjust
-from sparrow.coordinator.methods import GlobalModel, Plan, Situation, Work
-from sparrow.coordinator.methods.grasp import Prepared, PreparedSettings
+from sparrow.coordinator.methods import (
+    Aggregation,
+    CoordinatorMethod,
+    DeviceMasks,
+    GlobalModel,
+    Plan,
+    Schedule,
+    Situation,
+    Work,
+)
+from sparrow.coordinator.methods.prepared import (
+    ONE_DEVICE,
+    PreparedSettings,
+    check_prepared,
+    close_prepared,
+    density_of,
+    start_whole,
+    sums_of_prepared,
+)
 from sparrow.coordinator.rounds.sums import ElementSums, OneUpdate, Sums
 
 
 class PruneFLSettings(PreparedSettings):
-    """What PruneFL knows beyond that."""
+    """PruneFL's settings beyond those of prepared models."""
 
     prepare_rounds: int = Field(
         default=1000, ge=1, le=1_000_000, description="Most rounds that the first device trains alone"
@@ -71,57 +87,65 @@ class SquaredGradientSums(ElementSums):
         self._squares += np.multiply(gradients, float(num_examples), dtype=np.float64)
 
     def importance(self) -> dict[str, NDArray[Any]]:
-        """g²: name of every maskable tensor -> float64, its shape."""
+        """Return g²: name of every maskable tensor -> float64, its shape."""
         shapes = [(spec.name, spec.shape, spec.size) for spec in self._manifest.maskable]
         ends = np.cumsum([size for _, _, size in shapes])[:-1]
         parts = np.split(self._squares / self.num_examples, ends)
         return {name: part.reshape(shape) for (name, shape, _), part in zip(shapes, parts, strict=True)}
 
 
-class PruneFL(Prepared):
-    """Server half of PruneFL."""
+def work(situation: Situation) -> Work:
+    """Return whether this round replaces weights, and so wants gradients."""
+    number, settings = situation.round, situation.settings
+    due = 0 < number < settings.rounds and number % situation.own(PruneFLSettings).adjust_interval == 0
+    return Work(plan={"gradients": True} if due else {})
 
-    settings_type = PruneFLSettings
 
-    def rules(self, settings: FederationSettings) -> PruneFLSettings:
-        """The method's settings."""
-        return PruneFLSettings.model_validate(settings.method_settings)
+def wants_gradients(plan: Plan) -> bool:
+    """Return whether the round was planned so."""
+    return bool(plan.get("gradients"))
 
-    def work(self, situation: Situation) -> Work:
-        """Whether this round replaces weights, and so wants gradients."""
-        number, settings = situation.round, situation.settings
-        due = 0 < number < settings.rounds and number % self.rules(settings).adjust_interval == 0
-        return Work(plan={"gradients": True} if due else {})
 
-    def wants_gradients(self, plan: Plan) -> bool:
-        """As planned."""
-        return bool(plan.get("gradients"))
+def sums_of(model: GlobalModel, situation: Situation) -> Sums:
+    """Return sums with the squared gradients, where the round asks for them."""
+    if model.mask is None or not wants_gradients(situation.plan):
+        return sums_of_prepared(model, situation)
+    return SquaredGradientSums(situation.manifest, model.mask)
 
-    def why_mean_only(self, settings: FederationSettings) -> str | None:
-        """Masks are decided outside of it."""
-        return "squared gradients decide which weights exist, and one device could make any weight the most important"
 
-    def sums(self, model: GlobalModel, situation: Situation) -> Sums:
-        """With the squared gradients, where they were asked for."""
-        if model.mask is None or not self.wants_gradients(situation.plan):
-            return super().sums(model, situation)
-        return SquaredGradientSums(situation.manifest, model.mask)
+def close(model: GlobalModel, sums: OneUpdate | ElementSums, situation: Situation) -> GlobalModel:
+    """Return FedAvg of what exists, of which then exists what is worth its time."""
+    averaged = close_prepared(model, sums, situation)
+    if not isinstance(sums, SquaredGradientSums):
+        return averaged
+    assert averaged.mask is not None
+    rules, tensors = situation.own(PruneFLSettings), averaged.tensors
+    mask = readjust(
+        situation.manifest,
+        {name: tensors[name].astype(np.float32, copy=False) for name in averaged.mask.exists},
+        sums.importance(),
+        averaged.mask,
+        density=rules.density,
+        share=rules.share * 0.5 ** (situation.round / rules.half_life),
+        fixed_cost=rules.fixed_cost,
+    )
+    notes = {"positions_replaced": mask.without(averaged.mask).count, "weights": mask.count}
+    return GlobalModel({**tensors, **mask.apply(tensors)}, mask, notes=notes)
 
-    def close(self, model: GlobalModel, sums: OneUpdate | ElementSums, situation: Situation) -> GlobalModel:
-        """FedAvg of what exists; then what is worth its time exists."""
-        averaged = super().close(model, sums, situation)
-        if not isinstance(sums, SquaredGradientSums):
-            return averaged
-        assert averaged.mask is not None
-        rules, tensors = self.rules(situation.settings), averaged.tensors
-        mask = readjust(
-            situation.manifest,
-            {name: tensors[name].astype(np.float32, copy=False) for name in averaged.mask.exists},
-            sums.importance(),
-            averaged.mask,
-            density=rules.density,
-            share=rules.share * 0.5 ** (situation.round / rules.half_life),
-            fixed_cost=rules.fixed_cost,
-        )
-        notes = {"positions_replaced": mask.without(averaged.mask).count, "weights": mask.count}
-        return GlobalModel({**tensors, **mask.apply(tensors)}, mask, notes=notes)
+
+PRUNEFL = CoordinatorMethod(
+    smallest_budget=density_of,
+    settings_type=PruneFLSettings,
+    prepares=True,
+    start=start_whole,
+    schedule=Schedule(work=work),
+    gradients=wants_gradients,
+    masks=DeviceMasks(check=check_prepared),
+    aggregation=Aggregation(
+        sums=sums_of,
+        close=close,
+        why_mean_only="squared gradients decide which weights exist, and one device could make any weight the most "
+        "important",
+        why_not_private=ONE_DEVICE,
+    ),
+)

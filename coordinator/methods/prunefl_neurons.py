@@ -6,8 +6,8 @@ arXiv:1909.12326, in the form in which FedSPU's method card (section 5) compares
 
 from __future__ import annotations
 
-from sparrow.coordinator.methods.hermes import Hermes
+from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget
 
-
-class PruneFLNeurons(Hermes):
-    """Server half of neuron-wise PruneFL."""
+PRUNEFL_NEURONS = CoordinatorMethod(
+    smallest_budget=any_budget, active=ActiveNeurons(narrow=True, devices_choose=True), personal_models=True
+)

@@ -1,22 +1,38 @@
-"""What methods of one sparse model share: settings (FedDST, FedSGC), and what they refuse."""
+"""Helpers of methods of one sparse model, and the whole of those whose devices replace weights (FedDST, FedSGC)."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
 
-from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.sparsity import LayerSparsity, layer_counts
+from edge_sdk.protocol.bundle import Signs
+from edge_sdk.protocol.elements import ElementMask, Points
+from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.masks import Block
+from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.protocol.sparsity import LayerSparsity, layer_counts, magnitude_mask, random_mask, trim
 from sparrow.coordinator.errors import BadContent
-from sparrow.coordinator.methods import Situation
+from sparrow.coordinator.methods import (
+    Aggregation,
+    CoordinatorMethod,
+    DeviceMasks,
+    GlobalModel,
+    MethodSettings,
+    Schedule,
+    Situation,
+    Work,
+    own_settings,
+    refuse_mask,
+)
+from sparrow.coordinator.rounds.sums import ElementSums
 
 
-class SparseTrainingSettings(BaseModel):
-    """What dynamic sparse training knows, with or without a direction map."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class SparseTrainingSettings(MethodSettings):
+    """The settings of dynamic sparse training, with or without a direction map."""
 
     density: float = Field(default=0.2, gt=0, le=1, description="Share of the maskable weights that exist, 1 - S")
     layer_sparsity: LayerSparsity = Field(default="erk", description="How it is shared among layers")
@@ -46,7 +62,7 @@ def check_maskable(manifest: Manifest) -> None:
 
 
 def weights_per_layer(situation: Situation, density: float, rule: LayerSparsity) -> dict[str, int]:
-    """K_l of every maskable tensor. Raises BadContent for a federation that cannot replace weights by epochs."""
+    """Return K_l of every maskable tensor. Raises BadContent for a federation that cannot replace weights by epochs."""
     if situation.settings.local_steps is not None:
         raise BadContent("local_steps: replacing weights goes by epochs; give local_epochs instead")
     check_maskable(situation.manifest)
@@ -61,3 +77,163 @@ def check_counts(mask: ElementMask, wanted: dict[str, int]) -> None:
     for name, count in wanted.items():
         if mask.counts[name] != count:
             raise BadContent(f"mask: {name} has {mask.counts[name]} weights, it must have {count}; grow what it drops")
+
+
+def replacing_method(
+    settings_type: type[SparseTrainingSettings],
+    close: Callable[[GlobalModel, ElementSums, Situation], GlobalModel],
+    directions: Callable[[GlobalModel, Situation], Signs | None] | None = None,
+) -> CoordinatorMethod:
+    """Return a method of one sparse model in which devices replace weights now and then.
+
+    In layer l exactly K_l weights exist. Beside the model the method keeps how many positions were replaced.
+    """
+
+    def smallest_budget(settings: FederationSettings) -> float:
+        return own_settings(settings, settings_type).density
+
+    def start(tensors: Tensors, situation: Situation) -> GlobalModel:
+        return first_sparse_model(tensors, situation, situation.own(settings_type))
+
+    def work(situation: Situation) -> Work:
+        return work_of(situation, situation.own(settings_type).adjust_interval)
+
+    def warning(model: GlobalModel, situation: Situation) -> str | None:
+        return warning_of(model, situation, situation.own(settings_type).adjust_interval)
+
+    return CoordinatorMethod(
+        smallest_budget=smallest_budget,
+        settings_type=settings_type,
+        start=start,
+        schedule=Schedule(work=work),
+        masks=DeviceMasks(check=check_replaced),
+        directions=directions,
+        aggregation=Aggregation(
+            sums=element_sums,
+            close=close,
+            why_mean_only="the largest weights that any device holds are kept, so that one alone could place weights "
+            "that no rule sees a second value of",
+        ),
+        warning=warning,
+    )
+
+
+def first_sparse_model(tensors: Tensors, situation: Situation, rules: SparseTrainingSettings) -> GlobalModel:
+    """Return θ_1 = weights · m_1."""
+    manifest, seed = situation.manifest, situation.settings.seed
+    counts = weights_per_layer(situation, rules.density, rules.layer_sparsity)
+    at_random = rules.initial_mask == "random"
+    mask = random_mask(manifest, counts, seed) if at_random else magnitude_mask(tensors, manifest, counts)
+    return GlobalModel({**tensors, **mask.apply(tensors)}, mask, {"replaced": np.zeros(1, dtype=np.int64)})
+
+
+def work_of(situation: Situation, interval: int) -> Work:
+    """Return whether this round replaces weights, and the epochs that a device is expected to train in all, T_c."""
+    settings = situation.settings
+    if situation.round % interval or situation.round >= settings.rounds:
+        return Work()
+    share = min(1.0, settings.cohort / max(1, situation.devices))
+    return Work(plan={"expected_epochs": max(1, round(settings.local_epochs * settings.rounds * share))})
+
+
+def check_replaced(model: GlobalModel, mask: ElementMask, situation: Situation) -> None:
+    """Raise BadContent unless the mask has K_l weights in each layer, and the round replaces weights."""
+    if not situation.plan:
+        refuse_mask()
+    assert model.mask is not None
+    check_counts(mask, model.mask.counts)
+
+
+def element_sums(model: GlobalModel, situation: Situation) -> ElementSums:
+    """Return Σ n_c θ_c m_c and Σ n_c m_c."""
+    assert model.mask is not None
+    return ElementSums(situation.manifest, model.mask)
+
+
+class Movement(Protocol):
+    """An observer of how each sparse tensor moved in a round; ``own`` is what it keeps beside the model."""
+
+    own: Tensors
+
+    def whole(
+        self,
+        name: str,
+        old: NDArray[np.float64],
+        half: NDArray[np.float32],
+        new: NDArray[np.float32],
+        trained: NDArray[np.bool_],
+    ) -> None:
+        """Note a tensor's old values, those before and after the global prune, and who trained them, all [n]."""
+
+    def part(
+        self, name: str, size: int, part: Block | Points, old: NDArray[np.float64], new: NDArray[np.float32]
+    ) -> None:
+        """Note the old and new values of a tensor of ``size``, where it exists, ``part``."""
+
+
+def average_and_prune(
+    model: GlobalModel, sums: ElementSums, rest: int = 0, movement: Movement | None = None
+) -> GlobalModel:
+    """Return the mean over those who hold a weight, of which the K_l largest of each layer stay.
+
+    rest: the examples of devices that did not answer, and hold on to the old weights.
+    """
+    assert model.mask is not None
+    if sums.alike:
+        return _average_alike(model, sums, rest, movement)
+    tensors: Tensors = {}
+    exists: dict[str, Any] = {}
+    union = 0
+    for spec, numerator, weights in sums.totals():
+        old = model.tensors[spec.name].reshape(-1).astype(np.float64)  # 0 where nobody held it
+        held = model.mask.exists.get(spec.name)
+        trained = weights > 0
+        if rest:
+            numerator += rest * old
+            weights += rest if held is None else rest * held.reshape(-1)
+        half = np.divide(numerator, weights, out=np.zeros_like(numerator), where=weights > 0).astype(np.float32)
+        if held is None:
+            tensors[spec.name] = half.reshape(spec.shape)
+            continue
+        kept = trim(half, weights, weights > 0, model.mask.counts[spec.name])
+        new = np.where(kept, half, np.float32(0))  # a product would leave zeros of both signs
+        tensors[spec.name], exists[spec.name] = new.reshape(spec.shape), kept.reshape(spec.shape)
+        union += int(np.count_nonzero(weights))
+        if movement:
+            movement.whole(spec.name, old, half, new, trained)
+    mask = ElementMask({name: exists[name] for name in model.mask.exists})
+    replaced = mask.without(model.mask).count
+    own = {**(movement.own if movement else {}), "replaced": model.own["replaced"] + replaced}
+    return GlobalModel(tensors, mask, own, {"positions_replaced": replaced, "union": union})
+
+
+def _average_alike(model: GlobalModel, sums: ElementSums, rest: int, movement: Movement | None) -> GlobalModel:
+    """Return the same where everybody kept the round's mask, as in ordinary rounds.
+
+    The mask stays, nothing is pruned, and only what exists is looked at.
+    """
+    assert model.mask is not None
+    tensors: Tensors = {}
+    for spec, part, numerator in sums.packed():
+        old = part.take(model.tensors[spec.name]).astype(np.float64)
+        mean = ((numerator + rest * old) / float(sums.num_examples + rest)).astype(np.float32)
+        tensors[spec.name] = np.zeros(spec.shape, dtype=np.float32)
+        part.put(tensors[spec.name], mean)
+        if movement and spec.name in model.mask.exists:
+            movement.part(spec.name, spec.size, part, old, mean)
+    own = {**(movement.own if movement else {}), "replaced": model.own["replaced"]}
+    return GlobalModel(tensors, model.mask, own, {"positions_replaced": 0, "union": model.mask.count})
+
+
+def warning_of(model: GlobalModel, situation: Situation, interval: int) -> str | None:
+    """Return a warning where the mask has never changed: that is no dynamic sparse training."""
+    last = situation.settings.rounds - 1  # the last round re-adjusts nothing
+    if last < interval:
+        return f"of {last + 1} rounds none replaces weights; give an adjust_interval of less than {interval}"
+    adjusted = min(situation.round, last) // interval
+    if not adjusted or model.own["replaced"][0]:
+        return None
+    return (
+        f"no weight has been replaced in {adjusted} re-adjusting rounds: the mask is still the first one; lower "
+        f"device_interval, raise over_pruning, give rest none, or take it for a static mask"
+    )

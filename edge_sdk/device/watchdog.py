@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime
+from functools import cache
+from importlib.metadata import entry_points
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -52,6 +54,16 @@ class Objection:
 
     reason: PauseReason
     text: str
+
+
+@cache  # looking through the installed packages takes milliseconds, and the watch looks every few seconds
+def _installed() -> tuple[Callable[..., Objection | None], ...]:
+    """Return the conditions that other packages register under ``sparrow.device_conditions``, by name.
+
+    Each is called with the ``Conditions`` and ``working``, and returns an objection or None.
+    """
+    found = sorted(entry_points(group="sparrow.device_conditions"), key=lambda entry: entry.name)
+    return tuple(entry.load() for entry in found)
 
 
 def judge(
@@ -104,7 +116,8 @@ def judge(
     if policy.hours is not None and conditions.clock_synchronised.value != 0 and not policy.within_hours(now):
         object_(PauseReason.hours, f"it is {now:%H:%M}, work is for {policy.hours}")
     found += _judge_spending(policy, spent, now)
-    return found
+    others = (condition(conditions, working=working) for condition in _installed())
+    return found + [objection for objection in others if objection is not None]
 
 
 def _judge_space(policy: Policy, conditions: Conditions, working: bool) -> list[Objection]:

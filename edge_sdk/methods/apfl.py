@@ -15,35 +15,41 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edge_sdk.methods import Job, Trained, Update, conclude
-from edge_sdk.methods.ditto import Ditto
+from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained, Update
+from edge_sdk.methods.rounds import adapt_as_in_a_round, conclude, evaluate_both
 from edge_sdk.protocol.masks import pack
 from edge_sdk.training.local import get_tensors, set_tensors
 from edge_sdk.training.merging import whole_model
 from edge_sdk.training.mixing import train_mixture
 
 
-class APFL(Ditto):
-    """Two models and their mixture; evaluation and adapting are Ditto's, with the mixture for a personal model."""
+class Settings(MethodSettings):
+    """APFL's own settings."""
 
-    def train(self, job: Job) -> Trained:
-        """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
-        settings, received = job.assignment.settings, whole_model(job.manifest, job.received)
-        mixing = float(job.state.memory.get("mixing_weight", settings.method_settings["mixing_weight"]))
-        set_tensors(job.model, received)
-        trained = train_mixture(
-            job.model,
-            job.task,
-            settings,
-            job.manifest,
-            own=dict(job.state.own) or received,
-            weight=mixing,
-            learning_rate=settings.learning_rate_of(job.assignment.round),
-            seed=job.seed("train"),
-            progress=job.progress,
-        )
-        update = Update(pack(job.manifest, get_tensors(job.model, job.manifest), None))
-        concluded = conclude(job, trained.result, personal=None, update=update)
-        memory = {**concluded.state.memory, "mixing_weight": trained.weight}
-        state = replace(concluded.state, personal=trained.mixture, memory=memory, own=trained.own)
-        return replace(concluded, state=state, flops=2 * concluded.flops)
+    mixing_weight: float
+
+
+def train(job: Job) -> Trained:
+    """Train one round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
+    settings, received = job.assignment.settings, whole_model(job.manifest, job.received)
+    known = job.state.memory.get("mixing_weight")
+    set_tensors(job.model, received)
+    trained = train_mixture(
+        job.model,
+        job.task,
+        settings,
+        job.manifest,
+        own=dict(job.state.own) or received,
+        weight=job.own(Settings).mixing_weight if known is None else float(known),
+        learning_rate=settings.learning_rate_of(job.assignment.round),
+        seed=job.seed("train"),
+        progress=job.progress,
+    )
+    update = Update(pack(job.manifest, get_tensors(job.model, job.manifest), None))
+    concluded = conclude(job, trained.result, personal=None, update=update)
+    memory = {**concluded.state.memory, "mixing_weight": trained.weight}
+    state = replace(concluded.state, personal=trained.mixture, memory=memory, own=trained.own)
+    return replace(concluded, state=state, flops=2 * concluded.flops)
+
+
+APFL = DeviceMethod(train=train, evaluate=evaluate_both, adapt=adapt_as_in_a_round, mixes_global=True)

@@ -13,38 +13,38 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, adapt_as_in_a_round, evaluate_both, train_loaded
-from edge_sdk.methods.fedavg import FedAvg
+from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained
+from edge_sdk.methods.rounds import adapt_as_in_a_round, evaluate_both, train_loaded
+from edge_sdk.methods.whole import train_whole
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import get_tensors, set_tensors
 from edge_sdk.training.merging import whole_model
 
 
-class Ditto(FedAvg):
-    """FedAvg, and a personal model; early stopping goes by FedAvg's losses."""
+class Settings(MethodSettings):
+    """Ditto's own settings."""
 
-    mixes_global = True
+    proximal_weight: float
 
-    def train(self, job: Job) -> Trained:
-        """One round of both. Raises BundleError for a payload that does not fit, TrainingDiverged when it failed."""
-        settings, received = job.assignment.settings, whole_model(job.manifest, job.received)
-        set_tensors(job.model, job.state.personal or {})  # what never travels (local running statistics)
-        trained = super().train(job)
-        set_tensors(job.model, received if job.state.personal is None else job.state.personal)
-        own = train_loaded(
-            job,
-            Freezing(job.model, job.manifest, None),
-            purpose="personal",
-            proximal_weight=float(settings.method_settings["proximal_weight"]),
-            proximal_centre=received,
-        )
-        state = replace(trained.state, personal=get_tensors(job.model, job.manifest))
-        return replace(trained, state=state, flops=2 * trained.flops, steps=trained.steps + own.steps)
 
-    def evaluate(self, job: Job) -> Evaluated:
-        """The personal model and the global one, where there are any, on held-out data."""
-        return evaluate_both(job)
+def train(job: Job) -> Trained:
+    """Train both models for one round. Raises BundleError for a payload that does not fit, TrainingDiverged.
 
-    def adapt(self, job: Job) -> DeviceState:
-        """A device that came too late trains the global model as in one round, or for ``finetune_epochs``."""
-        return adapt_as_in_a_round(job)
+    Early stopping goes by the losses of the model that is sent.
+    """
+    received = whole_model(job.manifest, job.received)
+    set_tensors(job.model, job.state.personal or {})  # what never travels (local running statistics)
+    trained = train_whole(job)
+    set_tensors(job.model, received if job.state.personal is None else job.state.personal)
+    own = train_loaded(
+        job,
+        Freezing(job.model, job.manifest, None),
+        purpose="personal",
+        proximal_weight=job.own(Settings).proximal_weight,
+        proximal_centre=received,
+    )
+    state = replace(trained.state, personal=get_tensors(job.model, job.manifest))
+    return replace(trained, state=state, flops=2 * trained.flops, steps=trained.steps + own.steps)
+
+
+DITTO = DeviceMethod(train=train, evaluate=evaluate_both, adapt=adapt_as_in_a_round, mixes_global=True)

@@ -29,13 +29,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
-from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, Trained, Update, conclude, train_loaded
-from edge_sdk.methods.fedavg import sparse_mask
+from edge_sdk.methods import DeviceMethod, DeviceState, Evaluated, Job, MethodSettings, Trained, Update
+from edge_sdk.methods.rounds import conclude, train_loaded
+from edge_sdk.methods.whole import sparse_mask
 from edge_sdk.protocol.elements import ElementMask, Flags
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Tensors
@@ -67,109 +68,124 @@ from edge_sdk.training.merging import whole_model
 from edge_sdk.training.replacing import Flat, Replacing
 
 
-class DMPFL(DeviceMethod):
-    """Three stages, two masks; between rounds the device keeps both models, and their base entropies."""
+class Settings(MethodSettings):
+    """DM-PFL's own settings."""
 
-    picks_best = False  # only the last stage makes a personal model of its own
+    density: float
+    layer_sparsity: LayerSparsity
+    adjust_at: At
+    personal_unmasked: bool
+    similarity: Similarity
 
-    def train(self, job: Job) -> Trained:
-        """One round of the stage ``masks`` or ``global``. Raises BundleError for a payload that does not fit,
-        TrainingDiverged when the round failed."""
-        m_g = sparse_mask(job)
-        if job.assignment.plan["stage"] == "global":
-            return self._refine(job, m_g)
-        dual = _composed(job, m_g)
-        set_tensors(job.model, {**dual.personal, **dual.unmasked})
-        replacing = _replacing(job, dual.mask)
-        result = _train(job, Freezing(job.model, job.manifest, None, flags_of(dual.mask)), replacing)
-        personal = get_tensors(job.model, job.manifest)
-        update = Update(pack(job.manifest, personal, replacing.mask), replacing.mask)
-        dual = Dual.of(job.manifest, personal, replacing.mask, whole_model(job.manifest, job.received), m_g)
-        counts = {**replacing.counts, **_sizes(dual)}
-        trained = _concluded(job, result, personal=personal, update=update, counts=counts)
-        state = replace(trained.state, own=dual.stored())
-        return replace(trained, state=state, flops=trained.flops + replacing.flops)
 
-    @staticmethod
-    def _refine(job: Job, m_g: ElementMask) -> Trained:
-        """The stage ``global``. Whom it meets first has the global model for its own from then on: it was told that it
-        holds one, and may stop before the stage ``personal``."""
-        state = job.state
-        if state.personal is None:
-            first = _composed(job, m_g)
-            state = replace(state, personal=first.personal, own=first.stored())
+def train(job: Job) -> Trained:
+    """Train one round of the stage ``masks`` or ``global``. Raises BundleError for a payload that does not fit,
+    TrainingDiverged when the round failed."""
+    m_g = sparse_mask(job)
+    if job.assignment.plan["stage"] == "global":
+        return _refine(job, m_g)
+    dual = _composed(job, m_g)
+    set_tensors(job.model, {**dual.personal, **dual.unmasked})
+    replacing = _replacing(job, dual.mask)
+    result = _train(job, Freezing(job.model, job.manifest, None, flags_of(dual.mask)), replacing)
+    personal = get_tensors(job.model, job.manifest)
+    update = Update(pack(job.manifest, personal, replacing.mask), replacing.mask)
+    dual = Dual.of(job.manifest, personal, replacing.mask, whole_model(job.manifest, job.received), m_g)
+    counts = {**replacing.counts, **_sizes(dual)}
+    trained = _concluded(job, result, personal=personal, update=update, counts=counts)
+    state = replace(trained.state, own=dual.stored())
+    return replace(trained, state=state, flops=trained.flops + replacing.flops)
+
+
+def _refine(job: Job, m_g: ElementMask) -> Trained:
+    """Train one round of the stage ``global``.
+
+    A device without a state has the global model for its own from then on: the coordinator takes it that the device
+    holds one, and it may stop before the stage ``personal``.
+    """
+    state = job.state
+    if state.personal is None:
+        first = _composed(job, m_g)
+        state = replace(state, personal=first.personal, own=first.stored())
+    set_tensors(job.model, _global_model(job))
+    result = _train(job, Freezing(job.model, job.manifest, None, flags_of(m_g)))
+    values = pack(job.manifest, get_tensors(job.model, job.manifest), m_g)
+    job = replace(job, state=state)
+    return _concluded(job, result, personal=state.personal, update=Update(values, m_g))
+
+
+def personalise(job: Job) -> Trained:
+    """Carry out the stage ``personal``: train what is private as long as the plan says, and measure base entropies."""
+    dual = _composed(job, sparse_mask(job))
+    personal_unmasked = job.own(Settings).personal_unmasked
+    trains = {name: torch.tensor(flags) for name, flags in dual.private.exists.items()}
+    if not personal_unmasked:
+        rest = [name for name, _ in job.model.named_parameters() if name not in trains]
+        trains |= {name: torch.zeros_like(job.model.get_parameter(name), dtype=torch.bool) for name in rest}
+    set_tensors(job.model, {**dual.personal, **dual.unmasked})
+    freezing = Freezing(job.model, job.manifest, None, flags_of(dual.mask), trains)
+    epochs = int(job.assignment.plan.get("epochs", 0)) or job.assignment.settings.finetune_epochs or None
+    longer = {} if epochs is None else {"local_epochs": epochs, "local_steps": None}
+    result = _train(job.with_settings(**longer), freezing)
+    dual = replace(dual, personal=get_tensors(job.model, job.manifest))
+    trained = _concluded(job, result, personal=dual.personal, update=None, counts=_sizes(dual))
+    memory = trained.state.memory
+    if job.task.classification:
+        base = _base_entropies(job, dual)
+        memory = {**memory, "entropy_personal": base.personal, "entropy_global": base.global_model}
+    flops = training_flops(job.manifest, result.samples, weight_gradients=dual.mask)
+    return replace(trained, state=DeviceState(dual.personal, memory, dual.stored()), flops=flops)
+
+
+def _base_entropies(job: Job, dual: Dual) -> BaseEntropies:
+    means = []
+    for tensors in (dual.global_model(), dual.personal):
+        set_tensors(job.model, tensors)
+        means.append(float(entropy(scores_of(job.model, job.task, job.task.train)[0]).mean()))
+    return BaseEntropies(personal=means[1], global_model=means[0])
+
+
+def evaluate_all(job: Job) -> Evaluated:
+    """Judge the personal model, the global one, and the choice between them (``adaptive``), where there are any."""
+    global_model = None
+    if job.received is not None:
         set_tensors(job.model, _global_model(job))
-        result = _train(job, Freezing(job.model, job.manifest, None, flags_of(m_g)))
-        values = pack(job.manifest, get_tensors(job.model, job.manifest), m_g)
-        job = replace(job, state=state)
-        return _concluded(job, result, personal=state.personal, update=Update(values, m_g))
-
-    def personalise(self, job: Job) -> Trained:
-        """The stage ``personal``: train what is private, for as long as the plan says, and measure base entropies."""
-        dual = _composed(job, sparse_mask(job))
-        personal_unmasked = bool(job.assignment.settings.method_settings["personal_unmasked"])
-        trains = {name: torch.tensor(flags) for name, flags in dual.private.exists.items()}
-        if not personal_unmasked:
-            rest = [name for name, _ in job.model.named_parameters() if name not in trains]
-            trains |= {name: torch.zeros_like(job.model.get_parameter(name), dtype=torch.bool) for name in rest}
-        set_tensors(job.model, {**dual.personal, **dual.unmasked})
-        freezing = Freezing(job.model, job.manifest, None, flags_of(dual.mask), trains)
-        epochs = int(job.assignment.plan.get("epochs", 0)) or job.assignment.settings.finetune_epochs or None
-        longer = {} if epochs is None else {"local_epochs": epochs, "local_steps": None}
-        result = _train(job.with_settings(**longer), freezing)
-        dual = replace(dual, personal=get_tensors(job.model, job.manifest))
-        trained = _concluded(job, result, personal=dual.personal, update=None, counts=_sizes(dual))
-        memory = trained.state.memory
-        if job.task.classification:
-            base = self._base_entropies(job, dual)
-            memory = {**memory, "entropy_personal": base.personal, "entropy_global": base.global_model}
-        flops = training_flops(job.manifest, result.samples, weight_gradients=dual.mask)
-        return replace(trained, state=DeviceState(dual.personal, memory, dual.stored()), flops=flops)
-
-    def _base_entropies(self, job: Job, dual: Dual) -> BaseEntropies:
-        means = []
-        for tensors in (dual.global_model(), dual.personal):
-            set_tensors(job.model, tensors)
-            means.append(float(entropy(scores_of(job.model, job.task, job.task.train)[0]).mean()))
-        return BaseEntropies(personal=means[1], global_model=means[0])
-
-    def evaluate(self, job: Job) -> Evaluated:
-        """The personal model, the global one, and the choice between them (``adaptive``), where there are any."""
-        global_model = None
-        if job.received is not None:
-            set_tensors(job.model, _global_model(job))
-            if job.state.personal is None:
-                return Evaluated(None, *evaluate_held_out(job.model, job.task))
-            global_model = evaluate(job.model, job.task, job.task.held_out)
         if job.state.personal is None:
-            return Evaluated(None, None)
-        set_tensors(job.model, job.state.personal)
-        personal, validation = evaluate_held_out(job.model, job.task)
-        return Evaluated(personal, global_model, validation, self._adaptive(job))
+            return Evaluated(None, *evaluate_held_out(job.model, job.task))
+        global_model = evaluate(job.model, job.task, job.task.held_out)
+    if job.state.personal is None:
+        return Evaluated(None, None)
+    set_tensors(job.model, job.state.personal)
+    personal, validation = evaluate_held_out(job.model, job.task)
+    return Evaluated(personal, global_model, validation, _adaptive(job))
 
-    def _adaptive(self, job: Job) -> dict[str, Evaluation]:
-        """DM-PFL+ on held-out data; nothing before the first base entropies, or where there are no classes."""
-        memory, personal = job.state.memory, job.state.personal
-        if personal is None or "entropy_personal" not in memory or not job.task.classification:
-            return {}
-        base = BaseEntropies(memory["entropy_personal"], memory["entropy_global"])
-        scores = []
-        for tensors in (personal, Dual.load(job.manifest, personal, job.state.own).global_model()):
-            set_tensors(job.model, tensors)
-            scores.append(scores_of(job.model, job.task, job.task.held_out))
-        (own, targets), (shared, _) = scores
-        similarity = cast(Similarity, job.assignment.settings.method_settings["similarity"])
-        chosen = torch.where(prefers_personal(own, shared, base, similarity).unsqueeze(1), own, shared)
-        return {"adaptive": judge(job.task, chosen, targets)}
 
-    def adapt(self, job: Job) -> DeviceState:
-        """A device that comes after the end: the stage ``personal``, with nothing private but biases and norms."""
-        return self.personalise(job).state
+def _adaptive(job: Job) -> dict[str, Evaluation]:
+    """Judge DM-PFL+ on held-out data; nothing before the first base entropies, or where there are no classes."""
+    memory, personal = job.state.memory, job.state.personal
+    if personal is None or "entropy_personal" not in memory or not job.task.classification:
+        return {}
+    base = BaseEntropies(memory["entropy_personal"], memory["entropy_global"])
+    scores = []
+    for tensors in (personal, Dual.load(job.manifest, personal, job.state.own).global_model()):
+        set_tensors(job.model, tensors)
+        scores.append(scores_of(job.model, job.task, job.task.held_out))
+    (own, targets), (shared, _) = scores
+    similarity = job.own(Settings).similarity
+    chosen = torch.where(prefers_personal(own, shared, base, similarity).unsqueeze(1), own, shared)
+    return {"adaptive": judge(job.task, chosen, targets)}
+
+
+def adapt(job: Job) -> DeviceState:
+    """Carry out the stage ``personal`` after the end, with nothing private but biases and norms."""
+    return personalise(job).state
 
 
 def _concluded(job: Job, result: LocalResult, **outcome: Any) -> Trained:
-    """Without early stopping and without a choice among rounds: who stopped would miss the stage ``personal``, and the
-    losses are not of one series."""
+    """Conclude the round without early stopping and without a choice among rounds.
+
+    A device that stopped would miss the stage ``personal``, and the losses are not of one series.
+    """
     return conclude(job.with_settings(early_stopping="off", personal_model="last"), result, **outcome)
 
 
@@ -181,12 +197,12 @@ def _train(job: Job, freezing: Freezing, adjustment: Replacing | None = None) ->
 
 
 def _global_model(job: Job) -> Tensors:
-    """θ_g as received; what never travels (local running statistics) is the personal model's."""
+    """Return θ_g as received; what never travels (local running statistics) is the personal model's."""
     return {**(job.state.personal or {}), **whole_model(job.manifest, job.received)}
 
 
 def _composed(job: Job, m_g: ElementMask) -> Dual:
-    """Both models with what was received: w_c ← w_g where both are; of biases and norms, the global ones."""
+    """Return both models with what was received: w_c ← w_g where both are; of biases and norms, the global ones."""
     received = whole_model(job.manifest, job.received)
     if job.state.personal is None:
         kept = get_tensors(job.model, job.manifest) | received  # what never travels begins as the task has it
@@ -200,9 +216,9 @@ def _composed(job: Job, m_g: ElementMask) -> Dual:
 
 
 def _filled(job: Job, m_g: ElementMask) -> ElementMask:
-    """The first mask of a device: the global one, and where that has fewer than K_l weights, others at random."""
-    own = job.assignment.settings.method_settings
-    counts = layer_counts(job.manifest, float(own["density"]), cast(LayerSparsity, own["layer_sparsity"]))
+    """Return the first mask of a device: the global one, filled up to K_l weights with others at random."""
+    own = job.own(Settings)
+    counts = layer_counts(job.manifest, own.density, own.layer_sparsity)
     chance = np.random.Generator(np.random.PCG64(job.seed("fill")))
     exists = {}
     for name, flags in m_g.exists.items():
@@ -213,16 +229,18 @@ def _filled(job: Job, m_g: ElementMask) -> ElementMask:
 
 
 def _sizes(dual: Dual) -> dict[str, int]:
-    """What to report beside every result: how much of the personal model is private at all."""
+    """Return what to report beside every result: how much of the personal model is private at all."""
     return {"private": dual.private.count, "personal": dual.mask.count}
 
 
 def _replacing(job: Job, mask: ElementMask) -> Replacing:
-    """The ceil(share · K_l) smallest of each layer go, and as many of the steepest come, just-dropped ones among them
-    (4.3 of the method card), where the plan has a share."""
+    """Return what replaces weights where the plan has a share.
+
+    The ceil(share · K_l) smallest of each layer go, and as many of the steepest come, just-dropped ones among them
+    (4.3 of the method card).
+    """
     share = float(job.assignment.plan.get("replace", 0.0))
-    own, epochs = job.assignment.settings.method_settings, job.assignment.settings.local_epochs
-    at = cast(At, own["adjust_at"])
+    epochs, at = job.assignment.settings.local_epochs, job.own(Settings).adjust_at
     steps = [step for step, _ in adjustment_steps(0, epochs, len(job.task.train), epochs, epochs + 1, at)]
 
     def rule(step: int, name: str, weights: Flat, gradient: Flat, exists: Flags) -> tuple[Pruned, Grown]:
@@ -233,3 +251,13 @@ def _replacing(job: Job, mask: ElementMask) -> Replacing:
 
     due = steps if share and mask.count < mask.size else []
     return Replacing(job.model, job.task, job.manifest, mask, steps=due, rule=rule)
+
+
+DMPFL = DeviceMethod(
+    train=train,
+    personalise=personalise,
+    evaluate=evaluate_all,
+    adapt=adapt,
+    picks_best=False,  # only the last stage makes a personal model of its own
+)
+"""Between rounds the device keeps both models, and their base entropies."""

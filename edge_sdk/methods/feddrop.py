@@ -15,26 +15,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edge_sdk.methods import Job, Trained
-from edge_sdk.methods.fedavg import FedAvg
-from edge_sdk.methods.narrow import drawn, train_narrow
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.masks import FULL_RATIO, NeuronDraw, NeuronMask, draw_neurons
+from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, Trained
+from edge_sdk.methods.narrow import drawn, sample_drawn, train_narrow
+from edge_sdk.methods.whole import adapt_global, evaluate_global
+from edge_sdk.protocol.masks import draw_neurons
 
 
-class FedDrop(FedAvg):
-    """FedAvg of narrow networks; a device keeps nothing between rounds but its notes for early stopping."""
+def train(job: Job) -> Trained:
+    """Train one round; a device keeps nothing but its notes for early stopping. Raises BundleError for a payload that
+    does not fit, CannotNarrow for a model that does not run with fewer neurons, TrainingDiverged."""
+    draw = drawn(job)
+    trained = train_narrow(job, draw_neurons(job.manifest, draw), draw=draw)
+    return replace(trained, state=replace(trained.state, personal=None))
 
-    needs_coupling = True
-    narrow = True
 
-    def train(self, job: Job) -> Trained:
-        """One round. Raises BundleError for a payload that does not fit, CannotNarrow for a model that does not run
-        with fewer neurons, TrainingDiverged when the round failed."""
-        draw = drawn(job)
-        trained = train_narrow(job, draw_neurons(job.manifest, draw), draw=draw)
-        return replace(trained, state=replace(trained.state, personal=None))
-
-    def sample_mask(self, manifest: Manifest, budget: float) -> NeuronMask | None:
-        """The budget is the active ratio. Which neurons are drawn changes from round to round, how many does not."""
-        return draw_neurons(manifest, NeuronDraw("sample", 1, "sample", budget)) if budget < FULL_RATIO else None
+FEDDROP = DeviceMethod(
+    train=train,
+    evaluate=evaluate_global,
+    adapt=adapt_global,
+    active=ActiveNeurons(sample=sample_drawn, narrow=True),
+)

@@ -8,8 +8,16 @@ anneals over rounds, its released code not at all.
 
 from __future__ import annotations
 
-from edge_sdk.methods.fedsgc import FedSGC
+from edge_sdk.methods import DeviceMethod, Job, Trained
+from edge_sdk.methods.sparse import SparseTrainingSettings, replacing_of, train_replacing
+from edge_sdk.methods.whole import adapt_global, evaluate_global
 
 
-class FedDST(FedSGC):
-    """Device half of FedDST: nothing is guided, because its settings have no share for it."""
+def train(job: Job) -> Trained:
+    """Train one round, in which nothing is guided. Raises BundleError for a payload that does not fit, TrainingDiverged
+    when the round failed."""
+    own = job.own(SparseTrainingSettings)
+    return train_replacing(job, replacing_of(job, own), own.proximal_weight)
+
+
+FEDDST = DeviceMethod(train=train, evaluate=evaluate_global, adapt=adapt_global)

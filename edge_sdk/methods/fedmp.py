@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import torch
 
-from edge_sdk.methods.hermes import STEP, Hermes
+from edge_sdk.methods.choosing import STEP, choosing_method
 
 
-class FedMP(Hermes):
-    """Device half of FedMP."""
+def score(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return what each weight adds to the score of its neuron."""
+    return (weight - STEP * gradient).abs()
 
-    def score(self, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """What each weight adds to the score of its neuron."""
-        return (weight - STEP * gradient).abs()
+
+FEDMP = choosing_method(score)

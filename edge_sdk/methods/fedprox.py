@@ -12,13 +12,8 @@ round is FedAvg's, without the pull.
 
 from __future__ import annotations
 
-from edge_sdk.methods import Job
-from edge_sdk.methods.fedavg import FedAvg
+from edge_sdk.methods import DeviceMethod
+from edge_sdk.methods.whole import adapt_global, evaluate_global, train_pulled
 
-
-class FedProx(FedAvg):
-    """FedAvg with a proximal term of weight μ = ``method_settings["proximal_weight"]``; 0 is FedAvg bit for bit."""
-
-    def proximal_weight(self, job: Job) -> float:
-        """μ, a setting."""
-        return float(job.assignment.settings.method_settings["proximal_weight"])
+FEDPROX = DeviceMethod(train=train_pulled, evaluate=evaluate_global, adapt=adapt_global)
+"""FedAvg with a proximal term of weight μ = ``method_settings["proximal_weight"]``; 0 is FedAvg bit for bit."""

@@ -10,22 +10,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edge_sdk.methods import Job, train_loaded
-from edge_sdk.methods.fedper import FedPer
-from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import LocalResult
-from edge_sdk.training.parts import only
+from edge_sdk.methods import DeviceMethod, Job, Trained
+from edge_sdk.methods.parts import adapt_own_part, joined, send_shared, train_part
+from edge_sdk.methods.rounds import evaluate_both
+from edge_sdk.training.local import set_tensors
 
 
-class FedRep(FedPer):
-    """FedPer whose parts are trained one after the other."""
+def train(job: Job) -> Trained:
+    """Train head, then body; the loss reported is the latter's. Raises BundleError, TrainingDiverged."""
+    set_tensors(job.model, joined(job))
+    head = train_part(job, shared=False)
+    body = train_part(job, shared=True)
+    return send_shared(job, replace(body, samples=head.samples + body.samples, steps=head.steps + body.steps))
 
-    def train_parts(self, job: Job) -> LocalResult:
-        """Head, then body; the loss reported is the latter's."""
-        head = self._train_part(job, shared=False)
-        body = self._train_part(job, shared=True)
-        return replace(body, samples=head.samples + body.samples, steps=head.steps + body.steps)
 
-    def _train_part(self, job: Job, *, shared: bool) -> LocalResult:
-        freezing = Freezing(job.model, job.manifest, None, trained=only(job.manifest, shared=shared))
-        return train_loaded(job, freezing, purpose="body" if shared else "head")
+FEDREP = DeviceMethod(train=train, evaluate=evaluate_both, adapt=adapt_own_part)

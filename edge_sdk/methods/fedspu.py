@@ -24,57 +24,36 @@ Where paper and released code differ, or are silent:
 
 from __future__ import annotations
 
-from edge_sdk.methods import (
-    DeviceMethod,
-    DeviceState,
-    Evaluated,
-    Job,
-    Trained,
-    Update,
-    adapt_as_in_a_round,
-    conclude,
-    evaluate_both,
-    train_loaded,
-)
-from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import FULL_RATIO, NeuronDraw, NeuronMask, draw_neurons, pack
+from edge_sdk.methods import ActiveNeurons, DeviceMethod, DeviceState, Job, Trained, Update
+from edge_sdk.methods.narrow import sample_drawn
+from edge_sdk.methods.rounds import adapt_as_in_a_round, conclude, evaluate_both, train_loaded
+from edge_sdk.protocol.manifest import Tensors
+from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import get_tensors, set_tensors
 from edge_sdk.training.merging import merge, whole_model
 
 
-class FedSPU(DeviceMethod):
-    """Merge, masked local training, early stopping: a device that stops sends this round's values, keeps its personal
-    model and is not drawn again."""
+def train(job: Job) -> Trained:
+    """Train one round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed.
 
-    needs_coupling = True
-    forward_stays = True
-    mixes_global = True
+    A device that stops sends this round's values, keeps its personal model and is not drawn again.
+    """
+    draw, mask = _assigned(job)
+    set_tensors(job.model, _starting_point(job, mask))
+    result = train_loaded(job, Freezing(job.model, job.manifest, mask))
+    personal = get_tensors(job.model, job.manifest)
+    return conclude(job, result, personal=personal, update=Update(pack(job.manifest, personal, mask), mask, draw))
 
-    def train(self, job: Job) -> Trained:
-        """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
-        draw, mask = _assigned(job)
-        set_tensors(job.model, _starting_point(job, mask))
-        result = train_loaded(job, Freezing(job.model, job.manifest, mask))
-        personal = get_tensors(job.model, job.manifest)
-        return conclude(job, result, personal=personal, update=Update(pack(job.manifest, personal, mask), mask, draw))
 
-    def evaluate(self, job: Job) -> Evaluated:
-        """The personal model and the global one, where there are any, on held-out data."""
-        return evaluate_both(job)
-
-    def adapt(self, job: Job) -> DeviceState:
-        """The finished global model, fine-tuned under the assignment's mask: like one more round, unless the federation
-        says for how long."""
-        return adapt_as_in_a_round(job, _assigned(job)[1])
-
-    def sample_mask(self, manifest: Manifest, budget: float) -> NeuronMask | None:
-        """The budget is the active ratio. Which neurons are drawn changes from round to round, how many does not."""
-        return draw_neurons(manifest, NeuronDraw("sample", 1, "sample", budget)) if budget < FULL_RATIO else None
+def adapt(job: Job) -> DeviceState:
+    """Fine-tune the finished global model under the assignment's mask: like one more round, unless the federation says
+    for how long."""
+    return adapt_as_in_a_round(job, _assigned(job)[1])
 
 
 def _assigned(job: Job) -> tuple[NeuronDraw | None, NeuronMask | None]:
-    """The draw and the mask of this assignment; None and None where everything is trained."""
+    """Return the draw and the mask of this assignment; None and None where everything is trained."""
     if job.assignment.work is None:
         return None, None
     draw = NeuronDraw(**job.assignment.work.model_dump())
@@ -82,7 +61,16 @@ def _assigned(job: Job) -> tuple[NeuronDraw | None, NeuronMask | None]:
 
 
 def _starting_point(job: Job, mask: NeuronMask | None) -> Tensors:
-    """ŵ: the personal model with the active values received; before the first download, all that was received."""
+    """Return ŵ: the personal model with the active values received; at first, all that was received."""
     if job.state.personal is None:
         return whole_model(job.manifest, job.received)
     return merge(job.manifest, job.state.personal, job.received, mask)
+
+
+FEDSPU = DeviceMethod(
+    train=train,
+    evaluate=evaluate_both,
+    adapt=adapt,
+    active=ActiveNeurons(sample=sample_drawn),
+    mixes_global=True,
+)

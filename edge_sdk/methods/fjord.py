@@ -11,30 +11,26 @@ method than the one compared, and is not here.
 
 from __future__ import annotations
 
-from edge_sdk.methods import DeviceState, Job, Trained
-from edge_sdk.methods.fedspu import FedSPU
-from edge_sdk.methods.narrow import as_adapted, drawn, train_narrow
-from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.masks import FULL_RATIO, NeuronMask
+from edge_sdk.methods import ActiveNeurons, DeviceMethod, DeviceState, Job, Trained
+from edge_sdk.methods.narrow import adapt_narrow, drawn, train_narrow
+from edge_sdk.methods.rounds import evaluate_both
 from edge_sdk.protocol.neurons import first_neurons
 
 
-class FjORD(FedSPU):
-    """A personal model that is narrow; the rest of it is zero."""
+def train(job: Job) -> Trained:
+    """Train one round; the personal model is narrow, the rest of it zero.
 
-    narrow = True
-    mixes_global = False
+    Raises BundleError for a payload that does not fit, CannotNarrow for a model that does not run with fewer neurons,
+    TrainingDiverged.
+    """
+    return train_narrow(job, first_neurons(job.manifest, drawn(job).ratio))
 
-    def train(self, job: Job) -> Trained:
-        """One round. Raises BundleError for a payload that does not fit, CannotNarrow for a model that does not run
-        with fewer neurons, TrainingDiverged when the round failed."""
-        return train_narrow(job, first_neurons(job.manifest, drawn(job).ratio))
 
-    def adapt(self, job: Job) -> DeviceState:
-        """A device that came too late trains its narrow part of the finished global model: as in one more round, unless
-        the federation says for how long."""
-        return self.train(as_adapted(job)).state
+def adapt(job: Job) -> DeviceState:
+    """Train the narrow part of the finished global model that a device of this budget has."""
+    return adapt_narrow(job, train)
 
-    def sample_mask(self, manifest: Manifest, budget: float) -> NeuronMask | None:
-        """The budget is the active ratio."""
-        return first_neurons(manifest, budget) if budget < FULL_RATIO else None
+
+FJORD = DeviceMethod(
+    train=train, evaluate=evaluate_both, adapt=adapt, active=ActiveNeurons(sample=first_neurons, narrow=True)
+)

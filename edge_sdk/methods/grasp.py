@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edge_sdk.methods import Job, Trained, UnknownWork, Update
-from edge_sdk.methods.fedprox import FedProx
+from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained, UnknownWork, Update
+from edge_sdk.methods.whole import adapt_global, evaluate_global, train_pulled
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.sparsity import keep_by_score, weight_budget
@@ -43,28 +43,33 @@ PASSES = 4
 and two for that, since each of its products has two factors."""
 
 
-class GraSP(FedProx):
-    """FedAvg of what one device kept; between rounds a device keeps nothing but the mask by name."""
+class Settings(MethodSettings):
+    """GraSP's own settings."""
 
-    def prepare(self, job: Job) -> Trained:
-        """Score and choose. Raises BundleError for a payload that does not fit, TrainingDiverged, and UnknownWork for a
-        model that cannot be differentiated twice."""
-        received = whole_model(job.manifest, job.received)
-        set_tensors(job.model, received)
-        scored = Scoring(job).scores()
-        density = float(job.assignment.settings.method_settings["density"])
-        mask = keep_by_score(scored.scores, weight_budget(job.manifest, density))
-        return Trained(
-            state=job.state,
-            update=Update(pack(job.manifest, received, mask), mask),
-            num_examples=count_examples(job.task.train),
-            steps=0,
-            flops=PASSES * training_flops(job.manifest, scored.samples),
-            train_loss=scored.loss,
-            validation=None,
-            stop_loss=None,
-            stopped=False,
-        )
+    density: float
+    temperature: float
+    score_batches: int
+
+
+def prepare(job: Job) -> Trained:
+    """Score the weights and choose. Raises BundleError for a payload that does not fit, TrainingDiverged, and
+    UnknownWork for a model that cannot be differentiated twice."""
+    received = whole_model(job.manifest, job.received)
+    set_tensors(job.model, received)
+    scored = Scoring(job).scores()
+    density = job.own(Settings).density
+    mask = keep_by_score(scored.scores, weight_budget(job.manifest, density))
+    return Trained(
+        state=job.state,
+        update=Update(pack(job.manifest, received, mask), mask),
+        num_examples=count_examples(job.task.train),
+        steps=0,
+        flops=PASSES * training_flops(job.manifest, scored.samples),
+        train_loss=scored.loss,
+        validation=None,
+        stop_loss=None,
+        stopped=False,
+    )
 
 
 @dataclass(frozen=True)
@@ -80,10 +85,10 @@ class Scoring:
     """Scores of the weights of a job's model, which is left as it is."""
 
     def __init__(self, job: Job) -> None:
-        own = job.assignment.settings.method_settings
+        own = job.own(Settings)
         self._job = job
-        self._temperature = float(own["temperature"])
-        self._batches = min(int(own["score_batches"]) or len(job.task.train), len(job.task.train))
+        self._temperature = own.temperature
+        self._batches = min(own.score_batches or len(job.task.train), len(job.task.train))
         if self._batches == 0:
             raise ValueError("the task's training data has no batches; give it at least one sample")
         parameters = dict(job.model.named_parameters())
@@ -91,7 +96,7 @@ class Scoring:
         self._samples, self._done, self._loss = 0, 0, 0.0
 
     def scores(self) -> Scored:
-        """θ ⊙ H g."""
+        """Return θ ⊙ H g."""
         model = self._job.model
         model.train()
         with buffers_kept(model):
@@ -106,7 +111,7 @@ class Scoring:
         return Scored(scores, self._samples, self._loss / self._samples)
 
     def _mean(self, of_loss: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """What ``of_loss`` makes of each batch's loss, averaged over samples; the same batches each time."""
+        """Return what ``of_loss`` makes of each batch's loss, averaged over samples; the same batches each time."""
         job, task = self._job, self._job.task
         sums = [torch.zeros_like(weight) for weight in self._weights.values()]
         self._samples, self._loss = 0, 0.0
@@ -132,7 +137,7 @@ class Scoring:
         )
 
     def _product(self, loss: torch.Tensor, vector: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """H v, as the gradient of gᵀv.
+        """Return H v, as the gradient of gᵀv.
 
         Asked for the gradients of weights alone, torch would pass over functions that are differentiable once, and be
         wrong without a word.
@@ -149,3 +154,7 @@ class Scoring:
             return [torch.zeros_like(each) if each.grad is None else each.grad for each in self._weights.values()]
         finally:
             self._job.model.zero_grad(set_to_none=True)
+
+
+GRASP = DeviceMethod(train=train_pulled, prepare=prepare, evaluate=evaluate_global, adapt=adapt_global)
+"""FedAvg of what one device kept; between rounds a device keeps nothing but the mask by name."""

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from edge_sdk.methods import Job, Trained, conclude, train_loaded
-from edge_sdk.methods.fedavg import FedAvg
+from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, Trained
 from edge_sdk.methods.narrow import drawn, train_narrow
+from edge_sdk.methods.rounds import conclude, train_loaded
+from edge_sdk.methods.whole import adapt_global, evaluate_global
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import MULTIPLYING, Manifest
 from edge_sdk.protocol.masks import FULL_RATIO, NeuronMask
@@ -40,23 +41,18 @@ from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import device_of
 
 
-class HeteroFL(FedAvg):
-    """FedAvg of networks of different widths, each a part of the next."""
+def train(job: Job) -> Trained:
+    """Train one round. Raises BundleError for a payload that does not fit, CannotNarrow for a model that does not run
+    with fewer neurons, TrainingDiverged when the round failed."""
+    ratio = drawn(job).ratio
+    mask = first_neurons(job.manifest, ratio, active_count_up)
+    trained = train_narrow(job, mask, train=partial(_train, ratio=1.0 if ratio >= FULL_RATIO else ratio))
+    return replace(trained, state=replace(trained.state, personal=None))
 
-    needs_coupling = True
-    narrow = True
 
-    def train(self, job: Job) -> Trained:
-        """One round. Raises BundleError for a payload that does not fit, CannotNarrow for a model that does not run
-        with fewer neurons, TrainingDiverged when the round failed."""
-        ratio = drawn(job).ratio
-        mask = first_neurons(job.manifest, ratio, active_count_up)
-        trained = train_narrow(job, mask, train=partial(_train, ratio=1.0 if ratio >= FULL_RATIO else ratio))
-        return replace(trained, state=replace(trained.state, personal=None))
-
-    def sample_mask(self, manifest: Manifest, budget: float) -> NeuronMask | None:
-        """The budget is the width ratio."""
-        return first_neurons(manifest, budget, active_count_up) if budget < FULL_RATIO else None
+def neurons(manifest: Manifest, budget: float) -> NeuronMask:
+    """Return the first neurons of each group, their number rounded up; the budget is the width ratio."""
+    return first_neurons(manifest, budget, active_count_up)
 
 
 def _train(job: Job, ratio: float) -> Trained:
@@ -79,7 +75,7 @@ def _divided(ratio: float, module: nn.Module, inputs: Any, output: Tensor) -> Te
 
 
 def _masked(task: Task) -> Task:
-    """The task whose loss does not see the scores of classes without a training sample."""
+    """Return the task whose loss does not see the scores of classes without a training sample."""
     present = torch.unique(torch.cat([targets.reshape(-1) for _, targets in task.train]))
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -91,7 +87,7 @@ def _masked(task: Task) -> Task:
 
 
 def _take_statistics(model: nn.Module, task: Task) -> int:
-    """Let batch norms have the means of the training batches' statistics; returns how many samples that took."""
+    """Give batch norms the means of the training batches' statistics; return how many samples that took."""
     norms = [each for each in model.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
     momenta = [norm.momentum for norm in norms]
     passed, device = 0, device_of(model)
@@ -106,3 +102,11 @@ def _take_statistics(model: nn.Module, task: Task) -> int:
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     return passed
+
+
+HETEROFL = DeviceMethod(
+    train=train,
+    evaluate=evaluate_global,
+    adapt=adapt_global,
+    active=ActiveNeurons(sample=neurons, narrow=True),
+)

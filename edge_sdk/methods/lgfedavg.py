@@ -7,8 +7,8 @@ both parts are trained together, and the server averages the head.
 
 from __future__ import annotations
 
-from edge_sdk.methods.fedper import FedPer
+from edge_sdk.methods import DeviceMethod
+from edge_sdk.methods.parts import adapt_own_part, train_together
+from edge_sdk.methods.rounds import evaluate_both
 
-
-class LGFedAvg(FedPer):
-    """Device half of LG-FedAvg: which part is whose the manifest says."""
+LGFEDAVG = DeviceMethod(train=train_together, evaluate=evaluate_both, adapt=adapt_own_part)

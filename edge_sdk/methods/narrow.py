@@ -1,4 +1,4 @@
-"""What methods share that train a narrow network: of a device's active neurons alone, the others being gone.
+"""Helpers of methods that train some neurons of each layer; in a narrow network the others are gone.
 
 The weights of dropped neurons are zero in whatever is kept, judged or exported whole, so the whole network then answers
 what the narrow one does (``training.narrow``). What goes up are the values between active neurons.
@@ -11,25 +11,31 @@ from dataclasses import replace
 
 import numpy as np
 
-from edge_sdk.methods import Job, Trained, Update, conclude, train_loaded
+from edge_sdk.methods import DeviceState, Job, Trained, Update
+from edge_sdk.methods.rounds import conclude, train_loaded
 from edge_sdk.protocol.errors import BundleError
-from edge_sdk.protocol.manifest import Tensors
-from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, pack
+from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import get_tensors, set_tensors
 from edge_sdk.training.merging import merge
 from edge_sdk.training.narrow import Narrow
 
 
+def sample_drawn(manifest: Manifest, budget: float) -> NeuronMask:
+    """Return a mask as rounds at ``budget`` draw it: which neurons changes from round to round, how many does not."""
+    return draw_neurons(manifest, NeuronDraw("sample", 1, "sample", budget))
+
+
 def drawn(job: Job) -> NeuronDraw:
-    """The seed of the neurons that this assignment trains. Raises BundleError where it names none."""
+    """Return the seed of the neurons that this assignment trains. Raises BundleError where it names none."""
     if job.assignment.work is None:
         raise BundleError("the assignment does not say how many neurons to train; update the coordinator, or this SDK")
     return NeuronDraw(**job.assignment.work.model_dump())
 
 
 def train_plainly(job: Job) -> Trained:
-    """Local training of the network that is loaded, judged by the rule of early stopping."""
+    """Train the network that is loaded, and judge it by the rule of early stopping."""
     result = train_loaded(job, Freezing(job.model, job.manifest, None))
     return conclude(job, result, personal=None, update=None)
 
@@ -37,7 +43,7 @@ def train_plainly(job: Job) -> Trained:
 def train_narrow(
     job: Job, mask: NeuronMask, *, draw: NeuronDraw | None = None, train: Callable[[Job], Trained] = train_plainly
 ) -> Trained:
-    """One round on the network of ``mask``: received, trained by ``train``, sent.
+    """Receive, train with ``train`` and send the network of ``mask``.
 
     draw: the mask's seed form, if any. ``train`` is given the same job of the narrow network: model, manifest and task
     are those of one that is so small; its FLOPs count. The state that comes back has the whole personal model, zero
@@ -53,15 +59,16 @@ def train_narrow(
     return replace(trained, state=replace(trained.state, personal=personal), update=update)
 
 
-def as_adapted(job: Job) -> Job:
-    """The same work as after a federation's end: for ``finetune_epochs``, or where that is 0 as long as in a round."""
+def adapt_narrow(job: Job, train: Callable[[Job], Trained]) -> DeviceState:
+    """Train a narrow part of the finished global model: for ``finetune_epochs``, or where that is 0 as long as in a
+    round."""
     job = job.with_settings(early_stopping="off")
     epochs = job.assignment.settings.finetune_epochs
-    return job.with_settings(local_epochs=epochs, local_steps=None) if epochs else job
+    return train(job.with_settings(local_epochs=epochs, local_steps=None) if epochs else job).state
 
 
 def _nothing(job: Job) -> Tensors:
-    """Zeros for what is shared; what never travels (local running statistics) is the device's own."""
+    """Return zeros for what is shared; what never travels (local running statistics) is the device's own."""
     shared = {spec.name for spec in job.manifest.shared}
     own = job.state.personal or get_tensors(job.model, job.manifest)
     return {

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -34,10 +35,12 @@ from edge_sdk.methods import (
     DeviceState,
     Evaluated,
     Job,
+    MethodSettings,
     Trained,
     Update,
-    conclude,
+    own_settings,
 )
+from edge_sdk.methods.rounds import conclude
 from edge_sdk.protocol.blocks import BlockMask, Costs
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.manifest import Manifest, Tensors
@@ -63,88 +66,104 @@ ADAPT_EPOCHS = 5
 """Most epochs in which a late device trains its gate; it stops before where the validation loss rises."""
 
 
-class PFedGate(DeviceMethod):
-    """A gate between rounds in ``own``, and θ as it was left and as it came."""
+class Settings(MethodSettings):
+    """pFedGate's own settings."""
 
-    picks_best = False  # the gate belongs to the newest θ
+    smallest_budget: float
+    cost: Literal["parameters", "flops", "seconds"]
+    touched_limit: float
+    gate_learning_rate: float
+    gate_gradients: Literal["exact", "estimated"]
+    gate_paths: Literal[1, 2]
+    gate_bias: float
+    gate_pool: int
+    gate_input_norm: bool
+    gate_batch_norm: bool
+    gate_sigmoid: bool
+    gate_input: bool
 
-    def check_model(self, model: nn.Module, manifest: Manifest, example: torch.Tensor) -> None:
-        """Raise CannotGate for a model that cannot be run block by block: torch.fx must be able to trace it."""
-        check_gated(model, example)
 
-    def train(self, job: Job) -> Trained:
-        """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed,
-        BudgetTooSmall."""
-        received, settings = _newest(job), job.assignment.settings
-        gated = gated_model(job, received)
-        result = take_gated_steps(job, gated, model_rate=settings.learning_rate_of(job.assignment.round))
-        touched = BlockMask(gated.touched)
-        trained = get_tensors(job.model, job.manifest)
-        whole = job.received is not None and is_whole(job.manifest, job.received)
-        update = Update(pack(job.manifest, trained, touched), touched, base=None if whole else received)
-        counts = {
-            "values": int(gated.table.sizes.sum()),
-            "values_touched": int(gated.table.sizes[gated.touched].sum()),
-            "values_kept": gated.kept // result.samples,
-        }
-        concluded = conclude(job, result, personal=None, update=update, counts=counts, forward=gated.each)
-        state = _state(job, gated, gated.static(), trained, received)
-        state = replace(state, memory=concluded.state.memory)
-        return replace(concluded, state=state, flops=_flops(job, gated, result))
+def check(model: nn.Module, manifest: Manifest, example: torch.Tensor) -> None:
+    """Raise CannotGate for a model that cannot be run block by block: torch.fx must be able to trace it."""
+    check_gated(model, example)
 
-    def evaluate(self, job: Job) -> Evaluated:
-        """The newest θ with the device's gate, in four ways; nothing where the device has no gate yet."""
-        if job.state.personal is None:
-            return Evaluated(None, None)
-        job = _reaching(job)
-        newest = {name: np.array(tensor) for name, tensor in _newest(job).items()}
-        gated, held_out = gated_model(job, newest), job.task.held_out
-        judge = partial(evaluate, job.model, job.task)
-        fresh, batch = judge(held_out, gated.each), judge(held_out, gated)
-        validation = fresh if job.task.test is None else judge(job.task.validation, gated.each)
-        set_tensors(job.model, _trained(job))
-        others = {"batch": batch, "local": judge(held_out, gated.each), "local batch": judge(held_out, gated)}
-        gated.table.scale_in_place(newest, job.state.own["static"])
-        set_tensors(job.model, newest)
-        others["static"] = judge(held_out)
-        return Evaluated(fresh, None, validation, others)
 
-    def at_budget(self, rehearsal: Rehearsal, budget: float) -> Effort:
-        """The blocks that a new gate picks within ``budget``, and the smallest one that the federation declares."""
-        return _GatedEffort(rehearsal, budget)
+def effort(rehearsal: Rehearsal, budget: float) -> Effort:
+    """Return steps under a new gate, which picks blocks within ``budget``. Raises BudgetTooSmall."""
+    return _GatedEffort(rehearsal, budget)
 
-    def adapt(self, job: Job) -> DeviceState:
-        """A device that came too late trains a gate for the finished θ, which stays as it is (card, 4.10).
 
-        So does one whose budget is too small for rounds; its gate then is of the federation's smallest budget, for θ
-        is cut for that: with less a model is left that answers worse than θ as it is.
-        """
-        job = _reaching(job)
-        received = _newest(job)
-        gated = gated_model(job, received)
-        best = float("inf")
-        kept: tuple[Tensors, Gates] = gate_tensors(gated.gate), np.zeros(0)
-        epochs = job.assignment.settings.finetune_epochs or ADAPT_EPOCHS
-        once = job.with_settings(local_epochs=1, local_steps=None)
-        for epoch in range(epochs):
-            with buffers_kept(job.model):  # running statistics of the model are no more the device's than its weights
-                take_gated_steps(once, gated, model_rate=None, purpose=f"adapt {epoch}")
-            gates = gated.static()
-            loss = evaluate(job.model, job.task, job.task.validation, gated.each).loss
-            if loss > best:
-                break
-            best, kept = loss, (gate_tensors(gated.gate), gates)
-        load_gate(gated.gate, kept[0])
-        return _state(job, gated, kept[1], get_tensors(job.model, job.manifest), received)
+def train(job: Job) -> Trained:
+    """Train one round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed,
+    BudgetTooSmall."""
+    received, settings = _newest(job), job.assignment.settings
+    gated = gated_model(job, received)
+    result = take_gated_steps(job, gated, model_rate=settings.learning_rate_of(job.assignment.round))
+    touched = BlockMask(gated.touched)
+    trained = get_tensors(job.model, job.manifest)
+    whole = job.received is not None and is_whole(job.manifest, job.received)
+    update = Update(pack(job.manifest, trained, touched), touched, base=None if whole else received)
+    counts = {
+        "values": int(gated.table.sizes.sum()),
+        "values_touched": int(gated.table.sizes[gated.touched].sum()),
+        "values_kept": gated.kept // result.samples,
+    }
+    concluded = conclude(job, result, personal=None, update=update, counts=counts, forward=gated.each)
+    state = _state(job, gated, gated.static(), trained, received)
+    state = replace(state, memory=concluded.state.memory)
+    return replace(concluded, state=state, flops=_flops(job, gated, result))
+
+
+def evaluate_gated(job: Job) -> Evaluated:
+    """Judge the newest θ with the device's gate, in four ways; nothing where the device has no gate yet."""
+    if job.state.personal is None:
+        return Evaluated(None, None)
+    job = _reaching(job)
+    newest = {name: np.array(tensor) for name, tensor in _newest(job).items()}
+    gated, held_out = gated_model(job, newest), job.task.held_out
+    judge = partial(evaluate, job.model, job.task)
+    fresh, batch = judge(held_out, gated.each), judge(held_out, gated)
+    validation = fresh if job.task.test is None else judge(job.task.validation, gated.each)
+    set_tensors(job.model, _trained(job))
+    others = {"batch": batch, "local": judge(held_out, gated.each), "local batch": judge(held_out, gated)}
+    gated.table.scale_in_place(newest, job.state.own["static"])
+    set_tensors(job.model, newest)
+    others["static"] = judge(held_out)
+    return Evaluated(fresh, None, validation, others)
+
+
+def adapt(job: Job) -> DeviceState:
+    """Train a gate for the finished θ, which stays as it is (card, 4.10).
+
+    So does one whose budget is too small for rounds; its gate then is of the federation's smallest budget, for θ
+    is cut for that: with less a model is left that answers worse than θ as it is.
+    """
+    job = _reaching(job)
+    received = _newest(job)
+    gated = gated_model(job, received)
+    best = float("inf")
+    kept: tuple[Tensors, Gates] = gate_tensors(gated.gate), np.zeros(0)
+    epochs = job.assignment.settings.finetune_epochs or ADAPT_EPOCHS
+    once = job.with_settings(local_epochs=1, local_steps=None)
+    for epoch in range(epochs):
+        with buffers_kept(job.model):  # running statistics of the model are no more the device's than its weights
+            take_gated_steps(once, gated, model_rate=None, purpose=f"adapt {epoch}")
+        gates = gated.static()
+        loss = evaluate(job.model, job.task, job.task.validation, gated.each).loss
+        if loss > best:
+            break
+        best, kept = loss, (gate_tensors(gated.gate), gates)
+    load_gate(gated.gate, kept[0])
+    return _state(job, gated, kept[1], get_tensors(job.model, job.manifest), received)
 
 
 def _reaching(job: Job) -> Job:
-    """The same work with the federation's smallest budget where the device's own is below it."""
-    return replace(job, budget=max(job.budget, float(job.assignment.settings.method_settings["smallest_budget"])))
+    """Return the same work with the federation's smallest budget where the device's own is below it."""
+    return replace(job, budget=max(job.budget, job.own(Settings).smallest_budget))
 
 
 def _newest(job: Job) -> Tensors:
-    """The newest θ: what came, or what changed of it on top of what the device holds. Raises BundleError."""
+    """Return the newest θ: what came, or what changed of it on top of what the device holds. Raises BundleError."""
     if job.received is None or is_whole(job.manifest, job.received) or job.state.model is None:
         return whole_model(job.manifest, job.received)
     held = _trained(job)
@@ -155,45 +174,46 @@ def _newest(job: Job) -> Tensors:
 
 
 def _trained(job: Job) -> Tensors:
-    """θ as this device's last round left it, copied."""
+    """Return θ as this device's last round left it, copied."""
     return {name: np.array(tensor) for name, tensor in unpack_whole(job.manifest, job.state.own["model"]).items()}
 
 
 def _state(job: Job, gated: Gated, gates: Gates, trained: Tensors, received: Tensors) -> DeviceState:
-    """What is kept: θ as ``trained`` here, what was ``received`` where it has changed since, the gate, and the model
-    under the mean ``gates``, for which ``trained`` is overwritten."""
+    """Return the state to keep: θ as ``trained`` here, what was ``received`` where it has changed since, the gate,
+    and the model under the mean ``gates``, for which ``trained`` is overwritten."""
     touched = BlockMask(gated.touched)
     own: Tensors = {f"gate:{name}": tensor for name, tensor in gate_tensors(gated.gate).items()}
     own["model"], own["received"] = pack(job.manifest, trained, None), pack(job.manifest, received, touched)
     own["touched"], own["static"] = gated.touched.astype(np.uint8), gates
-    if job.assignment.settings.method_settings["cost"] == "seconds" and gated.budget.costs is not None:
+    if job.own(Settings).cost == "seconds" and gated.budget.costs is not None:
         own["nanoseconds"] = gated.budget.costs
     gated.table.scale_in_place(trained, gates)
     return DeviceState(trained, job.state.memory, own, job.assignment.model_sha256)
 
 
 def gated_model(job: Job, tensors: Tensors) -> Gated:
-    """The model, loaded with ``tensors``, under the device's gate and within its budget. Raises BudgetTooSmall."""
-    rules, manifest = job.assignment.settings.method_settings, job.manifest
+    """Return the model, loaded with ``tensors``, under the device's gate and within its budget. Raises
+    BudgetTooSmall."""
+    rules, manifest = job.own(Settings), job.manifest
     set_tensors(job.model, {**(job.state.personal or {}), **tensors})
-    table, paths = manifest.block_table, int(rules["gate_paths"])
+    table, paths = manifest.block_table, rules.gate_paths
     length, shape = len(table.sizes), manifest.input_shape
     gate = GatingLayer(
         shape,
         length,
         seed=derive_seed(f"{job.federation}:{job.assignment.settings.seed}", "gate"),
         paths=paths,
-        bias=float(rules["gate_bias"]),
-        pool=int(rules["gate_pool"]) or fitting_pool(shape, length, paths, manifest.trainable_values),
-        input_norm=bool(rules["gate_input_norm"]),
-        batch_norm=bool(rules["gate_batch_norm"]),
-        squashes=bool(rules["gate_sigmoid"]),
-        sees_input=bool(rules["gate_input"]),
+        bias=rules.gate_bias,
+        pool=rules.gate_pool or fitting_pool(shape, length, paths, manifest.trainable_values),
+        input_norm=rules.gate_input_norm,
+        batch_norm=rules.gate_batch_norm,
+        squashes=rules.gate_sigmoid,
+        sees_input=rules.gate_input,
     )
     stored = {name.removeprefix("gate:"): t for name, t in job.state.own.items() if name.startswith("gate:")}
     load_gate(gate, stored)
-    budget = Budget(job.budget, _costs(job), float(rules["touched_limit"]))
-    probe = 1.0 if rules["gate_gradients"] == "exact" else PROBE
+    budget = Budget(job.budget, _costs(job), rules.touched_limit)
+    probe = 1.0 if rules.gate_gradients == "exact" else PROBE
     try:
         return Gated(job.model, table, gate, budget, flops=block_flops(manifest), probe=probe)
     except ValueError as error:
@@ -201,7 +221,7 @@ def gated_model(job: Job, tensors: Tensors) -> Gated:
 
 
 def _costs(job: Job) -> Costs | None:
-    match job.assignment.settings.method_settings["cost"]:
+    match job.own(Settings).cost:
         case "parameters":
             return None
         case "flops":
@@ -213,9 +233,9 @@ def _costs(job: Job) -> Costs | None:
 
 
 def take_gated_steps(job: Job, gated: Gated, *, model_rate: float | None, purpose: str = "train") -> LocalResult:
-    """A round's steps of the gate and, at ``model_rate``, of the model. Raises TrainingDiverged."""
+    """Take a round's steps of the gate and, at ``model_rate``, of the model. Raises TrainingDiverged."""
     settings = job.assignment.settings
-    rate = float(settings.method_settings["gate_learning_rate"])
+    rate = job.own(Settings).gate_learning_rate
     decay = settings.learning_rate_of(job.assignment.round) / settings.learning_rate
     optimisation = GatedOptimisation(gated, settings, model_rate=model_rate, gate_rate=rate * decay)
 
@@ -239,11 +259,11 @@ class _GatedEffort:
 
     def __init__(self, rehearsal: Rehearsal, budget: float) -> None:
         self._rehearsal, self._budget = rehearsal, budget
-        rules = rehearsal.settings.method_settings
-        if budget < float(rules["smallest_budget"]) - 1e-9:
-            raise BudgetTooSmall(f"the federation's smallest budget is {rules['smallest_budget']:g}; raise the budget")
+        rules = own_settings(rehearsal.settings, Settings)
+        if budget < rules.smallest_budget - 1e-9:
+            raise BudgetTooSmall(f"the federation's smallest budget is {rules.smallest_budget:g}; raise the budget")
         self._gated(self._job(1, None))
-        self.values = round(float(rules["touched_limit"]) * rehearsal.manifest.trainable_values)
+        self.values = round(rules.touched_limit * rehearsal.manifest.trainable_values)
 
     def train(self, steps: int, samples: int | None = None) -> list[float]:
         job = self._job(steps, samples)
@@ -283,7 +303,18 @@ class _GatedEffort:
 
 
 def _flops(job: Job, gated: Gated, result: LocalResult) -> int:
-    """Of blocks that were on: forward, and both gradients; the gate's linear layer needs none for its input."""
+    """Return the FLOPs of blocks that were on: forward, and both gradients; the gate's input needs none."""
     seen = 0 if gated.gate.logits is not None else gated.gate.linear.in_features
-    gate = 4 * seen * len(gated.table.sizes) * int(job.assignment.settings.method_settings["gate_paths"])
+    gate = 4 * seen * len(gated.table.sizes) * job.own(Settings).gate_paths
     return 3 * gated.worked + gate * result.samples
+
+
+PFEDGATE = DeviceMethod(
+    train=train,
+    evaluate=evaluate_gated,
+    adapt=adapt,
+    check=check,
+    effort=effort,
+    picks_best=False,  # the gate belongs to the newest θ
+)
+"""Between rounds the gate is in ``own``, with θ as it was left and as it came."""

@@ -29,9 +29,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edge_sdk.methods import Job, Trained, Update
-from edge_sdk.methods.fedavg import sparse_mask
-from edge_sdk.methods.fedprox import FedProx
+from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained, Update
+from edge_sdk.methods.whole import adapt_global, evaluate_global, sparse_mask, train_pulled
 from edge_sdk.protocol.elements import ElementMask, everything
 from edge_sdk.protocol.flops import growth_flops, training_flops
 from edge_sdk.protocol.masks import pack
@@ -56,60 +55,68 @@ STEADY_CHOICES = 5
 """So many in a row end the preparation."""
 
 
-class PruneFL(FedProx):
-    """FedAvg of what exists; between rounds a device keeps nothing but the mask by name."""
+class Settings(MethodSettings):
+    """PruneFL's own settings."""
 
-    def train(self, job: Job) -> Trained:
-        """One round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
-        if not job.assignment.plan.get("gradients"):
-            return super().train(job)
-        mask = sparse_mask(job)
-        set_tensors(job.model, whole_model(job.manifest, job.received))
-        squares, samples = squared_gradients(job, "gradients")
-        trained = super().train(job)
-        assert trained.update is not None
-        flat = np.concatenate([part.reshape(-1) for part in squares.values()])
-        return replace(
-            trained,
-            update=replace(trained.update, gradients=flat),
-            flops=trained.flops + growth_flops(job.manifest, samples, mask),
-        )
+    prepare_rounds: int
+    adjust_interval: int
+    density: float
+    share: float
+    fixed_cost: float
 
-    def prepare(self, job: Job) -> Trained:
-        """Train alone and prune. Raises BundleError for a payload that does not fit, TrainingDiverged."""
-        own = job.assignment.settings.method_settings
-        rounds, interval = int(own["prepare_rounds"]), int(own["adjust_interval"])
-        set_tensors(job.model, whole_model(job.manifest, job.received))
-        mask, steady, steps, flops = everything(job.manifest), 0, 0, 0
-        number = 0
-        while steady < STEADY_CHOICES and number < rounds:
-            number += 1
-            result = _train_alone(job, number, rounds, mask)
-            steps += result.steps
-            flops += training_flops(job.manifest, result.samples, weight_gradients=mask)
-            if number % interval and number < rounds:
-                continue
-            squares, samples = squared_gradients(job, f"gradients {number}")
-            flops += growth_flops(job.manifest, samples, mask)
-            before, mask = mask, _choose(job, squares, mask)
-            steady = steady + 1 if abs(mask.count - before.count) < STEADY_CHANGE * before.count else 0
-        values = pack(job.manifest, get_tensors(job.model, job.manifest), mask)
-        return Trained(
-            state=job.state,
-            update=Update(values, mask),
-            num_examples=result.num_examples,
-            steps=steps,
-            flops=flops,
-            train_loss=result.train_loss,
-            validation=None,
-            stop_loss=None,
-            stopped=False,
-            counts={"prepare_rounds": number},
-        )
+
+def train(job: Job) -> Trained:
+    """Train one round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
+    if not job.assignment.plan.get("gradients"):
+        return train_pulled(job)
+    mask = sparse_mask(job)
+    set_tensors(job.model, whole_model(job.manifest, job.received))
+    squares, samples = squared_gradients(job, "gradients")
+    trained = train_pulled(job)
+    assert trained.update is not None
+    flat = np.concatenate([part.reshape(-1) for part in squares.values()])
+    return replace(
+        trained,
+        update=replace(trained.update, gradients=flat),
+        flops=trained.flops + growth_flops(job.manifest, samples, mask),
+    )
+
+
+def prepare(job: Job) -> Trained:
+    """Train alone and prune. Raises BundleError for a payload that does not fit, TrainingDiverged."""
+    own = job.own(Settings)
+    rounds, interval = own.prepare_rounds, own.adjust_interval
+    set_tensors(job.model, whole_model(job.manifest, job.received))
+    mask, steady, steps, flops = everything(job.manifest), 0, 0, 0
+    number = 0
+    while steady < STEADY_CHOICES and number < rounds:
+        number += 1
+        result = _train_alone(job, number, rounds, mask)
+        steps += result.steps
+        flops += training_flops(job.manifest, result.samples, weight_gradients=mask)
+        if number % interval and number < rounds:
+            continue
+        squares, samples = squared_gradients(job, f"gradients {number}")
+        flops += growth_flops(job.manifest, samples, mask)
+        before, mask = mask, _choose(job, squares, mask)
+        steady = steady + 1 if abs(mask.count - before.count) < STEADY_CHANGE * before.count else 0
+    values = pack(job.manifest, get_tensors(job.model, job.manifest), mask)
+    return Trained(
+        state=job.state,
+        update=Update(values, mask),
+        num_examples=result.num_examples,
+        steps=steps,
+        flops=flops,
+        train_loss=result.train_loss,
+        validation=None,
+        stop_loss=None,
+        stopped=False,
+        counts={"prepare_rounds": number},
+    )
 
 
 def squared_gradients(job: Job, purpose: str) -> tuple[dict[str, NDArray[np.float32]], int]:
-    """g² of every maskable tensor, by name, of its shape; and the samples it took. The model is left as it is.
+    """Return g² of every maskable tensor, by name, of its shape; and the samples it took. The model is left as it is.
 
     purpose: what shuffling and dropout are drawn for. Raises TrainingDiverged for squares that are not finite.
     """
@@ -150,18 +157,22 @@ def _train_alone(job: Job, number: int, rounds: int, mask: ElementMask) -> Local
 
 
 def _choose(job: Job, squares: dict[str, NDArray[np.float32]], mask: ElementMask) -> ElementMask:
-    """What exists from now on; what does not is made zero."""
-    own = job.assignment.settings.method_settings
+    """Return what exists from now on; what does not is made zero."""
+    own = job.own(Settings)
     parameters = {name: parameter for name, parameter in job.model.named_parameters() if name in squares}
     chosen = readjust(
         job.manifest,
         {name: array_of(parameter) for name, parameter in parameters.items()},
         squares,
         mask,
-        density=float(own["density"]),
-        share=float(own["share"]),
-        fixed_cost=float(own["fixed_cost"]),
+        density=own.density,
+        share=own.share,
+        fixed_cost=own.fixed_cost,
     )
     for name, parameter in parameters.items():
         multiply(parameter, chosen.exists[name])
     return chosen
+
+
+PRUNEFL = DeviceMethod(train=train, prepare=prepare, evaluate=evaluate_global, adapt=adapt_global)
+"""FedAvg of what exists; between rounds a device keeps nothing but the mask by name."""

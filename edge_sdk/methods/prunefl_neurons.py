@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import torch
 
-from edge_sdk.methods.hermes import Hermes
+from edge_sdk.methods.choosing import choosing_method
 
 
-class PruneFLNeurons(Hermes):
-    """Device half of neuron-wise PruneFL."""
+def score(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return what each weight adds to the score of its neuron."""
+    return gradient.square()
 
-    def score(self, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """What each weight adds to the score of its neuron."""
-        return gradient.square()
+
+PRUNEFL_NEURONS = choosing_method(score)

@@ -22,39 +22,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from edge_sdk.methods import load_method, methods_for_any_model
-from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec
-from edge_sdk.tracing.coupling import UnsupportedLayer, describe, refuse_types
+from edge_sdk.tracing.coupling import UnsupportedLayer, refuse_types
 
 RunningStatistics = Literal["shared", "personal"]
 
 PARAMETER = "parameter"
 """The kind of a layer that is a parameter which ``forward`` uses by itself."""
-
-
-def describe_for(
-    method: str,
-    model: nn.Module,
-    example: torch.Tensor,
-    *,
-    task: str,
-    running_statistics: RunningStatistics = "shared",
-) -> Manifest:
-    """The manifest of ``model`` with what ``method`` must know of it, found by running it on ``example`` [N, ...].
-
-    Raises UnsupportedLayer, naming method and layer, for a model with which its rounds would fail, and UnknownMethod.
-    """
-    half = load_method(method)
-    manifest = describe_whole(model, example, task=task, running_statistics=running_statistics)
-    try:
-        if half.needs_coupling:
-            manifest = describe(model, example, task=task, running_statistics=running_statistics)
-        half.check_model(model, manifest, example)
-    except (UnsupportedLayer, ManifestError) as error:
-        any_model = ", ".join(methods_for_any_model())
-        raise UnsupportedLayer(f"{method}: {error}. Methods that take any model: {any_model}") from error
-    return manifest
 
 
 def describe_whole(

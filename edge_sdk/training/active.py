@@ -52,7 +52,7 @@ core in channels last: a convolution's takes 0.5 to 0.7 of the time at 0.2, 0.7 
 
 @dataclass(frozen=True)
 class ActiveBlock:
-    """Where the active values of ``parameter`` lie: rows and columns of its first two axes, int64; None for all.
+    """The place of the active values of ``parameter``: rows and columns of its first two axes, int64; None for all.
 
     view: the parameter's shape, behind a flatten with one axis more, so that columns are channels and what they own
     lies behind them (``masks.neuron_view``). input_error, positions: of the layer it belongs to (``manifest.Layer``).
@@ -66,7 +66,7 @@ class ActiveBlock:
     positions: int = 1
 
     def take(self, tensor: Tensor) -> Tensor:
-        """The block of a tensor of the parameter's shape, copied."""
+        """Return the block of a tensor of the parameter's shape, copied."""
         taken = tensor.reshape(self.view)
         if self.rows is not None:
             taken = taken.index_select(0, self.rows)
@@ -89,7 +89,7 @@ class ActiveBlock:
 
     @cached_property
     def runs(self) -> Tensor:
-        """The flat indices of the block's runs among those of the tensor; int64."""
+        """Return the flat indices of the block's runs among those of the tensor; int64."""
         assert self.columns is not None
         rows = torch.arange(self.view[0], device=self.columns.device) if self.rows is None else self.rows
         return (rows.unsqueeze(1) * self.view[1] + self.columns).flatten()
@@ -132,12 +132,12 @@ class _Linear(torch.autograd.Function):
 
 
 def _scatters(block: ActiveBlock) -> bool:
-    """Whether of the gradient of the input only that of active columns is computed: nothing below reads the others."""
+    """Return whether only the active columns of the input's gradient are computed: nothing below reads the others."""
     return block.input_error != "all" and block.column_share <= _WORTH_SCATTERING
 
 
 def _scattered(part: Tensor, block: ActiveBlock) -> Tensor:
-    """The gradient of a linear layer's input, [samples, features], from that of the active columns; else 0."""
+    """Return the gradient of a linear layer's input, [samples, features], from that of the active columns; else 0."""
     channels = part.new_zeros(len(part), block.view[1], math.prod(block.view[2:]))
     return channels.index_copy_(1, cast(Tensor, block.columns), part.view(len(part), -1, channels.shape[2])).flatten(1)
 
@@ -147,7 +147,7 @@ def _active_columns(block: ActiveBlock) -> int:
 
 
 def _columns(flat: Tensor, block: ActiveBlock) -> Tensor:
-    """The active columns of inputs [samples, features], with all features that a channel owns."""
+    """Return the active columns of inputs [samples, features], with all features that a channel owns."""
     if block.columns is None:
         return flat
     if len(block.view) == 2:
@@ -184,7 +184,8 @@ class _Convolution(torch.autograd.Function):
 
 
 def _into_input(layer: nn.Conv1d | nn.Conv2d, error: Tensor, shape: torch.Size, block: ActiveBlock) -> Tensor:
-    """The gradient of the input, of ``shape``; zero where nothing below reads it and leaving it out is worth while."""
+    """Return the gradient of the input, of ``shape``; zero where nothing below reads it and leaving it out is worth
+    while."""
     weight = block.parameter.detach()
     some = layer.groups == 1 and _scatters(block)
     if some:
@@ -196,7 +197,7 @@ def _into_input(layer: nn.Conv1d | nn.Conv2d, error: Tensor, shape: torch.Size, 
 
 
 def _channels_read(layer: nn.Conv1d | nn.Conv2d, block: ActiveBlock) -> Tensor | None:
-    """The input channels that the weight gradient of the block reads, sorted; None for all.
+    """Return the input channels that the weight gradient of the block reads, sorted; None for all.
 
     In groups: those of every group that has an active filter. Of a depthwise convolution a channel once for each of its
     active filters, so that each filter is a group of its own.
@@ -213,7 +214,7 @@ def _channels_read(layer: nn.Conv1d | nn.Conv2d, block: ActiveBlock) -> Tensor |
 
 
 def _grouped(layer: nn.Conv1d | nn.Conv2d, error: Tensor, inputs: Tensor, block: ActiveBlock) -> Tensor:
-    """The gradient of the active filters of a convolution in groups, from the channels of ``_channels_read``."""
+    """Return the gradient of the active filters of a convolution in groups, from the channels of ``_channels_read``."""
     rows, weight = block.rows, block.parameter.detach()
     assert rows is not None
     if layer.groups == layer.in_channels:
@@ -236,7 +237,7 @@ def _convolve(layer: nn.Conv1d | nn.Conv2d, x: Tensor, bias: Tensor | None) -> T
 def _gradients(
     layer: nn.Conv1d | nn.Conv2d, error: Tensor, x: Tensor, weight: Tensor, groups: int, wanted: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of input and weight that are wanted, in the precision of ``error``."""
+    """Return the gradients of input and weight that are wanted, in the precision of ``error``."""
     gradients = torch.ops.aten.convolution_backward(
         *(error, x.to(error.dtype), weight.to(error.dtype), None, layer.stride, layer.padding, layer.dilation, False),
         *([0] * len(layer.kernel_size), groups, [*wanted, False]),
@@ -245,7 +246,7 @@ def _gradients(
 
 
 def _channels(x: Tensor, index: Tensor | None) -> Tensor:
-    """Channels of [N, C, ...], in the memory layout of ``x``."""
+    """Return channels of [N, C, ...], in the memory layout of ``x``."""
     if index is None:
         return x
     if _is_channels_last(x):
@@ -257,7 +258,8 @@ def _channels(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _spread(part: Tensor, index: Tensor, channels: int) -> Tensor:
-    """[N, ``channels``, ...]: ``part`` at the channels of ``index``, else zeros; in the memory layout of ``part``."""
+    """Return [N, ``channels``, ...]: ``part`` at the channels of ``index``, else zeros; in the memory layout of
+    ``part``."""
     if not _is_channels_last(part):
         return part.new_zeros(len(part), channels, *part.shape[2:]).index_copy_(1, index, part)
     pixels = part.permute(0, 2, 3, 1)
@@ -294,12 +296,12 @@ class _Spread(torch.autograd.Function):
 
 
 def gather_channels(x: Tensor, index: Tensor | None) -> Tensor:
-    """The channels of x [N, C, ...] that ``index`` names, int64; None for all. Differentiable."""
+    """Return the channels of x [N, C, ...] that ``index`` names, int64; None for all. Differentiable."""
     return x if index is None else cast(Tensor, _Gather.apply(x, index))  # type: ignore[no-untyped-call]
 
 
 def spread_channels(part: Tensor, index: Tensor | None, channels: int) -> Tensor:
-    """[N, ``channels``, ...]: ``part`` at the channels that ``index`` names, zeros elsewhere. Differentiable."""
+    """Return [N, ``channels``, ...]: ``part`` at the channels that ``index`` names, zeros elsewhere. Differentiable."""
     return part if index is None else cast(Tensor, _Spread.apply(part, index, channels))  # type: ignore[no-untyped-call]
 
 
@@ -323,7 +325,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def linear(layer: nn.Linear, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock) -> Tensor:
-    """``layer(x)``, x [..., in_features]; the gradient of its weight goes to ``leaf``, the block's values."""
+    """Return ``layer(x)``, x [..., in_features]; the gradient of its weight goes to ``leaf``, the block's values."""
     result: Tensor = _Linear.apply(x, leaf, bias, block)  # type: ignore[no-untyped-call]
     return result
 
@@ -331,13 +333,13 @@ def linear(layer: nn.Linear, x: Tensor, leaf: Tensor, bias: Tensor | None, block
 def convolution(
     layer: nn.Conv1d | nn.Conv2d, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock
 ) -> Tensor:
-    """``layer(x)``, x [N, C, ...]; the gradient of its weight goes to ``leaf``, the block's values."""
+    """Return ``layer(x)``, x [N, C, ...]; the gradient of its weight goes to ``leaf``, the block's values."""
     result: Tensor = _Convolution.apply(x, leaf, bias, block, layer)  # type: ignore[no-untyped-call]
     return result
 
 
 def embedding(layer: nn.Embedding, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock) -> Tensor:
-    """``layer(x)``, x int64 [...]; the gradient of its weight goes to ``leaf``, the block's values."""
+    """Return ``layer(x)``, x int64 [...]; the gradient of its weight goes to ``leaf``, the block's values."""
     result: Tensor = _Embedding.apply(x, leaf, block, layer)  # type: ignore[no-untyped-call]
     return result
 
@@ -347,7 +349,8 @@ Kernel = Callable[[Any, Tensor, Tensor, Tensor | None, Any], Tensor]
 
 
 def kernel_of(layer: nn.Module, block: ActiveBlock) -> Kernel | None:
-    """What runs a layer of whose weight only ``block`` is trained; None where it gains nothing, or no kernel knows it.
+    """Return what runs a layer of whose weight only ``block`` is trained; None where it gains nothing, or no kernel
+    knows it.
 
     Of exactly the types of torch.nn: a subclass may do something else with its weight.
     """

@@ -37,7 +37,7 @@ class BaseEntropies:
 
 
 def entropy(scores: torch.Tensor) -> torch.Tensor:
-    """-Σ p ln p of the softmax of ``scores`` [N, C], nats [N]."""
+    """Return -Σ p ln p of the softmax of ``scores`` [N, C], nats [N]."""
     logs = scores.log_softmax(dim=1)
     return -(logs.exp() * logs).sum(dim=1)
 
@@ -45,7 +45,7 @@ def entropy(scores: torch.Tensor) -> torch.Tensor:
 def prefers_personal(
     personal: torch.Tensor, global_scores: torch.Tensor, base: BaseEntropies, similarity: Similarity = "logits"
 ) -> torch.Tensor:
-    """bool [N]: for which samples the personal model's scores [N, C] are chosen over the global one's [N, C]."""
+    """Return for which samples the personal model's scores [N, C] are chosen over the global one's [N, C]."""
     one, other = (
         (personal, global_scores) if similarity == "logits" else (personal.softmax(1), global_scores.softmax(1))
     )
@@ -57,7 +57,7 @@ def prefers_personal(
 
 
 def scores_of(model: nn.Module, task: Task, batches: Batches) -> tuple[torch.Tensor, torch.Tensor]:
-    """The model's class scores [N, C] on ``batches``, in evaluation mode, and their targets [N]."""
+    """Return the model's class scores [N, C] on ``batches``, in evaluation mode, and their targets [N]."""
     device = device_of(model)
     scores, labels = [], []
     with evaluating(model), Layout(model, task) as layout, torch.inference_mode(), task.compute.precision():
@@ -69,7 +69,7 @@ def scores_of(model: nn.Module, task: Task, batches: Batches) -> tuple[torch.Ten
 
 
 def judge(task: Task, scores: torch.Tensor, targets: torch.Tensor) -> Evaluation:
-    """Loss and accuracy of scores [N, C]."""
+    """Return loss and accuracy of scores [N, C]."""
     correct = int((scores.argmax(dim=1) == targets).sum())
     loss = float(task.loss(scores, targets))
     return Evaluation(num_examples=len(targets), loss=loss, accuracy=correct / len(targets))

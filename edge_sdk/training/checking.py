@@ -57,7 +57,7 @@ def check_task(task: Task, manifest: Manifest | None = None) -> None:
 
 @contextmanager
 def _unnoticed(task: Task) -> Iterator[None]:
-    """Random numbers, running statistics and modules' modes are then what they were."""
+    """Restore random numbers, running statistics and modules' modes afterwards."""
     device = device_of(task.model)
     generators = [each for loader in (task.train, task.validation, task.test) for each in _generators(loader)]
     states = [generator.get_state() for generator in generators]
@@ -79,7 +79,7 @@ def _unnoticed(task: Task) -> Iterator[None]:
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """Those of a DataLoader's own, which it would draw from."""
+    """Return a DataLoader's own generators, which it would draw from."""
     batches = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     found = [getattr(holder, "generator", None) for holder in holders]
@@ -165,7 +165,7 @@ class _Check:
     # --- the model -----------------------------------------------------------------------------------------------
 
     def _outputs(self, inputs: Tensor) -> Any:
-        """What the model answers to ``inputs``, in the mode that it is in."""
+        """Return what the model answers to ``inputs``, in the mode that it is in."""
         try:
             return self.task.model(inputs)
         except Exception as error:
@@ -259,7 +259,7 @@ class _Check:
             )
 
     def _check_training(self, inputs: Tensor, targets: Tensor) -> None:
-        """In training mode, as rounds are: a gradient comes of it."""
+        """Check a step in training mode, as rounds are: a gradient comes of it."""
         self.task.model.train()
         loss = self._loss(self._outputs(inputs), targets)
         trainable = [parameter for parameter in self.task.model.parameters() if parameter.requires_grad]
@@ -283,7 +283,7 @@ class _Check:
 
 
 def _everything(loader: Any) -> tuple[Tensor, Tensor] | None:
-    """All samples, where they lie in two tensors and are not too many; else None."""
+    """Return all samples, where they lie in two tensors and are not too many; else None."""
     if not isinstance(loader, DataLoader) or loader.collate_fn is not default_collate:
         return None
     data: Any = loader.dataset
@@ -299,7 +299,7 @@ def _everything(loader: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def _last_batch(loader: Any) -> int | None:
-    """How many samples the last batch of a pass has; None where that is not known."""
+    """Return how many samples the last batch of a pass has; None where that is not known."""
     size = getattr(loader, "batch_size", None)
     if not isinstance(loader, DataLoader) or size is None or loader.drop_last:
         return None
@@ -316,7 +316,7 @@ def _finite(values: Tensor) -> bool:
 
 
 def _shape(values: Tensor, rows: int | None = None) -> str:
-    """A tensor's shape and type."""
+    """Return a tensor's shape and type."""
     shape = list(values.shape) if rows is None else [rows, *values.shape[1:]]
     return f"{shape} {_type(values.dtype)}"
 
@@ -326,6 +326,6 @@ def _type(dtype: torch.dtype) -> str:
 
 
 def _said(error: Exception) -> str:
-    """The first line of what was raised, and its kind."""
+    """Return the first line of what was raised, and its kind."""
     first = (str(error).strip().splitlines() or [""])[0].strip().rstrip(".;")[:300]
     return f"{first} ({type(error).__name__})" if first else type(error).__name__

@@ -29,31 +29,32 @@ class Dual:
 
     @classmethod
     def of(cls, manifest: Manifest, personal: Tensors, mask: ElementMask, received: Tensors, m_g: ElementMask) -> Dual:
-        """From θ_c, and θ_g as received."""
+        """Return both models, from θ_c, and θ_g as received."""
         rest = pack_weights(received, m_g.without(mask))
         unmasked = {spec.name: np.array(received[spec.name]) for spec in manifest.shared if spec.name not in m_g.exists}
         return cls(personal, mask, m_g, rest, unmasked)
 
     @classmethod
     def load(cls, manifest: Manifest, personal: Tensors, own: Mapping[str, NDArray[np.generic]]) -> Dual:
-        """What ``stored`` has kept beside the personal model. Raises ManifestError where it is of another model."""
+        """Return what ``stored`` has kept beside the personal model. Raises ManifestError where it is of
+        another model."""
         mask, m_g = (from_bits(manifest, own[name].tobytes()) for name in ("mask", "global_mask"))
         unmasked = {name.removeprefix("global:"): array for name, array in own.items() if name.startswith("global:")}
         return cls(personal, mask, m_g, np.asarray(own["rest"], dtype=np.float32), unmasked)
 
     def stored(self) -> Tensors:
-        """All but the personal model, as arrays by name."""
+        """Return all but the personal model, as arrays by name."""
         bits = {"mask": self.mask.bits, "global_mask": self.global_mask.bits}
         arrays: Tensors = {name: np.frombuffer(data, dtype=np.uint8) for name, data in bits.items()}
         return {**arrays, "rest": self.rest, **{f"global:{name}": array for name, array in self.unmasked.items()}}
 
     @property
     def private(self) -> ElementMask:
-        """What the personal model alone has."""
+        """The weights that the personal model alone has."""
         return self.mask.without(self.global_mask)
 
     def global_model(self) -> Tensors:
-        """θ_g by name: its own weights, and the personal model's where both masks have them."""
+        """Return θ_g by name: its own weights, and the personal model's where both masks have them."""
         tensors: Tensors = {name: np.array(tensor) for name, tensor in self.personal.items()} | self.unmasked
         tensors |= self.global_mask.apply(tensors)
         start = 0
@@ -64,6 +65,6 @@ class Dual:
 
 
 def pack_weights(tensors: Tensors, mask: ElementMask) -> NDArray[np.float32]:
-    """The weights of ``tensors`` that exist by ``mask``, tensor after tensor."""
+    """Return the weights of ``tensors`` that exist by ``mask``, tensor after tensor."""
     parts = [np.take(tensors[name].reshape(-1), index) for name, index in mask.index.items()]
     return np.concatenate(parts).astype(np.float32, copy=False)

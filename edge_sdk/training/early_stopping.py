@@ -1,4 +1,4 @@
-"""When a device leaves training for good, and which of its rounds' models is its best.
+"""Early stopping, and the choice of a device's best model among its rounds.
 
 Two rules, which ask nothing of a method but its losses:
 
@@ -34,7 +34,7 @@ BEGUN = 0.1
 
 @dataclass(frozen=True)
 class Smoothed:
-    """What the rule ``validation`` remembers: participations so far, the first loss, the smoothed loss and the lowest
+    """The memory of the rule ``validation``: participations so far, the first loss, the smoothed loss and the lowest
     one that counted as an improvement, and participations since then."""
 
     participations: int = 0
@@ -58,7 +58,7 @@ class Smoothed:
 
 @dataclass(frozen=True)
 class Rises:
-    """What the rule ``paper`` remembers: the loss of the last participation (None before the first), and the rises in a
+    """The memory of the rule ``paper``: the loss of the last participation (None before the first), and the rises in a
     row."""
 
     last_loss: float | None = None
@@ -83,7 +83,7 @@ def _check_finite(loss: float) -> None:
 
 @dataclass(frozen=True)
 class Judged:
-    """What was found after a round. validation: the model on validation data, None where nobody asked. stop_loss: what
+    """The judgement after a round. validation: the model on validation data, None where nobody asked. stop_loss: what
     the rule went by; None, and the memory as it was, where the federation does not stop early."""
 
     memory: Mapping[str, Any]

@@ -45,7 +45,7 @@ class Elements:
     index: Tensor
 
     def take(self, tensor: Tensor) -> Tensor:
-        """The elements of a tensor of the parameter's shape, [n], copied."""
+        """Return the elements of a tensor of the parameter's shape, [n], copied."""
         return tensor.reshape(-1).index_select(0, self.index)
 
     def put(self, values: Tensor) -> None:
@@ -72,17 +72,17 @@ class SparseRows(Elements):
         self._by_column = (_ends(columns, inputs), rows[self._order].int())
 
     def matrix(self, values: Tensor) -> Tensor:
-        """The weight [outputs, inputs] of these values, sparse."""
+        """Return the weight [outputs, inputs] of these values, sparse."""
         return _compressed(*self._by_row, values, self._size)
 
     def transposed(self, values: Tensor) -> Tensor:
-        """The weight's transpose [inputs, outputs], sparse."""
+        """Return the weight's transpose [inputs, outputs], sparse."""
         return _compressed(*self._by_column, values.index_select(0, self._order), self._size[::-1])
 
 
 @cache
 def _warned() -> None:
-    """Let torch say once that compressed rows are in beta, to nobody: what they give here is tested."""
+    """Silence torch's one warning that compressed rows are in beta: their results here are tested."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.eye(1).to_sparse_csr()
@@ -93,7 +93,8 @@ def _compressed(ends: Tensor, indices: Tensor, values: Tensor, size: tuple[int, 
 
 
 def _ends(lines: Tensor, count: int) -> Tensor:
-    """How many entries lie before each of ``count`` lines, and behind the last, if ``lines`` are theirs; int32."""
+    """Return how many entries lie before each of ``count`` lines, and behind the last, if ``lines`` are theirs;
+    int32."""
     return F.pad(torch.bincount(lines, minlength=count).cumsum(0), (1, 0)).int()
 
 
@@ -121,13 +122,13 @@ class _SparseLinear(torch.autograd.Function):
 
 
 def sparse_linear(layer: nn.Linear, x: Tensor, leaf: Tensor, bias: Tensor | None, rows: SparseRows) -> Tensor:
-    """``layer(x)``, x [..., in_features], with a weight of elements ``leaf`` [n] where ``rows`` says, else 0."""
+    """Return ``layer(x)``, x [..., in_features], with a weight of elements ``leaf`` [n] where ``rows`` says, else 0."""
     result: Tensor = _SparseLinear.apply(x, leaf, bias, rows)  # type: ignore[no-untyped-call]
     return result
 
 
 def packed_linear(layer: nn.Linear, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock) -> Tensor:
-    """``layer(x)``, x [..., in_features], with a weight that is ``leaf`` at the block and 0 elsewhere."""
+    """Return ``layer(x)``, x [..., in_features], with a weight that is ``leaf`` at the block and 0 elsewhere."""
     flat = x.reshape(-1, x.shape[-1])
     result = spread_channels(F.linear(gather_channels(flat, block.columns), leaf), block.rows, layer.out_features)
     return (result if bias is None else result + bias).view(*x.shape[:-1], -1)
@@ -136,7 +137,7 @@ def packed_linear(layer: nn.Linear, x: Tensor, leaf: Tensor, bias: Tensor | None
 def packed_convolution(
     layer: nn.Conv1d | nn.Conv2d, x: Tensor, leaf: Tensor, bias: Tensor | None, block: ActiveBlock
 ) -> Tensor:
-    """``layer(x)``, x [N, C, ...], with a weight that is ``leaf`` at the block and 0 elsewhere."""
+    """Return ``layer(x)``, x [N, C, ...], with a weight that is ``leaf`` at the block and 0 elsewhere."""
     convolve = F.conv1d if isinstance(layer, nn.Conv1d) else F.conv2d
     part = convolve(gather_channels(x, block.columns), leaf, None, layer.stride, layer.padding, layer.dilation)
     result = spread_channels(part, block.rows, layer.out_channels)
@@ -146,7 +147,7 @@ def packed_convolution(
 def run_of(
     layer: nn.Module | None, parameter: nn.Parameter, exists: Tensor, positions: int
 ) -> tuple[Kernel | None, ActiveBlock | Elements | None]:
-    """How the weight of ``layer`` is run, and what of it is trained; see the module.
+    """Return how the weight of ``layer`` is run, and what of it is trained; see the module.
 
     exists: bool, of the parameter's shape. layer: None where it is no layer's ``weight``. No kernel: autograd's own, on
     the whole weight; nothing trained in particular: all of it, with a gradient that is masked.
@@ -204,7 +205,8 @@ class Bits:
 
 
 def flags_of(mask: ElementMask | None) -> dict[str, Tensor] | None:
-    """A mask as ``Freezing`` takes elements: name -> bool of the parameter's shape. None, where there is none."""
+    """Return a mask as ``Freezing`` takes elements: name -> bool of the parameter's shape. None, where there is
+    none."""
     if mask is None:
         return None
     return {name: torch.tensor(flags) for name, flags in mask.exists.items()}

@@ -50,7 +50,7 @@ class _Part:
 
     @property
     def gathers(self) -> bool:
-        """Whether autograd makes the whole gradient, of which the leaf's is then taken."""
+        """True if autograd makes the whole gradient, of which the leaf's is then taken."""
         return self.trained is not None and self.kernel is None
 
 
@@ -123,20 +123,21 @@ class Freezing:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """What is trained, for the optimiser: whole parameters, and leaves of those that are frozen in part."""
+        """The values to train, for the optimiser: whole parameters, and leaves of those that are frozen in part."""
         return [part.leaf for part in self._parts]
 
     def with_elements(self, elements: Mapping[str, torch.Tensor]) -> Freezing:
-        """The same of a model of which other elements exist, now. Raises what making one does."""
+        """Return the same of a model of which other elements exist, now. Raises what making one does."""
         return Freezing(self.model, self._manifest, self._mask, elements, self._trained)
 
     def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Of a tensor of the parameter's shape what lies where its leaf does; the tensor itself, where that is all."""
+        """Return the part of a tensor that lies where the parameter's leaf does; the tensor itself, where that
+        is all."""
         trained = self._parts[self.names.index(name)].trained
         return tensor if trained is None else trained.take(tensor)
 
     def spread(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """The inverse of ``take``: of the parameter's shape, and zero where its leaf is not."""
+        """Return the inverse of ``take``: a tensor of the parameter's shape, and zero where its leaf is not."""
         part = self._parts[self.names.index(name)]
         if part.trained is None:
             return values
@@ -192,7 +193,7 @@ class Freezing:
 
 
 def _of_shape(name: str, parameter: nn.Parameter, flags: torch.Tensor | None) -> torch.Tensor | None:
-    """The flags where the parameter is; None where they are all set."""
+    """Return the flags where the parameter is; None where they are all set."""
     if flags is None:
         return None
     if flags.shape != parameter.shape or flags.dtype != torch.bool:
@@ -204,7 +205,7 @@ def _of_shape(name: str, parameter: nn.Parameter, flags: torch.Tensor | None) ->
 
 
 def _checked(name: str, parameter: nn.Parameter, exists: torch.Tensor | None) -> torch.Tensor | None:
-    """What exists of a parameter; None where that is all."""
+    """Return what exists of a parameter; None where that is all."""
     exists = _of_shape(name, parameter, exists)
     if exists is not None and bool((parameter.detach() != 0).logical_and_(~exists).any()):
         raise ValueError(f"{name}: weights that do not exist are not zero; multiply it by its mask before training")
@@ -216,7 +217,7 @@ def _index(index: Any, device: torch.device) -> torch.Tensor | None:
 
 
 def _run(module: Any, part: _Part, x: torch.Tensor) -> torch.Tensor:
-    """The forward pass of a layer with a kernel."""
+    """Return the forward pass of a layer with a kernel."""
     assert part.kernel is not None
     return part.kernel(module, x, part.leaf, getattr(module, "bias", None), part.trained)
 

@@ -50,7 +50,7 @@ class Layout:
         self._restore()
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """``inputs``, laid out like the model."""
+        """Return ``inputs``, laid out like the model."""
         if self._chosen is None:
             self._chosen = self._choose(inputs, targets)
         return _channels_last(inputs) if self._chosen else inputs
@@ -74,7 +74,7 @@ class Layout:
         return _runs[self._model]
 
     def _tried(self, inputs: torch.Tensor, targets: torch.Tensor) -> bool:
-        """Whether model and loss take this layout: ``x.view(n, -1)``, where ``flatten`` is meant, does not."""
+        """Return whether model and loss take this layout: ``x.view(n, -1)``, where ``flatten`` is meant, does not."""
         try:
             # Evaluating, so that no running statistics move.
             with evaluating(self._model), torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -92,7 +92,7 @@ class Layout:
 
 
 def gains(model: nn.Module) -> bool:
-    """Whether ``model`` is run in channels last on a CPU where nobody says otherwise."""
+    """Return whether ``model`` is run in channels last on a CPU where nobody says otherwise."""
     modules = list(model.modules())
     return any(isinstance(module, nn.Conv2d) for module in modules) and not any(
         isinstance(module, _SLOWER) for module in modules
@@ -106,6 +106,6 @@ def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _outside_inference() -> Iterator[None]:
-    """Evaluation lays out, too, and a parameter made in inference mode could not be trained any more."""
+    """Leave inference mode: a parameter made in it could not be trained any more."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -36,7 +36,7 @@ class TrainingDiverged(SdkError):
 
 @dataclass(frozen=True)
 class LocalResult:
-    """What local training did.
+    """The result of local training.
 
     num_examples: samples of the training share, n_k, however many of them were seen. samples: those seen, counted as
     often as they were. train_loss: mean of the batch losses, each taken before its step and weighted by its samples
@@ -80,7 +80,7 @@ class Steps(Protocol):
         """Leave the model as it has become."""
 
     def forget_gradients(self) -> None:
-        """Before a step's backward pass."""
+        """Prepare a step's backward pass."""
 
     def step(self) -> None:
         """Move the parameters, after a step's backward pass."""
@@ -152,7 +152,8 @@ def take_steps(
     after: Callable[[int], None] = lambda step: None,
     progress: Callable[[int, int, float], None] = lambda done, total, loss: None,
 ) -> LocalResult:
-    """``train_locally`` by any ``optimisation``, where ``forward`` gives the outputs for a batch's (inputs, targets).
+    """Run ``train_locally`` by any ``optimisation``, where ``forward`` gives the outputs for a batch's (inputs,
+    targets).
 
     learning_rate: for advice alone. layout: how the model lies in memory meanwhile. after: called with each step's
     number when it has been taken. Raises what ``train_locally`` does.
@@ -195,7 +196,8 @@ def take_steps(
 def evaluate(
     model: nn.Module, task: Task, batches: Batches, forward: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> Evaluation:
-    """Mean loss and, where the task is a classification, accuracy of ``model`` on ``batches``, in evaluation mode.
+    """Return mean loss and, where the task is a classification, accuracy of ``model`` on ``batches``, in evaluation
+    mode.
 
     forward: gives the outputs, where that is not calling the model. Leaves every module in the mode it was in. Raises
     TrainingDiverged when the loss is not finite, ValueError when there is no sample.
@@ -219,13 +221,13 @@ def evaluate(
 
 
 def evaluate_held_out(model: nn.Module, task: Task) -> tuple[Evaluation, Evaluation]:
-    """``evaluate`` on test data and on validation data, once where they are the same. Raises what it does."""
+    """Run ``evaluate`` on test data and on validation data, once where they are the same. Raises what it does."""
     validation = evaluate(model, task, task.validation)
     return validation if task.test is None else evaluate(model, task, task.test), validation
 
 
 def count_examples(batches: Batches) -> int:
-    """Samples in one pass: as the batches say, as a DataLoader's dataset says, or else counted."""
+    """Return the number of samples in one pass: as the batches say, as a DataLoader's dataset says, or else counted."""
     known = getattr(batches, "num_examples", None)
     if isinstance(known, int):
         return known
@@ -236,13 +238,13 @@ def count_examples(batches: Batches) -> int:
 
 
 def derive_seed(*parts: object) -> int:
-    """A seed in 0..2^63-1 that follows from ``parts``, the same on every machine."""
+    """Return a seed in 0..2^63-1 that follows from ``parts``, the same on every machine."""
     text = json.dumps([str(part) for part in parts])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def get_tensors(model: nn.Module, manifest: Manifest) -> Tensors:
-    """Copies of every tensor that the manifest keeps, by name, C-contiguous whatever the model's memory layout.
+    """Return copies of every tensor that the manifest keeps, by name, C-contiguous whatever the model's memory layout.
 
     Raises ManifestError when the model is another one.
     """
@@ -290,7 +292,7 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's parameters are."""
+    """Return the device of the model's parameters."""
     first = next(model.parameters(), None)
     return torch.device("cpu") if first is None else first.device
 

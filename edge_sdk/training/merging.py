@@ -13,7 +13,7 @@ from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, pack, same
 
 
 def whole_model(manifest: Manifest, received: Bundle | None) -> Tensors:
-    """A full payload as tensors by name, views into it where it is dense.
+    """Return a full payload as tensors by name, views into it where it is dense.
 
     What does not exist of a sparse model is zero. Tensors that never travel (running statistics that stay local) are
     not among them. Raises BundleError for a payload that is partial or missing.
@@ -31,7 +31,7 @@ def whole_model(manifest: Manifest, received: Bundle | None) -> Tensors:
 
 
 def sent_values(manifest: Manifest, received: Bundle | None, mask: Mask | None) -> NDArray[np.float32]:
-    """What was received where ``mask`` is, packed, and 0 where nothing was: what an update differs from.
+    """Return what was received where ``mask`` is, packed, and 0 where nothing was: what an update differs from.
 
     Raises BundleError for a payload that is missing, or is a part of the model under another mask.
     """
@@ -41,7 +41,8 @@ def sent_values(manifest: Manifest, received: Bundle | None, mask: Mask | None) 
 
 
 def merge(manifest: Manifest, personal: Tensors, received: Bundle | None, mask: NeuronMask | None) -> Tensors:
-    """ŵ = where(m, w^t, w_k^t): a copy of ``personal`` with the values received under ``mask`` (FedSPU, Algorithm 1).
+    """Return ŵ = where(m, w^t, w_k^t): a copy of ``personal`` with the values received under ``mask`` (FedSPU,
+    Algorithm 1).
 
     A payload of the whole model, sent again to a device that was thought to have lost its own, counts under ``mask``
     only: the rest is not this round's business. Raises BundleError for a payload that is missing or of another mask.
@@ -70,5 +71,5 @@ def mixed(personal: Tensors, received: Tensors, share: float) -> Tensors:
 
 
 def is_whole(manifest: Manifest, received: Bundle) -> bool:
-    """Whether nothing is left out: a sparse model, no mask, or one whose neurons are all active."""
+    """Return whether nothing is left out: a sparse model, no mask, or one whose neurons are all active."""
     return isinstance(received.mask, ElementMask) or received.values.size == manifest.shared_values

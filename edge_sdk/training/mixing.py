@@ -31,7 +31,7 @@ from edge_sdk.training.optimisation import Optimisation
 
 @dataclass(frozen=True)
 class Mixed:
-    """What came of it: v by name, v̄ by name, α, and what was done; losses are those of the model that is sent."""
+    """The result: v by name, v̄ by name, α, and what was done; losses are those of the model that is sent."""
 
     own: Tensors
     mixture: Tensors
@@ -101,13 +101,13 @@ def train_mixture(
 
 @torch.no_grad()
 def _mix(mixture: nn.Module, personal: nn.Module, model: nn.Module, weight: float) -> None:
-    """v̄ <- αv + (1-α)w; its running statistics are its own."""
+    """Set v̄ <- αv + (1-α)w; its running statistics are its own."""
     for mixed, own, shared in zip(mixture.parameters(), personal.parameters(), model.parameters(), strict=True):
         mixed.copy_(torch.lerp(shared, own, weight))
 
 
 @torch.no_grad()
 def _slope(mixture: nn.Module, personal: nn.Module, model: nn.Module) -> float:
-    """⟨v - w, ∇F(v̄)⟩."""
+    """Return ⟨v - w, ∇F(v̄)⟩."""
     pairs = zip(mixture.parameters(), personal.parameters(), model.parameters(), strict=True)
     return sum(float(((own - shared) * mixed.grad).sum()) for mixed, own, shared in pairs if mixed.grad is not None)

@@ -98,19 +98,19 @@ class Narrow:
         return self._blocks[name].take(array).reshape(narrow.shape)
 
     def _kept(self, spec: TensorSpec) -> torch.Tensor | None:
-        """Of a vector the positions that are active."""
+        """Return the active positions of a vector."""
         if len(spec.shape) != 1:
             return None
         return torch.from_numpy(self._blocks[spec.name].take(np.arange(spec.size)).reshape(-1))
 
 
 def _array(tensor: torch.Tensor) -> Array:
-    """A copy, C-contiguous."""
+    """Return a copy, C-contiguous."""
     return np.array(tensor.detach().cpu().numpy(), order="C")
 
 
 def _adjusted(path: str, module: Any, kept: torch.Tensor | None) -> Any:
-    """The module, which has its narrow weight already, with its sizes put right; or what takes its place."""
+    """Return the module, which has its narrow weight already, with its sizes put right; or what takes its place."""
     shape = module.weight.shape
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = shape
@@ -135,7 +135,7 @@ def _adjusted(path: str, module: Any, kept: torch.Tensor | None) -> Any:
 
 
 class _GroupNorm(nn.GroupNorm):
-    """Of ``norm`` the channels ``kept``, zeros standing for the others."""
+    """Group norm of ``norm``'s channels ``kept``, zeros standing for the others."""
 
     kept: torch.Tensor
 
@@ -145,14 +145,14 @@ class _GroupNorm(nn.GroupNorm):
         self.register_buffer("kept", kept.to(norm.weight.device), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Like group norm's."""
+        """Return what group norm does."""
         whole = x.new_zeros(len(x), self.num_channels, *x.shape[2:]).index_copy(1, self.kept, x)
         narrow = F.group_norm(whole, self.num_groups, eps=self.eps).index_select(1, self.kept)
         return (narrow.transpose(1, -1) * self.weight + self.bias).transpose(1, -1)
 
 
 class _LayerNorm(nn.LayerNorm):
-    """Of ``norm`` the entries ``kept`` of its one axis, zeros standing for the others."""
+    """Layer norm of ``norm``'s entries ``kept`` of its one axis, zeros standing for the others."""
 
     kept: torch.Tensor
 
@@ -162,7 +162,7 @@ class _LayerNorm(nn.LayerNorm):
         self.register_buffer("kept", kept.to(norm.weight.device), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Like layer norm's."""
+        """Return what layer norm does."""
         whole = x.new_zeros(*x.shape[:-1], *self.normalized_shape).index_copy(-1, self.kept, x)
         narrow = F.layer_norm(whole, self.normalized_shape, eps=self.eps).index_select(-1, self.kept) * self.weight
         return narrow if self.bias is None else narrow + self.bias

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
@@ -12,12 +12,11 @@ from torch import nn
 
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.proximal import Pull
 
 
 @dataclass(frozen=True)
 class Change:
-    """What exists of a model from now on.
+    """The part of a model that exists from now on.
 
     elements: name -> bool of the parameter's shape, as ``Freezing`` takes them. renewed: name -> bool, what is new or
     was taken away: there the optimiser's memory (momentum, moments) starts at zero, as in RigL (arXiv:1911.11134).
@@ -79,7 +78,7 @@ class Optimisation:
             self._pull = Pull(self._parameters, centres, self._proximal_weight)
 
     def forget_gradients(self) -> None:
-        """Before a step's backward pass."""
+        """Prepare a step's backward pass."""
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -180,7 +179,7 @@ class _FusedSGD(torch.optim.SGD):
 
 
 def optimizer_of(parameters: list[torch.Tensor], settings: FederationSettings, learning_rate: float) -> _Optimizer:
-    """The optimiser that ``settings`` name, afresh."""
+    """Return a new optimiser as ``settings`` name it."""
     if settings.optimizer == "adam":
         return torch.optim.Adam(parameters, lr=learning_rate, weight_decay=settings.weight_decay)
     if settings.optimizer == "adamw":
@@ -192,3 +191,21 @@ def optimizer_of(parameters: list[torch.Tensor], settings: FederationSettings, l
             parameters, lr=learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay
         )
     return _PlainSGD(parameters, learning_rate, settings.weight_decay)
+
+
+class Pull:
+    """The proximal term μ/2·|w - w^t|² of FedProx (arXiv:1812.06127, Eq. 2), as what it adds to the gradients.
+
+    It pulls each of ``parameters`` back to its tensor of ``centres``, with ``weight`` μ > 0.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], centres: Sequence[torch.Tensor], weight: float) -> None:
+        self._weight = weight
+        self._pairs = list(zip(parameters, centres, strict=True))
+
+    @torch.no_grad()
+    def add_to_gradients(self) -> None:
+        """Add μ(w - w^t) to the gradients, after the backward pass."""
+        for parameter, centre in self._pairs:
+            if parameter.grad is not None:  # one that the forward pass does not use never moves
+                parameter.grad.add_(parameter - centre, alpha=self._weight)

@@ -90,7 +90,7 @@ class Replacing:
 
 
 def array_of(tensor: torch.Tensor) -> NDArray[np.float32]:
-    """A view where the tensor lies row by row on the CPU, else a copy."""
+    """Return a view where the tensor lies row by row on the CPU, else a copy."""
     array: NDArray[np.float32] = tensor.detach().cpu().contiguous().numpy()
     return array
 

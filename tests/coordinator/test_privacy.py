@@ -14,7 +14,7 @@ from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import completed
-from sparrow.coordinator.methods import CoordinatorMethod, load_method
+from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, any_budget, load_method
 from sparrow.coordinator.reports.metrics import Metrics
 from sparrow.coordinator.rounds import intake
 from sparrow.coordinator.rounds.cohort import choose_each
@@ -112,12 +112,9 @@ def test_methods_that_let_more_out_than_a_mean_are_refused(small, name):
 
 
 def test_a_method_that_makes_its_models_in_its_own_way_is_refused_unless_it_vouches_for_it(small):
-    class Own(CoordinatorMethod):
-        def close(self, model, sums, situation):
-            return model
-
-    with pytest.raises(BadContent, match="a way of its own to close"):
-        check_privacy(Own(), small, completed(FederationSettings(**PRIVATE)))
+    own = CoordinatorMethod(smallest_budget=any_budget, aggregation=Aggregation(why_mean_only=None))
+    with pytest.raises(BadContent, match="an aggregation of its own, which may tell more than the mean"):
+        check_privacy(own, small, completed(FederationSettings(**PRIVATE)))
 
 
 def test_running_statistics_are_refused(small):

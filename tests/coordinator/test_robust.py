@@ -15,7 +15,7 @@ from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import completed
-from sparrow.coordinator.methods import CoordinatorMethod, Situation, load_method
+from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, Situation, any_budget, load_method
 from sparrow.coordinator.rounds import robust
 from sparrow.coordinator.rounds.intake import sums_of
 from sparrow.coordinator.rounds.robust import RobustSums, check_robust
@@ -258,12 +258,9 @@ def test_methods_that_need_more_than_a_mean_say_why_they_refuse(name):
 
 
 def test_a_method_with_sums_of_its_own_is_refused_unless_it_says_that_a_mean_will_do(model):
-    class Own(CoordinatorMethod):
-        def sums(self, model, situation):
-            return MaskedSums(situation.manifest)
-
-    with pytest.raises(BadContent, match="its sums are its own"):
-        check_robust(Own(), FederationSettings(robust="median"))
+    own = CoordinatorMethod(smallest_budget=any_budget, aggregation=Aggregation())
+    with pytest.raises(BadContent, match="an aggregation of its own"):
+        check_robust(own, FederationSettings(robust="median"))
 
 
 @pytest.mark.parametrize(("rule", "cohort"), [("median", 2), ("trimmed_mean", 2), ("krum", 4)])

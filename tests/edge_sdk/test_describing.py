@@ -14,6 +14,7 @@ from edge_sdk.device.session import check_model
 from edge_sdk.errors import BadArgument
 from edge_sdk.join import join
 from edge_sdk.methods import load_method
+from edge_sdk.methods.describing import describe_for
 from edge_sdk.predict import Predictor
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.errors import ManifestError
@@ -24,7 +25,7 @@ from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks import Seeded, Task
 from edge_sdk.tasks.loading import build_seeded
 from edge_sdk.tracing.coupling import UnsupportedLayer, describe
-from edge_sdk.tracing.untraced import describe_for, describe_whole
+from edge_sdk.tracing.untraced import describe_whole
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.methods import load_method as coordinator_half

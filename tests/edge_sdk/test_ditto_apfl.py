@@ -11,9 +11,9 @@ from torch import nn
 
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods.apfl import APFL
-from edge_sdk.methods.ditto import Ditto
-from edge_sdk.methods.fedavg import FedAvg
-from edge_sdk.methods.local import Local
+from edge_sdk.methods.ditto import DITTO
+from edge_sdk.methods.fedavg import FEDAVG
+from edge_sdk.methods.local import LOCAL
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
@@ -73,9 +73,9 @@ OPTIMISERS = [{}, {"momentum": 0.9, "weight_decay": 0.01}, {"optimizer": "adam",
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("personal", [False, True])
 def test_dittos_update_is_fedavgs(more, norm, personal):
-    first = FedAvg().train(job_of(norm=norm, **more))
-    mine = Ditto().train(job_of(norm=norm, proximal_weight=0.1, **more)).state.personal if personal else None
-    trained = Ditto().train(job_of(norm=norm, proximal_weight=0.1, personal=mine, **more))
+    first = FEDAVG.train(job_of(norm=norm, **more))
+    mine = DITTO.train(job_of(norm=norm, proximal_weight=0.1, **more)).state.personal if personal else None
+    trained = DITTO.train(job_of(norm=norm, proximal_weight=0.1, personal=mine, **more))
     assert trained.update.values.tobytes() == first.update.values.tobytes()
     assert (trained.flops, trained.steps) == (2 * first.flops, 2 * first.steps)
     assert trained.train_loss == first.train_loss
@@ -84,7 +84,7 @@ def test_dittos_update_is_fedavgs(more, norm, personal):
 @pytest.mark.parametrize("more", OPTIMISERS)
 def test_ditto_without_a_pull_is_local_training_of_ones_own(more):
     mine = other_model()
-    trained = Ditto().train(job_of(personal=mine, proximal_weight=0.0, **more))
+    trained = DITTO.train(job_of(personal=mine, proximal_weight=0.0, **more))
     job = job_of(**more)
     with torch.no_grad():
         for name, parameter in job.model.named_parameters():
@@ -99,13 +99,13 @@ def test_ditto_without_a_pull_is_local_training_of_ones_own(more):
     )
     for name, tensor in get_tensors(job.model, job.manifest).items():
         assert trained.state.personal[name].tobytes() == tensor.tobytes()
-    assert type(load_method("local")) is Local
+    assert load_method("local") is LOCAL
 
 
 def test_ditto_with_a_strong_pull_stays_at_the_global_model():
     job = job_of(personal=other_model(), proximal_weight=9.9, local_epochs=20)
-    trained, w = Ditto().train(job), received(job)
-    far = Ditto().train(job_of(personal=other_model(), proximal_weight=0.0, local_epochs=20)).state.personal
+    trained, w = DITTO.train(job), received(job)
+    far = DITTO.train(job_of(personal=other_model(), proximal_weight=0.0, local_epochs=20)).state.personal
     for name, tensor in trained.state.personal.items():
         distance, free = np.abs(tensor - w[name]).max(), np.abs(far[name] - w[name]).max()
         assert distance < 0.1 < free, name
@@ -115,7 +115,7 @@ def test_ditto_by_hand():
     """v <- v - lr(grad F(v) + λ(v - w)), one whole batch a step, from a model that is not the one received."""
     mine, weight, rate = other_model(), 0.4, 0.1
     job = job_of(personal=mine, proximal_weight=weight, batch_size=20, local_epochs=3)
-    trained, w = Ditto().train(job), received(job)
+    trained, w = DITTO.train(job), received(job)
     inputs, targets = next(iter(job.task.train))
     v = {name: torch.tensor(tensor, requires_grad=True) for name, tensor in mine.items()}
     for _ in range(3):
@@ -130,18 +130,18 @@ def test_ditto_by_hand():
 
 
 def test_dittos_first_personal_model_is_the_global_one():
-    one = Ditto().train(job_of(proximal_weight=0.3))
-    other = Ditto().train(job_of(proximal_weight=0.3, personal=received(job_of())))
+    one = DITTO.train(job_of(proximal_weight=0.3))
+    other = DITTO.train(job_of(proximal_weight=0.3, personal=received(job_of())))
     for name, tensor in one.state.personal.items():
         assert tensor.tobytes() == other.state.personal[name].tobytes()
 
 
 def test_ditto_judges_both_models():
     job = job_of(personal=other_model(), proximal_weight=0.1)
-    found = Ditto().evaluate(job)
+    found = DITTO.evaluate(job)
     assert found.personal.loss != found.global_model.loss
-    assert Ditto().evaluate(dataclasses.replace(job, state=DeviceState())).personal is None
-    assert Ditto().adapt(job_of(proximal_weight=0.1)).personal.keys() == other_model().keys()
+    assert DITTO.evaluate(dataclasses.replace(job, state=DeviceState())).personal is None
+    assert DITTO.adapt(job_of(proximal_weight=0.1)).personal.keys() == other_model().keys()
 
 
 def test_a_pull_is_to_the_centre_that_is_given():
@@ -174,7 +174,7 @@ def test_apfl_by_hand(alpha, own):
     rate, epochs = 0.1, 2
     mine = other_model() if own else None
     job = job_of(own=mine, mixing_weight=alpha, batch_size=20, local_epochs=epochs)
-    trained, start = APFL().train(job), received(job)
+    trained, start = APFL.train(job), received(job)
     inputs, targets = next(iter(job.task.train))
 
     def tensors(of):
@@ -207,8 +207,8 @@ def test_apfl_by_hand(alpha, own):
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("more", OPTIMISERS)
 def test_apfls_update_is_fedavgs(alpha, norm, more):
-    fedavg = FedAvg().train(job_of(norm=norm, **more))
-    trained = APFL().train(job_of(norm=norm, mixing_weight=alpha, **more))
+    fedavg = FEDAVG.train(job_of(norm=norm, **more))
+    trained = APFL.train(job_of(norm=norm, mixing_weight=alpha, **more))
     assert trained.update.values.tobytes() == fedavg.update.values.tobytes()
     assert trained.train_loss == fedavg.train_loss
     assert (trained.flops, trained.steps) == (2 * fedavg.flops, fedavg.steps)
@@ -216,7 +216,7 @@ def test_apfls_update_is_fedavgs(alpha, norm, more):
 
 def test_without_weight_the_own_model_stays_where_it_is():
     mine = other_model()
-    trained = APFL().train(job_of(own=mine, mixing_weight=0.0))
+    trained = APFL.train(job_of(own=mine, mixing_weight=0.0))
     for name, tensor in mine.items():
         assert trained.state.own[name].tobytes() == tensor.tobytes()
 
@@ -225,14 +225,14 @@ def test_without_weight_the_own_model_stays_where_it_is():
 @pytest.mark.parametrize("seed", range(4))
 def test_the_weight_stays_a_share_and_is_remembered(rate, seed):
     mine = {name: 5 * tensor for name, tensor in other_model(seed).items()}
-    first = APFL().train(job_of(own=mine, mixing_weight=0.5, learning_rate=rate, local_epochs=1))
+    first = APFL.train(job_of(own=mine, mixing_weight=0.5, learning_rate=rate, local_epochs=1))
     assert 0 <= first.state.memory["mixing_weight"] <= 1
     kept = {"mixing_weight": 0.25, "other": 1}
-    second = APFL().train(job_of(own=mine, memory=kept, mixing_weight=0.9, learning_rate=0.0001, number=4))
+    second = APFL.train(job_of(own=mine, memory=kept, mixing_weight=0.9, learning_rate=0.0001, number=4))
     assert second.state.memory["mixing_weight"] == pytest.approx(0.25, abs=0.05)
     assert second.state.memory["other"] == 1
 
 
 def test_a_diverging_mixture_has_failed():
     with pytest.raises(TrainingDiverged, match="lower the learning rate"):
-        APFL().train(job_of(own={n: 1e30 * t for n, t in other_model().items()}, mixing_weight=0.5))
+        APFL.train(job_of(own={n: 1e30 * t for n, t in other_model().items()}, mixing_weight=0.5))

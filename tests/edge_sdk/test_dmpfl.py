@@ -15,7 +15,7 @@ from torch import nn
 from edge_sdk.device.state import Progress, StateFolder
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods.dmpfl import DMPFL, _composed, _replacing
-from edge_sdk.methods.fedavg import FedAvg
+from edge_sdk.methods.fedavg import FEDAVG
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.elements import ElementMask, check_elements
 from edge_sdk.protocol.errors import BundleError
@@ -81,7 +81,7 @@ class Device:
 
     def play(self, stage="masks", **given):
         job = self.job(stage, **given)
-        trained = DMPFL().personalise(job) if stage == "personal" else DMPFL().train(job)
+        trained = DMPFL.personalise(job) if stage == "personal" else DMPFL.train(job)
         self.state, self.number = trained.state, self.number + 1
         return trained
 
@@ -240,7 +240,7 @@ def test_when_in_a_round(epochs, at, step):
 @pytest.mark.parametrize("more", [{}, {"momentum": 0.9, "weight_decay": 0.01}, {"optimizer": "adam"}])
 def test_with_the_global_mask_the_stage_masks_is_fedavg_under_it(network, more):
     device, other = Device(network, **more), Device(network, **more)
-    trained, fedavg = device.play(), FedAvg().train(other.job())
+    trained, fedavg = device.play(), FEDAVG.train(other.job())
     np.testing.assert_array_equal(trained.update.values, fedavg.update.values)
     assert trained.update.mask.digest == fedavg.update.mask.digest
     assert trained.flops == fedavg.flops
@@ -255,7 +255,7 @@ def test_the_stage_global_is_fedavg_and_leaves_what_is_ones_own(network):
     other.tensors, other.m_g, other.number = device.tensors, device.m_g, device.number
     before = {**device.state.personal, **device.state.own}
     kept = {name: np.array(tensor) for name, tensor in before.items()}
-    trained, fedavg = device.play("global"), FedAvg().train(other.job("global"))
+    trained, fedavg = device.play("global"), FEDAVG.train(other.job("global"))
     np.testing.assert_array_equal(trained.update.values, fedavg.update.values)
     after = {**device.state.personal, **device.state.own}
     assert after.keys() == kept.keys()
@@ -336,19 +336,19 @@ def test_base_entropies_are_those_of_the_training_data():
 
 def test_evaluation_has_three_ways_to_predict_after_the_stage_personal():
     device = Device()
-    none = DMPFL().evaluate(device.job(kind="evaluate"))
+    none = DMPFL.evaluate(device.job(kind="evaluate"))
     assert none.personal is None
     assert none.global_model is not None
     device.play(replace=0.3)
-    assert not DMPFL().evaluate(device.job(kind="evaluate")).others
+    assert not DMPFL.evaluate(device.job(kind="evaluate")).others
     device.play("personal", epochs=3)
-    found = DMPFL().evaluate(device.job(kind="evaluate"))
+    found = DMPFL.evaluate(device.job(kind="evaluate"))
     set_tensors(device.model, device.state.personal)
     assert found.personal == evaluate(device.model, device.task, device.task.held_out)
     assert found.others["adaptive"].num_examples == 22
     without_payload = dataclasses.replace(device.job(kind="evaluate"), received=None)
-    assert DMPFL().evaluate(without_payload).global_model is None
-    assert DMPFL().evaluate(without_payload).personal == found.personal
+    assert DMPFL.evaluate(without_payload).global_model is None
+    assert DMPFL.evaluate(without_payload).personal == found.personal
 
 
 def test_a_task_that_is_no_classification_has_no_entropies():
@@ -361,7 +361,7 @@ def test_a_task_that_is_no_classification_has_no_entropies():
     device.play()
     device.play("personal")
     assert not device.state.memory
-    assert not DMPFL().evaluate(device.job(kind="evaluate")).others
+    assert not DMPFL.evaluate(device.job(kind="evaluate")).others
 
 
 def test_a_first_meeting_in_the_stage_global_leaves_the_global_model():
@@ -426,13 +426,13 @@ def test_a_payload_without_a_mask_is_refused():
     device = Device()
     whole = decode(encode(device.manifest, pack(device.manifest, device.tensors, None), None), device.manifest)
     for received in (None, whole):
-        for work in (DMPFL().train, DMPFL().personalise):
+        for work in (DMPFL.train, DMPFL.personalise):
             with pytest.raises(BundleError):
                 work(dataclasses.replace(device.job(), received=received))
 
 
 def test_the_method_is_found_by_its_name():
-    assert type(load_method("dmpfl")) is DMPFL
+    assert load_method("dmpfl") is DMPFL
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from edge_sdk.methods import DeviceState, Job, load_method
-from edge_sdk.methods.fedavg import FedAvg
-from edge_sdk.methods.feddst import FedDST
-from edge_sdk.methods.fedsgc import FedSGC, replacing_of
+from edge_sdk.methods.fedavg import FEDAVG
+from edge_sdk.methods.feddst import FEDDST
+from edge_sdk.methods.fedsgc import FEDSGC, replacing
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.elements import ElementMask, check_elements
 from edge_sdk.protocol.errors import BundleError
@@ -133,7 +133,7 @@ def one_layer(vector, share, directions, *, density):
         plan={"expected_epochs": 2},
     )
     job = Job(assignment, manifest, task, model, DeviceState(), decode(body, manifest))
-    return replacing_of(job), job, batch
+    return replacing(job), job, batch
 
 
 def test_ten_weights_of_the_card():
@@ -191,7 +191,7 @@ def test_directions_of_another_number_are_refused(count):
     _, job, _ = ten_weights(0.4, VECTOR["d"])
     received = dataclasses.replace(job.received, signs=signs)
     with pytest.raises(BundleError, match=f"has {count} directions for 6 weights; fetch it again"):
-        replacing_of(dataclasses.replace(job, received=received))
+        replacing(dataclasses.replace(job, received=received))
 
 
 # --- section 8.2: when ------------------------------------------------------------------------------------------
@@ -212,26 +212,26 @@ def test_directions_of_another_number_are_refused(count):
 def test_a_device_goes_by_its_own_epochs(before, epochs, interval, expected, plan):
     job = job_of(MLP, epochs_before=before, local_epochs=epochs, device_interval=interval, expected=expected)
     batches = len(job.task.train)
-    assert list(replacing_of(job).steps) == [math.ceil(batches * epoch) for epoch in plan]
+    assert list(replacing(job).steps) == [math.ceil(batches * epoch) for epoch in plan]
 
 
 def test_epochs_are_remembered_and_counted_on_whether_or_not_anything_is_replaced():
-    first = FedSGC().train(job_of(MLP, expected=0))
+    first = FEDSGC.train(job_of(MLP, expected=0))
     assert first.state.memory["epochs"] == 2
     assert first.state.personal is None
     job = job_of(MLP, number=5, local_epochs=3)
     noted = dataclasses.replace(job, state=DeviceState(None, {**first.state.memory, "mine": 1}))
-    second = FedSGC().train(noted)
+    second = FEDSGC.train(noted)
     assert second.state.memory["epochs"] == 5
     assert second.state.memory["mine"] == 1
     stopping = job_of(MLP, early_stopping="paper")
-    assert set(FedSGC().train(stopping).state.memory) == {"epochs", "last_loss", "increases"}
+    assert set(FEDSGC.train(stopping).state.memory) == {"epochs", "last_loss", "increases"}
 
 
 def test_boldness_follows_the_devices_own_time():
     """Of 0.3·W weights σ(t) are dropped in every layer, and as many revived."""
     job = job_of(MLP, epochs_before=18, local_epochs=3, device_interval=20, expected=40)
-    trained = FedSGC().train(job)
+    trained = FEDSGC.train(job)
     sigma = over_pruning(20, 40, 0.5)
     wanted = 0
     for spec in job.manifest.maskable:
@@ -248,8 +248,8 @@ def test_boldness_follows_the_devices_own_time():
 @pytest.mark.parametrize("network", [MLP, CNN], ids=["mlp", "cnn"])
 @pytest.mark.parametrize("optimizer", [{}, {"momentum": 0.9, "weight_decay": 0.01}, {"optimizer": "adam", "clip": 1.0}])
 def test_a_round_that_replaces_nothing_is_fedavgs_under_the_mask(network, optimizer):
-    fedavg = FedAvg().train(job_of(network, expected=0, **optimizer))
-    fedsgc = FedSGC().train(job_of(network, expected=0, **optimizer))
+    fedavg = FEDAVG.train(job_of(network, expected=0, **optimizer))
+    fedsgc = FEDSGC.train(job_of(network, expected=0, **optimizer))
     same_update(fedsgc, fedavg)
     assert fedsgc.flops == fedavg.flops
     assert fedsgc.train_loss == fedavg.train_loss
@@ -265,8 +265,8 @@ def test_feddst_is_fedsgc_without_guidance(network, proximal_weight):
     for name in ("guided_share", "guided_basis"):  # which FedDST's settings do not have
         del settings["method_settings"][name]
     assignment = job.assignment.model_copy(update={"settings": FederationSettings(**settings)})
-    feddst = FedDST().train(dataclasses.replace(job, assignment=assignment))
-    fedsgc = FedSGC().train(job_of(network, guided_share=0.0, signs="active", **own))
+    feddst = FEDDST.train(dataclasses.replace(job, assignment=assignment))
+    fedsgc = FEDSGC.train(job_of(network, guided_share=0.0, signs="active", **own))
     same_update(feddst, fedsgc)
     assert feddst.counts == fedsgc.counts
     assert feddst.counts["replaced"] > 0
@@ -275,9 +275,9 @@ def test_feddst_is_fedsgc_without_guidance(network, proximal_weight):
 
 
 def test_a_round_is_the_same_done_again_and_another_with_another_map():
-    one, again = (FedSGC().train(job_of(CNN, signs="all")) for _ in range(2))
+    one, again = (FEDSGC.train(job_of(CNN, signs="all")) for _ in range(2))
     same_update(one, again)
-    other = FedSGC().train(job_of(CNN, signs="all", signs_seed=1))
+    other = FEDSGC.train(job_of(CNN, signs="all", signs_seed=1))
     assert one.counts["dropped_guided"] > 0
     assert one.counts["grown_guided"] > 0
     assert other.update.mask.digest != one.update.mask.digest
@@ -285,7 +285,7 @@ def test_a_round_is_the_same_done_again_and_another_with_another_map():
 
 def test_flops_are_those_of_what_exists_and_of_the_batches_that_decide():
     job = job_of(MLP, local_epochs=3, grow_batches=2)
-    trained = FedSGC().train(job)
+    trained = FEDSGC.train(job)
     adjusted = trained.counts["adjusted"]
     assert adjusted == 2, "what is due after the last epoch joins what is due after the one before"
     mask = job.received.mask
@@ -299,7 +299,7 @@ def test_flops_are_those_of_what_exists_and_of_the_batches_that_decide():
 @pytest.mark.parametrize("exploration", [0.3, 0.6])
 def test_limited_exploration_chooses_others_and_as_many(exploration):
     every, some, again = (
-        FedSGC().train(job_of(MLP, exploration=share, signs="none")) for share in (1.0, exploration, exploration)
+        FEDSGC.train(job_of(MLP, exploration=share, signs="none")) for share in (1.0, exploration, exploration)
     )
     same_update(some, again)
     assert some.update.mask.digest != every.update.mask.digest
@@ -307,8 +307,8 @@ def test_limited_exploration_chooses_others_and_as_many(exploration):
 
 
 def test_the_pull_of_fedprox_holds_back_what_exists_alone():
-    free = FedSGC().train(job_of(MLP, expected=0))
-    held = FedSGC().train(job_of(MLP, expected=0, proximal_weight=5.0))
+    free = FEDSGC.train(job_of(MLP, expected=0))
+    held = FEDSGC.train(job_of(MLP, expected=0, proximal_weight=5.0))
     start = job_of(MLP).received.values
     assert np.abs(held.update.values - start).sum() < 0.9 * np.abs(free.update.values - start).sum()
 
@@ -316,7 +316,7 @@ def test_the_pull_of_fedprox_holds_back_what_exists_alone():
 def test_the_batch_that_decides_is_not_counted_in_running_statistics():
     """What is replaced after the last step leaves everything else of the round as it is without."""
     plain, replaced = job_of(CNN, expected=0), job_of(CNN, adjust_at="end", device_interval=2)
-    one, other = FedSGC().train(plain), FedSGC().train(replaced)
+    one, other = FEDSGC.train(plain), FEDSGC.train(replaced)
     assert other.counts["replaced"] > 0
     for name, tensor in get_tensors(plain.model, plain.manifest).items():
         if name not in plain.received.mask.exists:
@@ -325,10 +325,10 @@ def test_the_batch_that_decides_is_not_counted_in_running_statistics():
 
 
 def test_a_dense_model_has_nothing_to_replace():
-    trained = FedSGC().train(job_of(MLP, density=1.0))
+    trained = FEDSGC.train(job_of(MLP, density=1.0))
     assert trained.update.mask.count == trained.update.mask.size
     assert not trained.counts
-    same_update(trained, FedAvg().train(job_of(MLP, density=1.0)))
+    same_update(trained, FEDAVG.train(job_of(MLP, density=1.0)))
 
 
 def test_layers_that_are_dense_stay_so():
@@ -336,7 +336,7 @@ def test_layers_that_are_dense_stay_so():
     job = job_of(lambda: perceptron(30, 30, 3), density=0.3, layer_sparsity="erk")
     counts = job.received.mask.counts
     assert counts["2.weight"] == 90 > counts["0.weight"] / 4
-    trained = FedSGC().train(job)
+    trained = FEDSGC.train(job)
     assert trained.update.mask.counts == counts
     assert trained.counts["replaced"] > 0
 
@@ -348,11 +348,11 @@ def test_a_round_that_diverges_where_weights_are_replaced_has_failed():
     with pytest.raises(
         TrainingDiverged, match=r"weight or its gradient is not finite after step 1; lower the learning"
     ):
-        FedSGC().train(dataclasses.replace(job, task=huge))
+        FEDSGC.train(dataclasses.replace(job, task=huge))
     assert all(parameter.grad is None and parameter.requires_grad for parameter in job.model.parameters())
     calm = job_of(MLP, local_epochs=1)
     again = dataclasses.replace(calm, model=job.model, task=dataclasses.replace(calm.task, model=job.model))
-    same_update(FedSGC().train(again), FedSGC().train(job_of(MLP, local_epochs=1)))
+    same_update(FEDSGC.train(again), FEDSGC.train(job_of(MLP, local_epochs=1)))
 
 
 @pytest.mark.parametrize("payload", ["nothing", "the whole model", "neurons"])
@@ -365,21 +365,21 @@ def test_a_payload_without_a_mask_of_elements_is_refused(payload):
         values = np.zeros(count_values(job.manifest, mask), dtype=np.float32)
         job = dataclasses.replace(job, received=decode(encode(job.manifest, values, mask), job.manifest))
     with pytest.raises(BundleError):
-        FedSGC().train(job)
+        FEDSGC.train(job)
 
 
 def test_evaluating_and_adapting_are_fedavgs():
     job = job_of(MLP, finetune_epochs=3)
-    found = FedSGC().evaluate(job)
+    found = FEDSGC.evaluate(job)
     assert found.personal.loss < found.global_model.loss
-    personal = FedSGC().adapt(job).personal
+    personal = FEDSGC.adapt(job).personal
     for name, exists in job.received.mask.exists.items():
         assert not personal[name][~exists].any(), "a personal model is as sparse as the global one"
 
 
 def test_the_methods_are_found_by_their_names():
-    assert type(load_method("fedsgc")) is FedSGC
-    assert type(load_method("feddst")) is FedDST
+    assert load_method("fedsgc") is FEDSGC
+    assert load_method("feddst") is FEDDST
 
 
 # --- every network -----------------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ def test_after_every_round_each_layer_has_exactly_its_weights_and_nothing_else_e
     )
     wanted = job.received.mask.counts
     for number in range(1, 4):
-        trained = FedSGC().train(job)
+        trained = FEDSGC.train(job)
         mask, values = trained.update.mask, trained.update.values
         check_elements(job.manifest, mask)
         assert mask.counts == wanted, f"round {number}"

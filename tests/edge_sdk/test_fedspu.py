@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from edge_sdk.methods import DeviceState, Job, load_method
-from edge_sdk.methods.fedspu import FedSPU
+from edge_sdk.methods.fedspu import FEDSPU
 from edge_sdk.protocol.bundle import Bundle, decode, encode
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec
@@ -90,7 +90,7 @@ def v6_job(received, *, personal=PERSONAL, **settings):
 
 @pytest.mark.parametrize("mask", [SECOND, None], ids=["partial payload", "whole payload sent again"])
 def test_v6_one_step_by_hand(mask):
-    trained = FedSPU().train(v6_job(payload(TWO_LAYERS, GLOBAL, mask)))
+    trained = FEDSPU.train(v6_job(payload(TWO_LAYERS, GLOBAL, mask)))
     personal = trained.state.personal
     np.testing.assert_allclose(personal["W1.weight"], [[1, 0], [0.95, 1.9]], rtol=1e-6)
     np.testing.assert_allclose(personal["W2.weight"], [[1, 0]], atol=1e-6)
@@ -103,7 +103,7 @@ def test_v6_one_step_by_hand(mask):
 
 
 def test_clipping_counts_active_gradients_only():
-    personal = FedSPU().train(v6_job(payload(TWO_LAYERS, GLOBAL), clip=1.0)).state.personal
+    personal = FEDSPU.train(v6_job(payload(TWO_LAYERS, GLOBAL), clip=1.0)).state.personal
     norm = np.sqrt(0.5**2 + 1**2 + 5**2)  # with the frozen entries it would be 5.71
     np.testing.assert_allclose(personal["W1.weight"][1], [1 - 0.05 / norm, 2 - 0.1 / norm], rtol=1e-5)
     np.testing.assert_allclose(personal["W2.weight"][0], [1, 0.5 - 0.5 / norm], rtol=1e-5)
@@ -111,30 +111,30 @@ def test_clipping_counts_active_gradients_only():
 
 def test_the_state_given_is_left_alone():
     job = v6_job(payload(TWO_LAYERS, GLOBAL))
-    FedSPU().train(job)
+    FEDSPU.train(job)
     assert job.state.personal["W1.weight"].tolist() == [[1, 0], [0, 1]]
 
 
 def test_the_first_download_is_kept_whole():
-    personal = FedSPU().train(v6_job(payload(TWO_LAYERS, GLOBAL), personal=None)).state.personal
+    personal = FEDSPU.train(v6_job(payload(TWO_LAYERS, GLOBAL), personal=None)).state.personal
     assert personal["W1.weight"][0].tolist() == [2, 1]
     assert personal["W2.weight"][0, 0] == 0.5
 
 
 def test_a_first_download_that_is_not_whole_is_refused():
     with pytest.raises(BundleError, match="hand the assignment back"):
-        FedSPU().train(v6_job(payload(TWO_LAYERS, GLOBAL, SECOND), personal=None))
+        FEDSPU.train(v6_job(payload(TWO_LAYERS, GLOBAL, SECOND), personal=None))
 
 
 def test_a_payload_under_another_mask_is_refused():
     first = NeuronMask({"h": np.array([0])})
     with pytest.raises(BundleError, match="mask is not the assignment's"):
-        FedSPU().train(v6_job(payload(TWO_LAYERS, GLOBAL, first)))
+        FEDSPU.train(v6_job(payload(TWO_LAYERS, GLOBAL, first)))
 
 
 def test_a_missing_payload_is_refused():
     with pytest.raises(BundleError, match="without its payload"):
-        FedSPU().train(v6_job(None))
+        FEDSPU.train(v6_job(None))
 
 
 # --- any model ---------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def digits_job(manifest, ratio=0.4, *, kind="train", state=None, received=None, 
 
 def test_equal_seeds_give_equal_bytes(digits_manifest):
     def update():
-        trained = FedSPU().train(digits_job(digits_manifest))
+        trained = FEDSPU.train(digits_job(digits_manifest))
         return encode(digits_manifest, trained.update.values, trained.update.mask, draw=trained.update.draw)
 
     torch.manual_seed(1)
@@ -180,7 +180,7 @@ def test_equal_seeds_give_equal_bytes(digits_manifest):
 @pytest.mark.parametrize("ratio", [1.0, None])
 def test_at_ratio_1_a_round_is_plain_training(digits_manifest, ratio):
     job = digits_job(digits_manifest, ratio, learning_rate=0.1, momentum=0.5)
-    trained = FedSPU().train(job)
+    trained = FEDSPU.train(job)
     plain = build_seeded(DigitsNet, 0).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.5)
     torch.manual_seed(derive_seed("f:0", "pi", 1, "train"))
@@ -195,12 +195,12 @@ def test_at_ratio_1_a_round_is_plain_training(digits_manifest, ratio):
 
 
 def test_a_round_changes_the_active_part_only_and_sends_exactly_it(digits_manifest):
-    first = FedSPU().train(digits_job(digits_manifest))
+    first = FEDSPU.train(digits_job(digits_manifest))
     personal = first.state.personal
     mask = draw_neurons(digits_manifest, NeuronDraw("job", 2, "pi", 0.4))
     everywhere = {spec.name: np.full(spec.shape, 0.01, dtype=np.float32) for spec in digits_manifest.shared}
     received = payload(digits_manifest, everywhere, mask)
-    second = FedSPU().train(digits_job(digits_manifest, state=first.state, received=received, number=2))
+    second = FEDSPU.train(digits_job(digits_manifest, state=first.state, received=received, number=2))
     for spec in digits_manifest.tensors:
         if spec.trainable:
             active = np.zeros(spec.shape, dtype=bool)
@@ -218,17 +218,17 @@ def test_a_mask_with_every_neuron_counts_as_whole(digits_manifest):
     job = digits_job(digits_manifest, 1.0)
     mask = draw_neurons(digits_manifest, NeuronDraw("job", 1, "pi", 1.0))
     received = dataclasses.replace(job.received, mask=mask)
-    trained = FedSPU().train(dataclasses.replace(job, received=received))
-    alone = FedSPU().train(digits_job(digits_manifest, 1.0))
+    trained = FEDSPU.train(dataclasses.replace(job, received=received))
+    alone = FEDSPU.train(digits_job(digits_manifest, 1.0))
     np.testing.assert_array_equal(trained.update.values, alone.update.values)
 
 
 def test_tensors_that_never_travel_stay_on_the_device():
     manifest = describe(DigitsNet(), torch.zeros(1, 1, 8, 8), task="digits", running_statistics="personal")
-    trained = FedSPU().train(digits_job(manifest))
+    trained = FEDSPU.train(digits_job(manifest))
     assert "bn1.running_mean" in trained.state.personal
     assert trained.update.values.size < manifest.shared_values
-    again = FedSPU().train(digits_job(manifest, state=trained.state, number=2, local_steps=1))
+    again = FEDSPU.train(digits_job(manifest, state=trained.state, number=2, local_steps=1))
     moved = again.state.personal["bn1.running_mean"]
     np.testing.assert_allclose(moved, trained.state.personal["bn1.running_mean"], atol=0.1)
     assert moved.any()
@@ -236,28 +236,28 @@ def test_tensors_that_never_travel_stay_on_the_device():
 
 def test_early_stopping_remembers_its_last_participation(digits_manifest):
     settings = {"learning_rate": 1e-6, "early_stopping": "paper", "stop_weight": 0.0}
-    first = FedSPU().train(digits_job(digits_manifest, 1.0, **settings))
+    first = FEDSPU.train(digits_job(digits_manifest, 1.0, **settings))
     assert not first.stopped
     assert first.stop_loss == first.validation.loss
     assert first.state.memory == {"last_loss": first.stop_loss, "increases": 0}
     lower = DeviceState(first.state.personal, {"last_loss": first.stop_loss / 2, "increases": 0})
-    second = FedSPU().train(digits_job(digits_manifest, 1.0, state=lower, **settings))
+    second = FEDSPU.train(digits_job(digits_manifest, 1.0, state=lower, **settings))
     assert second.stopped
     assert second.update.values.size == digits_manifest.shared_values
-    patient = FedSPU().train(digits_job(digits_manifest, 1.0, state=lower, patience=2, **settings))
+    patient = FEDSPU.train(digits_job(digits_manifest, 1.0, state=lower, patience=2, **settings))
     assert not patient.stopped
     assert patient.state.memory["increases"] == 1
 
 
 def test_personal_and_global_model_are_judged_apart(digits_manifest):
     job = digits_job(digits_manifest, kind="evaluate")
-    assert FedSPU().evaluate(dataclasses.replace(job, received=None)) == dataclasses.replace(
-        FedSPU().evaluate(job), global_model=None, validation=None
+    assert FEDSPU.evaluate(dataclasses.replace(job, received=None)) == dataclasses.replace(
+        FEDSPU.evaluate(job), global_model=None, validation=None
     )
-    trained = FedSPU().train(digits_job(digits_manifest, 1.0, local_steps=60, learning_rate=0.1))
-    found = FedSPU().evaluate(dataclasses.replace(job, state=trained.state))
+    trained = FEDSPU.train(digits_job(digits_manifest, 1.0, local_steps=60, learning_rate=0.1))
+    found = FEDSPU.evaluate(dataclasses.replace(job, state=trained.state))
     assert found.personal.loss < found.global_model.loss
-    before = FedSPU().evaluate(job)
+    before = FEDSPU.evaluate(job)
     assert before.personal is None
     assert before.global_model.loss == pytest.approx(found.global_model.loss)
 
@@ -267,14 +267,14 @@ def test_evaluation_needs_the_whole_global_model(digits_manifest):
     job = digits_job(digits_manifest, kind="evaluate")
     partial = Bundle(pack(digits_manifest, get_tensors(job.model, digits_manifest), mask), mask, None, "fp32", "")
     with pytest.raises(BundleError, match="sends the whole model"):
-        FedSPU().evaluate(dataclasses.replace(job, received=partial))
+        FEDSPU.evaluate(dataclasses.replace(job, received=partial))
 
 
 def test_adapting_fine_tunes_the_global_model_under_the_mask(digits_manifest):
     job = digits_job(digits_manifest, kind="adapt", number=9)
     start = get_tensors(job.model, digits_manifest)
     set_tensors(job.model, {name: np.zeros_like(tensor) for name, tensor in start.items()})
-    state = FedSPU().adapt(job)
+    state = FEDSPU.adapt(job)
     mask = draw_neurons(digits_manifest, NeuronDraw("job", 9, "pi", 0.4))
     spec = next(spec for spec in digits_manifest.shared if spec.name == "conv2.weight")
     block = block_of(digits_manifest, spec, mask)
@@ -288,7 +288,7 @@ def test_adapting_takes_as_long_as_a_round_or_as_the_federation_says(digits_mani
     def steps(**settings):
         done = []
         job = digits_job(digits_manifest, kind="adapt", **settings)
-        FedSPU().adapt(dataclasses.replace(job, progress=lambda step, total, loss: done.append(step)))
+        FEDSPU.adapt(dataclasses.replace(job, progress=lambda step, total, loss: done.append(step)))
         return len(done)
 
     assert steps() == 2 * 4
@@ -297,12 +297,12 @@ def test_adapting_takes_as_long_as_a_round_or_as_the_federation_says(digits_mani
 
 def test_validation_is_the_personal_models_or_else_the_global_ones(digits_manifest):
     job = digits_job(digits_manifest, kind="evaluate")
-    without = FedSPU().evaluate(job)
+    without = FEDSPU.evaluate(job)
     assert without.validation == without.global_model
-    trained = FedSPU().train(digits_job(digits_manifest, 1.0, local_steps=60, learning_rate=0.1))
-    found = FedSPU().evaluate(dataclasses.replace(job, state=trained.state))
+    trained = FEDSPU.train(digits_job(digits_manifest, 1.0, local_steps=60, learning_rate=0.1))
+    found = FEDSPU.evaluate(dataclasses.replace(job, state=trained.state))
     assert found.validation == found.personal != found.global_model
 
 
 def test_the_method_is_found_by_its_name():
-    assert isinstance(load_method("fedspu"), FedSPU)
+    assert load_method("fedspu") is FEDSPU

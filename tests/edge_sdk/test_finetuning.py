@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from edge_sdk.methods import DeviceState, Job, fine_tune
+from edge_sdk.methods import DeviceState, Job
+from edge_sdk.methods.rounds import fine_tune
 from edge_sdk.protocol.masks import NeuronDraw, block_of, draw_neurons
 from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.tasks.digits import DigitsNet

@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from edge_sdk.methods import DeviceState, Job, UnknownWork, load_method
-from edge_sdk.methods.fedavg import FedAvg
-from edge_sdk.methods.grasp import GraSP, Scoring
+from edge_sdk.methods.fedavg import FEDAVG
+from edge_sdk.methods.grasp import GRASP, Scoring
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import training_flops
@@ -147,7 +147,7 @@ def test_both_passes_see_the_same_batches_and_other_devices_others():
 def test_the_largest_scores_stay_and_what_is_sent_is_what_came():
     job = job_of()
     before = {name: buffer.clone() for name, buffer in build_seeded(Small, 0).named_buffers()}
-    trained = GraSP().prepare(job)
+    trained = GRASP.prepare(job)
     update = trained.update
     assert update.mask.count == 18, "0.3 * 63 = 18.9"
     scores = Scoring(load(job_of())).scores().scores
@@ -167,12 +167,12 @@ def test_the_largest_scores_stay_and_what_is_sent_is_what_came():
 
 
 def test_a_tiny_density_leaves_a_weight_in_every_layer():
-    mask = GraSP().prepare(job_of(density=0.001)).update.mask
+    mask = GRASP.prepare(job_of(density=0.001)).update.mask
     assert list(mask.counts.values()) == [1, 1, 1]
 
 
 def test_preparing_again_prepares_the_same():
-    one, other = (GraSP().prepare(job_of()).update for _ in range(2))
+    one, other = (GRASP.prepare(job_of()).update for _ in range(2))
     assert one.mask.digest == other.mask.digest
     np.testing.assert_array_equal(one.values, other.values)
 
@@ -180,16 +180,16 @@ def test_preparing_again_prepares_the_same():
 def test_progress_goes_over_both_passes():
     steps = []
     job = dataclasses.replace(job_of(), progress=lambda done, total, loss: steps.append((done, total)))
-    GraSP().prepare(job)
+    GRASP.prepare(job)
     assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_what_is_not_finite_fails():
     with pytest.raises(TrainingDiverged, match="the loss is nan before any training"):
-        GraSP().prepare(job_of(loss=lambda outputs, targets: outputs.mean() * float("nan")))
+        GRASP.prepare(job_of(loss=lambda outputs, targets: outputs.mean() * float("nan")))
     # |y|^(1/2) has no derivative at 0, and a loss of 0 there.
     with pytest.raises(TrainingDiverged, match=r"weight: a score is not finite"):
-        GraSP().prepare(job_of(loss=lambda outputs, targets: (outputs * 0).abs().sqrt().mean()))
+        GRASP.prepare(job_of(loss=lambda outputs, targets: (outputs * 0).abs().sqrt().mean()))
 
 
 class Once(torch.autograd.Function):
@@ -210,24 +210,24 @@ def test_a_model_that_cannot_be_differentiated_twice_hands_its_work_back():
         return F.cross_entropy(Once.apply(outputs), targets)
 
     with pytest.raises(UnknownWork, match="differentiates the loss twice"):
-        GraSP().prepare(job_of(loss=loss))
+        GRASP.prepare(job_of(loss=loss))
 
 
 def test_a_device_without_data_or_with_a_part_of_the_model_prepares_nothing():
     with pytest.raises(ValueError, match="has no batches"):
-        GraSP().prepare(job_of(batches=Batches(sizes=())))
+        GRASP.prepare(job_of(batches=Batches(sizes=())))
     with pytest.raises(BundleError):
-        GraSP().prepare(dataclasses.replace(job_of(), received=None))
+        GRASP.prepare(dataclasses.replace(job_of(), received=None))
     some = draw_neurons(MANIFEST, NeuronDraw("f:0", 1, "pi", 0.5))
     with pytest.raises(BundleError):
-        GraSP().prepare(job_of(mask=some))
+        GRASP.prepare(job_of(mask=some))
 
 
 def test_ordinary_rounds_are_fedavgs_unless_they_are_pulled():
-    mask = GraSP().prepare(job_of()).update.mask
+    mask = GRASP.prepare(job_of()).update.mask
     grasp, fedavg, pulled = (
         method.train(job_of(kind="train", mask=mask, number=1, proximal_weight=weight)).update
-        for method, weight in ((GraSP(), 0.0), (FedAvg(), 0.0), (GraSP(), 1.0))
+        for method, weight in ((GRASP, 0.0), (FEDAVG, 0.0), (GRASP, 1.0))
     )
     np.testing.assert_array_equal(grasp.values, fedavg.values)
     assert len(grasp.values) == mask.count + sum(spec.size for spec in MANIFEST.shared) - WEIGHTS
@@ -236,4 +236,4 @@ def test_ordinary_rounds_are_fedavgs_unless_they_are_pulled():
 
 
 def test_the_method_is_found_by_its_name():
-    assert type(load_method("grasp")) is GraSP
+    assert load_method("grasp") is GRASP

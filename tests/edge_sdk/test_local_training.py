@@ -133,7 +133,7 @@ def test_plain_sgd_is_torchs_bit_for_bit(settings):
 PROCESS = """
 import hashlib, sys, torch
 from edge_sdk.methods import DeviceState, Job
-from edge_sdk.methods.fedavg import FedAvg
+from edge_sdk.methods.fedavg import FEDAVG
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import initial_values
@@ -149,7 +149,7 @@ received = decode(encode(manifest, pack(manifest, initial_values(manifest, 0), N
 digests = []
 for _ in range(2):
     job = Job(assignment, manifest, task, task.model, DeviceState(), received, federation="f", device="a")
-    digests.append(hashlib.sha256(FedAvg().train(job).update.values.tobytes()).hexdigest())
+    digests.append(hashlib.sha256(FEDAVG.train(job).update.values.tobytes()).hexdigest())
 assert digests[0] == digests[1]
 print(digests[0], "torch._dynamo" in sys.modules)
 """

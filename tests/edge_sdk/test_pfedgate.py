@@ -12,7 +12,7 @@ from edge_sdk.device.rounding import round_update
 from edge_sdk.device.state import Progress, StateFolder
 from edge_sdk.methods import DeviceState, Job, load_method
 from edge_sdk.methods import pfedgate as module
-from edge_sdk.methods.pfedgate import BudgetTooSmall, PFedGate
+from edge_sdk.methods.pfedgate import PFEDGATE, BudgetTooSmall
 from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.errors import BundleError
@@ -85,7 +85,7 @@ class Device:
         )
 
     def play(self, **how):
-        trained = PFedGate().train(self.job(**how))
+        trained = PFEDGATE.train(self.job(**how))
         self.state, self.number = trained.state, self.number + 1
         return trained
 
@@ -221,7 +221,7 @@ def test_a_batch_of_one_sample_trains(samples):
 def test_after_a_single_step_every_sample_can_be_judged_alone():
     device = Device(cnn, local_steps=1)
     device.play()
-    found = PFedGate().evaluate(device.job("evaluate"))
+    found = PFEDGATE.evaluate(device.job("evaluate"))
     assert np.isfinite(found.personal.loss)
 
 
@@ -292,7 +292,7 @@ def test_a_budget_that_holds_no_first_blocks_hands_a_round_back():
     device.play()
     device.budget = 0.02
     with pytest.raises(BudgetTooSmall, match="the smallest is 0"):
-        PFedGate().train(device.job("train"))
+        PFEDGATE.train(device.job("train"))
 
 
 def test_below_the_smallest_budget_a_device_adapts_and_is_judged_with_a_gate_of_that_budget():
@@ -301,7 +301,7 @@ def test_below_the_smallest_budget_a_device_adapts_and_is_judged_with_a_gate_of_
 
     def adapted_and_judged(budget):
         device.budget = budget
-        return PFedGate().adapt(device.job("adapt")), PFedGate().evaluate(device.job("evaluate"))
+        return PFEDGATE.adapt(device.job("adapt")), PFEDGATE.evaluate(device.job("evaluate"))
 
     (state, judged), (expected, as_expected) = adapted_and_judged(0.02), adapted_and_judged(0.3)
     assert same(state.personal, expected.personal)
@@ -324,7 +324,7 @@ def test_from_what_has_changed_the_whole_model_is_rebuilt_bit_for_bit(network):
         assert part.received.values.size < whole.received.values.size
         rebuilt = module._newest(part)
         assert same({name: rebuilt[name] for name in device.tensors}, device.tensors)
-        one, other = PFedGate().train(part), PFedGate().train(whole)
+        one, other = PFEDGATE.train(part), PFEDGATE.train(whole)
         assert one.update.values.tobytes() == other.update.values.tobytes()
         assert same(one.state.own, other.state.own)
         assert other.update.base is None
@@ -344,7 +344,7 @@ def test_a_round_that_changed_nothing_sends_next_to_nothing():
 def test_a_part_without_a_base_is_refused():
     device = Device()
     some = BlockMask(np.arange(len(device.manifest.block_table.sizes)) % 2 == 0)
-    for work in (PFedGate().train, PFedGate().adapt):
+    for work in (PFEDGATE.train, PFEDGATE.adapt):
         with pytest.raises(BundleError, match="nothing here to merge it into"):
             work(device.job(changed=some))
         with pytest.raises(BundleError, match="without its payload"):
@@ -368,7 +368,7 @@ def test_int8_updates_are_differences_from_what_the_round_started_from(whole):
     if on is not None:
         device.move(on)
     job = device.job(changed=on)
-    trained = PFedGate().train(job)
+    trained = PFEDGATE.train(job)
     numbers, left = round_update(job, trained.update, {})
     mask = trained.update.mask
     moved = trained.update.values - pack(device.manifest, device.tensors, mask)
@@ -385,7 +385,7 @@ def test_int8_updates_are_differences_from_what_the_round_started_from(whole):
 
 
 def test_a_device_without_a_gate_is_not_judged():
-    assert PFedGate().evaluate(Device().job("evaluate")).personal is None
+    assert PFEDGATE.evaluate(Device().job("evaluate")).personal is None
 
 
 @pytest.mark.parametrize("network", [mlp, cnn], ids=["mlp", "cnn"])
@@ -398,7 +398,7 @@ def test_the_ways_to_predict(network):
     device.move(last, by=0.5)
     state = {name: tensor.copy() for name, tensor in {**device.state.personal, **device.state.own}.items()}
     job = device.job("evaluate")
-    found = PFedGate().evaluate(job)
+    found = PFEDGATE.evaluate(job)
     assert found.global_model is None
     assert set(found.others) == {"batch", "local", "local batch", "static"}
     assert found.validation == found.personal, "there is no test data"
@@ -410,7 +410,7 @@ def test_the_ways_to_predict(network):
     assert evaluate(device.model, device.task, held_out, gated.each) == found.personal
     assert evaluate(device.model, device.task, held_out, gated) == found.others["batch"]
     device.tensors = device.kept()
-    local = PFedGate().evaluate(device.job("evaluate"))
+    local = PFEDGATE.evaluate(device.job("evaluate"))
     assert local.personal == found.others["local"] == local.others["local"]
     assert local.others["batch"] == found.others["local batch"]
     assert found.personal != found.others["local"]
@@ -439,7 +439,7 @@ def test_a_gate_of_another_shape_begins_anew():
     device.play()
     job = device.job()
     rules = {**device.settings.method_settings, "gate_paths": 1}
-    assert PFedGate().train(job.with_settings(method_settings=rules)).state.own["gate:linear.bias"].size < (
+    assert PFEDGATE.train(job.with_settings(method_settings=rules)).state.own["gate:linear.bias"].size < (
         device.state.own["gate:linear.bias"].size
     )
 
@@ -455,7 +455,7 @@ def test_a_late_device_trains_its_gate_alone(network, epochs, monkeypatch):
     monkeypatch.setattr(module, "take_steps", lambda *args, **how: steps.append(how["seed"]) or take(*args, **how))
     device = Device(network, finetune_epochs=epochs, more={"gate_learning_rate": 0.3}, **ROUGH)
     start = module.gated_model(device.job("adapt"), device.tensors).gate.state_dict()
-    state = PFedGate().adapt(device.job("adapt", digest="e" * 64))
+    state = PFEDGATE.adapt(device.job("adapt", digest="e" * 64))
     assert 1 <= len(steps) <= (epochs or module.ADAPT_EPOCHS)
     assert len(set(steps)) == len(steps), "every epoch draws its own batches"
     device.state = state
@@ -464,7 +464,7 @@ def test_a_late_device_trains_its_gate_alone(network, epochs, monkeypatch):
     for name, tensor in device.tensors.items():
         assert held[name].tobytes() == tensor.tobytes(), "θ and its running statistics as they came, bit for bit"
     assert any((start[name.removeprefix("gate:")].numpy() != tensor).any() for name, tensor in device.gate().items())
-    found = PFedGate().evaluate(device.job("evaluate"))
+    found = PFEDGATE.evaluate(device.job("evaluate"))
     assert found.personal == found.others["local"]
 
 
@@ -475,7 +475,7 @@ def test_adapting_keeps_the_gate_of_the_best_epoch(monkeypatch):
     tensors_of = module.gate_tensors
     monkeypatch.setattr(module, "gate_tensors", lambda gate: gates.append(tensors_of(gate)) or gates[-1])
     device = Device()
-    state = PFedGate().adapt(device.job("adapt"))
+    state = PFEDGATE.adapt(device.job("adapt"))
     assert next(losses) == 0.5, "it stops where the loss rises"
     best = gates[2]  # of before, after the first epoch, after the second
     assert all(state.own[f"gate:{name}"].tobytes() == tensor.tobytes() for name, tensor in best.items())
@@ -486,13 +486,13 @@ def test_adapting_keeps_the_gate_of_the_best_epoch(monkeypatch):
 def test_who_adapted_can_go_on_with_what_changes(network):
     """A federation that was finished may be reopened."""
     device = Device(network)
-    device.state = PFedGate().adapt(device.job("adapt"))
+    device.state = PFEDGATE.adapt(device.job("adapt"))
     some = BlockMask(np.arange(len(device.manifest.block_table.sizes)) % 3 == 0)
     device.move(some)
     job = device.job(changed=some)
     rebuilt = module._newest(job)
     assert same({name: rebuilt[name] for name in device.tensors}, device.tensors)
-    assert PFedGate().train(job).steps == 6
+    assert PFEDGATE.train(job).steps == 6
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
@@ -510,9 +510,9 @@ def test_state_comes_back_from_the_disk(tmp_path):
     assert progress.model == f"{1:064x}"
     some = BlockMask(np.arange(len(device.manifest.block_table.sizes)) % 2 == 0)
     device.move(some)
-    wanted = PFedGate().train(device.job(changed=some))
+    wanted = PFEDGATE.train(device.job(changed=some))
     device.state = DeviceState(personal, progress.memory, folder.own, progress.model)
-    again = PFedGate().train(device.job(changed=some))
+    again = PFEDGATE.train(device.job(changed=some))
     assert wanted.update.values.tobytes() == again.update.values.tobytes()
     assert same(wanted.state.own, again.state.own)
 
@@ -528,4 +528,4 @@ def test_what_is_kept_beside_the_personal_model():
 
 
 def test_the_method_is_found_by_its_name():
-    assert type(load_method("pfedgate")) is PFedGate
+    assert load_method("pfedgate") is PFEDGATE

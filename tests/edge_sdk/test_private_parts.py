@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from edge_sdk.methods import DeviceState, Job
-from edge_sdk.methods.fedper import FedPer
-from edge_sdk.methods.fedrep import FedRep
-from edge_sdk.methods.lgfedavg import LGFedAvg
+from edge_sdk.methods.fedper import FEDPER
+from edge_sdk.methods.fedrep import FEDREP
+from edge_sdk.methods.lgfedavg import LGFEDAVG
+from edge_sdk.methods.parts import only
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.masks import pack
@@ -21,7 +22,6 @@ from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tracing.coupling import describe
 from edge_sdk.training import local
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors
-from edge_sdk.training.parts import only
 
 HEAD = ("2.weight", "2.bias")
 
@@ -42,7 +42,7 @@ def job_of(*, state=None, moved=0.0, **given):
 
 
 def test_an_update_holds_what_is_shared_alone():
-    for method in (FedPer(), LGFedAvg(), FedRep()):
+    for method in (FEDPER, LGFEDAVG, FEDREP):
         job = job_of()
         trained = method.train(job)
         assert job.manifest.maskable[0].name == "0.weight"
@@ -51,9 +51,9 @@ def test_an_update_holds_what_is_shared_alone():
 
 
 def test_a_round_starts_from_the_shared_part_received_and_ones_own():
-    first = FedPer().train(job_of())
+    first = FEDPER.train(job_of())
     job = job_of(state=first.state, moved=0.5, learning_rate=1e-30)
-    second = FedPer().train(job)
+    second = FEDPER.train(job)
     for name in HEAD:
         assert second.state.personal[name].tobytes() == first.state.personal[name].tobytes()
     np.testing.assert_array_equal(second.update.values, job.received.values)
@@ -70,32 +70,32 @@ def test_fedrep_freezes_the_other_part_bit_for_bit(monkeypatch, more):
         seen.append({name: torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()})
         return result
 
-    monkeypatch.setattr("edge_sdk.methods.train_locally", watched)
+    monkeypatch.setattr("edge_sdk.methods.rounds.train_locally", watched)
     job = job_of(**more)
-    trained = FedRep().train(job)
+    trained = FEDREP.train(job)
     head_moves, body_moves = seen
     assert head_moves == {name: name not in HEAD for name in head_moves}
     assert body_moves == {name: name in HEAD for name in body_moves}
     assert trained.steps == 2 * 2 * 3
     assert trained.num_examples == 20
-    assert trained.flops == 2 * FedPer().train(job_of(**more)).flops
+    assert trained.flops == 2 * FEDPER.train(job_of(**more)).flops
 
 
-@pytest.mark.parametrize("method", [FedPer, LGFedAvg, FedRep])
+@pytest.mark.parametrize("method", [FEDPER, LGFEDAVG, FEDREP])
 def test_a_device_is_judged_by_its_model_as_a_round_has_left_it(method):
-    state = method().train(job_of()).state
+    state = method.train(job_of()).state
     job = dataclasses.replace(job_of(state=state), received=None)
-    found = method().evaluate(job)
+    found = method.evaluate(job)
     set_tensors(job.model, state.personal)
     assert found.personal == evaluate(job.model, job.task, job.task.held_out)
     assert found.global_model is None
 
 
-@pytest.mark.parametrize("method", [FedPer, LGFedAvg, FedRep])
+@pytest.mark.parametrize("method", [FEDPER, LGFEDAVG, FEDREP])
 def test_a_late_device_trains_its_own_part_alone(method):
     job = job_of(moved=0.2, finetune_epochs=3)
     start = get_tensors(job_of().model, job.manifest)
-    state = method().adapt(job)
+    state = method.adapt(job)
     np.testing.assert_array_equal(
         np.concatenate([state.personal[name].reshape(-1) for name in ("0.weight", "0.bias")]), job.received.values
     )
@@ -104,7 +104,7 @@ def test_a_late_device_trains_its_own_part_alone(method):
 
 def test_no_payload_is_refused():
     with pytest.raises(BundleError):
-        FedPer().train(dataclasses.replace(job_of(), received=None))
+        FEDPER.train(dataclasses.replace(job_of(), received=None))
 
 
 def test_parts_are_all_or_nothing_and_each_others_rest():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from edge_sdk.training.proximal import Pull
+from edge_sdk.training.optimisation import Pull
 
 
 def test_the_pull_adds_its_weight_times_the_distance():

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from edge_sdk.methods import DeviceState, Job, load_method
-from edge_sdk.methods.fedavg import FedAvg
-from edge_sdk.methods.prunefl import PruneFL, squared_gradients
+from edge_sdk.methods.fedavg import FEDAVG
+from edge_sdk.methods.prunefl import PRUNEFL, squared_gradients
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.elements import ElementMask, everything
 from edge_sdk.protocol.errors import BundleError
@@ -178,9 +178,9 @@ def test_squares_that_are_not_finite_fail():
 
 def test_a_round_that_wants_gradients_trains_as_any_other():
     mask = sparse_mask()
-    usual = PruneFL().train(job_of(kind="train", mask=mask, number=3))
-    asked = PruneFL().train(job_of(kind="train", mask=mask, number=3, plan={"gradients": True}))
-    fedavg = FedAvg().train(job_of(kind="train", mask=mask, number=3))
+    usual = PRUNEFL.train(job_of(kind="train", mask=mask, number=3))
+    asked = PRUNEFL.train(job_of(kind="train", mask=mask, number=3, plan={"gradients": True}))
+    fedavg = FEDAVG.train(job_of(kind="train", mask=mask, number=3))
     assert usual.update.gradients is None
     np.testing.assert_array_equal(usual.update.values, fedavg.update.values)
     np.testing.assert_array_equal(asked.update.values, usual.update.values)
@@ -194,13 +194,13 @@ def test_a_round_that_wants_gradients_trains_as_any_other():
 
 def test_gradients_of_a_model_without_a_mask_are_refused():
     with pytest.raises(BundleError, match="no mask of elements"):
-        PruneFL().train(job_of(kind="train", plan={"gradients": True}))
+        PRUNEFL.train(job_of(kind="train", plan={"gradients": True}))
 
 
 def test_a_proximal_weight_pulls():
     mask = sparse_mask()
     free, pulled = (
-        PruneFL().train(job_of(kind="train", mask=mask, proximal_weight=weight, epochs=4)).update.values
+        PRUNEFL.train(job_of(kind="train", mask=mask, proximal_weight=weight, epochs=4)).update.values
         for weight in (0.0, 1.0)
     )
     start = pack(MANIFEST, received(7), mask)
@@ -222,7 +222,7 @@ def outside(job, mask):
 
 def test_the_first_choice_is_made_of_the_dense_model_that_was_trained():
     """Two rounds by hand: local training twice, the squared gradients, the rule."""
-    trained = PruneFL().prepare(job_of(prepare_rounds=2, adjust_interval=50))
+    trained = PRUNEFL.prepare(job_of(prepare_rounds=2, adjust_interval=50))
     other = job_of()
     set_tensors(other.model, received(7))
     for number in (1, 2):
@@ -247,7 +247,7 @@ def test_the_first_choice_is_made_of_the_dense_model_that_was_trained():
 
 def test_preparing_ends_when_five_choices_in_a_row_change_little():
     job = job_of()
-    trained = PruneFL().prepare(job)
+    trained = PRUNEFL.prepare(job)
     rounds = trained.counts["prepare_rounds"]
     assert rounds % 2 == 0
     assert 12 <= rounds < 40, "from all to 37 is no small change, then five are"
@@ -275,7 +275,7 @@ def test_choices_that_change_much_go_on(monkeypatch):
         )
 
     monkeypatch.setattr("edge_sdk.methods.prunefl.readjust", readjust_in_turns)
-    trained = PruneFL().prepare(job_of(prepare_rounds=30))
+    trained = PRUNEFL.prepare(job_of(prepare_rounds=30))
     assert trained.counts["prepare_rounds"] == 30
     assert trained.update.mask.count == 20
 
@@ -283,7 +283,7 @@ def test_choices_that_change_much_go_on(monkeypatch):
 @pytest.mark.parametrize(("rounds", "interval"), [(1, 50), (3, 2)])
 def test_preparing_ends_with_a_choice_whatever_the_interval(rounds, interval):
     job = job_of(prepare_rounds=rounds, adjust_interval=interval, density=0.2)
-    trained = PruneFL().prepare(job)
+    trained = PRUNEFL.prepare(job)
     update = trained.update
     assert trained.counts["prepare_rounds"] == rounds
     assert update.mask.count <= 14
@@ -298,27 +298,27 @@ def test_training_alone_learns_and_reports_its_progress():
         losses.append(loss)
 
     job = dataclasses.replace(job_of(prepare_rounds=6, density=0.8, epochs=2), progress=progress)
-    trained = PruneFL().prepare(job)
+    trained = PRUNEFL.prepare(job)
     assert steps == [(done, 24) for done in range(1, 25)]
     assert trained.train_loss < losses[0]
 
 
 def test_one_batch_is_enough():
-    trained = PruneFL().prepare(job_of(sizes=(9,), prepare_rounds=4, density=0.3))
+    trained = PRUNEFL.prepare(job_of(sizes=(9,), prepare_rounds=4, density=0.3))
     assert trained.update.mask.count <= 22
     assert trained.num_examples == 9
 
 
 def test_preparing_again_prepares_the_same():
-    one, other = (PruneFL().prepare(job_of(prepare_rounds=4)).update for _ in range(2))
+    one, other = (PRUNEFL.prepare(job_of(prepare_rounds=4)).update for _ in range(2))
     assert one.mask.digest == other.mask.digest
     np.testing.assert_array_equal(one.values, other.values)
 
 
 def test_training_that_diverges_fails():
     with pytest.raises(TrainingDiverged):
-        PruneFL().prepare(job_of(learning_rate=100.0, scale=1e20, prepare_rounds=20))
+        PRUNEFL.prepare(job_of(learning_rate=100.0, scale=1e20, prepare_rounds=20))
 
 
 def test_the_method_is_found_by_its_name():
-    assert type(load_method("prunefl")) is PruneFL
+    assert load_method("prunefl") is PRUNEFL

@@ -89,10 +89,10 @@ class Device:
             data = everybody if stage == "global" else few
             job = Job(assignment, self.manifest, data, self.model, self.state, received, federation="f", device="pi")
             if stage == "global":  # what all devices have made together
-                DMPFL().train(job)
+                DMPFL.train(job)
                 tensors = {name: get_tensors(self.model, self.manifest)[name] for name in tensors}
                 continue
-            self.state = (DMPFL().personalise(job) if stage == "personal" else DMPFL().train(job)).state
+            self.state = (DMPFL.personalise(job) if stage == "personal" else DMPFL.train(job)).state
             mask = others(mask, drop)
             tensors = {
                 name: tensor + noise.normal(scale=0.002, size=tensor.shape).astype(np.float32) ** 2

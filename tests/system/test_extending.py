@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import importlib
+import os
 import re
 import shlex
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
+import httpx
 import numpy as np
+import onnx.helper
 import pytest
 import torch
 import torch.nn.functional as F
 
+from edge_sdk.device import watchdog
+from edge_sdk.device.policy import Policy
 from edge_sdk.protocol import checkpoint
+from sparrow.devices import power
+from sparrow.devices.conditions import ConditionsReader
+from sparrow.devices.readings import Files
+from sparrow.devices.system import System
+from sparrow.export.errors import ExportError
+from sparrow.export.passes import installed_passes
 
 from .conftest import Coordinator, environment
 
@@ -61,10 +76,15 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
+def paths(site: Path) -> str:
+    """The PYTHONPATH of a process that has the package."""
+    return os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+
+
 @pytest.fixture(scope="module")
 def lab(site, tmp_path_factory):
     """A coordinator that has the package."""
-    coordinator = Coordinator(tmp_path_factory.mktemp("lab") / "coordinator", PYTHONPATH=str(site))
+    coordinator = Coordinator(tmp_path_factory.mktemp("lab") / "coordinator", PYTHONPATH=paths(site))
     coordinator.start()
     yield coordinator
     coordinator.close()
@@ -78,11 +98,11 @@ def run(site, lab, tmp_path):
 
     def run(command: str, *more: str) -> str:
         program, *arguments = shlex.split(command.replace(SERVER, lab.url))
-        assert program == "python"
+        assert program == "sparrow"
         ended = subprocess.run(
-            [sys.executable, *arguments, *more],
+            [sys.executable, "-m", "sparrow", *arguments, *more],
             cwd=tmp_path,
-            env=environment(PYTHONPATH=str(site), OMP_NUM_THREADS="1"),
+            env=environment(PYTHONPATH=paths(site), OMP_NUM_THREADS="1"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -95,10 +115,10 @@ def run(site, lab, tmp_path):
     return run
 
 
-def commands(module: str) -> list[str]:
-    """The printed commands of one module."""
+def commands(name: str) -> list[str]:
+    """The printed commands of this name."""
     lines = "".join(text for _, text in fenced("bash")).replace("\\\n", "").splitlines()
-    return [line for line in lines if f"-m {module} " in line]
+    return [line for line in lines if line.startswith(f"sparrow {name} ")]
 
 
 def global_model(lab: Coordinator, federation: str) -> dict[str, torch.Tensor]:
@@ -135,13 +155,99 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def test_it_is_short():
-    assert len(PAGE.splitlines()) < 150
+def test_methods_are_short():
+    lengths = {name: len(text.splitlines()) for name, text in fenced("python")}
+    for method in ("nova", "own"):
+        assert lengths[f"mylab/{method}_server.py"] + lengths[f"mylab/{method}_device.py"] <= 150
+
+
+@pytest.fixture
+def imported(site, monkeypatch):
+    """Import a module of the package into this process, where its entry points are seen."""
+    monkeypatch.syspath_prepend(site)
+    yield lambda name: importlib.import_module(f"mylab.{name}")
+    for name in [name for name in sys.modules if name.split(".")[0] == "mylab"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Look for installed sources and conditions anew, before the test and after it."""
+    caches = (power._installed, watchdog._installed)
+    for each in caches:
+        each.cache_clear()
+    yield
+    for each in caches:
+        each.cache_clear()
+
+
+def test_the_sensor_is_read_before_the_built_in_ones(imported, fresh, tmp_path):
+    system = dataclasses.replace(System.here(), files=Files(tmp_path))
+    watts = tmp_path / imported("hardware").WATTS
+    assert "mylab meter" not in [each.name for each in power.find_sources(system, None, lambda: 0.0)]
+    watts.parent.mkdir(parents=True)
+    watts.write_text("4.5")
+    first, *_ = power.find_sources(system, None, lambda: 0.0)
+    (reading,) = first.read(1.0)
+    assert (first.name, reading.value, first.joules((4.5,), (5.5,), 2.0)) == ("mylab meter", 4.5, 10.0)
+
+
+def test_the_condition_keeps_work_from_beginning(imported, fresh, tmp_path, monkeypatch):
+    monkeypatch.setattr(imported("hardware"), "STOP", tmp_path / "stop")
+    nothing = ConditionsReader(System.here()).read()
+    assert watchdog.judge(Policy(), nothing, working=False, now=datetime.now().astimezone()) == []
+    (tmp_path / "stop").touch()
+    (found,) = watchdog.judge(Policy(), nothing, working=True, now=datetime.now().astimezone())
+    assert "stop exists; remove it" in found.text
+
+
+def test_the_export_pass_is_applied(imported):
+    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
+    output = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", [value], [output])
+    model = onnx.helper.make_model(graph, doc_string="notes")
+    assert installed_passes(model).doc_string == ""
+
+
+def test_a_pass_that_breaks_the_model_is_named(imported, monkeypatch):
+    monkeypatch.setattr(imported("hardware"), "without_notes", lambda model: onnx.ModelProto())
+    with pytest.raises(ExportError, match=r"the export pass without_notes \(mylab.hardware:without_notes\) leaves no"):
+        installed_passes(onnx.ModelProto())
+
+
+def test_the_endpoint_answers_beside_the_coordinators_own(imported, tmp_path, monkeypatch):
+    monkeypatch.setenv("COORDINATOR_DATA_DIR", str(tmp_path))
+    app = imported("app").app
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(app)
+        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url=SERVER) as client:
+            assert (await client.get("/mylab/rooms")).json() == ["attic", "cellar"]
+            assert (await client.get("/healthz")).status_code == 200
+
+    asyncio.run(ask())
+
+
+@pytest.mark.slow
+def test_a_method_with_phases_and_masks_of_its_own_runs_as_printed(run, lab):
+    *_, fleet = commands("fleet")
+    run(fleet, "--quiet")
+    info = lab.info("masks")
+    assert (info["status"], info["method"]) == ("finished", "ownmask")
+    assert info["settings"]["method_settings"] == {"density": 0.5, "dense_rounds": 2}
+    model = global_model(lab, "masks")
+    assert {name: int((model[name] != 0).sum()) for name in ("0.weight", "2.weight")} == {
+        "0.weight": 12,
+        "2.weight": 16,
+    }
+    records = lab.get("/v1/federations/masks/rounds").json()
+    assert [each["notes"].get("replaced") for each in records][:2] == [None, 0]
+    assert max(each["notes"].get("new", 0) for each in records) > 0, "devices chose other weights than the round's"
 
 
 @pytest.mark.slow
 def test_method_task_and_partition_run_in_a_fleet_as_printed(run, lab):
-    (fleet,) = commands("edge_sdk.simulation.fleet")
+    fleet, _ = commands("fleet")
     said = run(fleet, "--quiet")
     assert f"4 devices, {4 * ROUNDS} device-rounds" in said
     info = lab.info("lab")
@@ -149,7 +255,7 @@ def test_method_task_and_partition_run_in_a_fleet_as_printed(run, lab):
     assert info["settings"]["method_settings"] == {"effective_steps": LENGTH}
 
     # Published by hand, with a server that takes no step: the model stays as it was, and is what "lab" began with.
-    publish, *_ = commands("edge_sdk.publish")
+    publish, *_ = commands("publish")
     run(publish.replace("effective_steps=6", "effective_steps=0"))
     run(f"sparrow fleet --server {SERVER} --federation lab2 --devices 4 --memory --quiet --data sensors.csv")
     assert lab.info("lab2")["settings"]["method_settings"] == {"effective_steps": 0.0}

@@ -25,10 +25,10 @@ from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tracing.modes import evaluating
 from edge_sdk.training.gates.gating import GatingLayer
 from edge_sdk.training.gates.network import GatedModel
+from edge_sdk.training.gates.per_sample import ScaledRows
 from edge_sdk.training.layout import gains
 from edge_sdk.training.local import device_of
 from edge_sdk.training.optimisation import optimizer_of
-from edge_sdk.training.per_sample import ScaledRows
 
 PROBE = 0.125
 """Share of a batch that gates of off blocks learn from where their gradients are estimated."""
@@ -41,7 +41,8 @@ Gates = NDArray[np.floating]
 
 @dataclass(frozen=True)
 class Budget:
-    """What a device may use: ``share`` of the sum of ``costs`` [L] (of the values, where None) in every batch.
+    """The limit of what a device may use: ``share`` of the sum of ``costs`` [L] (of the values, where None) in
+    every batch.
 
     limit: share of the values that the batches of a round may use together, the first batch's choice being free. rule:
     how blocks are chosen, see ``blocks.knapsack``.
@@ -87,7 +88,7 @@ class Gated:
         self._seen, self._sums = 0, torch.zeros(2, len(table.sizes), device=device_of(model))
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The model's outputs for a batch."""
+        """Return the model's outputs for a batch."""
         # A batch of one has no variance: the norms then go by what they remember.
         self.gate.train(self.model.training and len(inputs) > 1)
         importances, scales = self.gate(inputs)
@@ -105,17 +106,17 @@ class Gated:
         return self._gated(laid_out, self._through(importances, scales, on), on)
 
     def select(self, importances: torch.Tensor, among: Selection | None = None) -> Selection:
-        """The blocks that are on, [..., L], for importances [..., L]; no others than those of ``among``."""
+        """Return the blocks that are on, [..., L], for importances [..., L]; no others than those of ``among``."""
         values, budget = importances.detach().cpu().double().numpy(), self.budget
         return self.table.select(values, budget.share, budget.costs, among, budget.rule)
 
     def _exceeds_limit(self, on: Selection) -> bool:
-        """Whether a batch with these blocks, not the first, would touch more than the round may."""
+        """Return whether a batch with these blocks, not the first, would touch more than the round may."""
         most = self.budget.limit * self.table.sizes.sum() + 1e-9
         return bool(self.touched.any() and self.table.sizes[self.touched | on].sum() > most)
 
     def _through(self, importances: torch.Tensor, scales: torch.Tensor, on: Selection) -> torch.Tensor:
-        """M' [L], with gradients straight through the choice."""
+        """Return M' [L], with gradients straight through the choice."""
         if on.all():
             return scales
         chosen = torch.from_numpy(on).to(scales)
@@ -123,7 +124,7 @@ class Gated:
         return scales * torch.where(self._forced.to(scales.device), chosen, straight)
 
     def each(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The outputs with a choice of blocks for every sample, in evaluation mode."""
+        """Return the outputs with a choice of blocks for every sample, in evaluation mode."""
         with evaluating(self.model), evaluating(self.gate):
             importances, scales = self.gate.each(inputs)
             on = self.select(importances)
@@ -135,7 +136,7 @@ class Gated:
             return torch.cat([self._gated(inputs[i : i + 1], gates[i], on[i]) for i in range(len(inputs))])
 
     def static(self) -> Gates:
-        """M' [L] for good: a choice by the mean gates of the samples trained on since this was last asked."""
+        """Return M' [L] for good: a choice by the mean gates of the samples trained on since this was last asked."""
         importances, scales = self._sums / self._seen
         self._seen, self._sums = 0, torch.zeros_like(self._sums)
         gates: Gates = np.where(self.select(importances), scales.cpu().numpy(), 0.0)
@@ -169,7 +170,7 @@ class GatedOptimisation:
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """Before a step's backward pass."""
+        """Prepare a step's backward pass."""
         for parameter in (*self._gate, *self._leaves):
             parameter.grad = None
 
@@ -183,7 +184,7 @@ class GatedOptimisation:
 
 
 def gate_tensors(gate: GatingLayer) -> Tensors:
-    """Every tensor of a gating layer by name, copied."""
+    """Return every tensor of a gating layer by name, copied."""
     return {name: np.array(tensor.detach().cpu().numpy()) for name, tensor in gate.state_dict().items()}
 
 

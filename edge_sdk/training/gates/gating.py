@@ -51,8 +51,8 @@ class SwitchNorm(nn.Module):
         self.register_buffer("running_var", torch.zeros(channels))
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factor and the summand, [N, C, 1] or [N, C], that normalise ``inputs``; moves running statistics in
-        training."""
+        """Return the factor and the summand, [N, C, 1] or [N, C], that normalise ``inputs``; moves running
+        statistics in training."""
         mean = inputs.mean(-1, keepdim=True)
         centred = inputs - mean
         spread = (centred * centred).sum(-1, keepdim=True) / (inputs.shape[-1] - 1)  # torch.var takes ten times as long
@@ -134,7 +134,7 @@ class GatingLayer(nn.Module):
             shift.bias.add_(start)
 
     def each(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Importances and scales of every sample alone, [N, L] both."""
+        """Return importances and scales of every sample alone, [N, L] both."""
         if self.logits is not None:
             gates = self.logits.expand(len(inputs), -1)
         else:
@@ -147,12 +147,12 @@ class GatingLayer(nn.Module):
         return importances, scales
 
     def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Importances and scales of the batch, [L] both."""
+        """Return importances and scales of the batch, [L] both."""
         importances, scales = self.each(inputs)
         return importances.mean(0), scales.mean(0)
 
     def _normalised(self, inputs: torch.Tensor) -> torch.Tensor:
-        """SN(x), pooled and flat. The norm is linear in each channel: pooling first leaves less to normalise."""
+        """Return SN(x), pooled and flat. The norm is linear in each channel: pooling first leaves less to normalise."""
         channels = inputs.flatten(1) if self._flat else inputs.flatten(2)
         pooled = channels
         if self._pool:
@@ -164,12 +164,13 @@ class GatingLayer(nn.Module):
 
 
 def width(shape: Sequence[int], pool: int) -> int:
-    """How many numbers the gate's linear layer sees of an input of ``shape``, d_X."""
+    """Return how many numbers the gate's linear layer sees of an input of ``shape``, d_X."""
     return math.prod([shape[0], *(math.ceil(side / pool) for side in shape[1:])]) if len(shape) > 1 else shape[0]
 
 
 def fitting_pool(shape: Sequence[int], length: int, paths: int, parameters: int) -> int:
-    """The smallest pool with which a gate has no more than LARGEST_SHARE of the model's ``parameters``, or the largest.
+    """Return the smallest pool with which a gate has no more than LARGEST_SHARE of the model's ``parameters``, or
+    the largest.
 
     Flat inputs, and those of more than three dimensions beside their channels, are never pooled.
     """
@@ -182,5 +183,5 @@ def fitting_pool(shape: Sequence[int], length: int, paths: int, parameters: int)
 
 
 def size(seen: int, length: int, paths: int) -> int:
-    """Parameters of a gate that sees ``seen`` numbers, its input's normalisation left out: P(d_X L + 3L)."""
+    """Return P(d_X L + 3L), the parameters of a gate that sees ``seen`` numbers, without its input's norm."""
     return paths * (seen * length + 3 * length)

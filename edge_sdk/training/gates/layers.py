@@ -23,23 +23,23 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 class Matrix:
-    """What a linear layer does with its weight; its channels are its last axis."""
+    """The operation of a linear layer with its weight; its channels are its last axis."""
 
     pads = False
     dims = 2
 
     def axis(self, inputs: torch.Tensor) -> int:
-        """The axis of the channels."""
+        """Return the axis of the channels."""
         return inputs.dim() - 1
 
     def run(self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The layer's output."""
+        """Return the layer's output."""
         return F.linear(inputs, weight, bias)
 
     def gradients(
         self, output: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, bool, bool]
     ) -> Gradients:
-        """Gradients of inputs, weight and bias, where ``needed``, from that of the output."""
+        """Return gradients of inputs, weight and bias, where ``needed``, from that of the output."""
         flat = output.flatten(0, -2)
         return (
             output @ weight if needed[0] else None,
@@ -48,13 +48,14 @@ class Matrix:
         )
 
     def still(self, constants: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """One sample of ``constants`` [channels], as large as their part of the output differs between positions."""
+        """Return one sample of ``constants`` [channels], as large as their part of the output differs between
+        positions."""
         return constants.unsqueeze(0)
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """What a convolution in one group, padded with zeros, does with its weight; its channels are axis 1."""
+    """The operation of a convolution in one group, padded with zeros, with its weight; its channels are axis 1."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -63,7 +64,8 @@ class Convolution:
 
     @classmethod
     def of(cls, module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Convolution | None:
-        """How ``module`` convolves; None where it does so in groups or pads with anything but zeros on both sides."""
+        """Return how ``module`` convolves; None where it does so in groups or pads with anything but zeros on
+        both sides."""
         taken = tuple(step * (taps - 1) for step, taps in zip(module.dilation, module.kernel_size, strict=True))
         padding = module.padding
         if isinstance(padding, str):
@@ -76,20 +78,20 @@ class Convolution:
 
     @property
     def dims(self) -> int:
-        """How many axes an input has, samples included."""
+        """The number of an input's axes, samples included."""
         return len(self.kernel) + 2
 
     @property
     def pads(self) -> bool:
-        """Whether positions near the border see less of the input."""
+        """True if positions near the border see less of the input."""
         return any(self.padding)
 
     def axis(self, inputs: torch.Tensor) -> int:
-        """The axis of the channels."""
+        """Return the axis of the channels."""
         return 1
 
     def run(self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The layer's output."""
+        """Return the layer's output."""
         return torch.convolution(
             inputs, weight, bias, self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), 1
         )
@@ -97,7 +99,7 @@ class Convolution:
     def gradients(
         self, output: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, bool, bool]
     ) -> Gradients:
-        """Gradients of inputs, weight and bias, where ``needed``, from that of the output."""
+        """Return gradients of inputs, weight and bias, where ``needed``, from that of the output."""
         none = (0,) * len(self.stride)
         found = torch.ops.aten.convolution_backward.default(
             *(output, inputs, weight, [len(weight)], self.stride, self.padding, self.dilation, False, none, 1, needed)
@@ -105,7 +107,8 @@ class Convolution:
         return cast(Gradients, found)
 
     def still(self, constants: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """One sample of ``constants`` [channels], as large as their part of the output differs between positions."""
+        """Return one sample of ``constants`` [channels], as large as their part of the output differs between
+        positions."""
         seen = (step * (taps - 1) + 1 for step, taps in zip(self.dilation, self.kernel, strict=True))
         size = tuple(inputs.shape[2:]) if self.pads else tuple(seen)
         return constants.view(1, -1, *(1,) * len(size)).expand(1, len(constants), *size)
@@ -115,7 +118,7 @@ Operator = Matrix | Convolution
 
 
 def operator_of(module: object) -> Operator | None:
-    """What ``module`` does with its weight; None where it is no linear layer or convolution that can be cut."""
+    """Return what ``module`` does with its weight; None where it is no linear layer or convolution that can be cut."""
     if type(module) is nn.Linear:
         return Matrix()
     return Convolution.of(module) if type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) else None  # type: ignore[arg-type]
@@ -137,14 +140,14 @@ class Adapted:
     fixed: torch.Tensor | None
 
     def computed(self, columns: Channels) -> torch.Tensor:
-        """The weight's ``columns``. Those that were foreseen cost less: see ``_Adapt``."""
+        """Return the weight's ``columns``. Those that were foreseen cost less: see ``_Adapt``."""
         if self.columns is not None and self.columns.source == columns.source:
             return cast(torch.Tensor, self.of_columns)
         return columns_of(self.weight, columns)
 
 
 def apply(operator: Operator, adapted: Adapted, value: torch.Tensor | Partial, batch: Batch) -> torch.Tensor | Partial:
-    """A layer's output under a batch's gates.
+    """Return a layer's output under a batch's gates.
 
     ``value`` is the layer's input; where it is partial, its channels lie on the operator's axis.
     """
@@ -196,7 +199,7 @@ class _Layer:
 
     @cached_property
     def channels(self) -> torch.Tensor:
-        """The columns of the constants that are seen."""
+        """Return the columns of the constants that are seen."""
         assert self.columns is not None
         return index(self.columns.off[self.seen], self.columns.device)
 
@@ -279,7 +282,7 @@ class _OffRows:
     shape: torch.Size
 
     def start(self, which: Index) -> torch.Tensor:
-        """The output of the rows ``which`` of these for the samples that are heard (see ``Echo``)."""
+        """Return the output of the rows ``which`` of these for the samples that are heard (see ``Echo``)."""
         chosen = self
         if len(which) < len(self.rows):
             fixed = self.fixed
@@ -289,7 +292,8 @@ class _OffRows:
         return cast(torch.Tensor, _Start.apply(self.layer.batch.gates, chosen))  # type: ignore[no-untyped-call]
 
     def products(self, signal: torch.Tensor) -> torch.Tensor:
-        """<δ, z_b> for every block b of the model, [L]: δ is ``signal``, and z_b what block b's weights alone give.
+        """Return <δ, z_b> for every block b of the model, [L]: δ is ``signal``, and z_b what block b's weights
+        alone give.
 
         That is e_b of the card, 4.5, since z_b is linear in θ_b; it needs no gradient as large as the weight.
         """
@@ -331,7 +335,8 @@ def normalise(
     bias: torch.Tensor | None,
     value: torch.Tensor | Partial,
 ) -> torch.Tensor | Partial:
-    """Batch norm under θ' ``weight`` and ``bias`` [channels]; its running statistics move as if all were computed.
+    """Apply batch norm under θ' ``weight`` and ``bias`` [channels]; its running statistics move as if all were
+    computed.
 
     Over a batch a constant channel has no variance: its output is the bias. Still a signal passes, through the mean.
     """
@@ -419,7 +424,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _share(module: nn.modules.batchnorm._BatchNorm) -> float:
-    """How far running statistics move in this batch; counts it."""
+    """Return how far running statistics move in this batch, and count it."""
     if module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
         if module.momentum is None:

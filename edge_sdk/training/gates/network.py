@@ -83,7 +83,7 @@ class GatedModel:
         self._vectors = Vectors([tensor for tensor in self._tensors.values() if tensor.parameter.dim() == 1])
 
     def __call__(self, inputs: torch.Tensor, gates: torch.Tensor, selected: Selection) -> torch.Tensor:
-        """The model's output for ``inputs`` [N, ...], in the mode (training or not) that the model is in.
+        """Return the model's output for ``inputs`` [N, ...], in the mode (training or not) that the model is in.
 
         ``gates``: float [L], M' of the card, 0 at blocks that are off, differentiable; to train both paths of a gating
         layer give M * (I - G.detach() + G). ``selected``: bool [L], the blocks that are on, I. Running statistics move
@@ -177,7 +177,7 @@ class _Tracer(DefaultsTracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What a module gives: its node in the graph."""
+        """Return what a module gives: its node in the graph."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
@@ -203,7 +203,7 @@ class _Run(fx.Interpreter):
         self._steps = [(node, self._planned(node), self.user_to_last_uses.get(node, [])) for node in self.graph.nodes]
 
     def batch(self, inputs: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The model's output for one batch."""
+        """Return the model's output for one batch."""
         self._batch, self.args_iter = batch, iter([inputs])
         self._prepare(batch)
         self.env = {}
@@ -243,7 +243,7 @@ class _Run(fx.Interpreter):
         }
 
     def _planned(self, node: fx.Node) -> Callable[[], Any]:
-        """What runs ``node`` on the values of ``self.env``."""
+        """Return what runs ``node`` on the values of ``self.env``."""
         module = self.fetch_attr(str(node.target)) if node.op == "call_module" else None
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         if source is not None:
@@ -282,7 +282,7 @@ class _Run(fx.Interpreter):
         return self._adapted[tensor.name] if tensor.name in self._vectors.sizes else tensor.whole(self._batch)
 
     def _matrix(self, node: fx.Node, module: Any, source: fx.Node, operator: gates_layers.Operator) -> Any:
-        """A linear layer or convolution."""
+        """Run a linear layer or convolution."""
         value = self.env[source]
         if isinstance(value, Partial):
             if value.axis != operator.axis(value.computed):
@@ -294,7 +294,7 @@ class _Run(fx.Interpreter):
         return gates_layers.apply(operator, self._matrices[node.name], value, self._batch)
 
     def _partial(self, call: _Call, source: fx.Node, rule: Rule, in_place: bool) -> Any:
-        """``call`` on a partial value, if that is what it is given and if its rule allows."""
+        """Return ``call`` on a partial value, if that is what it is given and if its rule allows."""
         value = self.env[source]
         if not isinstance(value, Partial):
             return self._any(call.node, call.module)
@@ -311,7 +311,7 @@ class _Run(fx.Interpreter):
         return result
 
     def _norm(self, module: Any, source: fx.Node) -> Any:
-        """Batch norm."""
+        """Run batch norm."""
         value = self.env[source]
         if isinstance(value, Partial) and value.axis != 1:
             value = value.whole()
@@ -320,7 +320,7 @@ class _Run(fx.Interpreter):
 
 
 def _rule(module: nn.Module | None, name: str) -> Rule | None:
-    """How a module or a function goes about a partial value; None where it never can."""
+    """Return how a module or a function goes about a partial value; None where it never can."""
     kind = type(module)
     if kind in _EACH_MODULES or name in _EACH:
         rectifies = kind is nn.ReLU or name == "relu"
@@ -335,7 +335,7 @@ def _rule(module: nn.Module | None, name: str) -> Rule | None:
 
 
 def _function(node: fx.Node, module: nn.Module | None) -> tuple[str, Callable[..., Any]]:
-    """The name in torch of what ``node`` calls, "" for a module, and the function itself, but never in place."""
+    """Return the name in torch of what ``node`` calls, "" for a module, and the function itself, but never in place."""
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     function: Callable[..., Any]
     if module is not None:
@@ -362,7 +362,7 @@ def _function(node: fx.Node, module: nn.Module | None) -> tuple[str, Callable[..
 
 
 def _in_place(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether ``node`` writes its result over its input, which later nodes may read."""
+    """Return whether ``node`` writes its result over its input, which later nodes may read."""
     if module is not None:
         return bool(getattr(module, "inplace", False))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -371,7 +371,7 @@ def _in_place(node: fx.Node, module: nn.Module | None) -> bool:
 
 
 def _pooled(call: _Call, value: Partial) -> Partial | None:
-    """Pooling, where it gives a constant for a constant, and nothing beside it."""
+    """Apply pooling, where it gives a constant for a constant, and nothing beside it."""
     module, dims = call.module, value.computed.dim() - 2
     if value.axis != 1 or dims not in (_POOLS.get(type(module)), _POOL_FUNCTIONS.get(call.name)):
         return None
@@ -389,7 +389,7 @@ def _pooled(call: _Call, value: Partial) -> Partial | None:
 
 
 def _flattened(call: _Call, value: Partial) -> Partial | None:
-    """What makes [N, everything else] of its input."""
+    """Return what makes [N, everything else] of its input."""
     samples, others = len(value.computed), list(call.others)
     if isinstance(call.module, nn.Flatten):
         flattens = (call.module.start_dim, call.module.end_dim) == (1, -1)
@@ -402,7 +402,8 @@ def _flattened(call: _Call, value: Partial) -> Partial | None:
 
 
 def _dropped(call: _Call, value: Partial) -> Partial | None:
-    """Dropout, drawn as for the whole value. Channels that are not 0 for good are no longer constant: written out."""
+    """Apply dropout, drawn as for the whole value. Channels that are not 0 for good are no longer constant: written
+    out."""
     if value.axis != 1:
         return None
     value = value.widened(value.matters)

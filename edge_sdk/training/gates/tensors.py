@@ -28,19 +28,20 @@ Flags = NDArray[np.bool_]
 
 
 def index(places: Index, device: torch.device) -> torch.Tensor:
-    """``places`` as torch wants them to index a tensor on ``device``."""
+    """Return ``places`` as torch wants them to index a tensor on ``device``."""
     made = torch.from_numpy(places)
     return made if device.type == "cpu" else made.to(device)
 
 
 def true(flags: torch.Tensor) -> Flags:
-    """``flags``, a tensor of booleans, as numpy has them."""
+    """Return ``flags``, a tensor of booleans, as numpy has them."""
     found: Flags = (flags if flags.device.type == "cpu" else flags.cpu()).numpy()
     return found
 
 
 class Channels:
-    """Which channels of a value, or rows of a weight, are computed: ``flags`` [size], ``on`` and ``off`` by number.
+    """The choice of the channels of a value, or rows of a weight, that are computed: ``flags`` [size], ``on`` and
+    ``off`` by number.
 
     ``source``: the weight whose rows they are, by name, and how many channels each row became; None where they are not
     simply that.
@@ -55,7 +56,7 @@ class Channels:
         self._repeated: dict[int, Channels] = {}
 
     def repeated(self, times: int) -> Channels:
-        """Where every channel becomes ``times``, one after the other: which of these are computed."""
+        """Return which channels are computed where each becomes ``times``, one after the other."""
         if times == 1:
             return self
         if times not in self._repeated:
@@ -65,27 +66,27 @@ class Channels:
 
     @cached_property
     def order(self) -> Index:
-        """Those that are computed, then the others."""
+        """Return those that are computed, then the others."""
         return np.concatenate([self.on, self.off])
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """The computed ones as ranges (start, stop): rows of blocks are few."""
+        """Return the computed ones as ranges (start, stop): rows of blocks are few."""
         padded = np.zeros(len(self.flags) + 2, dtype=bool)
         padded[1:-1] = self.flags
         ends = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
         return list(zip(ends[::2], ends[1::2], strict=True))
 
     def computed(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """The part of ``tensor`` that is of computed channels, which lie along ``dim``."""
+        """Return the part of ``tensor`` that is of computed channels, which lie along ``dim``."""
         return tensor.index_select(dim, self._on) if len(self.off) else tensor
 
     def others(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The entries of ``tensor`` [size] of the other channels."""
+        """Return the entries of ``tensor`` [size] of the other channels."""
         return tensor.index_select(0, self._off)
 
     def joined(self, computed: torch.Tensor, others: torch.Tensor | None) -> torch.Tensor:
-        """The vector [size] of both parts; ``others`` None stands for zeros."""
+        """Return the vector [size] of both parts; ``others`` None stands for zeros."""
         whole = computed.new_zeros(len(self.flags)).index_copy_(0, self._on, computed)
         return whole if others is None else whole.index_copy_(0, self._off, others)
 
@@ -99,7 +100,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class Batch:
-    """What holds for one batch.
+    """The facts of one batch.
 
     gates: float [L], M' of the card, 0 at blocks that are off; scales: the same in numpy. selected: bool [L], which
     blocks are on. heard: samples, from the first on, from which gradients of gates of off rows are estimated; factor:
@@ -156,14 +157,15 @@ class BlockedTensor:
 
     @cached_property
     def _of_rows(self) -> tuple[Index, Index, bool]:
-        """The first and the last block of every row, by their places in the parameter; whether any row is cut."""
+        """Return the first and the last block of every row, by their places in the parameter; whether any row
+        is cut."""
         starts = np.arange(self.rows) * self.row_size
         first = np.searchsorted(self.bounds, starts, side="right") - 1
         last = np.searchsorted(self.bounds, starts + self.row_size - 1, side="right") - 1
         return first, last, bool((first < last).any())
 
     def cut(self, batch: Batch) -> Cut:
-        """The rows that a block touches which is on. Without any it is the first, so that no layer is empty."""
+        """Return the rows that a block touches which is on. Without any it is the first, so that no layer is empty."""
         return self._cut(batch.selected[self.first : self.first + len(self.leaves)].tobytes())
 
     def _cut_for(self, selected: bytes) -> Cut:
@@ -176,7 +178,7 @@ class BlockedTensor:
         return Cut(self, on, Channels(flags, self.flat.device, (self.name, 1)))
 
     def segments(self, rows: Index) -> Segments:
-        """What the blocks have of ``rows``."""
+        """Return what the blocks have of ``rows``."""
         first, last, cut = self._of_rows
         device = self.flat.device
         if not cut:
@@ -188,7 +190,8 @@ class BlockedTensor:
         return Segments(rows[places], index(places, device), index(blocks + self.first, device))
 
     def values(self, segments: Segments) -> torch.Tensor:
-        """θ at ``segments``, with zeros in place of what other blocks have of their rows: [T, ...]. May be θ itself."""
+        """Return θ at ``segments``, with zeros in place of what other blocks have of their rows: [T, ...]. May
+        be θ itself."""
         if segments.rows is None and len(segments.sources) == self.rows:
             return self._by_row
         values = self._by_row.index_select(0, index(segments.sources, self.flat.device))
@@ -203,7 +206,7 @@ class BlockedTensor:
         return values
 
     def whole(self, batch: Batch) -> torch.Tensor:
-        """θ' in the parameter's own shape."""
+        """Return θ' in the parameter's own shape."""
         rows = Channels(np.ones(self.rows, dtype=bool), self.flat.device)
         cut = Cut(self, batch.selected[self.first : self.first + len(self.leaves)], rows)
         (made,) = adapt(batch, Wanted([cut], [None], own=False))
@@ -226,24 +229,24 @@ class Cut:
         self.leaves = [tensor.leaves[place] for place in on]
 
     def values(self) -> torch.Tensor:
-        """θ of the rows' segments, [T, ...]."""
+        """Return θ of the rows' segments, [T, ...]."""
         return self.tensor.values(self.segments)
 
     def adapted(self, batch: Batch, values: torch.Tensor) -> torch.Tensor:
-        """θ' of the rows, [rows, ...], one below the other."""
+        """Return θ' of the rows, [rows, ...], one below the other."""
         made = values * self._scales(batch)
         if self.segments.rows is None:
             return made
         return made.new_zeros(len(self.rows.on), *made.shape[1:]).index_add_(0, self.segments.rows, made)
 
     def products(self, gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """<g, θ> of every segment, [T], where g [rows, ...] = ∂f/∂θ'."""
+        """Return <g, θ> of every segment, [T], where g [rows, ...] = ∂f/∂θ'."""
         if self.segments.rows is not None:
             gradient = gradient.index_select(0, self.segments.rows)
         return (gradient * values).view(len(gradient), -1).sum(1)
 
     def gradients(self, batch: Batch, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
-        """∂f/∂θ_b = M'_b g_b of the ``leaves``, from g, which it overwrites."""
+        """Return ∂f/∂θ_b = M'_b g_b of the ``leaves``, from g, which it overwrites."""
         if self.segments.rows is None:
             gradient *= self._scales(batch)
         parts = torch.split_with_sizes(gradient.view(-1), self._sizes)[1::2]
@@ -258,7 +261,8 @@ class Cut:
 
 
 def _sizes(spans: Sequence[tuple[int, int]], length: int) -> list[int]:
-    """Sizes that cut ``length`` values into what is before, within and between ``spans`` (start, stop), and behind."""
+    """Return sizes that cut ``length`` values into what is before, within and between ``spans`` (start, stop), and
+    behind."""
     ends = [0, *(end for span in spans for end in span), length]
     return [stop - start for start, stop in pairwise(ends)]
 
@@ -278,25 +282,27 @@ class Vectors:
         self.blocks = index(np.repeat(self._blocks, sizes), self._flat[0].device) if tensors else torch.zeros(0)
 
     def trained(self, batch: Batch) -> tuple[list[torch.Tensor], list[int]]:
-        """The leaves of blocks that are on, and the sizes that cut ``values`` into these and what lies between."""
+        """Return the leaves of blocks that are on, and the sizes that cut ``values`` into these and what lies
+        between."""
         on = np.flatnonzero(batch.selected[self._blocks]).tolist()
         leaves = [self._leaves[place] for place in on]
         spans = [(self._ends[place] - len(leaf), self._ends[place]) for place, leaf in zip(on, leaves, strict=True)]
         return leaves, _sizes(spans, sum(self.sizes.values()))
 
     def values(self) -> torch.Tensor:
-        """θ of all, one after the other."""
+        """Return θ of all, one after the other."""
         return torch.cat(self._flat)
 
     def order(self, biases: Sequence[tuple[str, Channels]]) -> torch.Tensor:
-        """Where in ``values`` the entries of ``biases`` lie, of each those of the rows that are computed first."""
+        """Return where in ``values`` the entries of ``biases`` lie, of each those of the rows that are computed
+        first."""
         places = [rows.order + self._starts[name] for name, rows in biases]
         return index(np.concatenate(places) if places else np.zeros(0, dtype=np.intp), self.blocks.device)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which θ' a batch needs.
+    """The θ' that a batch needs.
 
     Of every one of ``cuts`` [rows, ...]; of those with ``columns`` then these columns of it, again; where there are
     ``vectors``, all of them, one after the other, and their entries in ``order``. With ``own``, what uses a cut makes a
@@ -311,7 +317,7 @@ class Wanted:
 
 
 def adapt(batch: Batch, wanted: Wanted) -> tuple[torch.Tensor, ...]:
-    """θ' as ``wanted``."""
+    """Return θ' as ``wanted``."""
     leaves = [leaf for cut in wanted.cuts for leaf in cut.leaves]
     of_vectors, sizes = wanted.vectors.trained(batch) if wanted.vectors is not None else ([], [])
     made = _Adapt.apply(batch, batch.gates, wanted, sizes, *leaves, *of_vectors)  # type: ignore[no-untyped-call]
@@ -400,10 +406,11 @@ class _Columns(torch.autograd.Function):
 
 
 def columns_of(weight: torch.Tensor, columns: Channels) -> torch.Tensor:
-    """The columns of ``weight`` that are computed; differentiable, and that faster than by an index."""
+    """Return the columns of ``weight`` that are computed; differentiable, and that faster than by an index."""
     return cast(torch.Tensor, _Columns.apply(weight, columns)) if len(columns.off) else weight  # type: ignore[no-untyped-call]
 
 
 def total(batch: Batch, blocks: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """Gradients of all gates, [L]: of each the sum of its ``products``, of which ``blocks`` names whose they are."""
+    """Return gradients of all gates, [L]: of each the sum of its ``products``, of which ``blocks`` names whose they
+    are."""
     return torch.zeros_like(batch.gates).index_add_(0, blocks, products.to(batch.gates.dtype))

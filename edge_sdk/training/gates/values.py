@@ -35,7 +35,7 @@ class Echo:
     steps: tuple[Step, ...] = ()
 
     def follow(self, heard: Flags) -> tuple[torch.Tensor, Index]:
-        """The channels of the rows of which ``heard`` names any channel, after all steps; and which they are."""
+        """Return the channels of the rows of which ``heard`` names any channel, after all steps; and which they are."""
         rows = np.flatnonzero(heard.reshape(self.rows, -1).any(axis=1))
         value, channels = self.start(rows), rows
         for step in self.steps:
@@ -45,12 +45,12 @@ class Echo:
 
 
 def owned(rows: Index, times: int) -> Index:
-    """The entries that ``rows`` own, ``times`` each."""
+    """Return the entries that ``rows`` own, ``times`` each."""
     return (rows[:, None] * times + np.arange(times)).ravel()
 
 
 def like(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """An empty tensor of ``shape``, with the type and memory layout of ``tensor``."""
+    """Return an empty tensor of ``shape``, with the type and memory layout of ``tensor``."""
     last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
     layout = torch.channels_last if last else torch.contiguous_format
     return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=layout)
@@ -83,17 +83,18 @@ class Partial:
 
     @property
     def matters(self) -> Flags:
-        """Which constants the next layer cannot leave out, [others]: those that are not 0, or that gradients reach."""
+        """The constants that the next layer cannot leave out, [others]: those that are not 0, or that gradients
+        reach."""
         moved = self.live | self.heard
         return moved if self.constants is None else moved | true(self.constants.detach() != 0)
 
     def known(self) -> torch.Tensor:
-        """The constants, zeros too."""
+        """Return the constants, zeros too."""
         return self.computed.new_zeros(len(self.channels.off)) if self.constants is None else self.constants
 
     def each(self, operation: Callable[[torch.Tensor], torch.Tensor], *, rectifies: bool = False) -> Partial:
-        """``operation``, which works on every entry alone, done to this value; whether it is a ReLU saves finding its
-        slope."""
+        """Return ``operation``, which works on every entry alone, done to this value; whether it is a ReLU
+        saves finding its slope."""
         constants, passes = self.constants, np.zeros(len(self.live), dtype=bool)
         if not rectifies:
             constants = operation(self.known())
@@ -116,11 +117,11 @@ class Partial:
         )
 
     def pooled(self, operation: Callable[[torch.Tensor], torch.Tensor]) -> Partial:
-        """``operation``, which works on every channel alone and leaves constants what they are."""
+        """Return ``operation``, which works on every channel alone and leaves constants what they are."""
         return replace(self, computed=operation(self.computed), echo=self.after(lambda echo, _: operation(echo)))
 
     def flattened(self) -> Partial:
-        """[N, channels * positions], channel after channel."""
+        """Return [N, channels * positions], channel after channel."""
         times = self.computed[0, 0].numel()
         return replace(
             self,
@@ -133,11 +134,11 @@ class Partial:
         )
 
     def after(self, step: Step) -> Echo | None:
-        """The echo, one step on."""
+        """Return the echo, one step on."""
         return None if self.echo is None else replace(self.echo, steps=(*self.echo.steps, step))
 
     def listened(self) -> tuple[torch.Tensor | None, Index]:
-        """The echo at this point and which of the constant channels it has; None where no signal passes."""
+        """Return the echo at this point and which of the constant channels it has; None where no signal passes."""
         if self.echo is None or not self.heard.any():
             return None, np.zeros(0, dtype=np.intp)
         echo, channels = self.echo.follow(self.heard)
@@ -147,12 +148,13 @@ class Partial:
         return echo, channels[kept]
 
     def whole(self) -> torch.Tensor:
-        """The value itself, every channel written out."""
+        """Return the value itself, every channel written out."""
         echo, channels = self.listened()
         return self._written(self.known(), echo, self.channels.on, self.channels.off, self.channels.off[channels])
 
     def widened(self, which: Flags) -> Partial:
-        """The same value with those constant channels written out that ``which`` [others] names: all heard, or more."""
+        """Return the same value with those constant channels written out that ``which`` [others] names: all
+        heard, or more."""
         if not which.any():
             return self
         old, device = self.channels, self.channels.device
@@ -175,7 +177,7 @@ class Partial:
         )
 
     def _written(self, constants: torch.Tensor, echo: torch.Tensor | None, *places: Index) -> torch.Tensor:
-        """Computed channels and ``constants`` at the first two ``places``; at the third ``echo`` is heard."""
+        """Return computed channels and ``constants`` at the first two ``places``; at the third ``echo`` is heard."""
         where = (index(part, constants.device) for part in places)
         return cast(torch.Tensor, _Write.apply(self.computed, constants, echo, self.axis, *where))  # type: ignore[no-untyped-call]
 

@@ -28,7 +28,7 @@ class ScaledRows:
 
     @classmethod
     def of(cls, model: nn.Module, table: BlockTable) -> ScaledRows | None:
-        """The model so run; None where it has other layers with parameters, or blocks that cut rows."""
+        """Return the model so run; None where it has other layers with parameters, or blocks that cut rows."""
         rows: dict[str, torch.Tensor] = {}
         for prefix, module in model.named_modules():
             for name, parameter in module.named_parameters(prefix, recurse=False):
@@ -42,7 +42,7 @@ class ScaledRows:
         return cls(model, rows)
 
     def __call__(self, inputs: torch.Tensor, gates: torch.Tensor) -> torch.Tensor | None:
-        """The outputs; None where some layer's are not one for each sample."""
+        """Return the outputs; None where some layer's are not one for each sample."""
         fits = True
 
         def scale(name: str, module: Any, outputs: torch.Tensor) -> torch.Tensor:

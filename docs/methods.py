@@ -1,0 +1,95 @@
+"""``python docs/methods.py`` writes the tables of docs/methods.md from what methods declare; a test checks them."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from edge_sdk import methods as device_halves
+from edge_sdk.protocol.messages import FederationSettings
+from sparrow.coordinator.fleet.federations import completed
+from sparrow.coordinator.methods import CoordinatorMethod, load_method
+
+PAGE = Path(__file__).with_suffix(".md")
+
+BEGIN = "<!-- Made by `python docs/methods.py`; do not edit by hand. -->"
+END = "<!-- End of what is made. -->"
+
+
+def page(text: str) -> str:
+    """Return the page with its tables made anew."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
+
+
+def tables() -> str:
+    """Return both tables, of the methods of this repository."""
+    names = sorted(
+        entry.name
+        for entry in entry_points(group="sparrow.coordinator_methods")
+        if entry.value.startswith("sparrow.coordinator.methods.")
+    )
+    trains = [
+        "| method | a device trains | smallest budget | personal model | global model | takes |",
+        "|---|---|---|---|---|---|",
+    ]
+    combines = ["| method | `robust` | `noise_multiplier` | `buffer` |", "|---|---|---|---|"]
+    for name in names:
+        method, settings = load_method(name), completed(FederationSettings(method=name))
+        cells = (f"`{name}`", _trains(name, method), _budget(method, settings), _personal(method), _shared(method))
+        trains.append(f"| {' | '.join((*cells, _takes(name)))} |")
+        reasons = (method.why_mean_only, method.why_not_private, method.why_not_buffered)
+        combines.append(f"| `{name}` | {' | '.join('no' if why(settings) else 'yes' for why in reasons)} |")
+    return (
+        "\n".join(trains)
+        + "\n\nSettings that a method can be combined with, at its default settings:\n\n"
+        + "\n".join(combines)
+        + "\n"
+    )
+
+
+def _trains(name: str, method: CoordinatorMethod) -> str:
+    """Return what of the model a device trains in a round."""
+    if method.changes is not None:
+        return "blocks that it chooses for each batch"
+    if method.active is not None:
+        which = "neurons that it chose once" if method.devices_choose else "neurons drawn for each round"
+        which = "each layer's first neurons" if method.active.rule else which
+        return f"{which}, others {'left out' if method.narrow else 'frozen'}"
+    if method.masks is None:
+        return "the whole model"
+    which = "weights that one device chose" if method.prepares else "weights that exist"
+    return f"{which}; some are replaced in certain rounds" if method.schedule else which
+
+
+def _budget(method: CoordinatorMethod, settings: FederationSettings) -> str:
+    smallest = method.smallest_budget(settings)
+    named = next(
+        (name for name in ("density", "smallest_budget") if settings.method_settings.get(name) == smallest), None
+    )
+    return "any" if smallest == 0 else f"`{named}`" if named else f"{smallest:g}"
+
+
+def _personal(method: CoordinatorMethod) -> str:
+    if not method.personal_models:
+        return "no"
+    return "yes, also mixed with the global one" if method.mixes_global else "yes"
+
+
+def _shared(method: CoordinatorMethod) -> str:
+    return "yes" if method.usable_global_model else "not usable alone"
+
+
+def _takes(name: str) -> str:
+    """Return which models a method takes."""
+    half = device_halves.load_method(name)
+    if half.takes_any_model:
+        return "any model"
+    if half.needs_coupling:
+        return "models with known coupling" + (" that run with fewer neurons" if half.narrow else "")
+    return "models that torch.fx can trace"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

@@ -1,0 +1,46 @@
+"""From an ``nn.Module`` to the manifest that a method needs of it."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+import torch
+from torch import nn
+
+from edge_sdk.methods import DeviceMethod, load_method
+from edge_sdk.protocol.errors import ManifestError
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.tracing.coupling import UnsupportedLayer, describe
+from edge_sdk.tracing.untraced import RunningStatistics, describe_whole
+
+
+def describe_for(
+    method: str,
+    model: nn.Module,
+    example: torch.Tensor,
+    *,
+    task: str,
+    running_statistics: RunningStatistics = "shared",
+) -> Manifest:
+    """Return the manifest of ``model`` that ``method`` needs, found by running it on ``example`` [N, ...].
+
+    Raises UnsupportedLayer, naming method and layer, for a model with which its rounds would fail, and UnknownMethod.
+    """
+    half = load_method(method)
+    manifest = describe_whole(model, example, task=task, running_statistics=running_statistics)
+    try:
+        if half.needs_coupling:
+            manifest = describe(model, example, task=task, running_statistics=running_statistics)
+        half.check_model(model, manifest, example)
+    except (UnsupportedLayer, ManifestError) as error:
+        any_model = ", ".join(_for_any_model())
+        raise UnsupportedLayer(f"{method}: {error}. Methods that take any model: {any_model}") from error
+    return manifest
+
+
+def _for_any_model() -> list[str]:
+    """Return the names of the installed methods that take any model."""
+    methods = {entry.name: entry.load() for entry in entry_points(group="sparrow.device_methods")}
+    return sorted(
+        name for name, method in methods.items() if isinstance(method, DeviceMethod) and method.takes_any_model
+    )

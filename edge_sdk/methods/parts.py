@@ -1,0 +1,56 @@
+"""Helpers of methods that share a part of the model: the manifest says which tensors are shared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from edge_sdk.methods import DeviceState, Job, Trained, Update
+from edge_sdk.methods.rounds import conclude, fine_tune, train_loaded
+from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.masks import pack
+from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.local import LocalResult, get_tensors, set_tensors
+from edge_sdk.training.merging import whole_model
+
+
+def only(manifest: Manifest, *, shared: bool) -> dict[str, torch.Tensor]:
+    """Return what ``Freezing`` takes as ``trained`` to train the shared part alone, or the device's own alone."""
+    return {
+        spec.name: torch.full(spec.shape, (spec.policy == "shared") == shared)
+        for spec in manifest.tensors
+        if spec.trainable
+    }
+
+
+def joined(job: Job) -> Tensors:
+    """Return the device's model with what was received in its place. Raises BundleError for a payload that does not
+    fit."""
+    return {**(job.state.personal or {}), **whole_model(job.manifest, job.received)}
+
+
+def train_together(job: Job) -> Trained:
+    """Train both parts together for one round, and send the shared one. Raises BundleError for a payload that does not
+    fit, TrainingDiverged when the round failed."""
+    set_tensors(job.model, joined(job))
+    return send_shared(job, train_loaded(job, Freezing(job.model, job.manifest, None)))
+
+
+def train_part(job: Job, *, shared: bool) -> LocalResult:
+    """Train one part of the model that is loaded, with an optimiser of its own."""
+    freezing = Freezing(job.model, job.manifest, None, trained=only(job.manifest, shared=shared))
+    return train_loaded(job, freezing, purpose="body" if shared else "head")
+
+
+def send_shared(job: Job, result: LocalResult) -> Trained:
+    """Return the outcome of a round: the whole model stays, its shared part is sent."""
+    personal = get_tensors(job.model, job.manifest)
+    return conclude(job, result, personal=personal, update=Update(pack(job.manifest, personal, None)))
+
+
+def adapt_own_part(job: Job) -> DeviceState:
+    """Train a part of one's own for the finished shared one, which stays as it is."""
+    set_tensors(job.model, joined(job))
+    fine_tune(job, Freezing(job.model, job.manifest, None, trained=only(job.manifest, shared=False)))
+    return replace(job.state, personal=get_tensors(job.model, job.manifest))

@@ -1,0 +1,152 @@
+"""Helpers of methods that replace weights of a sparse model while it trains (FedDST, FedSGC)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.methods import Job, MethodSettings, Trained, Update
+from edge_sdk.methods.rounds import conclude, train_loaded
+from edge_sdk.methods.whole import sparse_mask
+from edge_sdk.protocol.elements import ElementMask, Flags
+from edge_sdk.protocol.errors import BundleError
+from edge_sdk.protocol.masks import pack
+from edge_sdk.protocol.sparsity import (
+    At,
+    Grown,
+    LayerSparsity,
+    Pruned,
+    adjustment_steps,
+    grow,
+    layer_densities,
+    over_pruning,
+    prune,
+)
+from edge_sdk.training.elements import flags_of
+from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.local import get_tensors, set_tensors
+from edge_sdk.training.merging import whole_model
+from edge_sdk.training.replacing import Flat, Replacing
+
+Directions = dict[str, NDArray[np.int8]]
+"""The direction map of each layer, int8 [n] in -1..1."""
+
+
+class SparseTrainingSettings(MethodSettings):
+    """The own settings of methods that replace weights while they train."""
+
+    density: float
+    layer_sparsity: LayerSparsity
+    device_interval: int
+    over_pruning: float
+    adjust_at: At
+    grow_batches: int
+    exploration: float
+    proximal_weight: float
+
+
+def train_replacing(job: Job, replacing: Replacing, proximal_weight: float) -> Trained:
+    """Train what exists of the model received, replace weights on the way, and send what exists then.
+
+    Between rounds a device keeps how many epochs it has trained, and the mask by name. Raises BundleError for a payload
+    that does not fit, TrainingDiverged when the round failed.
+    """
+    set_tensors(job.model, whole_model(job.manifest, job.received))
+    freezing = Freezing(job.model, job.manifest, None, flags_of(sparse_mask(job)))
+    result = train_loaded(job, freezing, proximal_weight=proximal_weight, adjustment=replacing)
+    update = Update(pack(job.manifest, get_tensors(job.model, job.manifest), replacing.mask), replacing.mask)
+    trained = conclude(job, result, personal=None, update=update, counts=replacing.counts)
+    memory = {**trained.state.memory, "epochs": _epochs(job) + job.assignment.settings.local_epochs}
+    state = replace(trained.state, memory=memory)
+    return replace(trained, state=state, flops=trained.flops + replacing.flops)
+
+
+def replacing_of(
+    job: Job,
+    rules: SparseTrainingSettings,
+    share: float = 0.0,
+    basis: Literal["total", "moved"] = "total",
+) -> Replacing:
+    """Return what replaces weights in this round: Eq. 1-4 of FedSGC, of which directions guide ``share``.
+
+    basis: of what ``share`` is a share (``protocol.sparsity.prune``). Raises BundleError for a payload without a mask
+    of elements, or with a direction map of another size.
+    """
+    mask = sparse_mask(job)
+    rule = _Rule(job, mask, rules, share, basis)
+    return Replacing(job.model, job.task, job.manifest, mask, steps=rule.times, rule=rule, batches=rules.grow_batches)
+
+
+def _epochs(job: Job) -> int:
+    """Return how many epochs this device has trained in earlier rounds, e_c."""
+    return int(job.state.memory.get("epochs", 0))
+
+
+class _Rule:
+    """Eq. 1-4, for a round of which the plan and the device's epochs say when weights are replaced.
+
+    times: local step after which they are -> epochs of the device, by the cosine's clock.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        mask: ElementMask,
+        rules: SparseTrainingSettings,
+        share: float,
+        basis: Literal["total", "moved"],
+    ) -> None:
+        self._job, self._rules, self._mask = job, rules, mask
+        self._share, self._basis = share, basis
+        self._expected = int(job.assignment.plan.get("expected_epochs", 0))
+        plan = adjustment_steps(
+            _epochs(job),
+            job.assignment.settings.local_epochs,
+            len(job.task.train),
+            rules.device_interval,
+            self._expected,
+            rules.adjust_at,
+        )
+        self.times = dict(plan if mask.count < mask.size else [])  # where all exists, nothing is replaced
+        if self.times:
+            self._start = whole_model(job.manifest, job.received)
+            self._directions = _expand(job.received.signs if job.received else None, mask)
+            self._densities = layer_densities(job.manifest, rules.density, rules.layer_sparsity)
+
+    def __call__(self, step: int, name: str, weights: Flat, gradient: Flat, exists: Flags) -> tuple[Pruned, Grown]:
+        """Drop to D_l, revive to K_l."""
+        share, directions = self._share, self._directions[name]
+        sigma = over_pruning(self.times[step], self._expected, self._rules.over_pruning)
+        left = math.floor((1 - sigma) * self._densities[name] * weights.size + 1e-9)
+        moved = np.subtract(weights, self._start[name].reshape(-1), dtype=np.float32)
+        pruned = prune(weights, moved, exists, directions, left=left, share=share, basis=self._basis)
+        explored = self._explored(step, name, weights.size)
+        count = self._mask.counts[name]
+        return pruned, grow(gradient, pruned, directions, count=count, share=share, candidates=explored)
+
+    def _explored(self, step: int, name: str, size: int) -> Flags | None:
+        """Return the positions among which weights grow, drawn anew each time; None for all."""
+        share = self._rules.exploration
+        if share == 1:
+            return None
+        chance = np.random.Generator(np.random.PCG64(self._job.seed(f"explore {step} {name}")))
+        return chance.random(size, dtype=np.float32) < share
+
+
+def _expand(signs: NDArray[np.int8] | None, mask: ElementMask) -> Directions:
+    """Return the direction map that was received: for weights that exist, or for all; zeros where there is none."""
+    directions = {name: np.zeros(flags.size, dtype=np.int8) for name, flags in mask.exists.items()}
+    if signs is None:
+        return directions
+    if len(signs) not in (mask.count, mask.size):
+        raise BundleError(f"the payload has {len(signs)} directions for {mask.count} weights; fetch it again")
+    start = 0
+    for name, layer in directions.items():
+        where = mask.index[name] if len(signs) == mask.count else np.arange(layer.size)
+        layer[where] = signs[start : start + len(where)]
+        start += len(where)
+    return directions

@@ -1,0 +1,78 @@
+"""Helpers of methods with one global model: train it, judge it, and adapt it after the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edge_sdk.methods import DeviceState, Evaluated, Job, MethodSettings, Trained, Update
+from edge_sdk.methods.rounds import conclude, fine_tune, train_loaded
+from edge_sdk.protocol.elements import ElementMask
+from edge_sdk.protocol.errors import BundleError
+from edge_sdk.protocol.masks import pack
+from edge_sdk.training.elements import flags_of
+from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.local import evaluate, evaluate_held_out, get_tensors, set_tensors
+from edge_sdk.training.merging import whole_model
+
+
+class PullSettings(MethodSettings):
+    """The setting of methods that can pull local training back to the model received."""
+
+    proximal_weight: float
+
+
+def train_whole(job: Job, proximal_weight: float = 0.0) -> Trained:
+    """Train the model received, and send it. What does not exist of a sparse one is neither trained nor sent.
+
+    proximal_weight: μ of the pull back to the weights received. Raises BundleError for a payload that does not fit,
+    TrainingDiverged when the round failed.
+    """
+    set_tensors(job.model, whole_model(job.manifest, job.received))
+    mask = existing(job)
+    freezing = Freezing(job.model, job.manifest, None, flags_of(mask))
+    result = train_loaded(job, freezing, proximal_weight=proximal_weight)
+    update = Update(pack(job.manifest, get_tensors(job.model, job.manifest), mask), mask)
+    return conclude(job, result, personal=None, update=update)
+
+
+def train_pulled(job: Job) -> Trained:
+    """Train the model received, pulled back to it by ``proximal_weight``, and send it. Raises as ``train_whole``."""
+    return train_whole(job, job.own(PullSettings).proximal_weight)
+
+
+def evaluate_global(job: Job) -> Evaluated:
+    """Judge the global model on held-out data and, with ``finetune_epochs``, a fine-tuned copy of it beside it."""
+    set_tensors(job.model, whole_model(job.manifest, job.received))
+    if not job.assignment.settings.finetune_epochs:
+        return Evaluated(None, *evaluate_held_out(job.model, job.task))
+    global_model = evaluate(job.model, job.task, job.task.held_out)
+    _fine_tune(job)
+    personal, validation = evaluate_held_out(job.model, job.task)
+    return Evaluated(personal, global_model, validation)
+
+
+def adapt_global(job: Job) -> DeviceState:
+    """Keep the finished global model, fine-tuned for ``finetune_epochs``, or as it is where there are none."""
+    set_tensors(job.model, whole_model(job.manifest, job.received))
+    if job.assignment.settings.finetune_epochs:
+        _fine_tune(job)
+    return replace(job.state, personal=get_tensors(job.model, job.manifest))
+
+
+def existing(job: Job) -> ElementMask | None:
+    """Return what exists of the model received; None where all does."""
+    mask = job.received.mask if job.received else None
+    return mask if isinstance(mask, ElementMask) else None
+
+
+def sparse_mask(job: Job) -> ElementMask:
+    """Return what exists of a model that must be sparse. Raises BundleError where all does."""
+    mask = existing(job)
+    if mask is None:
+        raise BundleError("the payload has no mask of elements; update the coordinator, or this SDK")
+    return mask
+
+
+def _fine_tune(job: Job) -> None:
+    """Train the loaded global model for ``finetune_epochs``; the same copy whenever it is asked for in this round."""
+    fine_tune(job, Freezing(job.model, job.manifest, None, flags_of(existing(job))), purpose="finetune")
