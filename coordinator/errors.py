@@ -24,9 +24,13 @@ CoordinatorError
 
 from pydantic import ValidationError
 
+from sparrow.command_line.exits import Exit
+
 
 class CoordinatorError(Exception):
     """Base of everything a caller can be told; its text is for the caller."""
+
+    exit_code = Exit.FAILED
 
 
 class NotAuthenticated(CoordinatorError):
@@ -57,6 +61,8 @@ class NotAllowed(CoordinatorError):
 
 class NotFound(CoordinatorError):
     """There is no such thing."""
+
+    exit_code = Exit.NOT_FOUND
 
 
 class NoGlobalModel(NotFound):
@@ -110,9 +116,13 @@ class UnknownMethod(BadContent):
 class Unavailable(CoordinatorError):
     """Records or blobs cannot be reached just now; nothing of the call was done."""
 
+    exit_code = Exit.UNREACHABLE
+
 
 class DiskFull(Unavailable):
     """There is no room for what the call brings."""
+
+    exit_code = Exit.FULL
 
 
 class WrongRange(CoordinatorError):

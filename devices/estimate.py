@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sparrow.devices.cores import CPU, busy_seconds, load_average, online_cores
-from sparrow.devices.readings import Files, Quality, ReadError, Reading, Reason
+from sparrow.devices.readings import BadFigures, Files, Quality, ReadError, Reading, Reason
 
 METHOD = "util-linear-v1"
 
@@ -24,7 +24,7 @@ class PowerModel:
     """Watts of a board at rest and under full load.
 
     coefficients: where the two figures come from, shown wherever the estimate is. exponent: a, 0 to leave the clock
-    out. rel_uncertainty: share of the value. Raises ValueError unless 0 <= idle_watts <= max_watts, both finite and
+    out. rel_uncertainty: share of the value. Raises BadFigures unless 0 <= idle_watts <= max_watts, both finite and
     max_watts above 0.
     """
 
@@ -36,7 +36,7 @@ class PowerModel:
 
     def __post_init__(self) -> None:
         if not (0 <= self.idle_watts <= self.max_watts and 0 < self.max_watts < math.inf):
-            raise ValueError(
+            raise BadFigures(
                 f"power model {self.coefficients}: {self.idle_watts} W idle and {self.max_watts} W at full load; "
                 "both must be finite, idle at least 0 and not above full load"
             )
@@ -51,7 +51,7 @@ class PowerModel:
         try:
             idle, full = (float(part) for part in text.split(":"))
         except ValueError as error:
-            raise ValueError(
+            raise BadFigures(
                 f"power model {text!r}: want IDLE:MAX in watts, such as 2.3:6.4 (read both at the plug, once at rest "
                 "and once under full load)"
             ) from error

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from edge_sdk.protocol.errors import SdkError
+
 
 class Quality(str, Enum):
     """How a figure was come by."""
@@ -44,7 +46,11 @@ class Reason(str, Enum):
         return self.value
 
 
-class ReadError(Exception):
+class BadFigures(SdkError, ValueError):
+    """A board's figures or a meter's readings cannot be used; the text says what was wanted."""
+
+
+class ReadError(SdkError):
     """A file or a command gave no usable value; `reason` says which way it failed."""
 
     def __init__(self, what: Path | str, reason: Reason) -> None:

@@ -40,16 +40,14 @@ from edge_sdk.device.state import Progress, StateFolder, Totals, default_root
 from edge_sdk.device.telemetry import Telemetry
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.device.watchdog import Watch, read_spent
-from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError
+from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError, translated
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, FederationInfo, Moved
 from edge_sdk.publish import check_federation_name, read_setting
 from edge_sdk.tasks import Task, load_task
 from edge_sdk.tasks.compute import ACCELERATORS, Compute, choose_device
-from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.training.early_stopping import is_better
-from sparrow.command_line.command import Command, Exits, Parser, add_json
-from sparrow.command_line.exits import Exit
+from sparrow.command_line.command import Command, Parser, add_json
 from sparrow.devices import EnergyMeter, PowerModel
 from sparrow.devices.conditions import Conditions, ConditionsReader
 from sparrow.devices.system import System
@@ -57,11 +55,6 @@ from sparrow.export.errors import ExportError
 from sparrow.export.metadata import properties
 
 LONG_POLL_SECONDS = 30.0
-EXITS: Exits = {
-    **TASKS,
-    ExportError: Exit.FAILED,
-    NotTheSame: Exit.FAILED,
-}
 
 LEARNED, SPENT = "learned.json", "spent.json"
 """Files of the state folder: what rounds have taught about the budget, and what was spent today."""
@@ -96,6 +89,7 @@ class Result:
     warnings: tuple[str, ...] = ()
 
 
+@translated()
 def join(
     server: str,
     task: Task | Callable[[FederationInfo], Task],
@@ -630,7 +624,6 @@ COMMAND = Command(
     "Take part in a federation until it is finished, as a device.",
     _options,
     _command,
-    EXITS,
     usage="--server URL [--federation NAME] [--name NAME] [options]",
     epilog="SPARROW_ENROLMENT_TOKEN holds the enrolment token where the coordinator asks for one.",
 )

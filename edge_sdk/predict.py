@@ -27,8 +27,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.command_line.command import Command, Exits, MissingPart, Parser, WrongUsage, add_json
-from sparrow.command_line.exits import Exit
+from edge_sdk.protocol.errors import MissingPart, SdkError
+from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
 
 Array = NDArray[Any]
 
@@ -54,15 +54,12 @@ NAMED = 5
 _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
 
 
-class PredictError(ValueError):
+class PredictError(SdkError):
     """The model or the input cannot be used; the text says what to do."""
 
 
 class NoSuchFile(PredictError):
     """There is no such model or input."""
-
-
-EXITS: Exits = {PredictError: Exit.FAILED, NoSuchFile: Exit.NOT_FOUND}
 
 
 class Meter(Protocol):
@@ -475,7 +472,7 @@ def _write(path: Path, outputs: Array) -> None:
         raise PredictError(f"{path} cannot be written: {error.strerror}") from error
 
 
-COMMAND = Command("sparrow predict", "Run an exported model.", _options, _run, EXITS)
+COMMAND = Command("sparrow predict", "Run an exported model.", _options, _run)
 main = COMMAND.main
 
 

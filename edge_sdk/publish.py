@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from edge_sdk.device.transport import Transport, connect, token_of
-from edge_sdk.errors import BadArgument, NotInstalled, Refused
+from edge_sdk.errors import BadArgument, NameTaken, translated
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.builtin import builtin_tasks
 from edge_sdk.protocol.manifest import Manifest
@@ -36,26 +36,19 @@ from edge_sdk.protocol.messages import (
     FederationSettings,
 )
 from edge_sdk.tasks import Task, load_task
-from edge_sdk.tasks.exits import EXITS as TASKS
-from edge_sdk.tracing.coupling import UnsupportedLayer
 from edge_sdk.tracing.skeleton import make_skeleton
 from edge_sdk.tracing.untraced import RunningStatistics, describe_for
 from edge_sdk.training.checking import check_task
 from edge_sdk.training.local import get_tensors
-from sparrow.command_line.command import Command, Exits, Parser, add_json, add_wait
-from sparrow.command_line.exits import Exit
+from sparrow.command_line.command import Command, Parser, add_json, add_wait
 from sparrow.command_line.faults import faults
 
 PATIENCE_SECONDS = 30.0
 ARGUMENTS = ("running_statistics", "blocks", "exist_ok", "admin_token", "trust", "client", "patience_seconds")
 """What ``publish`` takes beside settings: a misspelt one looks like a setting."""
 
-EXITS: Exits = {
-    **TASKS,
-    UnsupportedLayer: Exit.FAILED,
-}
 
-
+@translated()
 def publish(
     server: str,
     name: str,
@@ -75,16 +68,15 @@ def publish(
     settings: fields of ``FederationSettings``. running_statistics: whether batch-norm's are averaged over devices or
     stay personal. blocks: for methods that use blocks of a model, name of a parameter -> how many rows each of its
     blocks has, in order (heads of an attention, groups of filters); other parameters are cut as the method does.
-    exist_ok: ask first, and return the federation that exists instead of raising Refused (HTTP 409), where its method,
+    exist_ok: ask first, and return the federation that exists instead of raising NameTaken, where its method,
     settings and model are those asked for. What the model's weights begin as is not compared, nor what an operator has
     changed since. Nothing of the model is uploaded then, and an enrolment token is enough. admin_token: where the
     coordinator asks for one; without, that of SPARROW_ADMIN_TOKEN. trust: certificates for https. patience_seconds:
     how long to wait for a coordinator that does not answer; None: for ever.
 
-    Raises BadArgument for a setting that is none, and for a task whose data, model and loss do not work together
-    (``tasks.checking``); UnsupportedLayer, naming method and layer, for a model that the method cannot train;
-    UnknownMethod; SdkError when the coordinator refuses or does not answer, Refused (HTTP 409) among them, which names
-    each difference.
+    Raises SdkError: BadArgument among them for a setting that does not exist, and for a task whose data, model and loss
+    do not work together (``training.checking``); UnsupportedLayer, naming method and layer, for a model that the method
+    cannot train; UnknownMethod; NameTaken; with exist_ok DifferentFederation, which names each difference.
     """
     asked = read_settings(settings, known=ARGUMENTS)
     check_federation_name(name)
@@ -119,12 +111,10 @@ def publish(
             else:
                 body, media_type = _checkpoint(request, task, example, manifest), checkpoint.MEDIA_TYPE
             return transport.create_federation(body, media_type)
-        except Refused as refusal:
+        except NameTaken:
             # Another device may have been first, meanwhile.
-            if refusal.status == 409 and exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
+            if exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
                 return info
-            if refusal.status == 422 and not isinstance(refusal, NotInstalled):
-                raise BadArgument(refusal.detail) from None
             raise
     finally:
         if client is None:
@@ -283,7 +273,6 @@ COMMAND = Command(
     "Create a federation on a running coordinator.",
     _options,
     _run,
-    EXITS,
     usage="--server URL --name NAME [--task TASK] [settings]",
     epilog="SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one.",
 )

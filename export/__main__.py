@@ -17,10 +17,9 @@ from typing import get_args
 
 from tqdm import tqdm
 
-from sparrow.command_line.command import Command, Exits, Parser, add_json
-from sparrow.command_line.exits import Exit
+from sparrow.command_line.command import Command, Parser, add_json
 from sparrow.export.build import ACCURACY_LIMIT, Built, Mode, Precision, build, dense
-from sparrow.export.errors import ExportError, NotThere
+from sparrow.export.errors import ExportError
 from sparrow.export.ort_format import write_ort
 from sparrow.export.report import MEASUREMENTS, Report, judge, measure, picture_maker
 from sparrow.export.running import runtime
@@ -28,9 +27,6 @@ from sparrow.export.samples import parity_inputs, read_samples
 from sparrow.export.source import read_source
 
 PICTURES = (".png", ".svg", ".pdf")
-
-
-EXITS: Exits = {ExportError: Exit.FAILED, NotThere: Exit.NOT_FOUND}
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -158,9 +154,7 @@ def _check_accuracy(report: Report, built: Built, limit: float) -> None:
         )
 
 
-COMMAND = Command(
-    "sparrow export", "Export a personal model to ONNX, and report what that gains.", _options, _run, EXITS
-)
+COMMAND = Command("sparrow export", "Export a personal model to ONNX, and report what that gains.", _options, _run)
 main = COMMAND.main
 
 

@@ -1,17 +1,22 @@
-"""What can be wrong with a model that is to become an ONNX file.
+"""Errors of a model that is to become an ONNX file.
 
 ExportError              the text says what was met, what was wanted, what to do
 ├── NotThere             a file that is needed does not exist
 └── SkeletonError        the forward pass published with the federation cannot be used
 """
 
+from edge_sdk.protocol.errors import SdkError
+from sparrow.command_line.exits import Exit
 
-class ExportError(ValueError):
+
+class ExportError(SdkError):
     """The model cannot be exported as asked."""
 
 
 class NotThere(ExportError):
-    """A file of the model is not there."""
+    """A file of the model does not exist."""
+
+    exit_code = Exit.NOT_FOUND
 
 
 class SkeletonError(ExportError):

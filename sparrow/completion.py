@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import shtab
 
 from edge_sdk.device.trainable import CannotTrain
-from sparrow.command_line.command import Command, MissingPart, Parser
+from edge_sdk.protocol.errors import MissingPart
+from sparrow.command_line.command import Command, Parser
 from sparrow.main import PARTS, build
 
 SHELLS = ("bash", "zsh")

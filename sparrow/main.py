@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from edge_sdk.device import trainable
-from sparrow.command_line.command import Command, Exits, MissingPart, Parser, ended, interruptible
+from edge_sdk.protocol.errors import MissingPart
+from sparrow.command_line.command import Command, Parser, ended, interruptible
 from sparrow.command_line.exits import Exit
 from sparrow.command_line.nearest import nearest
 
@@ -62,7 +63,7 @@ PARTS = {
     "publish": Part("edge_sdk.publish", "create a federation", "device,publish", trains=True),
     "delete": Part("sparrow.delete", "delete a federation"),
     "join": Part("edge_sdk.join", "take part in a federation, as a device", "device", trains=True),
-    "fleet": Part("edge_sdk.simulation.fleet", "many simulated devices", "device,publish", trains=True),
+    "fleet": Part("edge_sdk.simulation.simulate", "many simulated devices", "device,publish", trains=True),
     "profile": Part("edge_sdk.profile", "what a training step takes at a budget", "device,publish", trains=True),
     "devices": Part("sparrow.devices.__main__", "what this device is, its sensors"),
     "export": Part("sparrow.export.__main__", "a personal model as the smallest ONNX file", "export"),
@@ -102,9 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, rest = words[0], words[1:]
     prog = f"sparrow {name}"
     loaded: list[Command] = []
-    known: Exits = {MissingPart: Exit.CANNOT, trainable.CannotTrain: Exit.CANNOT}
     with interruptible(f"{prog}: interrupted\n"):
-        code = ended(prog, lambda: loaded.append(PARTS[name].load()), known, shown="--traceback" in rest)
+        code = ended(prog, lambda: loaded.append(PARTS[name].load()), shown="--traceback" in rest)
     return loaded[0].main(rest, prog) if loaded else code
 
 

@@ -11,7 +11,6 @@ from datetime import datetime
 from typing import Any
 
 from edge_sdk.device.transport import Transport, connect, token_of
-from edge_sdk.exits import EXITS
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import DeviceInfo, FederationInfo, FederationStatus, OpenWork, RoundRecord
 from sparrow.command_line.command import Command, Parser, WrongUsage, add_json, add_wait
@@ -211,7 +210,6 @@ COMMAND = Command(
     "What the federations of a running coordinator do.",
     _options,
     _run,
-    EXITS,
     epilog="SPARROW_OBSERVER_TOKEN holds the observer token where the coordinator asks for one.",
 )
 main = COMMAND.main

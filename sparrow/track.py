@@ -15,15 +15,12 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 
 from edge_sdk.device.transport import Transport, connect, token_of
-from edge_sdk.exits import EXITS as COORDINATOR
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import FederationStatus, RoundRecord
-from sparrow.command_line.command import Command, Exits, Parser, WrongUsage
-from sparrow.command_line.exits import Exit
-from sparrow.trackers import MLflow, TensorBoard, Tracker, TrackerFailed
+from sparrow.command_line.command import Command, Parser, WrongUsage
+from sparrow.trackers import MLflow, TensorBoard, Tracker
 
 EVERY_SECONDS = 5.0
-EXITS: Exits = {**COORDINATOR, TrackerFailed: Exit.FAILED}
 
 
 def follow(
@@ -155,7 +152,6 @@ COMMAND = Command(
     "A federation's rounds as curves in TensorBoard or MLflow, while it runs or afterwards.",
     _options,
     _run,
-    EXITS,
     epilog="pip install 'sparrow-fl[tracking]' brings both. SPARROW_OBSERVER_TOKEN holds the observer token where the "
     "coordinator asks for one. docs/tracking.md says what is written.",
 )

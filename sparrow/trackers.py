@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from edge_sdk.protocol.errors import MissingPart, SdkError
 from edge_sdk.protocol.messages import FederationInfo
-from sparrow.command_line.command import MissingPart
 
 EVERY_ROUND = "devices/updates"
 """A curve that has a point for every round: its steps are the rounds that were written."""
@@ -22,8 +22,8 @@ EXPERIMENT = "sparrow"
 UID = "sparrow.federation"
 
 
-class TrackerFailed(RuntimeError):
-    """What is written to cannot be; the text says which and why."""
+class TrackerFailed(SdkError):
+    """TensorBoard's files or MLflow's store cannot be written; the text says which and why."""
 
 
 class Tracker(Protocol):

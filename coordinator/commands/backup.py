@@ -27,10 +27,10 @@ from typing import Any
 from sqlalchemy import Connection, case, create_engine, make_url, select, text
 from sqlalchemy.orm import Session
 
-from sparrow.command_line.command import Command, Exits, MissingPart, Parser, add_json
-from sparrow.command_line.exits import Exit
-from sparrow.coordinator.commands.exits import EXITS as COMMON
+from edge_sdk.protocol.errors import MissingPart
+from sparrow.command_line.command import Command, Parser, add_json
 from sparrow.coordinator.commands.exits import NoRecords, read_settings, told
+from sparrow.coordinator.errors import CoordinatorError
 from sparrow.coordinator.models.global_models import model_key
 from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, update_key
 from sparrow.coordinator.settings import Settings
@@ -44,7 +44,7 @@ TRIES = 50
 FORMAT = 1
 
 
-class BackupFailed(RuntimeError):
+class BackupFailed(CoordinatorError):
     """No backup was made, or none brought back; the text says what to do."""
 
 
@@ -193,13 +193,11 @@ def _run(options: argparse.Namespace) -> None:
     print(json.dumps(summary) if options.json else f"{options.target}: {rounds or 'no federations'}")
 
 
-EXITS: Exits = {**COMMON, BackupFailed: Exit.FAILED}
 COMMAND = Command(
     "sparrow backup",
     "Copy a coordinator, running or not, so that records and models fit together.",
     _options,
     _run,
-    EXITS,
     epilog="Finds it by its own settings: COORDINATOR_DATA_DIR, COORDINATOR_DATABASE_URL, COORDINATOR_BLOBS.",
 )
 main = COMMAND.main

@@ -19,34 +19,30 @@ import numpy as np
 
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.messages import Evaluation, Problem
-from sparrow.command_line.command import Command, Exits, Parser, WrongUsage, add_json
+from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
 from sparrow.command_line.exits import Exit, of_status
+from sparrow.coordinator.errors import CoordinatorError
 
 SECONDS = 600.0
 
 
-class BadFile(ValueError):
+class BadFile(CoordinatorError):
     """The test file cannot be used; the text says why."""
 
 
-class NoAnswer(ValueError):
+class NoAnswer(CoordinatorError):
     """No coordinator answers at this address."""
 
+    exit_code = Exit.UNREACHABLE
 
-class Refused(ValueError):
+
+class Refused(CoordinatorError):
     """The coordinator answered no, with this HTTP status; the text says what to do."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(f"{detail} (HTTP {status})")
         self.status = status
-
-
-EXITS: Exits = {
-    BadFile: Exit.FAILED,
-    tls.BadCertificate: Exit.USAGE,
-    NoAnswer: Exit.UNREACHABLE,
-    Refused: lambda refused: of_status(refused.status),
-}
+        self.exit_code = of_status(status)
 
 
 def evaluate(
@@ -119,7 +115,6 @@ COMMAND = Command(
     "Have a running coordinator judge its global model on a test file.",
     _options,
     _run,
-    EXITS,
     epilog="SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one.",
 )
 main = COMMAND.main

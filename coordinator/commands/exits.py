@@ -12,36 +12,20 @@ from typing import Any
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
-from sparrow.command_line.command import Exits, WrongUsage
+from sparrow.command_line.command import WrongUsage
 from sparrow.command_line.exits import Exit
-from sparrow.coordinator.errors import CoordinatorError, DiskFull, NotFound, Unavailable
+from sparrow.coordinator.errors import CoordinatorError, DiskFull, Unavailable
 from sparrow.coordinator.settings import PREFIX, Settings
-from sparrow.coordinator.storage.database import BadDatabase
 from sparrow.coordinator.storage.failing import of_database
-from sparrow.coordinator.storage.mounts import NetworkFolder
-from sparrow.coordinator.storage.objects import BadObjectStore
-from sparrow.coordinator.storage.store import DataInUse, WrongBlobs
 
 SQLITE_NEEDS = 64 * 1024
 """Free bytes below which SQLite cannot even begin to write: then it does not call the disk full, but its I/O broken."""
 
 
-class NoRecords(ValueError):
+class NoRecords(CoordinatorError):
     """There is no database where the settings say."""
 
-
-EXITS: Exits = {
-    CoordinatorError: Exit.FAILED,
-    Unavailable: Exit.UNREACHABLE,
-    DiskFull: Exit.FULL,
-    NotFound: Exit.NOT_FOUND,
-    NoRecords: Exit.NOT_FOUND,
-    BadDatabase: Exit.USAGE,
-    BadObjectStore: Exit.USAGE,
-    NetworkFolder: Exit.USAGE,
-    DataInUse: Exit.FAILED,
-    WrongBlobs: Exit.FAILED,
-}
+    exit_code = Exit.NOT_FOUND
 
 
 def read_settings() -> Settings:

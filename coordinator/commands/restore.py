@@ -24,7 +24,6 @@ from sparrow.command_line.command import Command, Parser
 from sparrow.coordinator.commands.backup import (
     BLOBS_FOLDER,
     DUMP_FILE,
-    EXITS,
     FORMAT,
     SUMMARY_FILE,
     BackupFailed,
@@ -123,7 +122,6 @@ COMMAND = Command(
     "Bring a backup back, into an empty place.",
     _options,
     _run,
-    EXITS,
     epilog="Goes where COORDINATOR_DATA_DIR, COORDINATOR_DATABASE_URL and COORDINATOR_BLOBS say.",
 )
 main = COMMAND.main

@@ -18,20 +18,19 @@ from typing import Any
 
 import uvicorn
 
-from sparrow.command_line.command import Command, Exits, Parser, WrongUsage
-from sparrow.command_line.exits import Exit
-from sparrow.coordinator.commands.exits import EXITS as COMMON
+from sparrow.command_line.command import Command, Parser, WrongUsage
 from sparrow.coordinator.commands.exits import read_settings, told
 from sparrow.coordinator.commands.starting import Listening
+from sparrow.coordinator.errors import CoordinatorError
 
 LAST_PORT = 65535
 
 
-class NoPort(RuntimeError):
+class NoPort(CoordinatorError):
     """The address cannot be listened on."""
 
 
-class StartFailed(RuntimeError):
+class StartFailed(CoordinatorError):
     """The coordinator did not start, and uvicorn's log says why."""
 
 
@@ -118,13 +117,11 @@ def _run(options: argparse.Namespace) -> None:
         raise StartFailed("the coordinator did not start; see the lines above")
 
 
-EXITS: Exits = {**COMMON, NoPort: Exit.FAILED, StartFailed: Exit.FAILED}
 COMMAND = Command(
     "sparrow serve",
     "Run the coordinator.",
     _options,
     _run,
-    EXITS,
     epilog="Its settings are COORDINATOR_* (docs/settings.md); without any it makes a federation called default and "
     "keeps its data in ~/.local/state/sparrow-coordinator.",
 )

@@ -26,7 +26,7 @@ from sqlalchemy.orm import Session
 
 from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
 from sparrow.command_line.table import table
-from sparrow.coordinator.commands.exits import EXITS, NoRecords, read_settings, told
+from sparrow.coordinator.commands.exits import NoRecords, read_settings, told
 from sparrow.coordinator.errors import NotFound
 from sparrow.coordinator.fleet.access import KINDS, REMEMBER_SECONDS, digest_of, new_secret
 from sparrow.coordinator.fleet.devices import revoke as revoke_device
@@ -218,7 +218,6 @@ COMMAND = Command(
     "Make, list and revoke tokens, beside a running coordinator or without one.",
     _options,
     _run,
-    EXITS,
     epilog="Finds the records by COORDINATOR_DATA_DIR or COORDINATOR_DATABASE_URL.",
 )
 main = COMMAND.main

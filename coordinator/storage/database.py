@@ -23,6 +23,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import ArgumentError
 
+from sparrow.command_line.exits import Exit
+from sparrow.coordinator.errors import CoordinatorError
 from sparrow.coordinator.storage.tables import Base, Federation
 
 BUSY_SECONDS = 30  # that a commit waits for another process that holds the lock: a backup, somebody's sqlite3
@@ -42,8 +44,10 @@ REVISION = Table(
 POSTGRESQL = ("postgresql", "postgresql+psycopg")
 
 
-class BadDatabase(ValueError):
+class BadDatabase(CoordinatorError):
     """A database's address cannot be used; the text says what to write."""
+
+    exit_code = Exit.USAGE
 
 
 def open_database(where: Path | str) -> Engine:

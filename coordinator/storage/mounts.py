@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from sparrow.command_line.exits import Exit
+from sparrow.coordinator.errors import CoordinatorError
+
 MOUNTS = Path("/proc/self/mountinfo")
 
 NETWORK = frozenset(
@@ -20,8 +23,10 @@ NETWORK_FUSE = re.compile(
 )
 
 
-class NetworkFolder(RuntimeError):
+class NetworkFolder(CoordinatorError):
     """The data folder lies on a network file system; the text says what to do."""
+
+    exit_code = Exit.USAGE
 
 
 def network_type(folder: Path, mounts: str) -> str | None:

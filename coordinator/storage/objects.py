@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
-from sparrow.coordinator.errors import Unavailable
+from sparrow.command_line.exits import Exit
+from sparrow.coordinator.errors import CoordinatorError, Unavailable
 from sparrow.coordinator.storage.failing import BLOBS, Troubles
 
 SCHEME = "s3://"
@@ -23,8 +24,10 @@ RETRY_SECONDS = 10.0
 TIMEOUT_SECONDS = 30.0
 
 
-class BadObjectStore(RuntimeError):
+class BadObjectStore(CoordinatorError):
     """The object storage cannot be used as it is set up; the text says what to change."""
+
+    exit_code = Exit.USAGE
 
 
 class ObjectBlobs:

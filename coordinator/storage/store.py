@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar, cast
 from sqlalchemy import text
 from sqlalchemy.orm import Session, sessionmaker
 
-from sparrow.coordinator.errors import Unavailable
+from sparrow.coordinator.errors import CoordinatorError, Unavailable
 from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, make_folder
 from sparrow.coordinator.storage.database import WRITING, open_database
 from sparrow.coordinator.storage.failing import BLOBS, RECORDS, Troubles
@@ -33,11 +33,11 @@ SMALLEST_PROBE = 4096
 Result = TypeVar("Result")
 
 
-class DataInUse(RuntimeError):
+class DataInUse(CoordinatorError):
     """Another coordinator process works on the same data folder."""
 
 
-class WrongBlobs(RuntimeError):
+class WrongBlobs(CoordinatorError):
     """Records and blobs do not belong together; the text says what to do."""
 
 

@@ -22,6 +22,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.autograd import profiler
 
+from edge_sdk.errors import SdkError
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.training.rehearsal import Rehearsal
 from sparrow.devices import memory
@@ -36,7 +37,7 @@ MODELS_HELD = 2
 """What a session holds of models while it trains, beside the one that is trained: its personal one, and what came."""
 
 
-class Unpredictable(RuntimeError):
+class Unpredictable(SdkError):
     """The trainings that were tried allocate differently: nothing can be said of others."""
 
 

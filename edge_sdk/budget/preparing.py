@@ -21,6 +21,7 @@ from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import Compute
 from edge_sdk.training.local import TrainingDiverged
 from edge_sdk.training.rehearsal import Rehearsal
+from sparrow.command_line.exits import Exit
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,9 @@ PLENTY = 16
 
 
 class DoesNotFit(BadArgument):
-    """The device has not the memory that training at its budget takes."""
+    """Training at the budget needs more memory than the device has."""
+
+    exit_code = Exit.CANNOT
 
 
 @dataclass(frozen=True)

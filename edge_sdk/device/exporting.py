@@ -14,13 +14,14 @@ from edge_sdk.predict import Predictor
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.tasks import Task
 from edge_sdk.training.local import set_tensors
+from sparrow.export.errors import ExportError
 from sparrow.export.skeleton import fill
 
 LARGEST_DIFFERENCE = 1e-4
 """Largest absolute difference between ONNX Runtime and PyTorch that float rounding explains."""
 
 
-class NotTheSame(RuntimeError):
+class NotTheSame(ExportError):
     """The exported file predicts something else than the model it was made from; it was not written."""
 
 

@@ -31,7 +31,16 @@ from edge_sdk.device.state import Best, Identity, Pending, StateFolder, Totals
 from edge_sdk.device.telemetry import Telemetry as Meter
 from edge_sdk.device.transport import Traffic, Transport
 from edge_sdk.device.watchdog import LOOK_SECONDS, Paused, Stint, Watch
-from edge_sdk.errors import FederationOver, Refused, RoundOver, SdkError, TokenExpired
+from edge_sdk.errors import (
+    FederationOver,
+    NotAllowed,
+    NotAuthenticated,
+    NotFound,
+    Refused,
+    RoundOver,
+    SdkError,
+    TokenExpired,
+)
 from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update, load_method
 from edge_sdk.protocol import bundle, personal
 from edge_sdk.protocol.elements import ElementMask
@@ -290,9 +299,7 @@ class Session:
         token = self._transport.token = identity.token
         try:
             self._transport.change_device(identity.device_id, ChangeDevice())
-        except Refused as refusal:
-            if refusal.status != 401:
-                raise
+        except NotAuthenticated:
             token = self._transport.token = identity.previous
         settled = identity.model_copy(update={"token": token, "previous": None})
         self._folder.save_identity(settled)
@@ -419,9 +426,8 @@ class Session:
             self._transport.hand_back(assignment_id, reason)
         except RoundOver:
             pass  # then nobody waits for it any more
-        except Refused as refusal:
-            if refusal.status != 404:  # it was withdrawn: a preparation that took too long
-                raise
+        except NotFound:
+            pass  # it was withdrawn: a preparation that took too long
 
     def _work(self, assignment: Assignment, stint: Stint | None) -> None:
         def after_step(done: int, total: int, loss: float) -> None:
@@ -637,9 +643,9 @@ class Session:
                 # Too late, or answered already: the local step stays, as the method card asks (3.2).
                 log.info("the update was not needed any more: %s", error.detail)
                 self._say_what_stays(pending)
+            except (NotAuthenticated, NotAllowed):
+                raise
             except Refused as refusal:
-                if refusal.status in (401, 403):
-                    raise
                 # It would be refused again. The local step stays, and the round need not wait for this device.
                 log.warning("the update was refused: %s", refusal.detail)
                 self._save_progress(pending=None)

@@ -10,6 +10,7 @@ import struct
 import sys
 import sysconfig
 
+from edge_sdk.protocol.errors import SdkError
 from sparrow.command_line.exits import Exit
 
 OLDEST_PYTHON = (3, 10)
@@ -20,8 +21,10 @@ INSTALL = (
 ADVICE = "it can predict with an exported model: docs/devices.md says how, and what can be installed here"
 
 
-class CannotTrain(Exception):
+class CannotTrain(SdkError):
     """This device cannot train; the text says why and what it can do."""
+
+    exit_code = Exit.CANNOT
 
 
 def check(

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from edge_sdk.arguments import MIB
 from edge_sdk.device.policy import Policy
+from edge_sdk.errors import SdkError
 from edge_sdk.protocol.messages import PauseReason
 from sparrow.devices.conditions import Conditions
 from sparrow.devices.readings import Reading, Reason
@@ -255,8 +256,8 @@ class Watch:
         self._keep(self.spent)
 
 
-class Paused(Exception):
-    """Work cannot go on in time: it is to be handed back, for ``reason``."""
+class Paused(SdkError):
+    """Work cannot be finished in time; it is handed back for ``reason``."""
 
     def __init__(self, reason: PauseReason) -> None:
         super().__init__(reason.value)

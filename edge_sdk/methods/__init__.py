@@ -41,6 +41,7 @@ from edge_sdk.training.local import (
 from edge_sdk.training.merging import whole_model
 from edge_sdk.training.narrow import check_narrow
 from edge_sdk.training.rehearsal import Effort, MaskedEffort, Rehearsal
+from sparrow.command_line.exits import Exit
 from sparrow.command_line.nearest import nearest
 
 
@@ -153,6 +154,8 @@ class UnknownWork(ProtocolError):
 
 class BudgetTooSmall(ProtocolError):
     """The method cannot work within the device's budget; the work is handed back."""
+
+    exit_code = Exit.CANNOT
 
 
 class DeviceMethod(Protocol):
@@ -312,6 +315,8 @@ def evaluate_both(job: Job) -> Evaluated:
 
 class UnknownMethod(SdkError):
     """This installation does not have the method."""
+
+    exit_code = Exit.NOT_FOUND
 
 
 def methods_for_any_model() -> list[str]:

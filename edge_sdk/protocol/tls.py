@@ -10,9 +10,14 @@ from pathlib import Path
 import certifi
 import httpx
 
+from edge_sdk.protocol.errors import SdkError
+from sparrow.command_line.exits import Exit
 
-class BadCertificate(ValueError):
+
+class BadCertificate(SdkError):
     """A certificate or key cannot be used; the text says which and why."""
+
+    exit_code = Exit.USAGE
 
 
 CERTIFICATE = "where it asks for a certificate, give one that it trusts with --client-cert FILE --client-key FILE"

@@ -20,11 +20,11 @@ from tqdm import tqdm
 
 from edge_sdk.device.state import default_root
 from edge_sdk.device.transport import Transport, connect, token_of
-from edge_sdk.errors import BadArgument, Refused, SdkError, StateError
+from edge_sdk.errors import BadArgument, NameTaken, SdkError, StateError
+from edge_sdk.protocol.errors import MissingPart
 from edge_sdk.protocol.tls import Tls
-from edge_sdk.simulation.fleet import FORESEEN, Result, run_fleet
+from edge_sdk.simulation.fleet import Result, run_fleet
 from edge_sdk.simulation.host import Plan
-from sparrow.command_line.command import MissingPart
 
 LOCAL = "local"
 LOOK_SECONDS = 1.0
@@ -76,9 +76,9 @@ class _Slice:
             )
         except KeyboardInterrupt:
             return None
-        except FORESEEN as error:
+        except SdkError as error:
             hint = ""
-            if isinstance(error, Refused) and error.status == 409 and not in_memory:
+            if isinstance(error, NameTaken) and not in_memory:
                 hint = f"; the state of its devices is looked for in {own}, and there if it ran on this node before"
             raise SdkError(f"slice {self._number} of {self._of} on {platform.node()}: {error}{hint}") from None
 

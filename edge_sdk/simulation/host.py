@@ -22,6 +22,7 @@ from edge_sdk.device.session import Known, Outcome, Session, check_model
 from edge_sdk.device.state import Reference, StateFolder
 from edge_sdk.device.telemetry import SimulatedTelemetry, Telemetry
 from edge_sdk.device.transport import Traffic, Transport
+from edge_sdk.errors import BadArgument
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.messages import DeviceProfile, FederationInfo, Kind
 from edge_sdk.tasks import Task, load_task
@@ -58,13 +59,13 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.devices < 1 or self.new < 0:
-            raise ValueError(f"{self.devices} devices and {self.new} new ones; give at least 1 device and 0 new ones")
+            raise BadArgument(f"{self.devices} devices and {self.new} new ones; give at least 1 device and 0 new ones")
         if isinstance(self.data, tuple) and len(self.data) < self.total:
-            raise ValueError(f"{self.total} devices have data for {len(self.data)}; give as many, or fewer devices")
+            raise BadArgument(f"{self.total} devices have data for {len(self.data)}; give as many, or fewer devices")
         if not all(0 < budget <= 1 for budget in self.budgets):
-            raise ValueError(f"budgets are {self.budgets}; give numbers above 0 and up to 1")
+            raise BadArgument(f"budgets are {self.budgets}; give numbers above 0 and up to 1")
         if not self.budgets and not self.boards:
-            raise ValueError("what a device can afford follows from its board; give boards, or budgets")
+            raise BadArgument("what a device can afford follows from its board; give boards, or budgets")
 
     @property
     def total(self) -> int:

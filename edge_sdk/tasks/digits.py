@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from edge_sdk.tasks import Task
+from edge_sdk.tasks import Task, build_seeded
 from edge_sdk.tasks.datasets import Dataset
-from edge_sdk.tasks.loading import Arrays, build_seeded, classification
+from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tasks.sharing import read_sharing, share
 
 

@@ -9,7 +9,7 @@ holds indices, and what it costs to make numbers of bytes is paid per batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,23 +18,29 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from edge_sdk.protocol.errors import SdkError
 from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks import Task
+from sparrow.command_line.exits import Exit
 
 EVALUATION_BATCH = 256
 """Samples per batch where no gradient is kept: only memory limits it."""
 
 
-class DataError(ValueError):
+class DataError(SdkError):
     """The data that the user named cannot be used; the text says what was met, what was wanted and what to do."""
 
 
 class BadOption(DataError):
-    """What the user said of the data cannot work, whatever the data are."""
+    """An option of the data cannot work, whatever the data are."""
+
+    exit_code = Exit.USAGE
 
 
 class NoData(DataError):
     """There is no such file or folder."""
+
+    exit_code = Exit.NOT_FOUND
 
 
 def label_names(labels: Array) -> str:
@@ -166,10 +172,3 @@ def classification(
         validation=ArrayBatches(validation, EVALUATION_BATCH, shuffle=False),
         test=None if test is None else ArrayBatches(test, EVALUATION_BATCH, shuffle=False),
     )
-
-
-def build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """A model whose initial weights ``seed`` alone decides; torch's own generator stays as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return build()

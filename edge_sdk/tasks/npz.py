@@ -37,20 +37,10 @@ import torch
 from torch import nn
 
 from edge_sdk.protocol.manifest import Array
-from edge_sdk.tasks import Task
+from edge_sdk.tasks import Task, build_seeded
 from edge_sdk.tasks.datasets import Dataset
 from edge_sdk.tasks.formats import TABLES, Part, archived, number_classes, read_table
-from edge_sdk.tasks.loading import (
-    Arrays,
-    BadOption,
-    Chosen,
-    DataError,
-    NoData,
-    Scale,
-    build_seeded,
-    classification,
-    label_names,
-)
+from edge_sdk.tasks.loading import Arrays, BadOption, Chosen, DataError, NoData, Scale, classification, label_names
 from edge_sdk.tasks.partition import split
 from edge_sdk.tasks.sharing import Sharing, all_training_samples, read_sharing, share
 

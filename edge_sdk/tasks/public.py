@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from edge_sdk.protocol.manifest import Array
-from edge_sdk.tasks import Task, UnknownTask
+from edge_sdk.tasks import Task, UnknownTask, build_seeded
 from edge_sdk.tasks.corruption import PUBLISHED, Images, corrupt, read_published
 from edge_sdk.tasks.datasets import Dataset, read_dataset
 from edge_sdk.tasks.formats import Wanted
-from edge_sdk.tasks.loading import Chosen, Scale, build_seeded, classification
+from edge_sdk.tasks.loading import Chosen, Scale, classification
 from edge_sdk.tasks.models import MODELS, full_name
 from edge_sdk.tasks.partition import Index
 from edge_sdk.tasks.sharing import Sharing, place, read_sharing, share

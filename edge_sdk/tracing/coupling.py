@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from edge_sdk.protocol.errors import SdkError
 from edge_sdk.protocol.manifest import (
     Constant,
     Data,
@@ -48,7 +49,7 @@ from edge_sdk.protocol.manifest import (
 )
 
 
-class UnsupportedLayer(ValueError):
+class UnsupportedLayer(SdkError):
     """The model has a part whose neurons cannot be found; the message names it and says what to do."""
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from edge_sdk.protocol.errors import ManifestError
+from edge_sdk.protocol.errors import ManifestError, MissingPart
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.tracing.coupling import UnsupportedLayer
 from edge_sdk.tracing.modes import evaluating
@@ -84,7 +84,7 @@ def _export(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
                 dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
             )
     except ImportError as error:
-        raise ImportError("export needs onnx and onnxscript: pip install 'sparrow-fl[publish]'") from error
+        raise MissingPart("export needs onnx and onnxscript: pip install 'sparrow-fl[publish]'") from error
     except torch.onnx.OnnxExporterError as error:
         reason = next(iter(str(error.__cause__ or error).splitlines()), "")
         raise UnsupportedLayer(

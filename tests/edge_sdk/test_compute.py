@@ -13,7 +13,7 @@ from edge_sdk import join, profile
 from edge_sdk.budget.quickest import quickest
 from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.messages import FederationSettings
-from edge_sdk.simulation import fleet
+from edge_sdk.simulation import fleet, simulate
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import Compute, choose_device
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
@@ -97,7 +97,7 @@ def test_an_accelerator_is_served_by_one_process():
 
 
 def test_the_workers_of_a_cluster_train_on_their_processors(capsys):
-    assert fleet.main([*SERVER, "--devices", "2", "--ray", "auto", "--accelerator", "cuda"]) == Exit.USAGE
+    assert simulate.main([*SERVER, "--devices", "2", "--ray", "auto", "--accelerator", "cuda"]) == Exit.USAGE
     assert "leave --ray out" in capsys.readouterr().err
 
 

@@ -21,8 +21,7 @@ from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process as inprocess
-from edge_sdk.tasks import Seeded, Task
-from edge_sdk.tasks.loading import build_seeded
+from edge_sdk.tasks import Seeded, Task, build_seeded
 from edge_sdk.tracing.coupling import UnsupportedLayer, describe
 from edge_sdk.tracing.untraced import describe_for, describe_whole
 from sparrow.coordinator.errors import BadContent

@@ -80,7 +80,17 @@ def test_commands_say_so_with_a_status_of_its_own_before_they_make_anything(tmp_
 
 
 @pytest.mark.parametrize(
-    "name", ["__init__.py", "trainable.py", "../command_line/__init__.py", "../command_line/exits.py"]
+    "name",
+    [
+        "__init__.py",
+        "device/__init__.py",
+        "device/trainable.py",
+        "protocol/__init__.py",
+        "protocol/errors.py",
+        "../command_line/__init__.py",
+        "../command_line/exits.py",
+        "../sparrow/__init__.py",
+    ],
 )
 def test_what_tells_an_old_python_can_be_read_by_it(name):
     ast.parse((SDK / name).read_text(), feature_version=(3, 6))

@@ -222,7 +222,7 @@ def test_so_is_a_misspelt_setting_or_option(fails, sparrow, monkeypatch):
     ],
 )
 def test_a_part_that_is_not_installed_is_named_with_its_extra(fails, monkeypatch, name, lacks, extra):
-    for module in (PARTS[name].module, "edge_sdk.exits"):  # as if nothing had been imported yet
+    for module in (PARTS[name].module, "edge_sdk.device.transport"):  # as if nothing had been imported yet
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, lacks, None)  # what import makes of a package that is not there
     assert f"{lacks} is not installed, which this needs: pip install 'sparrow-fl{extra}'" in fails(

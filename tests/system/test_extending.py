@@ -141,7 +141,7 @@ def test_it_is_short():
 
 @pytest.mark.slow
 def test_method_task_and_partition_run_in_a_fleet_as_printed(run, lab):
-    (fleet,) = commands("edge_sdk.simulation.fleet")
+    (fleet,) = commands("edge_sdk.simulation.simulate")
     said = run(fleet, "--quiet")
     assert f"4 devices, {4 * ROUNDS} device-rounds" in said
     info = lab.info("lab")
