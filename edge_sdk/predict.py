@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from edge_sdk.protocol.errors import MissingPart, SdkError
 from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
+from sparrow.command_line.exits import Exit
 
 Array = NDArray[Any]
 
@@ -60,6 +61,8 @@ class PredictError(SdkError):
 
 class NoSuchFile(PredictError):
     """There is no such model or input."""
+
+    exit_code = Exit.NOT_FOUND
 
 
 class Meter(Protocol):

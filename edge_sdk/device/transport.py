@@ -72,6 +72,7 @@ PROBLEMS: Mapping[str, type[Refused] | type[Unreachable]] = {
     "NotAuthenticated": NotAuthenticated,
     "TokenExpired": TokenExpired,
     "NotAllowed": NotAllowed,
+    "CrossSite": NotAllowed,
     "NotFound": NotFound,
     "NoGlobalModel": NoGlobalModel,
     "NameTaken": NameTaken,
@@ -83,10 +84,11 @@ PROBLEMS: Mapping[str, type[Refused] | type[Unreachable]] = {
     "FederationDeleted": FederationDeleted,
     "UnknownMethod": NotInstalled,
     **dict.fromkeys(("BadContent", "InvalidRequest", "ProtocolError", "ManifestError", "BundleError"), BadContent),
-    **dict.fromkeys(("SkeletonError", "LengthRequired", "TooLarge", "WrongMediaType", "WrongRange"), BadContent),
+    **dict.fromkeys(("SkeletonError", "LengthRequired", "TooLarge", "WrongMediaType"), BadContent),
+    **dict.fromkeys(("WrongRange", "RangeNotSatisfiable"), BadContent),
     "TooManyRequests": TooManyRequests,
     "DiskFull": CoordinatorFull,
-    **dict.fromkeys(("Unavailable", "InternalError"), Unreachable),
+    **dict.fromkeys(("Unavailable", "NotReady", "InternalError"), Unreachable),
 }
 """Type of a problem document, without ``PREFIX`` -> its exception. Problems of any other type are ``Refused``.
 
