@@ -35,7 +35,7 @@ class WrongUsage(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """What argparse has, but a mistake ends in one line, and every command can be asked where an error comes from.
+    """A parser of argparse whose mistakes end in one line, with an option that shows where an error comes from.
 
     traceable: False where nothing is done that could fail. ``brief``: whether its help is to fit a screen; a command
     with many options leaves some to the page that it names.
@@ -76,7 +76,7 @@ class Command:
     epilog: str | None = None
 
     def parser(self, prog: str | None = None, *, brief: bool = True) -> Parser:
-        """Its command line. prog: how it was called, ``python -m`` of its module by default."""
+        """Return its command line. prog: how it was called, ``python -m`` of its module by default."""
         prog = prog or f"python -m {self.name}"
         parser = Parser(
             prog=prog,
@@ -96,12 +96,12 @@ class Command:
 
 
 def add_json(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """The option ``--json``. more: what else there is to say of it."""
+    """Add the option ``--json``. more: what else there is to say of it."""
     parser.add_argument("--json", action="store_true", help=f"print the result as one JSON document{more}")
 
 
 def add_wait(parser: argparse.ArgumentParser, seconds: float = 0.0) -> None:
-    """The option ``--wait``: how long a coordinator may be silent, s."""
+    """Add the option ``--wait``, which says how long a coordinator may be silent, s."""
     parser.add_argument(
         "--wait",
         type=float,
@@ -176,7 +176,7 @@ def explain(error: BaseException) -> tuple[Exit, str]:
 
 
 def short(prog: str) -> str:
-    """How a command is called, without what is the same for all."""
+    """Return the name of a command without ``python -m``."""
     return prog.removeprefix("python -m ")
 
 
@@ -191,7 +191,7 @@ def _exit_code(error: BaseException) -> Exit | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that it came from."""
+    """Yield the error, and those that it came from."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -205,7 +205,7 @@ def _one_line(text: str) -> str:
 
 
 def _reader_gone() -> bool:
-    """Whether nobody reads standard output any more."""
+    """Return whether nobody reads standard output any more."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)  # errors are told unasked
@@ -218,7 +218,7 @@ def _reader_gone() -> bool:
 
 
 def _give_up_output() -> None:
-    """Where standard output takes no more, drop what it holds."""
+    """Drop the content of standard output if it takes no more."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -226,6 +226,6 @@ def _give_up_output() -> None:
 
 
 def _drop_output() -> None:
-    """What is left to print goes nowhere; else the interpreter would fail over it when it ends."""
+    """Discard the rest of the output, over which the interpreter would fail when it ends."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

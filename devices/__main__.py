@@ -1,4 +1,4 @@
-"""What this device is, what it draws and what it is like now, for a person.
+"""``sparrow devices``: the kind, the sensors and the condition of this device.
 
 sparrow devices                     what was found, each sensor with its value, what is missing and how to get it
 sparrow devices --watch             again and again

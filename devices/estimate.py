@@ -43,7 +43,7 @@ class PowerModel:
 
     @classmethod
     def parse(cls, text: str) -> "PowerModel":
-        """The model in a text such as "2.3:6.4": watts at rest, watts under full load.
+        """Return the model in a text such as "2.3:6.4": watts at rest, watts under full load.
 
         The clock is left out: whoever measured full load measured it at the clock the machine then runs at. Raises
         ValueError that says what was wanted.
@@ -58,7 +58,7 @@ class PowerModel:
         return cls(idle, full, f"given {text.strip()}", exponent=0.0)
 
     def watts(self, utilisation: float, clock_share: float = 1.0) -> float:
-        """The board's power; utilisation and clock_share (clock over highest clock) from 0 to 1."""
+        """Return the board's power; utilisation and clock_share (clock over highest clock) from 0 to 1."""
         return self.idle_watts + (self.max_watts - self.idle_watts) * utilisation * math.pow(clock_share, self.exponent)
 
 
@@ -77,7 +77,7 @@ BOARDS: Mapping[str, PowerModel] = {
 
 
 def board_model(files: Files) -> PowerModel | None:
-    """The table's model of this board, None for a board that it does not know."""
+    """Return the table's model of this board, None for a board that it does not know."""
     try:
         names = files.strings("proc/device-tree/compatible")
     except ReadError:
@@ -126,7 +126,7 @@ class Estimate:
         return Reading(watts, "W", self.scope, self.quality, self.name, now)
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
-        """Joules between two reads, at the mean utilisation between them.
+        """Return joules between two reads, at the mean utilisation between them.
 
         The clock is the one at the end: it is what the load of the interval brought about, while the one at the start
         still belongs to what was before.

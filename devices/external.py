@@ -25,7 +25,7 @@ from sparrow.devices.readings import BadFigures, Quality, Reading, Reason
 
 
 class ExternalMeter(PowerSource):
-    """What a meter has recorded: a source whose past can be read.
+    """The recording of a meter: a source whose past can be read.
 
     times: seconds since 1970, increasing. watts: one for each. Raises BadFigures for less than two, and for others
     than these.
@@ -55,7 +55,7 @@ class ExternalMeter(PowerSource):
 
     @classmethod
     def load(cls, path: Path, offset_seconds: float = 0.0) -> "ExternalMeter":
-        """A meter's file: a column of times (seconds, or dates of ISO 8601) and one of watts.
+        """Return a meter's file: a column of times (seconds, or dates of ISO 8601) and one of watts.
 
         A first line that names columns decides which they are (`time` and `watts`). offset_seconds: added to each
         time. Raises BadFigures that names the line; OSError.
@@ -72,7 +72,9 @@ class ExternalMeter(PowerSource):
         return cls(times, watts, path.name)
 
     def energy(self, start: float, end: float) -> Energy:
-        """Joules from one moment to another, in seconds since 1970. Raises BadFigures for an end before the start."""
+        """Return joules from one moment to another, in seconds since 1970. Raises BadFigures for an end before the
+        start.
+        """
         if not start <= end:
             raise BadFigures(f"a phase cannot end at {end} when it starts at {start}")
         integral = Integral(self, self.period_seconds)
@@ -116,7 +118,7 @@ def load_phases(path: Path) -> list[tuple[str, float, float]]:
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[int, list[str]]]:
-    """The wanted columns of each line that is not empty, and its number."""
+    """Return the wanted columns of each line that is not empty, and its number."""
     places = list(range(len(columns)))
     rows: list[tuple[int, list[str]]] = []
     with path.open(newline="", encoding="utf-8-sig") as file:
@@ -135,7 +137,7 @@ def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[int, list[str]]]:
 
 
 def _seconds(text: str) -> float:
-    """Seconds since 1970 of a number or a date; a date without a zone is local time."""
+    """Return seconds since 1970 of a number or a date; a date without a zone is local time."""
     try:
         return float(text)
     except ValueError:

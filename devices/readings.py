@@ -18,7 +18,7 @@ from edge_sdk.protocol.errors import SdkError
 
 
 class Quality(str, Enum):
-    """How a figure was come by."""
+    """The origin of a figure."""
 
     MEASURED = "measured"
     DERIVED = "derived"  # computed from measured values, such as volts times amperes
@@ -82,7 +82,7 @@ class Reading:
 
     @classmethod
     def failed(cls, unit: str, scope: str, source: str, t_monotonic: float, reason: Reason) -> "Reading":
-        """A reading that is not one."""
+        """Return a reading that is not one."""
         return cls(None, unit, scope, Quality.UNAVAILABLE, source, t_monotonic, reason)
 
 
@@ -122,11 +122,11 @@ class Files:
     names: Callable[[Path], Iterable[str]] = os.listdir
 
     def text(self, path: str) -> str:
-        """The text of a file without the newlines, spaces and NULs around it."""
+        """Return the text of a file without the newlines, spaces and NULs around it."""
         return self.data(path).decode("utf-8", "replace").strip(" \t\r\n\x00")
 
     def number(self, path: str) -> float:
-        """The number a file begins with, a unit behind it ignored."""
+        """Return the number a file begins with, a unit behind it ignored."""
         match = _NUMBER.fullmatch(self.text(path))
         value = math.inf if match is None else float(match[1])
         if not math.isfinite(value):
@@ -134,11 +134,11 @@ class Files:
         return value
 
     def strings(self, path: str) -> list[str]:
-        """The entries of a NUL-separated file, as the device tree writes its lists."""
+        """Return the entries of a NUL-separated file, as the device tree writes its lists."""
         return [entry for entry in self.data(path).decode("utf-8", "replace").split("\x00") if entry.strip()]
 
     def has(self, path: str) -> bool:
-        """Whether a file is there, readable or not."""
+        """Return whether a file is there, readable or not."""
         try:
             self.data(path)
         except ReadError as failure:
@@ -146,14 +146,14 @@ class Files:
         return True
 
     def text_or(self, path: str, default: str = "") -> str:
-        """The text of a file, `default` where it cannot be read."""
+        """Return the text of a file, `default` where it cannot be read."""
         try:
             return self.text(path)
         except ReadError:
             return default
 
     def children(self, path: str) -> list[str]:
-        """The names in a folder, sorted."""
+        """Return the names in a folder, sorted."""
         with _translated(self.root / path):
             return sorted(self.names(self.root / path))
 
@@ -169,7 +169,7 @@ class Files:
         return [f"{path}/{name}" for name in sorted(names, key=_by_numbers)]
 
     def reading(self, path: str, unit: str, scope: str, now: float, scale: float = 1.0) -> Reading:
-        """A file's number times `scale` as a reading in `unit`; never raises."""
+        """Return a file's number times `scale` as a reading in `unit`; never raises."""
         try:
             value = self.number(path) * scale
         except ReadError as failure:
@@ -177,6 +177,6 @@ class Files:
         return Reading(value, unit, scope, Quality.MEASURED, path, now)
 
     def data(self, path: str) -> bytes:
-        """The bytes of a file as they are."""
+        """Return the bytes of a file as they are."""
         with _translated(self.root / path):
             return self.read(self.root / path)

@@ -49,11 +49,11 @@ class Board:
             raise BadFigures(f"board {self.name}: it has {self.cores} cores and {self.memory_bytes} bytes of memory")
 
     def computing_seconds(self, flops: int) -> float:
-        """How long it computes ``flops``."""
+        """Return the seconds in which it computes ``flops``."""
         return flops / self.flops_per_second
 
     def transfer_seconds(self, traffic_bytes: int) -> float:
-        """How long it sends or receives ``traffic_bytes``."""
+        """Return the seconds in which it sends or receives ``traffic_bytes``."""
         return traffic_bytes / self.bytes_per_second
 
     def joules(self, computing_seconds: float, transfer_seconds: float) -> float:

@@ -154,7 +154,7 @@ class FederationDeleted(Refused):
 
 
 class BadContent(Refused):
-    """What was sent breaks the contract."""
+    """The content of a request breaks the contract."""
 
 
 class NotInstalled(BadContent):

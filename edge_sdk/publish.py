@@ -156,7 +156,7 @@ def check_federation_name(name: object) -> None:
 
 
 def load_to_publish(task: str, data: str | None, settings: Mapping[str, Any], *, device: str) -> Task | str:
-    """What ``publish`` wants of a task known by name: the name where it is built in, or else the task itself.
+    """Return the argument of ``publish`` for a task known by name: the name if it is built in, or else the task itself.
 
     data: a sample, as ``device`` has it. Raises BadArgument for wrong settings, UnknownTask, DataError.
     """
@@ -175,7 +175,7 @@ def read_setting(text: str) -> tuple[str, str]:
 
 
 def add_method_set(parser: argparse._ActionsContainer) -> None:
-    """The option ``--method-set``, whose pairs are the setting ``method_settings``."""
+    """Add the option ``--method-set``, whose pairs are the setting ``method_settings``."""
     parser.add_argument(
         "--method-set",
         type=read_setting,
@@ -189,7 +189,7 @@ def add_method_set(parser: argparse._ActionsContainer) -> None:
 def read_settings(
     given: Mapping[str, Any], prefix: str = "", *, options: bool = False, known: Iterable[str] = ()
 ) -> FederationSettings:
-    """The settings of a federation, checked.
+    """Check and return the settings of a federation.
 
     known: what else could have been meant by a misspelt one. Raises BadArgument, which names each wrong one after
     ``prefix``, spelt as an option where these are ``options``.
@@ -240,7 +240,7 @@ def _fields() -> dict[str, str]:
 
 
 def _options(parser: Parser) -> None:
-    """Each field of FederationSettings is an option, too; a brief help only names them."""
+    """Add the options; each field of FederationSettings is one, and a brief help only names them."""
     parser.add_argument("--server", required=True, help="the coordinator's address, http://HOST:PORT")
     parser.add_argument("--name", required=True, help="the federation's name")
     parser.add_argument("--task", default="digits", help="a task built in or installed (default: %(default)s)")

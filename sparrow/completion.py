@@ -20,7 +20,8 @@ SHELLS = ("bash", "zsh")
 
 
 def parsers(name: str) -> Sequence[Parser]:
-    """The whole parser of a command; none where its part is not installed: its name is completed all the same."""
+    """Return the whole parser of a command; none where its part is not installed: its name is completed
+    all the same."""
     if name == "completion":
         return (COMMAND.parser("sparrow completion", brief=False),)
     try:

@@ -25,7 +25,7 @@ DISTRIBUTION = "sparrow-fl"
 
 @dataclass(frozen=True)
 class Part:
-    """Where a command is: its module, the extra that installs what it needs, and whether that includes torch."""
+    """The place of a command: its module, the extra that installs its packages, and whether they include torch."""
 
     module: str
     help: str
@@ -33,7 +33,7 @@ class Part:
     trains: bool = False
 
     def load(self) -> Command:
-        """The command. Raises MissingPart, CannotTrain."""
+        """Return the command. Raises MissingPart, CannotTrain."""
         if self.trains:
             trainable.check()
         try:
@@ -74,7 +74,7 @@ PARTS = {
 
 
 def build(parents: Callable[[str], Sequence[Parser]] = lambda name: ()) -> Parser:
-    """The parser of ``sparrow`` itself. parents: of each command, where its options are wanted as well."""
+    """Return the parser of ``sparrow`` itself. parents: of each command, where its options are wanted as well."""
     parser = Parser(
         prog="sparrow",
         usage="sparrow [--version] COMMAND [options]",

@@ -23,7 +23,7 @@ CLEAR = "\033[2J\033[H"
 
 @dataclass(frozen=True)
 class Status:
-    """What a coordinator said. trouble: why it is not ready; rounds and devices: of the one federation asked for;
+    """The state of a coordinator. trouble: why it is not ready; rounds and devices: of the one federation asked for;
     open_work: by federation, where one waits for devices."""
 
     server: str
@@ -114,7 +114,7 @@ def _rounds(found: list[RoundRecord]) -> str:
 
 
 def _awaited(federation: str, work: OpenWork) -> str:
-    """Who a federation waits for, who was heard of longest ago first."""
+    """Return a table of the devices that a federation waits for, the one silent for longest first."""
 
     def past(then: str) -> str:
         passed = datetime.fromisoformat(work.at) - datetime.fromisoformat(then)

@@ -31,7 +31,8 @@ def follow(
     every_seconds: float = EVERY_SECONDS,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[RoundRecord]:
-    """The record of each round but those ``written``, in order, once it is complete; ends when the federation has.
+    """Yield the record of each round but those ``written``, in order, once it is complete; ends when the federation
+    has.
 
     A record is complete when its round has closed, another one has followed or none will, nobody is asked about it any
     more (evaluations are answered while the next round trains), and it was the same at the look before: what an upload
@@ -57,7 +58,7 @@ def follow(
 
 
 def curves(record: RoundRecord) -> dict[str, float]:
-    """What there is to draw of a round, by name; what nobody measured or judged is not in it.
+    """Return the points of a round's curves, by name; without values that nobody measured or judged.
 
     Accuracies are shares, and means over devices, as losses are. Bytes, joules and the seconds of a phase are sums over
     devices; ``bytes/evaluation``, both ways, is in none of the others.

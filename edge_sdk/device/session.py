@@ -100,7 +100,7 @@ Answer = TypeVar("Answer")
 
 
 class Outcome(Enum):
-    """What a step came to."""
+    """The outcome of a step."""
 
     worked = "worked"
     idle = "idle"
@@ -121,7 +121,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Known:
-    """What a device must learn of its federation before it can enrol; a fleet learns it once for all its devices."""
+    """The facts of a federation that a device needs before it can enrol; a fleet asks for them once."""
 
     info: FederationInfo
     manifest: Manifest
@@ -214,7 +214,7 @@ class Session:
 
     @property
     def name(self) -> str:
-        """What this device is called in its federation."""
+        """The name of this device in its federation."""
         return self._identity.name
 
     @property
@@ -224,7 +224,7 @@ class Session:
 
     @property
     def choice(self) -> Choice | None:
-        """How that was chosen; None where its user gave it."""
+        """The reasons for the budget; None where the user gave it."""
         return self._prepared.budgets.choice if self._prepared.budgets else None
 
     @property
@@ -243,7 +243,7 @@ class Session:
         return manifest
 
     def skeleton(self) -> bytes:
-        """The ONNX skeleton of the federation's model, downloaded once."""
+        """Return the ONNX skeleton of the federation's model, downloaded once."""
         skeleton = self._folder.cached(personal.SKELETON)
         if skeleton is None:
             skeleton = self._transport.skeleton(self._federation)
@@ -272,7 +272,7 @@ class Session:
         self._transport.token = enrolled.token
 
     def _or_enrol_again(self, call: Callable[[], Answer]) -> Answer:
-        """What ``call`` answers; a device whose token has expired, because it was away for long, gets a new one first.
+        """Return the answer of ``call``; a device whose token has expired enrols again first.
 
         Raises Refused where an enrolment token is needed and was not given.
         """
@@ -367,7 +367,7 @@ class Session:
         return nullcontext() if self._hosted else Heartbeat(self._transport, assignment_id, settings.silence_seconds)
 
     def _reassess(self, assignment: Assignment) -> None:
-        """What this device can afford from the next round on."""
+        """Choose the budget again for the next rounds."""
         budgets, hot = self._prepared.budgets, self._watch is not None and self._watch.hot
         if budgets is None or assignment.kind is not Kind.train:
             return
@@ -386,7 +386,7 @@ class Session:
             self._away = reason
 
     def _stint(self, assignment: Assignment) -> Stint | None:
-        """This piece of work under the watch. Nobody waits for what is done when the federation has ended."""
+        """Return the watched piece of work. No deadline holds for work after the end of the federation."""
         if self._watch is None:
             return None
         waits = assignment.kind is not Kind.adapt
@@ -403,7 +403,8 @@ class Session:
         self._hand_back(assignment.assignment_id, reason)
 
     def _never_sent(self) -> Tensors:
-        """What of the task's model no payload brings: a device's own part, local running statistics."""
+        """Return the tensors of the task's model that no payload holds: a device's own part, local
+        running statistics."""
         state, shared = self.task.model.state_dict(), {spec.name for spec in self.manifest.shared}
         return {
             spec.name: np.array(state[spec.name].detach().cpu().numpy())
@@ -477,7 +478,9 @@ class Session:
                 )
 
     def _load_mask(self) -> ElementMask | NeuronMask | None:
-        """The mask that this device holds; a file that is not one is none: it is sent, or chosen, again."""
+        """Return the mask that this device holds. A file that cannot be read counts as none: the mask is sent, or
+        chosen, again.
+        """
         data = self._folder.cached(MASK)
         try:
             return None if data is None else mask_from_file(self.manifest, data)
@@ -544,7 +547,7 @@ class Session:
             budgets.sent(upload)
 
     def _pack(self, job: Job, update: Update, report: str) -> tuple[bytes, Tensors | None]:
-        """The update as a bundle, and what rounding takes from it; None where nothing is rounded."""
+        """Return the update as a bundle, and what rounding takes from it; None where nothing is rounded."""
         assignment = job.assignment
         precision = assignment.settings.precision_of("up", assignment.kind)
         values: Array | Quantised = update.values
@@ -688,9 +691,9 @@ class Session:
         return self._best[1]
 
     def _judge_first(self, job: Job) -> dict[str, Any]:
-        """The changes to progress that say how good the model is as first received, before any local training: where a
-        part of it has come, of the narrow network that this is; and where nothing has, of the model that the device
-        has. Nothing where that is known."""
+        """Return the changes to progress that say how good the model is as first received, before any local training:
+        where a part of it has come, of the narrow network that this is; and where nothing has, of the model that the
+        device has. Nothing where that is known."""
         if self.progress.rounds or self.progress.accuracy_before is not None:
             return {}
         tensors = get_tensors(job.model, self.manifest) if self.personal is None else dict(self.personal)
@@ -709,7 +712,7 @@ class Session:
         return self._method.picks_best and self.info.settings.personal_model == "best"
 
     def _find_best(self, job: Job, trained: Trained) -> Best | None:
-        """The best personal model after a round: the round's own where its validation data speak for it."""
+        """Return the best personal model after a round: the round's own where its validation data speak for it."""
         state, before = trained.state, self.progress.best
         if state.personal is None or not self._keeps_best:
             return before
@@ -737,7 +740,7 @@ class Session:
                 self._folder.save_best(self.manifest, mixture, self.progress)
 
     def _validate_global(self, job: Job, evaluated: Evaluated) -> Evaluation | None:
-        """The global model on validation data, where it was just judged beside a personal one."""
+        """Return the global model on validation data, where it was just judged beside a personal one."""
         if evaluated.personal is None or evaluated.global_model is None or not self.info.global_model_usable:
             return None
         if self.task.test is None:
@@ -759,7 +762,7 @@ def _elements(mask: Mask | None) -> ElementMask | None:
 
 
 def _report(job: Job, trained: Trained, download: Phase, train: Phase) -> str:
-    """The report of a round's training, as JSON."""
+    """Return the report of a round's training, as JSON."""
     report = UpdateReport(
         num_examples=trained.num_examples,
         status="stopped" if trained.stopped else "active",
@@ -776,7 +779,7 @@ def _report(job: Job, trained: Trained, download: Phase, train: Phase) -> str:
 
 
 def _bytes_of(state: DeviceState) -> int:
-    """What the device keeps of models between rounds, bytes."""
+    """Return the bytes of models that the device keeps between rounds."""
     return sum(tensor.nbytes for tensor in (*(state.personal or {}).values(), *state.own.values()))
 
 
@@ -793,7 +796,7 @@ def check_model(model: nn.Module, manifest: Manifest) -> None:
 
 
 def own_profile(energy: str) -> DeviceProfile:
-    """What this device says of itself when it enrols."""
+    """Return the profile that this device sends when it enrols."""
     try:
         sdk_version = version("sparrow-fl")
     except PackageNotFoundError:

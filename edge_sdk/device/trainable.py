@@ -1,4 +1,4 @@
-"""Whether this device can train at all, told before anything that needs torch is imported.
+"""A check that this device can train, made before anything that needs torch is imported.
 
 Training takes a 64-bit Python 3.10 or newer with PyTorch. A device without can still run an exported model, and that is
 what it is told, in one line. Decided by the Python that runs, not by ``uname``: a 64-bit kernel often runs a 32-bit

@@ -139,7 +139,7 @@ def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
 
 
 def token_of(*kinds: Literal["admin", "observer", "enrolment"]) -> str | None:
-    """The first token of these kinds that the environment holds, as SPARROW_ADMIN_TOKEN and so on."""
+    """Return the first token of these kinds that the environment holds, as SPARROW_ADMIN_TOKEN and so on."""
     return next(filter(None, (os.environ.get(f"SPARROW_{kind.upper()}_TOKEN") for kind in kinds)), None)
 
 
@@ -177,7 +177,7 @@ class Transport:
     # --- calls ---------------------------------------------------------------------------------------------------
 
     def federation(self, name: str) -> FederationInfo:
-        """Where a federation stands. Raises NotFound, naming those that this caller may see."""
+        """Return the state of a federation. Raises NotFound, naming those that this caller may see."""
         try:
             return _read(FederationInfo, self._call("GET", f"/v1/federations/{name}"))
         except NotFound as refusal:
@@ -189,19 +189,19 @@ class Transport:
         raise NotFound(404, f"there is no federation {name!r}; {said}")
 
     def federations(self) -> list[FederationInfo]:
-        """Every federation of the coordinator."""
+        """Return every federation of the coordinator."""
         return _read_all(FederationInfo, self._call("GET", "/v1/federations"))
 
     def rounds(self, name: str) -> list[RoundRecord]:
-        """A record per round, the open one last."""
+        """Return a record per round, the open one last."""
         return _read_all(RoundRecord, self._call("GET", f"/v1/federations/{name}/rounds"))
 
     def devices(self, name: str) -> list[DeviceInfo]:
-        """The devices of a federation."""
+        """Return the devices of a federation."""
         return _read_all(DeviceInfo, self._call("GET", f"/v1/federations/{name}/devices"))
 
     def trouble(self) -> str | None:
-        """What keeps the coordinator from working now; None where it is ready. Asked once."""
+        """Return the reason why the coordinator is not ready; None if it is. Asks once."""
         try:
             answer = self._client.request("GET", "/readyz", **self._with_token({}))
         except httpx.TransportError as error:
@@ -209,11 +209,11 @@ class Transport:
         return None if answer.is_success else _detail(answer)
 
     def manifest(self, name: str) -> Manifest:
-        """The manifest of a federation's model."""
+        """Return the manifest of a federation's model."""
         return _read(Manifest, self._call("GET", f"/v1/federations/{name}/manifest"))
 
     def skeleton(self, name: str) -> bytes:
-        """The ONNX skeleton of a federation's model."""
+        """Return the ONNX skeleton of a federation's model."""
         return self._call("GET", f"/v1/federations/{name}/skeleton.onnx").content
 
     def create_federation(self, body: bytes, media_type: str) -> FederationInfo:
@@ -227,7 +227,7 @@ class Transport:
         return _read(FederationInfo, answer)
 
     def compare_federation(self, name: str, wanted: CompareFederation) -> FederationInfo | None:
-        """The federation of this name where it is as ``wanted``; None where there is none. Raises DifferentFederation,
+        """Return the federation of this name if it is as ``wanted``; None if there is none. Raises DifferentFederation,
         which names the differences."""
         try:
             return _read(FederationInfo, self._call("POST", f"/v1/federations/{name}/comparison", **_json(wanted)))
@@ -270,7 +270,9 @@ class Transport:
         return _read(Assignment, answer), 0.0
 
     def open_work(self, federation: str, wait_seconds: float, etag: str) -> tuple[OpenWork | None, str]:
-        """Who is being waited for, and the answer's ETag; None where that stays as at ``etag`` for ``wait_seconds``."""
+        """Return the open assignments, and the answer's ETag; None where that stays as at ``etag`` for
+        ``wait_seconds``.
+        """
         answer = self._call(
             "GET",
             f"/v1/federations/{federation}/assignments",
@@ -283,7 +285,7 @@ class Transport:
         return _read(OpenWork, answer), answer.headers.get("ETag", "")
 
     def model(self, federation: str) -> Tensors:
-        """The global model by name. Raises NoGlobalModel where the method has none that can be used alone."""
+        """Return the global model by name. Raises NoGlobalModel where the method has none that can be used alone."""
         tensors, _ = checkpoint.load(self._call("GET", f"/v1/federations/{federation}/model").content)
         return tensors
 
@@ -308,7 +310,7 @@ class Transport:
         self._call("PATCH", f"/v1/devices/{device_id}", **_json(change))
 
     def new_token(self, device_id: str) -> str:
-        """A new token for this device. The old one is good until this one is used: keep it before that."""
+        """Return a new token for this device. The old one is good until this one is used: keep it before that."""
         return _read(NewToken, self._call("POST", f"/v1/devices/{device_id}/token")).token
 
     def update(self, assignment_id: str, body: bytes, media_type: str) -> None:
@@ -455,7 +457,7 @@ def _json(message: BaseModel) -> dict[str, Any]:
 
 
 def _read(kind: type[Message], answer: httpx.Response) -> Message:
-    """The message that was answered; a stranger's page (a captive portal, a proxy) is refused."""
+    """Return the message of the answer; a page of another server (a captive portal, a proxy) is refused."""
     try:
         return kind.model_validate_json(answer.content)
     except ValidationError:
@@ -463,7 +465,7 @@ def _read(kind: type[Message], answer: httpx.Response) -> Message:
 
 
 def _read_all(kind: type[Message], answer: httpx.Response) -> list[Message]:
-    """The messages that were answered, as ``_read`` reads one."""
+    """Return the messages of the answer, as ``_read`` returns one."""
     try:
         return TypeAdapter(list[kind]).validate_json(answer.content)  # type: ignore[valid-type]
     except ValidationError:
@@ -471,7 +473,7 @@ def _read_all(kind: type[Message], answer: httpx.Response) -> list[Message]:
 
 
 def _pause(answer: httpx.Response, usual: float) -> float:
-    """The seconds that Retry-After asks for; its other form, a date, which proxies may send, is left aside."""
+    """Return the seconds that Retry-After asks for; its other form, a date, which proxies may send, is ignored."""
     text = answer.headers.get("Retry-After", "")
     return float(text) if text.isdecimal() and len(text) < 6 else usual
 
@@ -485,7 +487,7 @@ def _refusal(answer: httpx.Response) -> Refused:
 
 
 def _passes(answer: httpx.Response) -> bool:
-    """Whether what was answered may be another answer in a while."""
+    """Return whether the answer may be another one later."""
     return answer.status_code in (408, 429) or answer.status_code >= 500
 
 

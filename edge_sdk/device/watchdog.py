@@ -38,7 +38,7 @@ COOLING_SECONDS = 120.0
 
 
 class Spent(BaseModel):
-    """What a device has spent on a day of its calendar; joules measured and estimated together, for a cap only."""
+    """The costs of a device on a day of its calendar; joules measured and estimated together, for a cap only."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -58,7 +58,7 @@ class Objection:
 def judge(
     policy: Policy, conditions: Conditions, *, working: bool, now: datetime, spent: Spent | None = None
 ) -> list[Objection]:
-    """What ``policy`` finds wrong, the most pressing first; empty where the device may work.
+    """Return the objections of ``policy``, the most pressing first; empty if the device may work.
 
     working: whether work goes on, and has to stop, or is to begin: the limits differ. now: local time.
     """
@@ -214,7 +214,7 @@ class Watch:
         return self._paused.text if self._paused else ""
 
     def earliest(self) -> float:
-        """Seconds of the clock before which paused work cannot resume, whatever comes."""
+        """Return the seconds of the clock before which paused work cannot resume, whatever comes."""
         now = self.clock()
         if self._paused is None:
             return now
@@ -314,7 +314,7 @@ class Stint:
 
 
 def read_spent(data: bytes | None) -> Spent | None:
-    """What was kept of a day's spending; None where that cannot be read."""
+    """Return the stored spending of a day; None if it cannot be read."""
     try:
         return None if data is None else Spent.model_validate_json(data)
     except ValidationError:

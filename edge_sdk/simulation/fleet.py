@@ -80,7 +80,7 @@ class Ended:
 
 
 def read_ended(transport: Transport, federation: str) -> Ended | None:
-    """How a federation stands by its last evaluation; None before the first."""
+    """Return the results of a federation's last evaluation; None before the first."""
     records = transport.rounds(federation)
     judged = next((record for record in reversed(records) if record.evaluated_devices), None)
     if judged is None:
@@ -99,8 +99,8 @@ def read_ended(transport: Transport, federation: str) -> Ended | None:
 
 @dataclass
 class Result:
-    """What a fleet did in this run. ``seconds_to_first``: from its start to the first device trained. ``failed``: how
-    often a device's work came to nothing.
+    """The record of a fleet's work in this run. ``seconds_to_first``: from its start to the first device trained.
+    ``failed``: how often a device's work came to nothing.
 
     ended: how the devices did, this fleet's and others', when the federation had ended; None before.
     """
@@ -200,7 +200,7 @@ def connect_to(server: str | None, app: Any, trust: tls.Tls | None) -> contextli
 
 @contextlib.contextmanager
 def _root(state_dir: Path | None, in_memory: bool, server: str, federation: str) -> Iterator[Path]:
-    """The folder of all devices' state, held by one fleet at a time."""
+    """Yield the folder of all devices' state, locked for this fleet."""
     if in_memory:
         memory = Path(tempfile.mkdtemp(prefix="sparrow-fleet-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None))
         try:
@@ -214,7 +214,7 @@ def _root(state_dir: Path | None, in_memory: bool, server: str, federation: str)
 
 
 def _reference(root: Path, transport: Transport, federation: str) -> Reference | None:
-    """The model that personal ones are stored as differences from: the global one as the fleet first met it."""
+    """Return the model that personal ones are stored as differences from: the global one when the fleet began."""
     path = root / "reference.safetensors"
     if not path.exists():
         try:
@@ -242,7 +242,7 @@ def _become_worker(make_host: Callable[[], Host]) -> None:
 
 
 def _end_with_parent() -> None:
-    """A fleet that is killed takes its processes with it: they would keep its state folder from the next one."""
+    """End this process with its parent: it would keep the fleet's state folder locked."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -273,7 +273,7 @@ class _InProcess(Executor):
         _host = make_host()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """The finished future of ``fn``; KeyboardInterrupt passes."""
+        """Return the finished future of ``fn``; KeyboardInterrupt passes."""
         future: Future[Any] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
@@ -381,7 +381,7 @@ class _Run:
                 self.executor.submit(_call, "step", index).add_done_callback(partial(self._done, index))
 
     def _all(self, what: str, indices: list[int]) -> None:
-        """One call for each of ``indices``, to the end."""
+        """Make one call for each of ``indices`` and wait for all."""
         try:
             futures = [self._submit(what, index) for index in indices]
             for future in futures:
@@ -420,7 +420,7 @@ class _Run:
             self._last_failure = stepped.failed
 
     def _raise_nothing_trained(self, times: int) -> None:
-        """Where nothing has come of work ``times`` times, and something of none."""
+        """Raise NothingTrained if work has failed ``times`` times and has never succeeded."""
         done = self.result
         if done.failed >= times and not done.device_rounds and not done.adapted:
             self._cancel()

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """Which devices a fleet simulates. Device i is called ``<prefix>-i``.
+    """The devices that a fleet simulates. Device i is called ``<prefix>-i``.
 
     devices: how many train. new: how many more only adapt the finished model, numbered after the others. data: what a
     device's ``--data`` would be; ``{index}``, ``{of}`` and ``{name}`` are filled in, and where it has none of them
@@ -73,21 +73,21 @@ class Plan:
         return self.devices + self.new
 
     def name(self, index: int) -> str:
-        """The name of device ``index``."""
+        """Return the name of device ``index``."""
         return f"{self.prefix}-{index}"
 
     def budget(self, index: int) -> float | None:
-        """The budget of device ``index``; new devices get those of the first ones. None: as its board has it."""
+        """Return the budget of device ``index``; new devices get those of the first ones. None: as its board has it."""
         if not self.budgets:
             return None
         return self.budgets[index % self.devices * len(self.budgets) // self.devices]
 
     def board(self, index: int) -> Board | None:
-        """The board that device ``index`` simulates; None for this machine."""
+        """Return the board that device ``index`` simulates; None for this machine."""
         return self.boards[index % self.devices * len(self.boards) // self.devices] if self.boards else None
 
     def task(self, index: int, info: FederationInfo) -> Task:
-        """The task of device ``index`` on its own data. Raises DataError."""
+        """Return the task of device ``index`` on its own data. Raises DataError."""
         if self.make_task is not None:
             return self.make_task(index, info).seeded(info.settings.seed)
         return load_task(
@@ -99,7 +99,7 @@ class Plan:
         )
 
     def data_of(self, index: int) -> str:
-        """What the ``--data`` of device ``index`` would be."""
+        """Return the ``--data`` of device ``index``."""
         if isinstance(self.data, tuple):
             return self.data[index]
         text = self.data or ""
@@ -111,7 +111,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Stepped:
-    """What one step of one device came to; ``seconds`` is what it took here, everything included; ``failed`` why
+    """The outcome of one step of one device; ``seconds`` is what it took here, everything included; ``failed`` why
     nothing came of its work."""
 
     index: int
@@ -237,7 +237,7 @@ class Host:
 
 
 def _profile(board: Board) -> DeviceProfile:
-    """What a device on this board says of itself."""
+    """Return the profile of a device on this board."""
     return DeviceProfile(
         board=board.name, system="simulated", cores=board.cores, memory_bytes=board.memory_bytes, sensors=()
     )

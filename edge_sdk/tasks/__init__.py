@@ -23,13 +23,13 @@ from sparrow.command_line.nearest import nearest
 
 
 class Batches(Protocol):
-    """What a task's data must offer; a torch DataLoader does."""
+    """The interface of a task's data; a torch DataLoader has it."""
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (inputs, targets), batch first, drawing any shuffling from torch's default generator."""
 
     def __len__(self) -> int:
-        """Number of batches."""
+        """Return the number of batches."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class Task:
             )
 
     def seeded(self, seed: int) -> Task:
-        """The same task, its model made where it is ``Seeded``."""
+        """Return the same task, its model made where it is ``Seeded``."""
         if not isinstance(self.model, Seeded):
             return self
         return replace(self, model=build_seeded(self.model.build, seed))
 
     def on(self, compute: Compute) -> Task:
-        """The same task, computed so: moves its model there, and gives this process the threads."""
+        """Return the same task, computed so: moves its model there, and gives this process the threads."""
         if compute.threads is not None:
             torch.set_num_threads(compute.threads)
         return replace(self, model=self.model.to(compute.device), compute=compute)
@@ -105,7 +105,9 @@ class TaskLoader(Protocol):
     """
 
     def __call__(self, data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
-        """``data`` is the text after ``--data``; ``device`` the device's name; ``seed`` the federation's."""
+        """Make the task. ``data`` is the text after ``--data``; ``device`` the device's name; ``seed`` the
+        federation's.
+        """
 
 
 class UnknownTask(SdkError):
@@ -115,7 +117,7 @@ class UnknownTask(SdkError):
 
 
 def load_task(name: str, data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
-    """The task registered as ``name``, or as ``name:model``, over this device's data.
+    """Return the task registered as ``name``, or as ``name:model``, over this device's data.
 
     Raises UnknownTask, which names what is installed.
     """

@@ -30,7 +30,7 @@ class Dataset:
 
 
 def read_dataset(path: str | None, wanted: Wanted) -> Dataset:
-    """The set at ``path``, a file or a folder; a process reads it once, until the path's time stamp changes.
+    """Return the set at ``path``, a file or a folder; a process reads it once, until the path's time stamp changes.
 
     Raises DataError, which names what was looked for and where the public set is described.
     """

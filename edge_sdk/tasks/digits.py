@@ -38,7 +38,7 @@ class DigitsNet(nn.Module):
 
 
 def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
-    """The digits task over one device's part of the images.
+    """Return the digits task over one device's part of the images.
 
     ``data`` is like ``index=2,of=5,alpha=0.3,seed=0`` (see ``sharing``), every entry optional: part 2 (from 0) of 5,
     label skew ``alpha`` of the Dirichlet partition. Without ``index`` the device's name decides, so that a fleet needs

@@ -43,7 +43,7 @@ LABELS = ("label", "y", "target")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the samples of a task look like, whatever they come in.
+    """The shape and labels of a task's samples, in any file format.
 
     shape: of one sample. pixels: kept as bytes, otherwise as float16. archives: names of npz files looked for in a
     folder. described: the public set, for those who do not have it.
@@ -58,7 +58,7 @@ class Wanted:
 
     @property
     def advice(self) -> str:
-        """What may be given, and where the public set is described."""
+        """The kinds of data that may be given, and the page that describes the public set."""
         return (
             f"give a folder or file with {' or '.join(self.archives)}, IDX files, train.csv, train.parquet or folders "
             f"of images by class (docs/tasks.md); the public set is {self.described}"
@@ -91,7 +91,7 @@ class Part:
 
 
 def read(place: Path, wanted: Wanted) -> Parts:
-    """The set at ``place``, an existing file or folder. Raises DataError."""
+    """Return the set at ``place``, an existing file or folder. Raises DataError."""
     for reader in (_npz, _idx, _binary, _table, _images):
         parts = reader(place, wanted)
         if parts is not None:
@@ -134,7 +134,7 @@ def _npz(place: Path, wanted: Wanted) -> Parts | None:
 
 
 def archived(path: Path, archive: Mapping[str, Array], use: str) -> Part:
-    """The samples x, y and, where they have any, people and watches of ``use``: _train, _test, or nothing."""
+    """Return the samples x, y and, where they have any, people and watches of ``use``: _train, _test, or nothing."""
     people = _only(path, [name + use for name in PEOPLE if name + use in archive])
     inputs, labels = _entry(archive, f"x{use}"), _entry(archive, f"y{use}")
     return Part(
@@ -143,7 +143,7 @@ def archived(path: Path, archive: Mapping[str, Array], use: str) -> Part:
 
 
 def _only(path: Path, names: Sequence[str]) -> str | None:
-    """The one name of ``names``, None for none. Raises DataError for more: it is not known which counts."""
+    """Return the one name of ``names``, None for none. Raises DataError for more: it is not known which counts."""
     if len(names) > 1:
         raise DataError(f"{path}: both {names[0]} and {names[1]} say who made a sample; keep one of them")
     return names[0] if names else None
@@ -250,7 +250,7 @@ def _table(place: Path, wanted: Wanted) -> Parts | None:
 
 
 def read_table(path: Path) -> Part:
-    """The samples of a table, a row each: inputs [N, columns] as numbers. Raises DataError."""
+    """Return the samples of a table, a row each: inputs [N, columns] as numbers. Raises DataError."""
     try:
         import pandas
     except ImportError:
@@ -316,7 +316,7 @@ def _first(folder: Path, names: Iterable[str]) -> Path | None:
 
 
 def _join(parts: Sequence[Part], wanted: Wanted, training: int = 1) -> Parts:
-    """The parts one after another; the first ``training`` are those to train on."""
+    """Return the parts one after another; the first ``training`` are those to train on."""
     for part in parts:
         if len(part.inputs) != len(part.labels):
             raise DataError(f"{part.source}: {len(part.inputs)} samples have {len(part.labels)} labels; give one each")
@@ -335,7 +335,7 @@ def _join(parts: Sequence[Part], wanted: Wanted, training: int = 1) -> Parts:
 
 
 def _sources(parts: Sequence[Part]) -> Array | None:
-    """What each sample was recorded with, ``phone`` or ``watch``; None where the set does not say."""
+    """Return the recorder of each sample, ``phone`` or ``watch``; None if the data set does not say."""
     flags = [part.watch for part in parts if part.watch is not None]
     if not flags:
         return None
@@ -352,7 +352,9 @@ def _together(arrays: Sequence[Array]) -> Array:
 
 
 def _values(array: Array, source: str, wanted: Wanted) -> Array:
-    """Samples in the task's shape and type: [N,H,W] gets its channel, [N,H,W,C] and rows of values are rearranged."""
+    """Return samples in the task's shape and type: [N,H,W] gets its channel, [N,H,W,C] and rows of values are
+    rearranged.
+    """
     if array.dtype.kind not in "fiub":
         raise DataError(f"{source}: holds values of {array.dtype}; give numbers")
     shape, size = wanted.shape, int(np.prod(wanted.shape))

@@ -54,10 +54,11 @@ class Samples(Protocol):
     """Samples by position, 0 .. len - 1."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
 
     def take(self, chosen: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of the positions ``chosen``, in their order: a range or int64 [batch] on the CPU."""
+        """Return inputs and targets of the positions ``chosen``, in their order: a range or int64
+        [batch] on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Arrays:
         return len(self.inputs)
 
     def take(self, chosen: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs and targets of ``chosen``."""
+        """Return the inputs and targets of ``chosen``."""
         if isinstance(chosen, torch.Tensor):
             chosen = chosen.to(self.inputs.device)
         return self.inputs[chosen], self.targets[chosen]
@@ -91,7 +92,7 @@ class Scale:
     deviation: tuple[float, ...]
 
     def __call__(self, stored: torch.Tensor) -> torch.Tensor:
-        """``stored`` [N, C, ...] of any type, scaled; a copy."""
+        """Return a scaled copy of ``stored`` [N, C, ...] of any type."""
         shape = (1, -1, *(1,) * (stored.ndim - 2))
         mean, deviation = (
             torch.tensor(numbers, device=stored.device).reshape(shape) for numbers in (self.mean, self.deviation)
@@ -119,7 +120,7 @@ class Chosen:
         return len(self.index)
 
     def take(self, chosen: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs, scaled, and targets of ``chosen``."""
+        """Return the inputs, scaled, and targets of ``chosen``."""
         rows = self.index[chosen].to(self.inputs.device)
         return self.scale(self.inputs.index_select(0, rows)), self.targets.index_select(0, rows)
 
@@ -163,7 +164,7 @@ class ArrayBatches:
 def classification(
     name: str, model: nn.Module, train: Samples, validation: Samples, test: Samples | None, *, batch_size: int
 ) -> Task:
-    """A task of cross-entropy over class indices, on arrays in memory."""
+    """Return a task of cross-entropy over class indices, on arrays in memory."""
     return Task(
         name=name,
         model=model,

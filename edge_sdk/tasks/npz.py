@@ -55,7 +55,8 @@ WIDTHS = (16, 32, 64)
 
 
 def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
-    """The task over the arrays of the file ``data``, or this device's part of them, the model made by ``build_model``.
+    """Return the task over the arrays of the file ``data``, or this device's part of them, the model made by
+    ``build_model``.
 
     Raises DataError.
     """
@@ -94,7 +95,8 @@ def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
 
 
 def _load_part(data: str, *, device: str, seed: int, batch_size: int) -> Task:
-    """The task over this device's part of a file with all samples, dealt by person where it says who they are."""
+    """Return the task over this device's part of a file with all samples, dealt by person where it says
+    who they are."""
     dataset = read_whole(data.partition(",")[0])
     usual = "dirichlet" if dataset.people is None else "person"
     sharing = read_sharing(data, task="npz", seed=seed, partition=usual)
@@ -109,7 +111,7 @@ def _load_part(data: str, *, device: str, seed: int, batch_size: int) -> Task:
 
 
 def _scale(dataset: Dataset, sharing: Sharing, device: str) -> Scale:
-    """Bytes to [0,1]; other numbers to mean 0 and deviation 1 over the training samples of all devices."""
+    """Return bytes to [0,1]; other numbers to mean 0 and deviation 1 over the training samples of all devices."""
     width = dataset.inputs.shape[1]
     if dataset.inputs.dtype == np.uint8:
         return Scale((0.0,) * width, (255.0,) * width)
@@ -126,7 +128,9 @@ def _standard(dataset: Dataset, samples: bytes) -> Scale:
 
 
 def read_whole(path: str) -> Dataset:
-    """All samples of an npz file or table; a process reads it once, until its time stamp changes. Raises DataError."""
+    """Return all samples of an npz file or table; a process reads it once, until its time stamp changes. Raises
+    DataError.
+    """
     place = Path(path).expanduser().resolve()
     if not place.exists():
         raise NoData(f"{path}: there is no such file; check --data")
@@ -159,7 +163,7 @@ def _read_whole(place: Path, stamp: int) -> Dataset:
 
 
 def _joined(parts: list[Part]) -> tuple[Array, Array, Array | None]:
-    """Inputs, labels and people of all parts one after another, checked."""
+    """Check and return inputs, labels and people of all parts one after another."""
     for part in parts:
         counts = [len(each) for each in (part.inputs, part.labels, part.people) if each is not None]
         if part.labels.ndim != 1 or min(counts) < max(counts) or not part.labels.size:
@@ -185,7 +189,7 @@ def _joined(parts: list[Part]) -> tuple[Array, Array, Array | None]:
 
 
 def build_model(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """A small network for samples of ``shape``: a pure function of its arguments, initial weights apart.
+    """Return a small network for samples of ``shape``: a pure function of its arguments, initial weights apart.
 
     [C,H,W] with H and W of at least 8: convolutions of 3 x 3 with group norm, ReLU and 2 x 2 pooling until a side is
     shorter than 4, then 64 hidden units. Anything else: two hidden layers of 64. Group norm because batch norm's
@@ -235,12 +239,12 @@ def _read(path: str) -> dict[str, Array]:
 
 
 def _has_pair(arrays: Mapping[str, Array], name: str) -> bool:
-    """Whether the optional pair is there; half a pair is refused by ``_pair``."""
+    """Return whether the optional pair is there; half a pair is refused by ``_pair``."""
     return f"x_{name}" in arrays or f"y_{name}" in arrays
 
 
 def _pair(arrays: Mapping[str, Array], name: str) -> Arrays:
-    """The samples and labels of one use, checked and converted: float32 inputs, int64 targets."""
+    """Return the samples and labels of one use, checked and converted: float32 inputs, int64 targets."""
     inputs, labels = _wanted(arrays, f"x_{name}"), _wanted(arrays, f"y_{name}")
     if labels.shape != inputs.shape[:1] or len(labels) == 0:
         raise DataError(
@@ -265,7 +269,7 @@ def _wanted(arrays: Mapping[str, Array], key: str) -> Array:
 
 
 def _inputs(array: Array, key: str) -> Array:
-    """Samples with a channel axis where they are images: bytes as they are, everything else in float32."""
+    """Return samples with a channel axis where they are images: bytes as they are, everything else in float32."""
     if array.dtype.kind not in "fiub":
         raise DataError(f"{key}: is of {array.dtype}; store numbers, best float32 or, for images, uint8")
     if not 2 <= array.ndim <= 4 or 0 in array.shape:

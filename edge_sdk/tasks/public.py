@@ -60,7 +60,7 @@ def load_cifar10(data: str | None, *, device: str, seed: int, batch_size: int, m
 
 
 def load_har(data: str | None, *, device: str, seed: int, batch_size: int, model: str = "small") -> Task:
-    """What a person does, from 1.28 s of acceleration and rotation; dealt by person unless said otherwise."""
+    """Load the task of a person's activity, from 1.28 s of acceleration and rotation; dealt by person by default."""
     return _load(HAR, model, data, device=device, seed=seed, batch_size=batch_size, partition="person")
 
 
@@ -105,7 +105,7 @@ def _load(
 
 
 def _corrupted(dataset: Dataset, sharing: Sharing, test: Index, *, device: str) -> Array:
-    """The test images as ``sharing`` wants them: uint8 [n, C, H, W]. Raises DataError."""
+    """Return the test images as ``sharing`` wants them: uint8 [n, C, H, W]. Raises DataError."""
     name = str(sharing.corruption)
     own = np.moveaxis(cast(Images, dataset.inputs[test]), 1, 3)
     if name in PUBLISHED:

@@ -1,4 +1,4 @@
-"""Which part of a data set a device holds: the text behind ``--data`` of the tasks whose devices share one set.
+"""The part of a data set that a device holds: the text behind ``--data`` of the tasks whose devices share one set.
 
     PATH,partition=dirichlet,alpha=0.1,index=3,of=100,seed=0
 
@@ -35,12 +35,12 @@ class Partition(Protocol):
     """Deals a data set; registered by name under the entry point ``sparrow.partitions`` (see ``partition``)."""
 
     def __call__(self, labels: Array, people: Array | None, *, of: int, seed: int, **options: float) -> list[Index]:
-        """Each device's indices, sorted, no sample twice; the same on every machine. Raises DataError."""
+        """Return each device's indices, sorted, no sample twice; the same on every machine. Raises DataError."""
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """What a device was told of its data.
+    """The options of a device's data.
 
     path: file or folder, None for a set that needs none. index: the part, None where the device's name decides. of:
     the number of parts, None for the usual one. options: of the partition, by name. held_out: the test share of each
@@ -101,7 +101,8 @@ class Sharing:
                 )
 
     def place(self, device: str, of: int) -> int:
-        """The part, of ``of``, of the device so named: the one given, or else the one its name ends in or hashes to.
+        """Return the part, of ``of``, of the device so named: the one given, or else the one its name ends in or hashes
+        to.
 
         ``pi-7`` holds part 7; without such a number, or with one too large, two devices may hold the same part.
         """
@@ -202,7 +203,7 @@ def _number(key: str, text: str, kind: type) -> float:
 
 @lru_cache
 def find_partition(name: str) -> Partition:
-    """The partition registered as ``name``. Raises DataError, which names those installed.
+    """Return the partition registered as ``name``. Raises DataError, which names those installed.
 
     Kept, because looking through all installed packages takes longer than loading a device's share.
     """
@@ -215,7 +216,7 @@ def find_partition(name: str) -> Partition:
 
 
 def _option_types(deal: Callable[..., object]) -> dict[str, type]:
-    """The partition's options and whether each is a whole number; an option without annotation is any number."""
+    """Return the partition's options and whether each is a whole number; an option without annotation is any number."""
     hints = get_type_hints(deal)
     return {
         name: int if hints.get(name) is int else float
@@ -225,7 +226,7 @@ def _option_types(deal: Callable[..., object]) -> dict[str, type]:
 
 
 def share(dataset: Dataset, sharing: Sharing, *, device: str) -> Split:
-    """This device's samples of ``dataset`` by use, as indices into it. Raises DataError.
+    """Return this device's samples of ``dataset`` by use, as indices into it. Raises DataError.
 
     The whole set is dealt once per process and kept, so that thousands of simulated devices deal once.
     """
@@ -259,7 +260,7 @@ def place(dataset: Dataset, sharing: Sharing, *, device: str) -> tuple[int, int]
 
 
 def _recorded_with(dataset: Dataset, samples: Index, source: str | None, use: str) -> Index:
-    """Those of ``samples`` that were recorded with ``source``, in their order; all where it is None.
+    """Return those of ``samples`` that were recorded with ``source``, in their order; all if it is None.
 
     They are chosen after the split, so a device learns from the same samples whatever it tests on.
     """
@@ -294,14 +295,15 @@ def _deal(
 
 
 def all_training_samples(dataset: Dataset, sharing: Sharing, *, device: str) -> Index:
-    """The training samples of all devices, each once, as ``device`` knows them too: whatever deals, deals alike."""
+    """Return the training samples of all devices, each once, as ``device`` knows them too: whatever
+    deals, deals alike."""
     _, of = place(dataset, sharing, device=device)
     return _union(dataset, replace(sharing, index=None), of, "train")
 
 
 @lru_cache(maxsize=8)
 def _union(dataset: Dataset, sharing: Sharing, of: int, use: Literal["train", "test"]) -> Index:
-    """The samples of all devices that they have for one use, each once."""
+    """Return the samples of all devices that they have for one use, each once."""
     dealt = _deal(dataset, sharing.part, sharing.partition, of, sharing.seed, sharing.options)
     split = [_split(samples, sharing.seed, sharing.held_out, sharing.validation) for samples in dealt]
     return np.sort(np.concatenate([each.train if use == "train" else each.test for each in split]))
@@ -313,7 +315,8 @@ def _split(samples: Index, seed: int, held_out: float, validation: float) -> Spl
 
 
 def _tested_on_published(dataset: Dataset, samples: Index, sharing: Sharing, *, index: int, of: int) -> Split:
-    """``samples`` for training and validation; for testing, every ``of``-th of the published test part from ``index``.
+    """Return ``samples`` for training and validation; for testing, every ``of``-th of the published
+    test part from ``index``.
 
     So all devices' test samples together are that part, each once, and their accuracies weighted by test samples have
     the accuracy on the whole of it as their mean.

@@ -40,7 +40,8 @@ _REMARKS: tuple[tuple[str, type[Warning]], ...] = (
 
 
 def make_skeleton(model: nn.Module, example: torch.Tensor, manifest: Manifest) -> bytes:
-    """The forward pass of ``model`` in evaluation mode, as serialised ONNX with input ``input`` and output ``output``.
+    """Return the forward pass of ``model`` in evaluation mode, as serialised ONNX with input ``input`` and output
+    ``output``.
 
     example: [N, ...], N >= 1; the batch axis of the skeleton is free. The same model gives the same bytes, and is left
     as it was. Raises UnsupportedLayer when torch cannot export the model, and ManifestError, naming the tensor, when a
