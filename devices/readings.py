@@ -1,4 +1,4 @@
-"""A reading: what a sensor said, or why it said nothing; and the one door through which files are read.
+"""A reading: what a sensor said, or why it said nothing; and the one place that reads files.
 
 Kernel files are small texts with habits of their own: a newline or a NUL at the end, sometimes a unit ("32760 ma"),
 sometimes a sign. `Files` takes those off and turns every way a read can fail into a `Reason`. A failed read is never 0:

@@ -39,7 +39,7 @@ from edge_sdk.device.session import FAILURES, Outcome, Session
 from edge_sdk.device.state import Progress, StateFolder, Totals, default_root
 from edge_sdk.device.telemetry import Telemetry
 from edge_sdk.device.transport import Transport, connect, token_of
-from edge_sdk.device.watchdog import Watch, read_spent
+from edge_sdk.device.watchdog import Watchdog, read_spent
 from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError, translated
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, FederationInfo, Moved
@@ -153,7 +153,7 @@ def join(
             transport.token = enrolment_token or token_of("enrolment")
             read_conditions = conditions or ConditionsReader(System.here(), storage=folder.path).read
             asked = policy if policy is not None and policy.asks else None
-            watch = _watch(asked, read_conditions, folder, bar.say) if asked else None
+            watchdog = _watchdog(asked, read_conditions, folder, bar.say) if asked else None
             session = Session(
                 transport,
                 folder,
@@ -167,11 +167,11 @@ def join(
                     compute,
                     deterministic,
                     memory_limit,
-                    duty=(lambda: watch.duty) if watch else lambda: 1.0,
+                    duty=(lambda: watchdog.duty) if watchdog else lambda: 1.0,
                     learned=read_learned(folder.cached(LEARNED)),
                     keep=lambda learned: folder.cache(LEARNED, learned.model_dump_json().encode()),
                 ),
-                watch=watch,
+                watchdog=watchdog,
             )
             bar.start(session)
             _say_budget(session.choice, bar)
@@ -246,17 +246,19 @@ def _nothing_trained(session: Session, name: str) -> NothingTrained:
     return NothingTrained(f"{did}: {where}: {session.last_failure}")
 
 
-def _watch(policy: Policy, read: Callable[[], Conditions], folder: StateFolder, say: Callable[[str], None]) -> Watch:
+def _watchdog(
+    policy: Policy, read: Callable[[], Conditions], folder: StateFolder, say: Callable[[str], None]
+) -> Watchdog:
     """Return the watchdog of ``policy``, which continues to count today's spending after a restart."""
-    watch = Watch(
+    watchdog = Watchdog(
         policy,
         read,
         say=say,
         spent=read_spent(folder.cached(SPENT)),
         keep=lambda spent: folder.cache(SPENT, spent.model_dump_json().encode()),
     )
-    watch.look()  # whether the temperature can be read decides how long rounds take
-    return watch
+    watchdog.look()  # whether the temperature can be read decides how long rounds take
+    return watchdog
 
 
 def _say_budget(choice: Choice | None, bar: _Bar) -> None:

@@ -30,7 +30,7 @@ from edge_sdk.device.rounding import round_update
 from edge_sdk.device.state import Best, Identity, Pending, StateFolder, Totals
 from edge_sdk.device.telemetry import Telemetry as Meter
 from edge_sdk.device.transport import Traffic, Transport
-from edge_sdk.device.watchdog import LOOK_SECONDS, Paused, Stint, Watch
+from edge_sdk.device.watchdog import LOOK_SECONDS, Paused, Watchdog, WatchedWork
 from edge_sdk.errors import (
     FederationOver,
     NotAllowed,
@@ -134,7 +134,7 @@ class Session:
     profile: what the device says of itself, this machine by default. progress: called with (assignment, steps done,
     steps in all, loss) while the device trains. prepare: given task, manifest and federation before the device enrols;
     returns the task as it is to be computed, or raises where that cannot be. known: what else would be asked for; the
-    task is then trusted to fit. announce: whether a device that is enrolled says that it is there. watch: holds the
+    task is then trusted to fit. announce: whether a device that is enrolled says that it is there. watchdog: holds the
     device to its policy, between assignments and between batches. hosted: whether it is one of many that a process
     hosts in turn: such a device may be silent, and sends no heartbeats. Raises what ``errors`` lists; the state folder
     stays usable.
@@ -155,12 +155,12 @@ class Session:
         prepare: Callable[[Task, Manifest, FederationInfo], Prepared] | None = None,
         known: Known | None = None,
         announce: bool = True,
-        watch: Watch | None = None,
+        watchdog: Watchdog | None = None,
         hosted: bool = False,
     ) -> None:
         self._transport = transport
         self._hosted = hosted
-        self._watch = watch
+        self._watchdog = watchdog
         self._away: PauseReason | None = None  # what the coordinator was told last
         self._uploading = 0.0  # seconds that the last upload took
         self._folder = folder
@@ -313,7 +313,7 @@ class Session:
 
     def step(self, wait_seconds: float = 0.0) -> Step:
         """Send what is waiting to be sent, or ask for work and do it, or find that there is none."""
-        if (reason := self._watch.look() if self._watch else None) is not None:
+        if (reason := self._watchdog.look() if self._watchdog else None) is not None:
             self._stay_away(reason)
             return Step(Outcome.idle, pause_seconds=LOOK_SECONDS, paused=reason)
         self._away = None  # asking for work says that it is back
@@ -342,7 +342,7 @@ class Session:
         failed = None
         try:
             with self._heard(assignment.assignment_id, assignment.settings):
-                self._work(assignment, self._stint(assignment))
+                self._work(assignment, self._watched_work(assignment))
         except (TrainingDiverged, ProtocolError) as error:
             failed = str(error)
             log.warning("round %s: %s", assignment.round, error)
@@ -368,11 +368,11 @@ class Session:
 
     def _reassess(self, assignment: Assignment) -> None:
         """Choose the budget again for the next rounds."""
-        budgets, hot = self._prepared.budgets, self._watch is not None and self._watch.hot
+        budgets, hot = self._prepared.budgets, self._watchdog is not None and self._watchdog.hot
         if budgets is None or assignment.kind is not Kind.train:
             return
-        if self._watch is not None:
-            self._watch.hot = False
+        if self._watchdog is not None:
+            self._watchdog.hot = False
         before = budgets.share
         if budgets.reassess(assignment.settings.deadline_seconds, hot=hot):
             log.info("from budget %g: %s", before, budgets.choice)
@@ -385,14 +385,14 @@ class Session:
             self._tell(ChangeDevice(conditions=Conditions(available=False, reason=reason)))
             self._away = reason
 
-    def _stint(self, assignment: Assignment) -> Stint | None:
+    def _watched_work(self, assignment: Assignment) -> WatchedWork | None:
         """Return the watched piece of work. No deadline holds for work after the end of the federation."""
-        if self._watch is None:
+        if self._watchdog is None:
             return None
         waits = assignment.kind is not Kind.adapt
-        return Stint(
-            self._watch,
-            self._watch.clock() + assignment.deadline_seconds if waits else None,
+        return WatchedWork(
+            self._watchdog,
+            self._watchdog.clock() + assignment.deadline_seconds if waits else None,
             reserve=max(RESERVE_SECONDS, 2 * self._uploading),
             on_pause=self._telemetry.pause,
         )
@@ -430,12 +430,12 @@ class Session:
         except NotFound:
             pass  # it was withdrawn: a preparation that took too long
 
-    def _work(self, assignment: Assignment, stint: Stint | None) -> None:
+    def _work(self, assignment: Assignment, watched: WatchedWork | None) -> None:
         def after_step(done: int, total: int, loss: float) -> None:
             self._report_progress(assignment, done, total, loss)
             self._telemetry.sample()
-            if stint is not None:
-                stint.after_step(done, total)
+            if watched is not None:
+                watched.after_step(done, total)
 
         with self._telemetry.phase("download") as download:
             received = None
@@ -539,10 +539,10 @@ class Session:
             **judged,
             training=self.progress.training.plus(download).plus(train),
         )
-        if self._watch is not None:
+        if self._watchdog is not None:
             spent = [download, train, upload]
             joules = [phase.joules for phase in spent if phase.joules is not None]
-            self._watch.count(sum(phase.seconds - phase.paused_seconds for phase in spent), sum(joules))
+            self._watchdog.count(sum(phase.seconds - phase.paused_seconds for phase in spent), sum(joules))
         if budgets is not None:
             budgets.sent(upload)
 

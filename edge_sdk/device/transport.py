@@ -421,7 +421,7 @@ class Transport:
                 if answer.is_success or answer.status_code == 304:
                     self._known = True
                     return answer
-                # Once a coordinator was here, a stranger's refusal (a captive portal, a proxy) will pass, too.
+                # After a coordinator has answered, refusals of another server (captive portal, proxy) will pass, too.
                 if not _passes(answer) and (_is_problem(answer) or not self._known):
                     raise _refusal(answer)
                 passing = PROBLEMS.get(_type(answer), Unreachable)
@@ -435,7 +435,7 @@ class Transport:
                 if not self._known:
                     reason = tls.hint(error, str(self._client.base_url))
                 untrusted = tls.explain(error)
-                if untrusted is not None and not self._known:  # else a stranger is in between, for a while
+                if untrusted is not None and not self._known:  # else another server is in between, for a while
                     raise Unreachable(f"{self._client.base_url} cannot be used: {untrusted}") from error
             # What was asked for is waited for, and then some, drawn at random: others were asked for the same.
             seconds = pause + self._chance.uniform(0, max(longest, pause / 4))

@@ -1,9 +1,9 @@
 """Holds a device to its policy: what it finds wrong, and work that pauses between batches until all is well.
 
-    watch = Watch(policy, ConditionsReader(System.here()).read)
-    watch.look()                  # None, or the reason why the device may not work now
+    watchdog = Watchdog(policy, ConditionsReader(System.here()).read)
+    watchdog.look()                  # None, or the reason why the device may not work now
 
-The watch looks every few seconds at most; two bad looks in a row pause, and a minute without one resumes. What cannot
+It looks every few seconds at most; two bad looks in a row pause, and a minute without one resumes. What cannot
 be read is treated as each limit says: no level from a battery that is there refuses, a missing temperature slows a
 small board down (``blind_duty``), a missing throttle word is passed over.
 """
@@ -158,7 +158,7 @@ def _local_time() -> datetime:
     return datetime.now().astimezone()
 
 
-class Watch:
+class Watchdog:
     """Holds a device to its policy: says whether it may work, pauses work between batches, and counts what it spends.
 
     read: gives the conditions now; what it costs is its own business. clock, local_time and sleep are injected by
@@ -264,53 +264,53 @@ class Paused(SdkError):
         self.reason = reason
 
 
-class Stint:
-    """One piece of work under a watch: pauses it between its steps, and gives it up where it would come too late.
+class WatchedWork:
+    """One piece of work under a watchdog: pauses it between its steps, and gives it up where it would come too late.
 
-    deadline: seconds of the watch's clock by which the answer must be there, ``reserve`` of which go into sending it;
+    deadline: seconds of the watchdog's clock by which the answer must be there, with ``reserve`` to send it;
     None for work that nobody waits for. on_pause: told how long a pause was, in seconds.
     """
 
     def __init__(
         self,
-        watch: Watch,
+        watchdog: Watchdog,
         deadline: float | None,
         *,
         reserve: float = 0.0,
         on_pause: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        self._watch = watch
+        self._watchdog = watchdog
         self._deadline = None if deadline is None else deadline - reserve
         self._on_pause = on_pause
-        self._began = self._stepped = watch.clock()
+        self._began = self._stepped = watchdog.clock()
         self._paused = 0.0
 
     def after_step(self, done: int, total: int) -> None:
-        """Rest or wait as the watch has it, after ``done`` steps of ``total``. Raises Paused."""
-        watch = self._watch
+        """Rest or wait as the watchdog has it, after ``done`` steps of ``total``. Raises Paused."""
+        watchdog = self._watchdog
         if done >= total:
             return
-        worked = watch.clock() - self._stepped
-        if watch.duty < 1:
-            watch.sleep(worked * (1 / watch.duty - 1))
-        if watch.look() is not None:
+        worked = watchdog.clock() - self._stepped
+        if watchdog.duty < 1:
+            watchdog.sleep(worked * (1 / watchdog.duty - 1))
+        if watchdog.look() is not None:
             self._wait(done, total)
-        self._stepped = watch.clock()
+        self._stepped = watchdog.clock()
 
     def _wait(self, done: int, total: int) -> None:
-        watch, begin = self._watch, self._watch.clock()
+        watchdog, begin = self._watchdog, self._watchdog.clock()
         per_step = (begin - self._began - self._paused) / done
         try:
-            while (reason := watch.look()) is not None:
+            while (reason := watchdog.look()) is not None:
                 left = (total - done) * per_step
                 if self._deadline is not None and (
-                    reason is PauseReason.power or watch.earliest() + left > self._deadline
+                    reason is PauseReason.power or watchdog.earliest() + left > self._deadline
                 ):
                     raise Paused(reason)
-                watch.sleep(LOOK_SECONDS)
+                watchdog.sleep(LOOK_SECONDS)
         finally:
-            self._paused += watch.clock() - begin
-            self._on_pause(watch.clock() - begin)
+            self._paused += watchdog.clock() - begin
+            self._on_pause(watchdog.clock() - begin)
 
 
 def read_spent(data: bytes | None) -> Spent | None:

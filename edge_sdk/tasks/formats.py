@@ -42,7 +42,7 @@ LABELS = ("label", "y", "target")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SampleFormat:
     """The shape and labels of a task's samples, in any file format.
 
     shape: of one sample. pixels: kept as bytes, otherwise as float16. archives: names of npz files looked for in a
@@ -90,7 +90,7 @@ class Part:
     watch: Array | None = None
 
 
-def read(place: Path, wanted: Wanted) -> Parts:
+def read(place: Path, wanted: SampleFormat) -> Parts:
     """Return the set at ``place``, an existing file or folder. Raises DataError."""
     for reader in (_npz, _idx, _binary, _table, _images):
         parts = reader(place, wanted)
@@ -108,7 +108,7 @@ def read(place: Path, wanted: Wanted) -> Parts:
 # --- npz ---------------------------------------------------------------------------------------------------------
 
 
-def _npz(place: Path, wanted: Wanted) -> Parts | None:
+def _npz(place: Path, wanted: SampleFormat) -> Parts | None:
     path = place if place.suffix == ".npz" else _first(place, wanted.archives)
     if path is None:
         return None
@@ -155,7 +155,7 @@ def _entry(archive: Mapping[str, Array], name: str) -> Array:
     return archive[name]
 
 
-def _jpegs(path: Path, archive: Mapping[str, Array], wanted: Wanted) -> Parts:
+def _jpegs(path: Path, archive: Mapping[str, Array], wanted: SampleFormat) -> Parts:
     uses = ["_train", *(["_test"] if "jpeg_test" in archive else [])]
     offsets = [_entry(archive, f"offset{use}") for use in uses]
     labels = [_entry(archive, f"y{use}") for use in uses]
@@ -168,7 +168,7 @@ def _jpegs(path: Path, archive: Mapping[str, Array], wanted: Wanted) -> Parts:
 # --- IDX and CIFAR-10's binary version ---------------------------------------------------------------------------
 
 
-def _idx(place: Path, wanted: Wanted) -> Parts | None:
+def _idx(place: Path, wanted: SampleFormat) -> Parts | None:
     if not place.is_dir() and not re.search(r"[-.]idx[13]-ubyte", place.name):
         return None
     folder = place if place.is_dir() else place.parent
@@ -212,7 +212,7 @@ def _read_idx(path: Path) -> Array:
     return values.reshape(shape)
 
 
-def _binary(place: Path, wanted: Wanted) -> Parts | None:
+def _binary(place: Path, wanted: SampleFormat) -> Parts | None:
     if len(wanted.shape) != 3 or not (place / "data_batch_1.bin").is_file():
         return None
     size = 1 + int(np.prod(wanted.shape))
@@ -236,7 +236,7 @@ def _binary(place: Path, wanted: Wanted) -> Parts | None:
 TABLES = (".csv", ".parquet")
 
 
-def _table(place: Path, wanted: Wanted) -> Parts | None:
+def _table(place: Path, wanted: SampleFormat) -> Parts | None:
     if place.is_dir():
         train = _first(place, [f"train{ending}" for ending in TABLES])
         if train is None:
@@ -285,7 +285,7 @@ def read_table(path: Path) -> Part:
 # --- folders of images -------------------------------------------------------------------------------------------
 
 
-def _images(place: Path, wanted: Wanted) -> Parts | None:
+def _images(place: Path, wanted: SampleFormat) -> Parts | None:
     if not place.is_dir() or not wanted.pixels:
         return None
     folders = [place / "train", place / "test"] if (place / "train").is_dir() else [place]
@@ -315,7 +315,7 @@ def _first(folder: Path, names: Iterable[str]) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def _join(parts: Sequence[Part], wanted: Wanted, training: int = 1) -> Parts:
+def _join(parts: Sequence[Part], wanted: SampleFormat, training: int = 1) -> Parts:
     """Return the parts one after another; the first ``training`` are those to train on."""
     for part in parts:
         if len(part.inputs) != len(part.labels):
@@ -351,7 +351,7 @@ def _together(arrays: Sequence[Array]) -> Array:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _values(array: Array, source: str, wanted: Wanted) -> Array:
+def _values(array: Array, source: str, wanted: SampleFormat) -> Array:
     """Return samples in the task's shape and type: [N,H,W] gets its channel, [N,H,W,C] and rows of values are
     rearranged.
     """
@@ -379,7 +379,9 @@ def _values(array: Array, source: str, wanted: Wanted) -> Array:
     return np.require(array, np.uint8, ["C", "W"])  # torch warns of arrays that cannot be written
 
 
-def _checked(source: str, inputs: Array, labels: Array, people: Array | None, published: int, wanted: Wanted) -> Parts:
+def _checked(
+    source: str, inputs: Array, labels: Array, people: Array | None, published: int, wanted: SampleFormat
+) -> Parts:
     """Classes numbered, people numbered, and nothing missing."""
     if len(inputs) != len(labels) or len(labels) == 0:
         raise DataError(f"{source}: {len(inputs)} samples have {len(labels)} labels; give one each, and at least one")
@@ -394,7 +396,7 @@ def _checked(source: str, inputs: Array, labels: Array, people: Array | None, pu
     return Parts(inputs, targets, codes, published)
 
 
-def _numbered(source: str, labels: Array, wanted: Wanted) -> NDArray[np.int64]:
+def _numbered(source: str, labels: Array, wanted: SampleFormat) -> NDArray[np.int64]:
     targets, names = number_classes(source, labels)
     if names not in (None, wanted.classes):
         raise DataError(

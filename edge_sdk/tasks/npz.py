@@ -9,7 +9,7 @@ validation is split off; with validation arrays alone, they serve for reports to
 unsigned bytes (scaled to [0,1]) or floats (taken as they are); [N,F] are features, best standardised to mean 0 and
 deviation 1 beforehand, alike on all devices. Labels are whole numbers from 0.
 
-Or one file with the samples of all devices, an npz or a table: ``--data path.npz,index=2,of=5`` (see ``sharing``).
+Or one file with the samples of all devices, an npz or a table: ``--data path.npz,index=2,of=5`` (see ``dealing``).
 
     x [N, ...]  y [N]                  or x_train, y_train and what else there is of these pairs: all are dealt
     person [N]                         optional: who made each sample; then devices are people
@@ -39,10 +39,10 @@ from torch import nn
 from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks import Task, build_seeded
 from edge_sdk.tasks.datasets import Dataset
+from edge_sdk.tasks.dealing import Dealing, all_training_samples, deal, read_dealing
 from edge_sdk.tasks.formats import TABLES, Part, archived, number_classes, read_table
 from edge_sdk.tasks.loading import Arrays, BadOption, Chosen, DataError, NoData, Scale, classification, label_names
 from edge_sdk.tasks.partition import split
-from edge_sdk.tasks.sharing import Sharing, all_training_samples, read_sharing, share
 
 SAME_CLASSES = (
     "every device's file must agree on the number of classes: add the entry 'classes' to it, their number or their "
@@ -99,9 +99,9 @@ def _load_part(data: str, *, device: str, seed: int, batch_size: int) -> Task:
     who they are."""
     dataset = read_whole(data.partition(",")[0])
     usual = "dirichlet" if dataset.people is None else "person"
-    sharing = read_sharing(data, task="npz", seed=seed, partition=usual)
-    parts = share(dataset, sharing, device=device)
-    scale = _scale(dataset, sharing, device)
+    dealing = read_dealing(data, task="npz", seed=seed, partition=usual)
+    parts = deal(dataset, dealing, device=device)
+    scale = _scale(dataset, dealing, device)
     inputs, targets = torch.from_numpy(dataset.inputs), torch.from_numpy(dataset.targets)
     train, validation, test = (
         Chosen(inputs, targets, torch.from_numpy(index), scale) for index in (parts.train, parts.validation, parts.test)
@@ -110,12 +110,12 @@ def _load_part(data: str, *, device: str, seed: int, batch_size: int) -> Task:
     return classification("npz", model, train, validation, test, batch_size=batch_size)
 
 
-def _scale(dataset: Dataset, sharing: Sharing, device: str) -> Scale:
+def _scale(dataset: Dataset, dealing: Dealing, device: str) -> Scale:
     """Return bytes to [0,1]; other numbers to mean 0 and deviation 1 over the training samples of all devices."""
     width = dataset.inputs.shape[1]
     if dataset.inputs.dtype == np.uint8:
         return Scale((0.0,) * width, (255.0,) * width)
-    return _standard(dataset, all_training_samples(dataset, sharing, device=device).tobytes())
+    return _standard(dataset, all_training_samples(dataset, dealing, device=device).tobytes())
 
 
 @lru_cache(maxsize=8)

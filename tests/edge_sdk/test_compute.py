@@ -82,7 +82,7 @@ def test_with_a_gpu_auto_takes_it_unless_the_same_bits_are_asked_for(monkeypatch
 @NO_GPU
 @pytest.mark.parametrize(
     ("command", "arguments"),
-    [(join, SERVER), (fleet, [*SERVER, "--devices", "2"]), (profile, ["--task", "digits"])],
+    [(join, SERVER), (simulate, [*SERVER, "--devices", "2"]), (profile, ["--task", "digits"])],
     ids=["join", "fleet", "profile"],
 )
 def test_every_command_says_so_before_anything_else(command, arguments, capsys):

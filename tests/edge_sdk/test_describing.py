@@ -312,5 +312,5 @@ def test_devices_make_what_is_never_sent_from_the_seed():
 
 
 def test_a_class_is_no_model():
-    with pytest.raises(TypeError, match=r"model: Recurrent is not a torch\.nn\.Module; .* or Seeded\(Recurrent\)"):
+    with pytest.raises(BadArgument, match=r"model: Recurrent is not a torch\.nn\.Module; .* or Seeded\(Recurrent\)"):
         task_of(Recurrent, words_of())

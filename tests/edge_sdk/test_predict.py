@@ -217,7 +217,7 @@ def test_the_command_predicts_again_with_a_newer_file(model, samples):
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=30)
             newer = f"a newer {model}: method fedspu, round 4\n"
-            assert (process.returncode, errors) == (Exit.INTERRUPTED, newer + "edge_sdk.predict: interrupted\n")
+            assert (process.returncode, errors) == (Exit.INTERRUPTED, newer + "sparrow predict: interrupted\n")
         finally:
             process.kill()
 

@@ -39,7 +39,7 @@ class Partition(Protocol):
 
 
 @dataclass(frozen=True)
-class Sharing:
+class Dealing:
     """The options of a device's data.
 
     path: file or folder, None for a set that needs none. index: the part, None where the device's name decides. of:
@@ -119,7 +119,7 @@ class Sharing:
         return int.from_bytes(hashlib.sha256(device.encode()).digest()[:8], "big") % of
 
 
-def read_sharing(
+def read_dealing(
     data: str | None,
     *,
     task: str,
@@ -127,7 +127,7 @@ def read_sharing(
     needs_path: bool = True,
     partition: str = "dirichlet",
     corruptible: bool = False,
-) -> Sharing:
+) -> Dealing:
     """Read ``[PATH,]key=value,...``. ``seed`` and ``partition`` are those where the text gives none.
 
     corruptible: whether the task does what ``corruption`` says; where not, it is refused.
@@ -166,7 +166,7 @@ def read_sharing(
         raise BadOption("--data: with test=published no sample of the device's own is held out; leave held_out out")
     if "corruption" in fields and not corruptible:
         raise BadOption(f"--data: corruption={fields['corruption']} is for images of bytes, which {task} has not")
-    return Sharing(**{"path": path, "seed": seed, **fields, "partition": name, "options": tuple(sorted(options))})  # type: ignore[arg-type]
+    return Dealing(**{"path": path, "seed": seed, **fields, "partition": name, "options": tuple(sorted(options))})  # type: ignore[arg-type]
 
 
 _KEY = re.compile(r"\s*[A-Za-z_]+\s*=")
@@ -215,48 +215,48 @@ def find_partition(name: str) -> Partition:
     return cast(Partition, found[name].load())
 
 
-def _option_types(deal: Callable[..., object]) -> dict[str, type]:
+def _option_types(rule: Callable[..., object]) -> dict[str, type]:
     """Return the partition's options and whether each is a whole number; an option without annotation is any number."""
-    hints = get_type_hints(deal)
+    hints = get_type_hints(rule)
     return {
         name: int if hints.get(name) is int else float
-        for name, parameter in inspect.signature(deal).parameters.items()
+        for name, parameter in inspect.signature(rule).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY and name not in ("of", "seed")
     }
 
 
-def share(dataset: Dataset, sharing: Sharing, *, device: str) -> Split:
+def deal(dataset: Dataset, dealing: Dealing, *, device: str) -> Split:
     """Return this device's samples of ``dataset`` by use, as indices into it. Raises DataError.
 
     The whole set is dealt once per process and kept, so that thousands of simulated devices deal once.
     """
-    index, of = place(dataset, sharing, device=device)
-    dealt = _deal(dataset, sharing.part, sharing.partition, of, sharing.seed, sharing.options)
-    if sharing.test == "published":
-        own = _tested_on_published(dataset, dealt[index], sharing, index=index, of=of)
+    index, of = place(dataset, dealing, device=device)
+    dealt = _deal(dataset, dealing.part, dealing.partition, of, dealing.seed, dealing.options)
+    if dealing.test == "published":
+        own = _tested_on_published(dataset, dealt[index], dealing, index=index, of=of)
     else:
-        own = _split(dealt[index], sharing.seed, sharing.held_out, sharing.validation)
+        own = _split(dealt[index], dealing.seed, dealing.held_out, dealing.validation)
     own = Split(
-        _recorded_with(dataset, own.train, sharing.train_on, "training"),
-        _recorded_with(dataset, own.validation, sharing.train_on, "validation"),
-        _recorded_with(dataset, own.test, sharing.test_on, "test"),
+        _recorded_with(dataset, own.train, dealing.train_on, "training"),
+        _recorded_with(dataset, own.validation, dealing.train_on, "validation"),
+        _recorded_with(dataset, own.test, dealing.test_on, "test"),
     )
-    if sharing.shift == 0:
+    if dealing.shift == 0:
         return own
-    union = _union(dataset, replace(sharing, index=None), of, "test")
-    union = _recorded_with(dataset, union, sharing.test_on, "test")
+    union = _union(dataset, replace(dealing, index=None), of, "test")
+    union = _recorded_with(dataset, union, dealing.test_on, "test")
     return Split(
-        own.train, own.validation, shifted(own.test, union, seed=sharing.seed, device=index, degree=sharing.shift)
+        own.train, own.validation, shifted(own.test, union, seed=dealing.seed, device=index, degree=dealing.shift)
     )
 
 
-def place(dataset: Dataset, sharing: Sharing, *, device: str) -> tuple[int, int]:
+def place(dataset: Dataset, dealing: Dealing, *, device: str) -> tuple[int, int]:
     """(index, of): which part of how many the device so named holds. Raises DataError."""
-    of = sharing.of
+    of = dealing.of
     if of is None:
-        by_person = sharing.partition == "person" and dataset.people is not None
+        by_person = dealing.partition == "person" and dataset.people is not None
         of = len(np.unique(dataset.people)) if by_person else DEVICES  # type: ignore[arg-type]
-    return sharing.place(device, of), of
+    return dealing.place(device, of), of
 
 
 def _recorded_with(dataset: Dataset, samples: Index, source: str | None, use: str) -> Index:
@@ -294,18 +294,18 @@ def _deal(
     return dealt
 
 
-def all_training_samples(dataset: Dataset, sharing: Sharing, *, device: str) -> Index:
+def all_training_samples(dataset: Dataset, dealing: Dealing, *, device: str) -> Index:
     """Return the training samples of all devices, each once, as ``device`` knows them too: whatever
     deals, deals alike."""
-    _, of = place(dataset, sharing, device=device)
-    return _union(dataset, replace(sharing, index=None), of, "train")
+    _, of = place(dataset, dealing, device=device)
+    return _union(dataset, replace(dealing, index=None), of, "train")
 
 
 @lru_cache(maxsize=8)
-def _union(dataset: Dataset, sharing: Sharing, of: int, use: Literal["train", "test"]) -> Index:
+def _union(dataset: Dataset, dealing: Dealing, of: int, use: Literal["train", "test"]) -> Index:
     """Return the samples of all devices that they have for one use, each once."""
-    dealt = _deal(dataset, sharing.part, sharing.partition, of, sharing.seed, sharing.options)
-    split = [_split(samples, sharing.seed, sharing.held_out, sharing.validation) for samples in dealt]
+    dealt = _deal(dataset, dealing.part, dealing.partition, of, dealing.seed, dealing.options)
+    split = [_split(samples, dealing.seed, dealing.held_out, dealing.validation) for samples in dealt]
     return np.sort(np.concatenate([each.train if use == "train" else each.test for each in split]))
 
 
@@ -314,7 +314,7 @@ def _split(samples: Index, seed: int, held_out: float, validation: float) -> Spl
     return Split(samples[parts.train], samples[parts.validation], samples[parts.test])
 
 
-def _tested_on_published(dataset: Dataset, samples: Index, sharing: Sharing, *, index: int, of: int) -> Split:
+def _tested_on_published(dataset: Dataset, samples: Index, dealing: Dealing, *, index: int, of: int) -> Split:
     """Return ``samples`` for training and validation; for testing, every ``of``-th of the published
     test part from ``index``.
 
@@ -329,12 +329,12 @@ def _tested_on_published(dataset: Dataset, samples: Index, sharing: Sharing, *, 
             f"--data: test=published, but {count} published test samples are too few for {of} devices; use fewer "
             "devices, or leave it out"
         )
-    if not 0 < sharing.validation < 1:
-        raise BadOption(f"--data: validation={sharing.validation:g}; it must lie between 0 and 1")
+    if not 0 < dealing.validation < 1:
+        raise BadOption(f"--data: validation={dealing.validation:g}; it must lie between 0 and 1")
     if len(samples) < 2:
         raise DataError(f"{len(samples)} samples cannot be split into training and validation; give at least 2")
     # The stream and the rounding of ``partition.split``, of which this is the case without a test share.
-    order = samples[np.random.RandomState([sharing.seed & 0xFFFFFFFF, sharing.seed >> 32]).permutation(len(samples))]
-    kept = min(max(math.floor(sharing.validation * len(samples) + 1e-9), 1), len(samples) - 1)
+    order = samples[np.random.RandomState([dealing.seed & 0xFFFFFFFF, dealing.seed >> 32]).permutation(len(samples))]
+    kept = min(max(math.floor(dealing.validation * len(samples) + 1e-9), 1), len(samples) - 1)
     test = np.arange(dataset.published + index, len(dataset.targets), of)
     return Split(np.sort(order[kept:]), np.sort(order[:kept]), test)
