@@ -63,7 +63,7 @@ def _options(parser: Parser) -> None:
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no time to wait; give seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text} seconds cannot be waited; give a number above 0")
     return seconds
 
 

@@ -147,4 +147,4 @@ def _seconds(text: str) -> float:
             datetime.fromisoformat(text[:-1] + "+00:00" if text[-1:] in ("Z", "z") else text).astimezone().timestamp()
         )
     except ValueError:
-        raise BadFigures(f"{text!r} is no time") from None
+        raise BadFigures(f"{text!r} is not a time") from None

@@ -97,10 +97,12 @@ def _read(path: Path) -> tuple[Board, ...]:
     try:
         tables = tomllib.loads(path.read_text()).get("board", [])
         if not isinstance(tables, list):
-            raise TypeError("board is no list of tables; write [[board]]")
+            raise TypeError("board is not a list of tables; write [[board]]")
         for table in tables:
             if unknown := set(table) - _KEYS:
-                raise BadFigures(f"{', '.join(sorted(unknown))} is none of {', '.join(sorted(_KEYS))}")
+                raise BadFigures(
+                    f"there is no key {', '.join(sorted(unknown))}; the keys are {', '.join(sorted(_KEYS))}"
+                )
         boards = tuple(
             Board(
                 name=str(table["name"]),

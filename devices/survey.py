@@ -15,7 +15,7 @@ from sparrow.devices.readings import Quality, ReadError, Reading, Reason
 from sparrow.devices.system import System
 from sparrow.devices.termux import HOW_TO_GET, TermuxBattery
 
-_METERED_UNKNOWN = "NetworkManager is not there or does not know; whoever runs the device must say"
+_METERED_UNKNOWN = "NetworkManager is not there or does not know; its user must say"
 
 
 @dataclass(frozen=True)

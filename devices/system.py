@@ -83,7 +83,7 @@ class System:
         root = folder / "root" if (folder / "root").is_dir() else folder
         if not root.is_dir():
             raise FileNotFoundError(
-                f"{folder} is no folder; give one with a copy of a device's files, such as FOLDER/sys"
+                f"{folder} is not a folder; give one with a copy of a device's files, such as FOLDER/sys"
             )
         denied = [line.strip("/") for line in _lines(folder / "denied.txt")]
         pairs = [line.partition("=") for line in _lines(folder / "environment.txt")]

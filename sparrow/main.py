@@ -44,7 +44,7 @@ class Part:
                 raise
             if missing in OURS:
                 raise MissingPart(
-                    f"{self.module} is no part of this installation; install {DISTRIBUTION} whole"
+                    f"{self.module} is not part of this installation; install {DISTRIBUTION} whole"
                 ) from None
             wanted = DISTRIBUTION if self.extra is None else f"{DISTRIBUTION}[{self.extra}]"
             raise MissingPart(f"{missing} is not installed, which this needs: pip install '{wanted}'") from error

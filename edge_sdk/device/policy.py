@@ -225,8 +225,8 @@ def _window(text: str) -> tuple[int, int]:
     """Minutes of the day from which and to which: of ``22:00-07:00``."""
     match = re.fullmatch(r"\s*(\d{1,2}):(\d{2})\s*-\s*(\d{1,2}):(\d{2})\s*", text)
     if match is None:
-        raise ValueError(f"{text!r} is no part of a day; give it as 22:00-07:00")
+        raise ValueError(f"{text!r} is not a part of a day; give 22:00-07:00")
     hours, minutes, to_hours, to_minutes = map(int, match.groups())
     if max(hours, to_hours) > 24 or max(minutes, to_minutes) > 59:
-        raise ValueError(f"{text!r} is no part of a day; give it as 22:00-07:00")
+        raise ValueError(f"{text!r} is not a part of a day; give 22:00-07:00")
     return 60 * hours + minutes, 60 * to_hours + to_minutes

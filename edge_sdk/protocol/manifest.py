@@ -199,7 +199,7 @@ class Manifest(_Record):
                 if name not in names:
                     raise ValueError(f"layer {layer.name}: the manifest has no tensor {name!r}")
         if self.groups and not self.coupling:
-            raise ValueError("the manifest names neuron groups and says that nobody looked for them; publish it again")
+            raise ValueError("the manifest names neuron groups, but says that they are unknown; publish it again")
         for alias, name in self.aliases.items():
             if alias in names or name not in names:
                 raise ValueError(f"aliases: {alias!r} is to be another name of {name!r}; the manifest has no such pair")

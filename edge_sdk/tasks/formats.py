@@ -130,7 +130,7 @@ def _npz(place: Path, wanted: SampleFormat) -> Parts | None:
     except DataError:
         raise
     except (ValueError, TypeError):  # what is neither zip nor npy numpy takes for a pickle; npy is one bare array
-        raise DataError(f"{path}: holds pickled objects or is no npz file; write plain arrays of numbers") from None
+        raise DataError(f"{path}: holds pickled objects or is not an npz file; write plain arrays of numbers") from None
 
 
 def archived(path: Path, archive: Mapping[str, Array], use: str) -> Part:
@@ -201,7 +201,7 @@ def _read_idx(path: Path) -> Array:
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({error}); fetch it anew") from None
     if len(content) < 4 or content[:3] != b"\0\0\x08":
-        raise DataError(f"{path}: begins with {content[:4].hex()}, which is no IDX file of unsigned bytes")
+        raise DataError(f"{path}: begins with {content[:4].hex()}, so it is not an IDX file of unsigned bytes")
     start = 4 + 4 * content[3]
     if len(content) < start:
         raise DataError(f"{path}: ends within its header; fetch it anew")

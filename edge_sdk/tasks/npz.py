@@ -233,7 +233,7 @@ def _read(path: str) -> dict[str, Array]:
         raise DataError(f"{path}: cannot be read as an npz file ({error}); write it with numpy.savez") from None
     except ValueError:  # numpy takes whatever is neither zip nor npy for a pickle
         raise DataError(
-            f"{path}: holds pickled objects or is no npz file; write plain arrays of numbers with numpy.savez"
+            f"{path}: holds pickled objects or is not an npz file; write plain arrays of numbers with numpy.savez"
         ) from None
     raise DataError(f"{path}: holds one array; name several in one file with numpy.savez(path, x_train=x, y_train=y)")
 
