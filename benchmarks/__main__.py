@@ -14,23 +14,14 @@ import sys
 from pathlib import Path
 
 from edge_sdk.publish import read_setting
-from edge_sdk.tasks.exits import EXITS as TASKS
 from sparrow.benchmarks import rows, runner
 from sparrow.benchmarks.compare import METHODS, compared, name_of
-from sparrow.benchmarks.experiment import FOLDER, BadExperiment, Experiment, UnknownExperiment, load_experiment
+from sparrow.benchmarks.experiment import FOLDER, Experiment, load_experiment
 from sparrow.benchmarks.markdown import write_html
 from sparrow.benchmarks.report.page import write_report
 from sparrow.benchmarks.report.summary import summary
 from sparrow.benchmarks.runner import Where
-from sparrow.command_line.command import Command, Exits, Parser
-from sparrow.command_line.exits import Exit
-
-EXITS: Exits = {
-    **TASKS,
-    UnknownExperiment: Exit.NOT_FOUND,
-    BadExperiment: Exit.USAGE,
-    ValueError: Exit.FAILED,
-}
+from sparrow.command_line.command import Command, Parser
 
 REPEATED = ("task", "data", "methods", "devices", "rounds", "seeds", "partition", "scale", "processes", "folder")
 """The options that the page's command repeats."""
@@ -146,7 +137,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, help="work folder (default: runs/ and the experiment's or data's name)")
 
 
-COMMAND = Command("sparrow bench", "Comparisons of methods.", _options, _run, EXITS)
+COMMAND = Command("sparrow bench", "Comparisons of methods.", _options, _run)
 main = COMMAND.main
 
 

@@ -34,7 +34,7 @@ from edge_sdk.device.session import Session
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.telemetry import Telemetry
 from edge_sdk.device.transport import Transport
-from edge_sdk.device.watchdog import Watch
+from edge_sdk.device.watchdog import Watchdog
 from edge_sdk.profile import Subject
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationInfo, UpdateReport
@@ -112,7 +112,7 @@ def run(folder: Path, planned: float | None, budget: float | None, clock: Clock)
         chosen: list[tuple[float, float]] = []
         for index, duty in enumerate(DUTIES):
             read = ConditionsReader(System.here()).read
-            watch = Watch(Policy(duty=duty), read, clock=clock, sleep=clock.sleep)
+            watch = Watchdog(Policy(duty=duty), read, clock=clock, sleep=clock.sleep)
             prepare = _prepare(planned, duty, budget, chosen, clock)
             sessions.append(_open(stack, server, folder, index, watch, prepare))
         # Until the last round has closed: the evaluation that follows is no matter here.
@@ -133,7 +133,7 @@ def _open(
     server: str,
     folder: Path,
     index: int,
-    watch: Watch,
+    watch: Watchdog,
     prepare: Callable[[Task, Manifest, FederationInfo], Prepared],
 ) -> Session:
     client = stack.enter_context(httpx.Client(base_url=server, timeout=60))
@@ -146,7 +146,7 @@ def _open(
         make_task=_task,
         prepare=prepare,
         telemetry=lambda traffic: Telemetry(stack.enter_context(EnergyMeter()), traffic, watch.clock),
-        watch=watch,
+        watchdog=watch,
     )
 
 

@@ -56,8 +56,10 @@ from pydantic import (
     model_validator,
 )
 
+from edge_sdk.errors import SdkError
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tasks.corruption import SEVERITIES, check_corruption
+from sparrow.command_line.exits import Exit
 from sparrow.command_line.nearest import nearest
 from sparrow.devices.simulation import load_boards
 
@@ -267,12 +269,16 @@ def merged(*parts: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-class UnknownExperiment(LookupError):
+class UnknownExperiment(SdkError):
     """There is no experiment of this name."""
 
+    exit_code = Exit.NOT_FOUND
 
-class BadExperiment(ValueError):
+
+class BadExperiment(SdkError):
     """The experiment's file cannot be used; the text says why."""
+
+    exit_code = Exit.USAGE
 
 
 def load_experiment(name: str) -> Experiment:
@@ -295,7 +301,7 @@ def load_experiment(name: str) -> Experiment:
         raise UnknownExperiment(
             f"there is no experiment {name!r}{nearest(name, known)}; there are {', '.join(known)}, or give a .toml file"
         ) from None
-    except (OSError, ValueError) as error:  # TOML's and pydantic's are ValueErrors
+    except (OSError, ValueError, SdkError) as error:  # TOML's and pydantic's are ValueErrors
         raise BadExperiment(f"{path}: {error}") from None
     return experiment
 

@@ -1,1 +1,1 @@
-"""What all command lines share: exit codes, options, and how a command ends. Uses the standard library alone."""
+"""Parts that all command lines share: exit codes, options, the end of a command. Uses the standard library alone."""

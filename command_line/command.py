@@ -1,6 +1,8 @@
 """One shape for all commands: options, work, and an end in one line with a documented code.
 
-A module that is a command has a ``COMMAND``; ``python -m`` of it and ``sparrow`` run the same one.
+A module that is a command has a ``COMMAND``; ``python -m`` of it and ``sparrow`` run the same one. An error that has an
+``exit_code`` ends its command with that code and one line; so do errors of the operating system. Any other error is a
+bug, and shows its traceback.
 """
 
 from __future__ import annotations
@@ -13,40 +15,27 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from sparrow.command_line.exits import Exit
 from sparrow.command_line.nearest import nearest
-
-Exits = Mapping[type[BaseException], "Exit | Callable[[Any], Exit]"]
-"""Errors that a user can do something about -> their exit codes; a subclass has that of its nearest base."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TRACEBACK_VARIABLE = "SPARROW_TRACEBACK"
 
 
-class WrongUsage(ValueError):
+class WrongUsage(Exception):
     """An option, argument or setting cannot work; the text says which and why."""
 
-
-class MissingPart(RuntimeError):
-    """Something that this command needs is not installed; the text says how to install it."""
-
-
-COMMON: Exits = {
-    WrongUsage: Exit.USAGE,
-    MissingPart: Exit.CANNOT,
-    FileNotFoundError: Exit.NOT_FOUND,
-    OSError: Exit.FAILED,
-}
+    exit_code: ClassVar[Exit] = Exit.USAGE
 
 
 class Parser(argparse.ArgumentParser):
-    """What argparse has, but a mistake ends in one line, and every command can be asked where an error comes from.
+    """A parser of argparse whose mistakes end in one line, with an option that shows where an error comes from.
 
     traceable: False where nothing is done that could fail. ``brief``: whether its help is to fit a screen; a command
     with many options leaves some to the page that it names.
@@ -83,12 +72,11 @@ class Command:
     description: str
     options: Callable[[Parser], None]
     run: Callable[[argparse.Namespace], int | None]
-    exits: Exits = field(default_factory=dict)
     usage: str | None = None
     epilog: str | None = None
 
     def parser(self, prog: str | None = None, *, brief: bool = True) -> Parser:
-        """Its command line. prog: how it was called, ``python -m`` of its module by default."""
+        """Return its command line. prog: how it was called, ``python -m`` of its module by default."""
         prog = prog or f"python -m {self.name}"
         parser = Parser(
             prog=prog,
@@ -104,16 +92,16 @@ class Command:
         """Run it; returns its exit code. Raises SystemExit where argparse does: for --help and for wrong usage."""
         parser = self.parser(prog)
         options = parser.parse_args(arguments)
-        return ended(parser.prog, lambda: self.run(options), self.exits, shown=getattr(options, "traceback", False))
+        return ended(parser.prog, lambda: self.run(options), shown=getattr(options, "traceback", False))
 
 
 def add_json(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """The option ``--json``. more: what else there is to say of it."""
+    """Add the option ``--json``. more: what else there is to say of it."""
     parser.add_argument("--json", action="store_true", help=f"print the result as one JSON document{more}")
 
 
 def add_wait(parser: argparse.ArgumentParser, seconds: float = 0.0) -> None:
-    """The option ``--wait``: how long a coordinator may be silent, s."""
+    """Add the option ``--wait``, which says how long a coordinator may be silent, s."""
     parser.add_argument(
         "--wait",
         type=float,
@@ -123,7 +111,7 @@ def add_wait(parser: argparse.ArgumentParser, seconds: float = 0.0) -> None:
     )
 
 
-def ended(prog: str, work: Callable[[], int | None], exits: Exits, *, shown: bool = False) -> int:
+def ended(prog: str, work: Callable[[], int | None], *, shown: bool = False) -> int:
     """Do ``work`` and return its exit code; an error is one line on stderr, and SIGTERM ends it as Ctrl-C does.
 
     shown: whether its traceback is, too; ``SPARROW_TRACEBACK=1`` asks for that as well.
@@ -136,9 +124,10 @@ def ended(prog: str, work: Callable[[], int | None], exits: Exits, *, shown: boo
         if isinstance(error, BrokenPipeError) and _reader_gone():
             return Exit.DONE  # whoever read along has seen enough
         _give_up_output()
-        if shown or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
+        bug = _exit_code(error) is None
+        if bug or shown or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
             traceback.print_exception(error)
-        code, text = explain(error, exits)
+        code, text = explain(error)
         sys.stderr.write(f"{short(prog)}: {text}\n")
     return int(code)
 
@@ -171,36 +160,38 @@ def interruptible(line: str | None = None) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def explain(error: BaseException, exits: Exits) -> tuple[Exit, str]:
-    """An error's exit code, and what there is to say of it in one line."""
+def explain(error: BaseException) -> tuple[Exit, str]:
+    """Return an error's exit code, and one line that says what is wrong."""
     text = _one_line(str(error))
     if isinstance(error, KeyboardInterrupt):
         return Exit.INTERRUPTED, text or "interrupted"
-    code: Exit | None = getattr(error, "exit_code", None) or _listed(error, {**COMMON, **exits})
+    code = _exit_code(error)
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if any(isinstance(cause, OSError) and cause.errno in NO_ROOM for cause in _causes(error)):
         return Exit.FULL, f"{text}; make room, and give the same command again"
-    if code is None:  # nobody foresaw it
-        return Exit.FAILED, f"{type(error).__name__}: {text}; --traceback shows where: please report it"
+    if code is None:
+        return Exit.FAILED, f"{type(error).__name__}: {text}; this is a bug: please report it with the lines above"
     return code, text or type(error).__name__
 
 
 def short(prog: str) -> str:
-    """How a command is called, without what is the same for all."""
+    """Return the name of a command without ``python -m``."""
     return prog.removeprefix("python -m ")
 
 
-def _listed(error: BaseException, exits: Exits) -> Exit | None:
-    for kind in type(error).__mro__:
-        if kind in exits:
-            found = exits[kind]
-            return found if isinstance(found, Exit) else found(error)
-    return None
+def _exit_code(error: BaseException) -> Exit | None:
+    """Return the exit code of an error that its user can do something about; None for a bug."""
+    if isinstance(error, KeyboardInterrupt):
+        return Exit.INTERRUPTED
+    if isinstance(error, OSError):
+        return Exit.NOT_FOUND if isinstance(error, FileNotFoundError) else Exit.FAILED
+    code: Exit | None = getattr(error, "exit_code", None)
+    return code
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that it came from."""
+    """Yield the error, and those that it came from."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -214,7 +205,7 @@ def _one_line(text: str) -> str:
 
 
 def _reader_gone() -> bool:
-    """Whether nobody reads standard output any more."""
+    """Return whether nobody reads standard output any more."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)  # errors are told unasked
@@ -227,7 +218,7 @@ def _reader_gone() -> bool:
 
 
 def _give_up_output() -> None:
-    """Where standard output takes no more, drop what it holds."""
+    """Drop the content of standard output if it takes no more."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -235,6 +226,6 @@ def _give_up_output() -> None:
 
 
 def _drop_output() -> None:
-    """What is left to print goes nowhere; else the interpreter would fail over it when it ends."""
+    """Discard the rest of the output, over which the interpreter would fail when it ends."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,7 +7,7 @@ import enum
 
 
 class Exit(enum.IntEnum):
-    """How a command ended, by what its user can do about it; ``MEANINGS`` says what."""
+    """The ends of a command, by what its user can do about them; ``MEANINGS`` explains them."""
 
     DONE = 0
     FAILED = 1
@@ -34,7 +34,7 @@ MEANINGS = {
 
 
 def of_status(status: int) -> Exit:
-    """The exit code of a call that was answered with this HTTP status, which is none of success."""
+    """Return the exit code of a call that was answered with this HTTP status, which is none of success."""
     if status in (401, 403):
         return Exit.REFUSED
     if status == 507:

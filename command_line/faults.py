@@ -1,4 +1,4 @@
-"""What is wrong with settings, in words for the person who gave them, from pydantic's errors."""
+"""Faults of settings in plain words, from pydantic's errors."""
 
 from __future__ import annotations
 

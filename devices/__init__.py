@@ -1,4 +1,4 @@
-"""What a device is, what it draws and what it is like now, read from the device itself.
+"""The kind, the energy and the condition of a device, read from the device itself.
 
 This package knows nothing of federated learning and needs only the standard library. `devices.board` says what it is,
 `devices.conditions` what it is like, and `sparrow devices` prints all of it for a person. `EnergyMeter` measures a

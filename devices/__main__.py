@@ -1,4 +1,4 @@
-"""What this device is, what it draws and what it is like now, for a person.
+"""``sparrow devices``: the kind, the sensors and the condition of this device.
 
 sparrow devices                     what was found, each sensor with its value, what is missing and how to get it
 sparrow devices --watch             again and again
@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sparrow.command_line.command import Command, Exits, Parser, WrongUsage, add_json
-from sparrow.command_line.exits import Exit
+from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
 from sparrow.devices.board import BoardInfo
 from sparrow.devices.external import ExternalMeter, load_phases
 from sparrow.devices.readings import Reading
@@ -23,8 +22,6 @@ from sparrow.devices.survey import Sensor, Survey
 from sparrow.devices.system import System
 
 _COUNTING_SECONDS = 1.0
-
-EXITS: Exits = {ValueError: Exit.FAILED}
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -66,7 +63,7 @@ def _options(parser: Parser) -> None:
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no time to wait; give seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text} seconds cannot be waited; give a number above 0")
     return seconds
 
 
@@ -162,9 +159,7 @@ def _print_phases(meter: Path, phases: Path | None, offset: float, *, as_json: b
         print(f"{name:<20}  {joules:>12}  {energy.quality}, {energy.coverage:.0%} of {energy.seconds:.1f} s{why}")
 
 
-COMMAND = Command(
-    "sparrow devices", "What this device is, what it draws and what it is like now.", _options, _run, EXITS
-)
+COMMAND = Command("sparrow devices", "What this device is, what it draws and what it is like now.", _options, _run)
 main = COMMAND.main
 
 

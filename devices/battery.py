@@ -39,7 +39,7 @@ class Batteries(PowerSource):
         self.quality = Quality.MEASURED if len(self._own_watts) == len(batteries) else Quality.DERIVED
 
     def read(self, now: float) -> tuple[Reading, ...]:
-        """The device's power: one reading in watts."""
+        """Return the device's power: one reading in watts."""
         try:
             states = {battery: self._files.text(f"{battery}/status").lower() for battery in self._batteries}
             reason = self._not_discharging(set(states.values()))
@@ -72,11 +72,11 @@ class Batteries(PowerSource):
         return max(good, key=lambda reading: reading.value or 0.0) if good else readings[0]
 
     def energy_left(self, now: float) -> Reading:
-        """What all batteries hold, in watt-hours."""
+        """Return the energy of all batteries, in watt-hours."""
         return self._sum("now", now)
 
     def health(self, now: float) -> Reading:
-        """What they hold when full as a share of what they held when new, in per cent."""
+        """Return the capacity of the batteries as a share of their capacity when new, in per cent."""
         full, design = self._sum("full", now), self._sum("full_design", now)
         lost = next((each for each in (full, design) if each.value is None), None)
         if full.value is None or not design.value:
@@ -91,7 +91,7 @@ class Batteries(PowerSource):
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Where they stand."""
+        """Their folders."""
         return tuple(self._batteries)
 
     def _capacity(self, path: str, now: float) -> Reading:
@@ -114,7 +114,7 @@ class Batteries(PowerSource):
         return Reading(total, "Wh", "battery", first.quality, first.source, now)
 
     def _watt_hours(self, path: str, which: str, now: float) -> Reading:
-        """One battery's energy; from its charge and the voltage it was designed for where it counts charge."""
+        """Return one battery's energy; from its charge and the voltage it was designed for where it counts charge."""
         energy = self._files.reading(f"{path}/energy_{which}", "Wh", "battery", now, 1e-6)
         if energy.reason is not Reason.ABSENT:
             return energy
@@ -139,7 +139,7 @@ class Batteries(PowerSource):
 
 
 def find_batteries(files: Files) -> Batteries | None:
-    """The batteries that feed this device, or None where it has none."""
+    """Return the batteries that feed this device, or None where it has none."""
     batteries, supplies = _supplies(files)
     return Batteries(files, batteries, supplies) if batteries else None
 

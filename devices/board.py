@@ -1,4 +1,5 @@
-"""Which board this is, from what its maker wrote into it: the device tree, the Pi's revision code, or x86's DMI.
+"""Identification of the board, from what its maker wrote into it: the device tree, the Pi's revision code, or x86's
+DMI.
 
 Nothing is guessed from a name: carrier makers put their own into `model`, and DMI is wrong on some Jetsons. Sources:
 Raspberry Pi's documentation of revision codes, NVIDIA's part numbers as they stand in device trees, Arm's part numbers
@@ -25,7 +26,7 @@ _DMI = "sys/devices/virtual/dmi/id"
 
 @dataclass(frozen=True)
 class BoardInfo:
-    """What a board is.
+    """The facts of a board.
 
     name: as this project calls it, such as raspberry-pi-5 or jetson-orin-nano. model: as its maker calls it. soc: its
     chip. module: a Jetson's part number. memory_bytes: what the system may use, less than what is soldered on; None
@@ -78,17 +79,17 @@ class BoardInfo:
 
     @property
     def has_wheels(self) -> bool:
-        """Whether torch and ONNX Runtime are published for it: there are none for 32-bit systems."""
+        """True if torch and ONNX Runtime are published for it: there are none for 32-bit systems."""
         return self.bits == 64
 
     @property
     def detects_under_voltage(self) -> bool:
-        """Whether it notices a weak supply: the Pi Zero family has no detector."""
+        """True if it notices a weak supply: the Pi Zero family has no detector."""
         return self.kind in ("raspberry-pi", "jetson") and "zero" not in self.name
 
 
 def find_board(system: System) -> BoardInfo:
-    """The board, as well as its files tell; never raises."""
+    """Return the board, as well as its files tell; never raises."""
     files = system.files
     compatible = _strings(files, f"{_TREE}/compatible")
     processors, tail = _cpuinfo(files)
@@ -151,7 +152,7 @@ _NEW_STYLE = 1 << 23
 
 
 def _revision(text: str) -> int | None:
-    """A Pi's revision code, None for one of the first boards' (which have no bits to read) and for none."""
+    """Return a Pi's revision code, None for one of the first boards' (which have no bits to read) and for none."""
     try:
         code = int(text, 16)
     except ValueError:
@@ -232,7 +233,7 @@ def _jetson(compatible: list[str], system: System) -> BoardInfo | None:
 
 
 def _l4t(system: System) -> str:
-    """The version of a Jetson's system, such as 36.4.3; "" where it is not told."""
+    """Return the version of a Jetson's system, such as 36.4.3; "" where it is not told."""
     match = _RELEASE.match(system.files.text_or("etc/nv_tegra_release"))
     if match:
         version = f"{match[1]}.{match[2]}"
@@ -300,7 +301,7 @@ def _cpuinfo(files: Files) -> tuple[list[dict[str, str]], dict[str, str]]:
 
 
 def _core(processors: list[dict[str, str]]) -> str:
-    """The cores' names; with big and little ones, all of them."""
+    """Return the cores' names; with big and little ones, all of them."""
     names = []
     for processor in processors:
         try:

@@ -1,4 +1,4 @@
-"""What a device is like right now, as far as it decides whether and how much it may work.
+"""The conditions of a device that decide whether and how much it may work.
 
     reader = ConditionsReader(System.here())
     conditions = reader.read()
@@ -69,7 +69,7 @@ class ConditionsReader:
         self._kept: dict[str, tuple[float, tuple[Reading, ...]]] = {}
 
     def read(self) -> Conditions:
-        """What it is like now; never raises."""
+        """Return the conditions now; never raises."""
         files, now = self._system.files, self._clock()
         (temperature,) = self._every("heat", now, lambda: (self._thermometer.read(now),))
         charge, warmth, mains = self._every("battery", now, lambda: self._battery(now))

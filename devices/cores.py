@@ -52,7 +52,7 @@ def own_seconds(files: Files, now: float) -> Reading:
 
 
 def load_average(files: Files, now: float) -> Reading:
-    """How many tasks ran or waited, averaged over the last minute."""
+    """Return the number of tasks that ran or waited, averaged over the last minute."""
     path = "proc/loadavg"
     try:
         value = float(files.text(path).split()[0])
@@ -64,7 +64,7 @@ def load_average(files: Files, now: float) -> Reading:
 
 
 def clock(files: Files, core: int, now: float, which: str = "scaling_cur_freq") -> Reading:
-    """A core's clock in Hz as the kernel sees it; also its limits (`scaling_max_freq`, `cpuinfo_max_freq`).
+    """Return a core's clock in Hz as the kernel sees it; also its limits (`scaling_max_freq`, `cpuinfo_max_freq`).
 
     What a Pi's firmware takes away when it throttles does not show here.
     """
@@ -72,7 +72,7 @@ def clock(files: Files, core: int, now: float, which: str = "scaling_cur_freq") 
 
 
 def arm_clock(system: System, now: float) -> Reading:
-    """The clock in Hz at which a Pi's firmware really runs its cores, throttled or not."""
+    """Return the clock in Hz at which a Pi's firmware really runs its cores, throttled or not."""
     source = "vcgencmd measure_clock arm"
     try:
         text = system.commands.text(source.split())
@@ -99,7 +99,7 @@ class LoadOfOthers:
         self._past: list[tuple[float, float, float]] = []
 
     def read(self, now: float) -> Reading:
-        """The share, or why there is none."""
+        """Return the share, or why there is none."""
         busy, own = busy_seconds(self._files, now), own_seconds(self._files, now)
         if busy.value is None:
             return Reading.failed("1", "cpu", busy.source, now, busy.reason or Reason.ABSENT)

@@ -28,7 +28,7 @@ from sparrow.devices.system import System
 
 @dataclass(frozen=True)
 class Energy:
-    """What one phase drew.
+    """The energy of one phase.
 
     joules: of the covered time, not scaled up to the rest; None when unavailable, never 0 instead. scope: what they
     cover (board, device, package, package+dram; empty when unavailable). coverage: share of the time with good
@@ -76,7 +76,7 @@ class EnergyTotal:
 
     @classmethod
     def of(cls, energy: Energy) -> "EnergyTotal":
-        """A total of one."""
+        """Return a total of one."""
         if energy.joules is None:
             return cls(unavailable_seconds=energy.seconds)
         covered = energy.coverage * energy.seconds
@@ -130,14 +130,14 @@ class Phase:
 
     @property
     def energy(self) -> Energy:
-        """What the phase drew. Raises RuntimeError before the phase has ended."""
+        """The energy of the phase. Raises RuntimeError before the phase has ended."""
         if self._energy is None:
             raise RuntimeError(f"phase {self.name!r} has not ended: ask for its energy after the `with` block")
         return self._energy
 
     @property
     def span(self) -> tuple[float, float]:
-        """When it began and ended, in seconds since 1970: for readings of another clock, such as an external meter's.
+        """Its begin and end, in seconds since 1970: for readings of another clock, such as an external meter's.
 
         Raises RuntimeError before the phase has ended.
         """
@@ -164,7 +164,7 @@ _WHOLE = 0.999  # but for rounding
 
 
 def energy_of(integrals: list[Integral], seconds: float) -> Energy:
-    """What the best of these sources says of a phase of so many seconds."""
+    """Return the energy of a phase of so many seconds from the best of these sources."""
     chosen = best(integrals, seconds)
     if chosen is None:
         why = why_unavailable([(i.source, i.trouble or Reason.STALE) for i in integrals])
@@ -221,7 +221,8 @@ class EnergyMeter:
         self.close()
 
     def phase(self, name: str) -> Phase:
-        """A phase to measure with a `with` block; its `energy` is there when the block ends, by an error or not."""
+        """Return a phase to measure with a `with` block; its `energy` is there when the block ends, by
+        an error or not."""
         return Phase(self, name)
 
     def sample(self) -> None:
@@ -232,7 +233,8 @@ class EnergyMeter:
                 phase._sample(now)
 
     def describe(self) -> str:
-        """One line for a person: the source that answers now and its quality, or why none does and what helps."""
+        """Return one line for a person: the source that answers now and its quality, or why none does
+        and what helps."""
         now, troubles = self._clock(), []
         for source in self._sources:
             reason = next((reading.reason for reading in source.read(now) if reading.reason is not None), None)

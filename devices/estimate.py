@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sparrow.devices.cores import CPU, busy_seconds, load_average, online_cores
-from sparrow.devices.readings import Files, Quality, ReadError, Reading, Reason
+from sparrow.devices.readings import BadFigures, Files, Quality, ReadError, Reading, Reason
 
 METHOD = "util-linear-v1"
 
@@ -24,7 +24,7 @@ class PowerModel:
     """Watts of a board at rest and under full load.
 
     coefficients: where the two figures come from, shown wherever the estimate is. exponent: a, 0 to leave the clock
-    out. rel_uncertainty: share of the value. Raises ValueError unless 0 <= idle_watts <= max_watts, both finite and
+    out. rel_uncertainty: share of the value. Raises BadFigures unless 0 <= idle_watts <= max_watts, both finite and
     max_watts above 0.
     """
 
@@ -36,14 +36,14 @@ class PowerModel:
 
     def __post_init__(self) -> None:
         if not (0 <= self.idle_watts <= self.max_watts and 0 < self.max_watts < math.inf):
-            raise ValueError(
+            raise BadFigures(
                 f"power model {self.coefficients}: {self.idle_watts} W idle and {self.max_watts} W at full load; "
                 "both must be finite, idle at least 0 and not above full load"
             )
 
     @classmethod
     def parse(cls, text: str) -> "PowerModel":
-        """The model in a text such as "2.3:6.4": watts at rest, watts under full load.
+        """Return the model in a text such as "2.3:6.4": watts at rest, watts under full load.
 
         The clock is left out: whoever measured full load measured it at the clock the machine then runs at. Raises
         ValueError that says what was wanted.
@@ -51,14 +51,14 @@ class PowerModel:
         try:
             idle, full = (float(part) for part in text.split(":"))
         except ValueError as error:
-            raise ValueError(
+            raise BadFigures(
                 f"power model {text!r}: want IDLE:MAX in watts, such as 2.3:6.4 (read both at the plug, once at rest "
                 "and once under full load)"
             ) from error
         return cls(idle, full, f"given {text.strip()}", exponent=0.0)
 
     def watts(self, utilisation: float, clock_share: float = 1.0) -> float:
-        """The board's power; utilisation and clock_share (clock over highest clock) from 0 to 1."""
+        """Return the board's power; utilisation and clock_share (clock over highest clock) from 0 to 1."""
         return self.idle_watts + (self.max_watts - self.idle_watts) * utilisation * math.pow(clock_share, self.exponent)
 
 
@@ -77,7 +77,7 @@ BOARDS: Mapping[str, PowerModel] = {
 
 
 def board_model(files: Files) -> PowerModel | None:
-    """The table's model of this board, None for a board that it does not know."""
+    """Return the table's model of this board, None for a board that it does not know."""
     try:
         names = files.strings("proc/device-tree/compatible")
     except ReadError:
@@ -126,7 +126,7 @@ class Estimate:
         return Reading(watts, "W", self.scope, self.quality, self.name, now)
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
-        """Joules between two reads, at the mean utilisation between them.
+        """Return joules between two reads, at the mean utilisation between them.
 
         The clock is the one at the end: it is what the load of the interval brought about, while the one at the start
         still belongs to what was before.

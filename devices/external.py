@@ -21,13 +21,13 @@ from typing import ClassVar
 from sparrow.devices.energy import Energy, energy_of
 from sparrow.devices.integral import Integral
 from sparrow.devices.rails import PowerSource
-from sparrow.devices.readings import Quality, Reading, Reason
+from sparrow.devices.readings import BadFigures, Quality, Reading, Reason
 
 
 class ExternalMeter(PowerSource):
-    """What a meter has recorded: a source whose past can be read.
+    """The recording of a meter: a source whose past can be read.
 
-    times: seconds since 1970, increasing. watts: one for each. Raises ValueError for less than two, and for others
+    times: seconds since 1970, increasing. watts: one for each. Raises BadFigures for less than two, and for others
     than these.
     """
 
@@ -40,14 +40,14 @@ class ExternalMeter(PowerSource):
 
     def __init__(self, times: Sequence[float], watts: Sequence[float], name: str = "external meter") -> None:
         if len(times) < 2 or len(times) != len(watts):
-            raise ValueError(f"{name}: {len(times)} times and {len(watts)} powers; an integral needs two readings")
+            raise BadFigures(f"{name}: {len(times)} times and {len(watts)} powers; an integral needs two readings")
         for index, (time, power) in enumerate(zip(times, watts, strict=True)):
             if not math.isfinite(time) or not 0 <= power < math.inf:
-                raise ValueError(
+                raise BadFigures(
                     f"{name}: reading {index + 1} is {power} W at {time} s; both must be finite, and not < 0"
                 )
             if index and time <= times[index - 1]:
-                raise ValueError(f"{name}: reading {index + 1} is not after the one before it; sort the file by time")
+                raise BadFigures(f"{name}: reading {index + 1} is not after the one before it; sort the file by time")
         self.name = name
         self._times = list(times)
         self._watts = list(watts)
@@ -55,10 +55,10 @@ class ExternalMeter(PowerSource):
 
     @classmethod
     def load(cls, path: Path, offset_seconds: float = 0.0) -> "ExternalMeter":
-        """A meter's file: a column of times (seconds, or dates of ISO 8601) and one of watts.
+        """Return a meter's file: a column of times (seconds, or dates of ISO 8601) and one of watts.
 
         A first line that names columns decides which they are (`time` and `watts`). offset_seconds: added to each
-        time. Raises ValueError that names the line; OSError.
+        time. Raises BadFigures that names the line; OSError.
         """
         times, watts = [], []
         for line, row in _rows(path, ("time", "watts")):
@@ -66,15 +66,17 @@ class ExternalMeter(PowerSource):
                 times.append(_seconds(row[0]) + offset_seconds)
                 watts.append(float(row[1]))
             except ValueError as error:
-                raise ValueError(
+                raise BadFigures(
                     f"{path}, line {line}: {error}; want a time and watts, such as 1763800000,3.1"
                 ) from None
         return cls(times, watts, path.name)
 
     def energy(self, start: float, end: float) -> Energy:
-        """Joules from one moment to another, in seconds since 1970. Raises ValueError for an end before the start."""
+        """Return joules from one moment to another, in seconds since 1970. Raises BadFigures for an end before the
+        start.
+        """
         if not start <= end:
-            raise ValueError(f"a phase cannot end at {end} when it starts at {start}")
+            raise BadFigures(f"a phase cannot end at {end} when it starts at {start}")
         integral = Integral(self, self.period_seconds)
         inside = self._times[bisect_right(self._times, start) : bisect_left(self._times, end)]
         for moment in (start, *inside, end):
@@ -102,21 +104,21 @@ class ExternalMeter(PowerSource):
 def load_phases(path: Path) -> list[tuple[str, float, float]]:
     """Phases from a CSV file: name, start, end (seconds since 1970, or dates of ISO 8601).
 
-    Raises ValueError that names the line; OSError.
+    Raises BadFigures that names the line; OSError.
     """
     phases = []
     for line, row in _rows(path, ("name", "start", "end")):
         try:
             phases.append((row[0], _seconds(row[1]), _seconds(row[2])))
         except ValueError as error:
-            raise ValueError(f"{path}, line {line}: {error}; want a name, a start and an end") from None
+            raise BadFigures(f"{path}, line {line}: {error}; want a name, a start and an end") from None
     if not phases:
-        raise ValueError(f"{path}: there is no phase in it; write a line NAME,START,END for each")
+        raise BadFigures(f"{path}: there is no phase in it; write a line NAME,START,END for each")
     return phases
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[int, list[str]]]:
-    """The wanted columns of each line that is not empty, and its number."""
+    """Return the wanted columns of each line that is not empty, and its number."""
     places = list(range(len(columns)))
     rows: list[tuple[int, list[str]]] = []
     with path.open(newline="", encoding="utf-8-sig") as file:
@@ -129,13 +131,13 @@ def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[int, list[str]]]:
                 places = [names.index(column) for column in columns]
                 continue
             if len(cells) <= max(places):
-                raise ValueError(f"{path}, line {line}: want the columns {', '.join(columns)}, separated by commas")
+                raise BadFigures(f"{path}, line {line}: want the columns {', '.join(columns)}, separated by commas")
             rows.append((line, [cells[place] for place in places]))
     return rows
 
 
 def _seconds(text: str) -> float:
-    """Seconds since 1970 of a number or a date; a date without a zone is local time."""
+    """Return seconds since 1970 of a number or a date; a date without a zone is local time."""
     try:
         return float(text)
     except ValueError:
@@ -145,4 +147,4 @@ def _seconds(text: str) -> float:
             datetime.fromisoformat(text[:-1] + "+00:00" if text[-1:] in ("Z", "z") else text).astimezone().timestamp()
         )
     except ValueError:
-        raise ValueError(f"{text!r} is no time") from None
+        raise BadFigures(f"{text!r} is not a time") from None

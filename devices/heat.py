@@ -109,12 +109,13 @@ def _degrees(files: Files, path: str, zone: str, now: float) -> Reading:
 
 
 def hwmon(files: Files, name: str) -> str:
-    """The folder of the chip or driver of this name, "" where there is none; where there are several, the first."""
+    """Return the folder of the chip or driver of this name, "" where there is none; where there are
+    several, the first."""
     return next((f for f in files.folders(HWMON, "hwmon") if files.text_or(f"{f}/name") == name), "")
 
 
 def fan(files: Files, now: float) -> Reading:
-    """How fast the fan is asked to turn, 0 to 255."""
+    """Return the speed that is asked of the fan, 0 to 255."""
     folder = hwmon(files, "pwmfan")
     if not folder:
         return Reading.failed("1/255", "fan", HWMON, now, Reason.ABSENT)
@@ -122,7 +123,9 @@ def fan(files: Files, now: float) -> Reading:
 
 
 def critical_temperature(files: Files, now: float) -> Reading:
-    """Where the system switches itself off, in °C: the lowest critical trip point of any zone."""
+    """Return the temperature at which the system switches itself off, in °C: the lowest critical trip point of any
+    zone.
+    """
     trips = []
     for folder in files.folders(THERMAL, "thermal_zone"):
         for path in files.folders(folder, "trip_point_"):

@@ -42,7 +42,7 @@ class Rail:
     limit: str = ""
 
     def read(self, files: Files, now: float) -> Reading:
-        """Its power in watts. Both factors are read one right after the other."""
+        """Return its power in watts. Both factors are read one right after the other."""
         if self.watts is not None:
             return files.reading(self.watts, "W", self.label, now, self.watts_factor)
         volts = files.reading(self.volts, "V", self.label, now, 1e-3)
@@ -53,7 +53,7 @@ class Rail:
         return Reading(volts.value * amperes.value, "W", self.label, Quality.DERIVED, self.amperes, now)
 
     def current_limit(self, files: Files, now: float) -> Reading:
-        """The current at which the board is slowed down, in amperes; ABSENT where none is set."""
+        """Return the current at which the board is slowed down, in amperes; ABSENT where none is set."""
         reading = files.reading(self.limit, "A", self.label, now, 1e-3)
         if reading.value is not None and reading.value >= _NO_LIMIT_AMPERES:
             return Reading.failed("A", self.label, self.limit, now, Reason.ABSENT)
@@ -95,7 +95,7 @@ class Ina(PowerSource):
 
 
 def find_ina(files: Files) -> Ina | None:
-    """The chips of this board, None where there are none.
+    """Return the chips of this board, None where there are none.
 
     Where the names of its rails may not be read, it is there all the same and says so.
     """
@@ -131,7 +131,7 @@ def _i2c_chips(files: Files, where: str) -> list[str]:
 
 
 def _rails(files: Files, folder: str) -> tuple[list[Rail], Reason | None]:
-    """The connected rails of one chip; and why the name of one could not be read."""
+    """Return the connected rails of one chip; and why the name of one could not be read."""
     if files.has(f"{folder}/power1_input"):
         label = files.text_or(f"{folder}/label", "INA238")
         watts = f"{folder}/power1_input"

@@ -32,13 +32,14 @@ class Integral:
 
     @property
     def wake_seconds(self) -> float:
-        """How often this source wants to be read: as asked, but for slow gauges and for counters that might wrap."""
+        """The seconds between two reads of this source: as asked, but for slow gauges and for counters
+        that might wrap."""
         period = max(self.period_seconds, self.source.shortest_period_seconds)
         return min(period, self.source.longest_gap_seconds(self.period_seconds) / 2)
 
     @property
     def answered(self) -> bool:
-        """Whether there is a figure that one can believe."""
+        """True if there is a figure that can be believed."""
         stuck = self.joules == 0 and self.covered_seconds >= _STUCK_SECONDS
         return self.intervals > 0 and (not stuck or self.source.quality is Quality.ESTIMATED)
 
@@ -76,7 +77,7 @@ class Integral:
 
 
 def best(integrals: list[Integral], seconds: float) -> Integral | None:
-    """The integral that speaks for a phase of this length; None when no source covered any of it.
+    """Return the integral that speaks for a phase of this length; None when no source covered any of it.
 
     The first, in the order given, that covered enough of the phase, else the one that covered most. What contains the
     processor cannot draw less than it: psys is wrong on some laptops, and a battery's gauge lags behind.

@@ -1,4 +1,4 @@
-"""What only Jetsons have: their power mode, and the load and clock of the GPU inside their chip.
+"""The sensors that only Jetsons have: their power mode, and the load and clock of the GPU inside their chip.
 
 A mode's name caps clocks rather than watts, and after a change that needs a restart the old one is still shown.
 Sources: nvpmodel's files and print-out, the load file of NVIDIA's GPU driver (thousandths), devfreq (Hz).
@@ -26,7 +26,7 @@ class PowerMode:
 
 
 def power_mode(system: System) -> PowerMode:
-    """The mode that is set, from nvpmodel's files or else from nvpmodel itself. Raises ReadError."""
+    """Return the mode that is set, from nvpmodel's files or else from nvpmodel itself. Raises ReadError."""
     try:
         return _mode_of_files(system.files)
     except ReadError:
@@ -49,7 +49,7 @@ def _mode_of_files(files: Files) -> PowerMode:
 
 
 def gpu_load(files: Files, now: float) -> Reading:
-    """How busy the GPU is, in per cent."""
+    """Return the load of the GPU, in per cent."""
     for folder in _GPU_FOLDERS:
         for path in files.folders(folder):
             if _GPU.fullmatch(path.rpartition("/")[2]) and files.has(f"{path}/load"):
@@ -58,7 +58,7 @@ def gpu_load(files: Files, now: float) -> Reading:
 
 
 def gpu_clock(files: Files, now: float) -> Reading:
-    """The GPU's clock in Hz."""
+    """Return the GPU's clock in Hz."""
     for path in files.folders(DEVFREQ):
         if _GPU.fullmatch(path.rpartition("/")[2]):
             return files.reading(f"{path}/cur_freq", "Hz", "gpu", now)

@@ -72,7 +72,7 @@ class JetsonStats(PowerSource):
         return watts
 
     def _connected(self) -> Any:
-        """A client whose thread is at work, in this process: the one before a fork has none behind it."""
+        """Return a client whose thread is at work, in this process: the one before a fork has none behind it."""
         if self._client is None or self._process != os.getpid():
             client = self._library("jtop").jtop()
             client.start()
@@ -90,7 +90,7 @@ def _reason(error: Exception) -> Reason:
 
 
 def _total_rail(total: Mapping[str, Any]) -> dict[str, Any]:
-    """Its total where that is one rail (it is then not among the others)."""
+    """Return its total if that is one rail (it is then not among the others)."""
     return {str(total["name"]): total} if "name" in total else {}
 
 

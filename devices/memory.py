@@ -1,4 +1,4 @@
-"""How much memory a process holds, has held at most, and could still get, in bytes.
+"""The memory that a process holds, has held at most, and could still get, in bytes.
 
 From Linux's /proc, and the limits of containers and systemd units from their control groups (version 2 or 1);
 where there is none of that, only the peak that every Unix counts. Swap is never counted as free.
@@ -23,13 +23,13 @@ _NO_LIMIT = 1 << 62
 
 
 def resident(proc: Path = PROC) -> int:
-    """What this process holds in memory now; elsewhere than on Linux, what it has held at most."""
+    """Return the bytes that this process holds in memory now; elsewhere than on Linux, has held at most."""
     held = _kilobytes(proc / "self/status", "VmRSS")
     return peak_resident(proc) if held is None else held
 
 
 def peak_resident(proc: Path = PROC) -> int:
-    """What this process has held at most, since its start or ``forget_peak``."""
+    """Return the most bytes that this process has held, since its start or ``forget_peak``."""
     held = _kilobytes(proc / "self/status", "VmHWM")
     if held is not None:
         return held
@@ -56,8 +56,8 @@ def give_back() -> None:
 
 
 def available(files: Files | None = None) -> int:
-    """What this process could still get without swapping: of the machine, or of a control group that it is in where
-    that is less."""
+    """Return the bytes that this process could still get without swapping: of the machine, or of a control group that
+    it is in where that is less."""
     files = files or Files()
     free = _meminfo(files, "MemAvailable", 0.0).value
     if free is None:
@@ -66,7 +66,7 @@ def available(files: Files | None = None) -> int:
 
 
 def free_memory(files: Files, now: float) -> Reading:
-    """The same as a reading in bytes, None where the machine does not tell."""
+    """Return the same as a reading in bytes, None where the machine does not tell."""
     reading = _meminfo(files, "MemAvailable", now)
     if reading.value is None:
         return reading
@@ -77,12 +77,12 @@ def free_memory(files: Files, now: float) -> Reading:
 
 
 def total_memory(files: Files, now: float) -> Reading:
-    """What the system may use, in bytes: less than what is soldered on."""
+    """Return the bytes that the system may use: less than the memory that is soldered on."""
     return _meminfo(files, "MemTotal", now)
 
 
 def memory_limit(files: Files, now: float) -> Reading:
-    """The tightest limit of the control groups around this process, in bytes.
+    """Return the tightest limit of the control groups around this process, in bytes.
 
     CONTROLLER_ABSENT where the kernel has no control groups for memory (Raspberry Pi OS switches them off), ABSENT
     where it has and none is limited.
@@ -98,7 +98,7 @@ def memory_limit(files: Files, now: float) -> Reading:
 
 
 def limit_left(files: Files, now: float) -> Reading:
-    """What the control groups around this process still let it take, in bytes."""
+    """Return the bytes that the control groups around this process still let it take."""
     limit = memory_limit(files, now)
     if limit.value is None:
         return limit
@@ -107,7 +107,8 @@ def limit_left(files: Files, now: float) -> Reading:
 
 
 def core_quota(files: Files, now: float) -> Reading:
-    """How many cores the control groups around this process let it use; ABSENT without such a limit."""
+    """Return the number of cores that the control groups around this process let it use; ABSENT without
+    such a limit."""
     quotas = []
     for folder in _version_2(files):
         quota, _, period = files.text_or(f"{folder}/cpu.max").partition(" ")
@@ -149,13 +150,13 @@ def _group(files: Files, folder: str, used: str, cached: str, limit: str) -> _Gr
 
 
 def _version_2(files: Files) -> list[str]:
-    """The folders of the control groups that hold this process, the innermost first: each may have a limit."""
+    """Return the folders of the control groups that hold this process, the innermost first: each may have a limit."""
     own = _own_group(files, "")
     return [] if own is None else _upwards(CGROUP, own)
 
 
 def _version_1(files: Files) -> list[str]:
-    """The same in the older hierarchy, which has one of its own for memory."""
+    """Return the same in the older hierarchy, which has one of its own for memory."""
     own = _own_group(files, "memory")
     return [] if own is None else _upwards(f"{CGROUP}/memory", own)
 
@@ -185,7 +186,9 @@ def _meminfo(files: Files, key: str, now: float) -> Reading:
 
 
 def _kilobytes(path: Path, key: str) -> int | None:
-    """The value behind ``key:`` in a file of lines such as ``VmRSS:  1234 kB``, in bytes; None where there is none."""
+    """Return the value behind ``key:`` in a file of lines such as ``VmRSS:  1234 kB``, in bytes; None where there is
+    none.
+    """
     try:
         for line in path.read_text().splitlines():
             if line.startswith(f"{key}:"):

@@ -15,7 +15,7 @@ _GUESSED = {"3": (1.0, Quality.ESTIMATED), "4": (0.0, Quality.ESTIMATED)}
 
 
 def interface(files: Files) -> str | None:
-    """The interface of the default route with the lowest metric; None without a route. Raises ReadError."""
+    """Return the interface of the default route with the lowest metric; None without a route. Raises ReadError."""
     routes = []
     for line in files.text("proc/net/route").splitlines()[1:]:
         fields = line.split()
@@ -25,7 +25,7 @@ def interface(files: Files) -> str | None:
 
 
 def traffic(files: Files, now: float) -> tuple[Reading, Reading]:
-    """Bytes received and sent through that interface since it came up."""
+    """Return bytes received and sent through that interface since it came up."""
     try:
         name = interface(files)
     except ReadError as failure:

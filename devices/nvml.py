@@ -52,7 +52,7 @@ class Nvml(PowerSource):
         return readings or (Reading.failed("J", self.scope, self.name, now, Reason.ABSENT),)
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
-        """Joules between two reads; None when a counter went back or made too large a step."""
+        """Return joules between two reads; None when a counter went back or made too large a step."""
         total = 0.0
         for (_, counts), first, last in zip(self._cards or [], before, after, strict=True):
             joules = last - first if counts else trapezoid((first,), (last,), seconds)

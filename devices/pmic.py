@@ -40,7 +40,7 @@ class Pmic(PowerSource):
         self._commands = commands
 
     def read(self, now: float) -> tuple[Reading, ...]:
-        """The rails' sum in watts."""
+        """Return the rails' sum in watts."""
         try:
             rails, _ = self.rails()
         except ReadError as failure:
@@ -61,7 +61,7 @@ class Pmic(PowerSource):
         return {rail: amperes[rail] * volts[rail] for rail in amperes}, volts
 
     def input_watts(self, now: float) -> Reading:
-        """What the board draws at its input, estimated from the rails."""
+        """Return the power of the board at its input, estimated from the rails."""
         (rails,) = self.read(now)
         if rails.value is None:
             return Reading.failed("W", "board", self.name, now, rails.reason or Reason.ABSENT)
@@ -71,7 +71,8 @@ class Pmic(PowerSource):
 
 
 def find_pmic(system: System) -> Pmic | None:
-    """The power chip of a board that has one, None elsewhere: older boards' firmware does not know the question."""
+    """Return the power chip of a board that has one, None elsewhere: older boards' firmware does not
+    know the question."""
     try:
         names = system.files.strings("proc/device-tree/compatible")
     except ReadError:

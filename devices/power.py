@@ -1,4 +1,4 @@
-"""Where the figure of a device's energy can come from, best first.
+"""The sources of a device's energy figure, best first.
 
     1. RAPL psys          the whole board, a counter
     2. INA total rail     a Jetson's module, or its board, in watts; through jetson-stats where only that may read it
@@ -42,12 +42,12 @@ class Source(Protocol):
 
     @property
     def scope(self) -> str:
-        """What the joules cover: board, device, module, package, package+dram, accelerator, rails, or a sum."""
+        """The scope of the joules: board, device, module, package, package+dram, accelerator, rails, or a sum."""
         ...
 
     @property
     def quality(self) -> Quality:
-        """How the joules are come by."""
+        """The quality of the joules."""
         ...
 
     @property
@@ -57,7 +57,7 @@ class Source(Protocol):
 
     @property
     def advice(self) -> Mapping[Reason, str]:
-        """What a person should know or do, per reason of failure."""
+        """The advice to a person, per reason of failure."""
         ...
 
     def read(self, now: float) -> tuple[Reading, ...]:
@@ -65,11 +65,12 @@ class Source(Protocol):
         ...
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
-        """Joules between the values of two complete reads `seconds` apart; None when they cannot both be true."""
+        """Return joules between the values of two complete reads `seconds` apart; None when they cannot
+        both be true."""
         ...
 
     def longest_gap_seconds(self, period_seconds: float) -> float:
-        """Reads further apart than this say nothing about the time between them."""
+        """Return the seconds beyond which two reads say nothing about the time between them."""
         ...
 
 
@@ -86,20 +87,20 @@ class Together:
         self.advice = {**first.advice, **second.advice}
 
     def read(self, now: float) -> tuple[Reading, ...]:
-        """Readings of the one, then of the other."""
+        """Return readings of the one, then of the other."""
         first = self._parts[0].read(now)
         self._first_count = len(first)
         return first + self._parts[1].read(now)
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
-        """The sum; None when either cannot be true."""
+        """Return the sum; None when either cannot be true."""
         cut = self._first_count
         first = self._parts[0].joules(before[:cut], after[:cut], seconds)
         second = self._parts[1].joules(before[cut:], after[cut:], seconds)
         return None if first is None or second is None else first + second
 
     def longest_gap_seconds(self, period_seconds: float) -> float:
-        """The shorter of both."""
+        """Return the shorter of both."""
         return min(part.longest_gap_seconds(period_seconds) for part in self._parts)
 
 
@@ -149,7 +150,7 @@ _GIVE_MODEL = "for an estimate give a power model as IDLE:MAX watts, such as 2.3
 
 
 def explain(source: Source, reason: Reason) -> str:
-    """One source's failure in words for a person."""
+    """Return one source's failure in words for a person."""
     return f"{source.name}: {source.advice.get(reason, _COMMON_ADVICE.get(reason, reason.value))}"
 
 

@@ -1,4 +1,4 @@
-"""Which of a Jetson's power rails make up the whole.
+"""The power rails of a Jetson that make up the whole.
 
 Rails lie inside one another: VDD_IN feeds the module and thereby VDD_SOC. So a rail that is the total is the total, and
 only where there is none are rails added, those of a table. A set of rails that no table knows has no total: better
@@ -31,12 +31,12 @@ TOTALS = (
 
 
 def total_of(labels: Collection[str]) -> Total | None:
-    """The rails among these that make up the whole, the one of widest reach first."""
+    """Return the rails among these that make up the whole, the one of widest reach first."""
     return next((total for total in TOTALS if set(total.rails) <= set(labels)), None)
 
 
 def trapezoid(before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float:
-    """Joules of powers in watts that are added to one another, by the trapezoid rule."""
+    """Return joules of powers in watts that are added to one another, by the trapezoid rule."""
     return (sum(before) + sum(after)) / 2 * seconds
 
 
@@ -46,7 +46,7 @@ class PowerSource:
     shortest_period_seconds: float
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
-        """Joules between two reads."""
+        """Return joules between two reads."""
         return trapezoid(before, after, seconds)
 
     def longest_gap_seconds(self, period_seconds: float) -> float:
@@ -55,7 +55,7 @@ class PowerSource:
 
 
 def believable(readings: tuple[Reading, ...]) -> tuple[Reading, ...]:
-    """The same readings, or failed ones where their sum is nothing: a device that runs draws something.
+    """Return the same readings, or failed ones where their sum is nothing: a device that runs draws something.
 
     A single rail may read 0 or, gated, a little below; all of them together may not.
     """
@@ -65,5 +65,5 @@ def believable(readings: tuple[Reading, ...]) -> tuple[Reading, ...]:
 
 
 def worst(qualities: Collection[Quality]) -> Quality:
-    """The quality of a sum: derived as soon as one part is."""
+    """Return the quality of a sum: derived as soon as one part is."""
     return Quality.DERIVED if Quality.DERIVED in qualities else Quality.MEASURED

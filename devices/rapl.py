@@ -52,7 +52,7 @@ class Zone:
     limit_watts: float
 
     def step(self, before: float, after: float, seconds: float) -> float | None:
-        """Joules from one counter value to the next, one wrap-around allowed; None when that cannot be true."""
+        """Return joules from one counter value to the next, one wrap-around allowed; None when that cannot be true."""
         joules = after - before if after >= before else after - before + self.range_joules
         plausible = 0 <= joules <= self.limit_watts * max(seconds, _SHORTEST_JUDGED_SECONDS)
         return joules if plausible else None
@@ -77,7 +77,7 @@ class Rapl:
         self._zones = zones
 
     def read(self, now: float) -> tuple[Reading, ...]:
-        """The counters in joules, one per zone."""
+        """Return the counters in joules, one per zone."""
         return tuple(self._counter(zone, now) for zone in self._zones)
 
     def _counter(self, zone: Zone, now: float) -> Reading:
@@ -87,7 +87,7 @@ class Rapl:
         return reading
 
     def joules(self, before: tuple[float, ...], after: tuple[float, ...], seconds: float) -> float | None:
-        """Joules between two reads; None when a counter made a step that it cannot have made."""
+        """Return joules between two reads; None when a counter made a step that it cannot have made."""
         total, seen = 0.0, list[tuple[str, float, float]]()
         for zone, first, last in zip(self._zones, before, after, strict=True):
             package = _PACKAGE.fullmatch(zone.name)
@@ -110,13 +110,13 @@ class Rapl:
 
 
 def find_psys(files: Files) -> Rapl | None:
-    """The counter of the whole platform, where there is one."""
+    """Return the counter of the whole platform, where there is one."""
     zones = [zone for zone in _zones(files) if zone.name == "psys"]
     return Rapl(files, "board", zones[:1]) if zones else None
 
 
 def find_packages(files: Files) -> Rapl | None:
-    """The counters of all packages, and of the memory where it has its own."""
+    """Return the counters of all packages, and of the memory where it has its own."""
     zones = _zones(files)
     packages = [zone for zone in zones if _PACKAGE.fullmatch(zone.name)]
     dram = [zone for zone in zones if zone.name == "dram"]

@@ -1,4 +1,4 @@
-"""A reading: what a sensor said, or why it said nothing; and the one door through which files are read.
+"""A reading: what a sensor said, or why it said nothing; and the one place that reads files.
 
 Kernel files are small texts with habits of their own: a newline or a NUL at the end, sometimes a unit ("32760 ma"),
 sometimes a sign. `Files` takes those off and turns every way a read can fail into a `Reason`. A failed read is never 0:
@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from edge_sdk.protocol.errors import SdkError
+
 
 class Quality(str, Enum):
-    """How a figure was come by."""
+    """The origin of a figure."""
 
     MEASURED = "measured"
     DERIVED = "derived"  # computed from measured values, such as volts times amperes
@@ -44,7 +46,11 @@ class Reason(str, Enum):
         return self.value
 
 
-class ReadError(Exception):
+class BadFigures(SdkError, ValueError):
+    """A board's figures or a meter's readings cannot be used; the text says what was wanted."""
+
+
+class ReadError(SdkError):
     """A file or a command gave no usable value; `reason` says which way it failed."""
 
     def __init__(self, what: Path | str, reason: Reason) -> None:
@@ -76,7 +82,7 @@ class Reading:
 
     @classmethod
     def failed(cls, unit: str, scope: str, source: str, t_monotonic: float, reason: Reason) -> "Reading":
-        """A reading that is not one."""
+        """Return a reading that is not one."""
         return cls(None, unit, scope, Quality.UNAVAILABLE, source, t_monotonic, reason)
 
 
@@ -116,11 +122,11 @@ class Files:
     names: Callable[[Path], Iterable[str]] = os.listdir
 
     def text(self, path: str) -> str:
-        """The text of a file without the newlines, spaces and NULs around it."""
+        """Return the text of a file without the newlines, spaces and NULs around it."""
         return self.data(path).decode("utf-8", "replace").strip(" \t\r\n\x00")
 
     def number(self, path: str) -> float:
-        """The number a file begins with, a unit behind it ignored."""
+        """Return the number a file begins with, a unit behind it ignored."""
         match = _NUMBER.fullmatch(self.text(path))
         value = math.inf if match is None else float(match[1])
         if not math.isfinite(value):
@@ -128,11 +134,11 @@ class Files:
         return value
 
     def strings(self, path: str) -> list[str]:
-        """The entries of a NUL-separated file, as the device tree writes its lists."""
+        """Return the entries of a NUL-separated file, as the device tree writes its lists."""
         return [entry for entry in self.data(path).decode("utf-8", "replace").split("\x00") if entry.strip()]
 
     def has(self, path: str) -> bool:
-        """Whether a file is there, readable or not."""
+        """Return whether a file is there, readable or not."""
         try:
             self.data(path)
         except ReadError as failure:
@@ -140,14 +146,14 @@ class Files:
         return True
 
     def text_or(self, path: str, default: str = "") -> str:
-        """The text of a file, `default` where it cannot be read."""
+        """Return the text of a file, `default` where it cannot be read."""
         try:
             return self.text(path)
         except ReadError:
             return default
 
     def children(self, path: str) -> list[str]:
-        """The names in a folder, sorted."""
+        """Return the names in a folder, sorted."""
         with _translated(self.root / path):
             return sorted(self.names(self.root / path))
 
@@ -163,7 +169,7 @@ class Files:
         return [f"{path}/{name}" for name in sorted(names, key=_by_numbers)]
 
     def reading(self, path: str, unit: str, scope: str, now: float, scale: float = 1.0) -> Reading:
-        """A file's number times `scale` as a reading in `unit`; never raises."""
+        """Return a file's number times `scale` as a reading in `unit`; never raises."""
         try:
             value = self.number(path) * scale
         except ReadError as failure:
@@ -171,6 +177,6 @@ class Files:
         return Reading(value, unit, scope, Quality.MEASURED, path, now)
 
     def data(self, path: str) -> bytes:
-        """The bytes of a file as they are."""
+        """Return the bytes of a file as they are."""
         with _translated(self.root / path):
             return self.read(self.root / path)

@@ -24,6 +24,7 @@ else:
 
 from sparrow.devices.estimate import BOARDS as POWER
 from sparrow.devices.estimate import PowerModel
+from sparrow.devices.readings import BadFigures
 
 SHARE_OF_HPL = 0.25
 MIB = 1024 * 1024
@@ -43,16 +44,16 @@ class Board:
 
     def __post_init__(self) -> None:
         if not (0 < self.flops_per_second < math.inf and 0 < self.bytes_per_second < math.inf):
-            raise ValueError(f"board {self.name}: its rates must be above 0 and finite")
+            raise BadFigures(f"board {self.name}: its rates must be above 0 and finite")
         if self.cores < 1 or self.memory_bytes < 0:
-            raise ValueError(f"board {self.name}: it has {self.cores} cores and {self.memory_bytes} bytes of memory")
+            raise BadFigures(f"board {self.name}: it has {self.cores} cores and {self.memory_bytes} bytes of memory")
 
     def computing_seconds(self, flops: int) -> float:
-        """How long it computes ``flops``."""
+        """Return the seconds in which it computes ``flops``."""
         return flops / self.flops_per_second
 
     def transfer_seconds(self, traffic_bytes: int) -> float:
-        """How long it sends or receives ``traffic_bytes``."""
+        """Return the seconds in which it sends or receives ``traffic_bytes``."""
         return traffic_bytes / self.bytes_per_second
 
     def joules(self, computing_seconds: float, transfer_seconds: float) -> float:
@@ -75,14 +76,14 @@ def load_boards(text: str) -> tuple[Board, ...]:
     """Boards from their names (``pi4b,pi5``), or from a TOML file with a ``[[board]]`` table for each.
 
     A table has ``name``, ``gflops`` (what training reaches), ``idle_watts``, ``max_watts``, and optionally ``cores``,
-    ``memory_mib`` and ``mbit_per_second``. Raises ValueError that says what is wrong.
+    ``memory_mib`` and ``mbit_per_second``. Raises BadFigures that says what is wrong.
     """
     if text.endswith(".toml"):
         return _read(Path(text))
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in BOARDS:
-            raise ValueError(
+            raise BadFigures(
                 f"there is no board {name!r}; there are {', '.join(sorted(BOARDS))}, or give a .toml file with boards "
                 f"of your own"
             )
@@ -96,10 +97,12 @@ def _read(path: Path) -> tuple[Board, ...]:
     try:
         tables = tomllib.loads(path.read_text()).get("board", [])
         if not isinstance(tables, list):
-            raise TypeError("board is no list of tables; write [[board]]")
+            raise TypeError("board is not a list of tables; write [[board]]")
         for table in tables:
             if unknown := set(table) - _KEYS:
-                raise ValueError(f"{', '.join(sorted(unknown))} is none of {', '.join(sorted(_KEYS))}")
+                raise BadFigures(
+                    f"there is no key {', '.join(sorted(unknown))}; the keys are {', '.join(sorted(_KEYS))}"
+                )
         boards = tuple(
             Board(
                 name=str(table["name"]),
@@ -112,11 +115,11 @@ def _read(path: Path) -> tuple[Board, ...]:
             for table in tables
         )
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; give a file with a [[board]] table for each board") from None
+        raise BadFigures(f"{path}: {error.strerror}; give a file with a [[board]] table for each board") from None
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
+        raise BadFigures(
             f"{path}: {error}; each [[board]] needs name, gflops, idle_watts and max_watts (numbers but for the name)"
         ) from None
     if not boards:
-        raise ValueError(f"{path}: there is no [[board]] table in it; add one for each board")
+        raise BadFigures(f"{path}: there is no [[board]] table in it; add one for each board")
     return boards

@@ -15,7 +15,7 @@ from sparrow.devices.readings import Quality, ReadError, Reading, Reason
 from sparrow.devices.system import System
 from sparrow.devices.termux import HOW_TO_GET, TermuxBattery
 
-_METERED_UNKNOWN = "NetworkManager is not there or does not know; whoever runs the device must say"
+_METERED_UNKNOWN = "NetworkManager is not there or does not know; its user must say"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Survey:
         self._last: dict[int, tuple[float, tuple[float, ...]]] = {}
 
     def read(self) -> list[Sensor]:
-        """All sensors. Counters of energy show as watts from the second read on, before that as they stand."""
+        """Read all sensors. Counters of energy show as watts from the second read on, before that as they stand."""
         now = self._clock()
         return [
             *self._power(now),
@@ -56,11 +56,11 @@ class Survey:
 
     @property
     def counts(self) -> bool:
-        """Whether a source counts energy, so that its watts need a second read."""
+        """True if a source counts energy, so that its watts need a second read."""
         return any(reading.unit == "J" for source in self._sources for reading in source.read(self._clock()))
 
     def missing(self, sensors: list[Sensor]) -> list[str]:
-        """What could be had and is not, and how to get it."""
+        """Return the sensors that are missing, and how to get them."""
         said = [f"{each.name}: {each.note}" for each in sensors if each.reading.value is None and each.note]
         if not self._sources:
             said.append("power: no sensor and no known board; give edge_sdk.join --watts IDLE:MAX for an estimate")
@@ -230,7 +230,7 @@ class Survey:
 
 
 def _told(group: str, name: str, reading: Reading, note: str) -> Sensor:
-    """A sensor with a note on its value, and none where it has no value: that would read as how to get one."""
+    """Return a sensor with a note on its value, and none where it has no value: that would read as how to get one."""
     return Sensor(group, name, reading, note if reading.value is not None else "")
 
 

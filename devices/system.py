@@ -29,7 +29,7 @@ class Commands:
         self._run = run or _run
 
     def text(self, argv: Sequence[str], timeout_seconds: float = 5.0) -> str:
-        """What a program prints, without the spaces around it.
+        """Return the output of a program, without the spaces around it.
 
         Raises ReadError: ABSENT where there is no such program, PERMISSION where it was refused something, STALE where
         it did not end in time, PARSE where it failed otherwise.
@@ -68,12 +68,12 @@ class System:
 
     @classmethod
     def here(cls) -> "System":
-        """This machine."""
+        """Return this machine."""
         return cls(environment=os.environ, pointer_bits=8 * struct.calcsize("P"))
 
     @classmethod
     def at(cls, path: Path | str) -> "System":
-        """A copy of some device: a folder with `root/`, or that root itself.
+        """Return a copy of some device: a folder with `root/`, or that root itself.
 
         Beside `root/` there may be `commands/` (what a command prints, its words joined by _ as the file's name),
         `environment.txt` (NAME=value lines) and `denied.txt` (paths that this user may not read). Raises
@@ -83,7 +83,7 @@ class System:
         root = folder / "root" if (folder / "root").is_dir() else folder
         if not root.is_dir():
             raise FileNotFoundError(
-                f"{folder} is no folder; give one with a copy of a device's files, such as FOLDER/sys"
+                f"{folder} is not a folder; give one with a copy of a device's files, such as FOLDER/sys"
             )
         denied = [line.strip("/") for line in _lines(folder / "denied.txt")]
         pairs = [line.partition("=") for line in _lines(folder / "environment.txt")]

@@ -32,7 +32,7 @@ class TermuxBattery:
         return self._reading("%", now, lambda status: status["percentage"])
 
     def temperature(self, now: float) -> Reading:
-        """The battery's temperature in °C."""
+        """Return the battery's temperature in °C."""
 
         def value(status: Mapping[str, Any]) -> float | None:
             unknown = status["temperature"] == 0 and status.get("health") == "UNKNOWN"
@@ -50,7 +50,7 @@ class TermuxBattery:
         return Reading.failed("W", "device", COMMAND, now, charge.reason or Reason.UNRELIABLE)
 
     def words(self, now: float) -> dict[str, str]:
-        """Its status, plug and health in words; empty where it does not answer."""
+        """Return its status, plug and health in words; empty where it does not answer."""
         status = self._status(now)
         if isinstance(status, ReadError):
             return {}

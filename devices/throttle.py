@@ -1,4 +1,4 @@
-"""Whether a board is held back right now: by heat, by a weak supply, by too much current.
+"""Throttling of a board: by heat, by a weak supply, by too much current.
 
 A Raspberry Pi's firmware tells it in one word; a Jetson's kernel by its thermal alerts and by counting what the
 over-current guard did. Nothing that counts is ever reset: `vcgencmd get_throttled` is never given an argument. Sources:
@@ -23,7 +23,7 @@ _ALERTS = ("throttle-alert", "hot-surface-alert")
 
 
 def throttle_word(system: System) -> int:
-    """A Pi's throttle word, from its firmware or else from the kernel's copy. Raises ReadError."""
+    """Return a Pi's throttle word, from its firmware or else from the kernel's copy. Raises ReadError."""
     try:
         text = system.commands.text(["vcgencmd", "get_throttled"])
     except ReadError as failure:
@@ -35,12 +35,13 @@ def throttle_word(system: System) -> int:
 
 
 def words(word: int, shift: int = 0) -> list[str]:
-    """What a throttle word says of now, or with `shift=SINCE_BOOT` of the time since the system started."""
+    """Return the readings of a throttle word for now, or with `shift=SINCE_BOOT` of the time since the
+    system started."""
     return [name for bit, name in NOW_BITS.items() if word >> shift >> bit & 1]
 
 
 class Throttle:
-    """Whether a board is throttled, and whether its supply is too weak, as 1.0 or 0.0 each.
+    """The throttling of a board and the weakness of its supply, as 1.0 or 0.0 each.
 
     On a Jetson an over-current event counts from one read to the next; the first looks back to when this was made.
     """
@@ -88,7 +89,7 @@ class Throttle:
 
 
 class Alerts:
-    """Whether a Jetson's kernel slows it down because of heat. The alerts are looked for until all have a name."""
+    """The slowing down of a Jetson by its kernel because of heat. The alerts are looked for until all have a name."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -142,7 +143,7 @@ def _rose(before: Reading | None, after: Reading) -> bool:
 
 
 def _alarm(files: Files, now: float) -> Reading | None:
-    """The kernel's own under-voltage alarm of a Pi, which needs no permission."""
+    """Return the kernel's own under-voltage alarm of a Pi, which needs no permission."""
     folder = hwmon(files, "rpi_volt")
     return files.reading(f"{folder}/in0_lcrit_alarm", "1", "board", now) if folder else None
 

@@ -1,4 +1,4 @@
-"""What several commands read from their command lines, for argparse's ``type``."""
+"""Types for argparse that several commands share."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def budget(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """A whole number above 0."""
+    """Return a whole number above 0."""
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
 
 
 def mebibytes(text: str) -> int:
-    """Bytes, from MiB."""
+    """Return bytes, from MiB."""
     return count(text) * MIB

@@ -1,51 +1,148 @@
-"""What can go wrong on a device, by what its user can do about it.
+"""The tree of errors that leave ``join``, ``publish``, ``simulate``, ``predict`` and ``export``.
+
+Each class has an ``exit_code``, with which a command ends that meets it (docs/cli.md). A class that is not defined here
+stands in the module that is named beside it; a test compares this drawing with the classes.
 
 SdkError
-├── Unreachable        the coordinator does not answer; try again later
-│   └── CoordinatorFull  it answers that its disk is full
-├── Refused            it answered no: its text says what to do
-│   ├── RoundOver      this assignment takes no update any more (409): ask for the next one
-│   ├── FederationOver nothing is left to do (410)
-│   ├── FederationDeleted  its federation is there no more (410)
-│   ├── TokenExpired   this device must enrol again (401)
-│   ├── WrongSettings  a federation cannot be created with these settings (422): correct them
-│   ├── NotInstalled   the method is not installed at the coordinator (422)
-│   └── NoCoordinator  what answers there is something else
-├── BadArgument        something the user gave cannot work, found before anything was done
-├── TrainingDiverged   a loss or weight is not finite (``training.local``): the round is handed back
-├── NothingTrained     a device comes to its end without a model of its own; its text says why
-├── Damaged            what was downloaded is not what was announced, repeatedly
-└── StateError         the state folder is in use, belongs to another device, or cannot be read
+├── Unreachable                  the coordinator does not answer: try again later
+│   ├── CoordinatorFull          it answers that its disk is full: have its operator make room
+│   └── TooManyRequests          it answers that this caller calls too often: wait longer between calls
+├── Refused                      it answers no: the text says what to do
+│   ├── NotAuthenticated         the token is missing or unknown: set the right one
+│   │   └── TokenExpired         the device's token is too old: enrol again
+│   ├── NotAllowed               the token is valid, but not for this: use another kind of token
+│   ├── NotFound                 there is no such federation, device or assignment: correct the name
+│   │   └── NoGlobalModel        the method has no global model that can be used alone: use a personal one
+│   ├── NameTaken                a federation or device of this name exists: choose another name
+│   ├── DifferentFederation      the federation of this name has other settings: take them, or another name
+│   ├── WrongState               the federation's status forbids this now: change its status first
+│   ├── RoundOver                the assignment takes no update any more: ask for the next one
+│   │   └── DifferentUpdate      another update was accepted for it before
+│   ├── FederationOver           the federation is finished and has nothing left for this device
+│   ├── FederationDeleted        the device's federation was deleted by its operator
+│   ├── BadContent               what was sent breaks the contract: correct it
+│   │   └── NotInstalled         the method is not installed at the coordinator
+│   └── NoCoordinator            what answers there is not a coordinator: check the address
+├── BadArgument                  an argument cannot work: found before anything was done
+│   ├── WrongSettings            a federation cannot be created with these settings: correct them
+│   └── DoesNotFit               the budget needs more memory than there is (``budget.preparing``)
+├── BadCertificate               a certificate or key cannot be used (``protocol.tls``)
+├── DataError                    the device's data cannot be used (``tasks.loading``)
+│   ├── BadOption                what was said of the data cannot work, whatever the data are
+│   └── NoData                   there is no such file or folder
+├── UnknownTask                  the task is not installed on this device (``tasks``)
+├── UnknownMethod                the method is not installed on this device (``methods``)
+├── UnsupportedLayer             the method cannot train a layer of the model (``tracing.coupling``)
+├── ProtocolError                data on the wire breaks the contract (``protocol.errors``, as MissingPart)
+│   ├── ManifestError            a model's description is inconsistent, or does not fit the tensors beside it
+│   │   ├── CannotNarrow         the model cannot be cut to its active neurons (``training.narrow``)
+│   │   └── CannotGate           the model cannot compute gated blocks (``training.gates.network``)
+│   ├── BundleError              bytes that are not a bundle of this manifest
+│   ├── UnknownWork              the method has no work of this kind (``methods``)
+│   └── BudgetTooSmall           the budget is smaller than the model's smallest part (``methods``)
+├── TrainingDiverged             a loss or weight is not finite (``training.local``): the round is handed back
+├── NothingTrained               a device comes to its end without a model of its own; its text says why
+├── OutOfMemory                  training needs more memory than the device has: give a smaller budget
+├── Damaged                      a download does not match its announced digest, repeatedly
+├── StateError                   the state folder is in use, belongs to another device, or cannot be read
+├── SystemFailed                 the operating system refuses a file, folder or connection; the text names it
+│   └── NoSuchPath               a file or folder does not exist
+├── PredictError                 a model file or sample cannot be used (``predict``)
+│   └── NoSuchFile               there is no such file
+├── ExportError                  a model cannot be exported as asked (``sparrow.export.errors``)
+│   ├── NotThere                 a file of the model does not exist
+│   ├── SkeletonError            the forward pass published with the federation cannot be used
+│   └── NotTheSame               the exported file predicts something else than the model; it was not written
+├── BadFigures              a board's description or a meter's file cannot be used (``sparrow.devices.readings``)
+├── CannotTrain                  this device cannot train (``device.trainable``)
+└── MissingPart                  a package or program is not installed
+
+Three more never leave the functions above, because their callers go on without: ``ReadError``
+(``sparrow.devices.readings``), ``Paused`` (``device.watchdog``) and ``Unpredictable`` (``budget.footprint``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 from edge_sdk.protocol.errors import SdkError as SdkError
+from sparrow.command_line.exits import Exit, of_status
 
 
 class Unreachable(SdkError):
     """The coordinator does not answer."""
 
+    exit_code = Exit.UNREACHABLE
+
 
 class CoordinatorFull(Unreachable):
-    """The coordinator answers that it has no room left, for longer than one wanted to wait."""
+    """The coordinator has answered for longer than the caller's patience that it has no room left."""
+
+    exit_code = Exit.FULL
+
+
+class TooManyRequests(Unreachable):
+    """The coordinator has answered for longer than the caller's patience that this caller calls too often."""
 
 
 class Refused(SdkError):
-    """The coordinator refused the call. ``status`` is HTTP's; the text is the problem document's detail."""
+    """The coordinator refused the call. ``status`` is HTTP's; ``detail`` the text of the problem document."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(f"{detail} (HTTP {status})")
         self.status = status
         self.detail = detail
 
+    @property
+    def exit_code(self) -> Exit:  # type: ignore[override]
+        """The exit code that belongs to the status."""
+        return of_status(self.status)
+
     def __reduce__(self) -> tuple[type[Refused], tuple[int, str]]:
-        """Made again from its own arguments, not from its text: so that it reaches whoever runs a fleet's processes."""
+        """Make it again from its own arguments, so that it can be sent between the processes of a fleet."""
         return type(self), (self.status, self.detail)
+
+
+class NotAuthenticated(Refused):
+    """The token is missing or unknown."""
+
+
+class TokenExpired(NotAuthenticated):
+    """The device's token is too old."""
+
+
+class NotAllowed(Refused):
+    """The token is valid, but not for this call."""
+
+
+class NotFound(Refused):
+    """There is no such federation, device or assignment."""
+
+
+class NoGlobalModel(NotFound):
+    """The method has no global model that can be used alone."""
+
+
+class NameTaken(Refused):
+    """A federation or device of this name exists."""
+
+
+class DifferentFederation(Refused):
+    """The federation of this name has another method, model or other settings; the text names each difference."""
+
+
+class WrongState(Refused):
+    """The federation's status forbids this now."""
 
 
 class RoundOver(Refused):
     """The assignment takes no update any more."""
+
+
+class DifferentUpdate(RoundOver):
+    """Another update was accepted for this assignment before."""
 
 
 class FederationOver(Refused):
@@ -56,33 +153,80 @@ class FederationDeleted(Refused):
     """The device's federation was deleted by its operator."""
 
 
-class TokenExpired(Refused):
-    """The device's token is too old."""
+class BadContent(Refused):
+    """The content of a request breaks the contract."""
 
 
-class WrongSettings(Refused):
-    """A federation cannot be created with these settings."""
-
-
-class NotInstalled(Refused):
+class NotInstalled(BadContent):
     """The method that was named is not installed at the coordinator."""
+
+    exit_code = Exit.NOT_FOUND
 
 
 class NoCoordinator(Refused):
-    """What answers at the address speaks HTTP, but is no coordinator."""
+    """The server at the address speaks HTTP, but is not a coordinator."""
+
+    exit_code = Exit.UNREACHABLE
 
 
 class BadArgument(SdkError):
-    """Something the user gave cannot work."""
+    """An argument, option or setting cannot work."""
+
+    exit_code = Exit.USAGE
+
+
+class WrongSettings(BadArgument):
+    """A federation cannot be created with these settings."""
 
 
 class NothingTrained(SdkError):
     """A device has trained in no round, or could not make its personal model in the end."""
 
 
+class OutOfMemory(SdkError):
+    """Training needs more memory than the device, or its accelerator, has."""
+
+    exit_code = Exit.CANNOT
+
+
 class Damaged(SdkError):
-    """A download that does not match its announced digest."""
+    """A download does not match its announced digest."""
 
 
 class StateError(SdkError):
     """The state folder cannot be used."""
+
+
+class SystemFailed(SdkError):
+    """The operating system refuses a file, folder or connection."""
+
+
+class NoSuchPath(SystemFailed):
+    """A file or folder does not exist."""
+
+    exit_code = Exit.NOT_FOUND
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raise SdkErrors in place of the errors of the operating system and of missing memory that leave the block.
+
+    Errors of a task's own code leave it as they are: they are bugs, and their traceback says where.
+    """
+    try:
+        yield
+    except OSError as error:
+        kind = NoSuchPath if isinstance(error, FileNotFoundError) else SystemFailed
+        raise kind(_of_system(error)) from error
+    except (MemoryError, RuntimeError) as error:
+        of_torch = type(error).__name__ == "OutOfMemoryError"
+        if not of_torch and not isinstance(error, MemoryError):
+            raise
+        raise OutOfMemory(
+            f"there is not enough memory to train ({error}); give a smaller --budget, or another --accelerator"
+        ) from error
+
+
+def _of_system(error: OSError) -> str:
+    said: Any = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {said}" if error.filename and error.strerror else str(said)

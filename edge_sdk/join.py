@@ -39,17 +39,15 @@ from edge_sdk.device.session import FAILURES, Outcome, Session
 from edge_sdk.device.state import Progress, StateFolder, Totals, default_root
 from edge_sdk.device.telemetry import Telemetry
 from edge_sdk.device.transport import Transport, connect, token_of
-from edge_sdk.device.watchdog import Watch, read_spent
-from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError
+from edge_sdk.device.watchdog import Watchdog, read_spent
+from edge_sdk.errors import BadArgument, FederationDeleted, NothingTrained, SdkError, translated
 from edge_sdk.protocol import personal, tls
 from edge_sdk.protocol.messages import NAME_PATTERN, Assignment, Evaluation, FederationInfo, Moved
 from edge_sdk.publish import check_federation_name, read_setting
 from edge_sdk.tasks import Task, load_task
 from edge_sdk.tasks.compute import ACCELERATORS, Compute, choose_device
-from edge_sdk.tasks.exits import EXITS as TASKS
 from edge_sdk.training.early_stopping import is_better
-from sparrow.command_line.command import Command, Exits, Parser, add_json
-from sparrow.command_line.exits import Exit
+from sparrow.command_line.command import Command, Parser, add_json
 from sparrow.devices import EnergyMeter, PowerModel
 from sparrow.devices.conditions import Conditions, ConditionsReader
 from sparrow.devices.system import System
@@ -57,10 +55,6 @@ from sparrow.export.errors import ExportError
 from sparrow.export.source import Source
 
 LONG_POLL_SECONDS = 30.0
-EXITS: Exits = {
-    **TASKS,
-    ExportError: Exit.FAILED,
-}
 
 LEARNED, SPENT = "learned.json", "spent.json"
 """Files of the state folder: what rounds have taught about the budget, and what was spent today."""
@@ -68,7 +62,7 @@ LEARNED, SPENT = "learned.json", "spent.json"
 
 @dataclass(frozen=True)
 class Result:
-    """What a device did in a federation. Accuracies are on its held-out data, None where there are none.
+    """The record of a device's work in a federation. Accuracies are on its held-out data, None where there are none.
 
     ``best_round``: the round whose personal model is kept and exported, the best on validation data, with
     ``global_share`` of the global model mixed into it; None where it is the last one. ``adapted``: it came after the
@@ -95,6 +89,7 @@ class Result:
     warnings: tuple[str, ...] = ()
 
 
+@translated()
 def join(
     server: str,
     task: Task | Callable[[FederationInfo], Task],
@@ -158,7 +153,7 @@ def join(
             transport.token = enrolment_token or token_of("enrolment")
             read_conditions = conditions or ConditionsReader(System.here(), storage=folder.path).read
             asked = policy if policy is not None and policy.asks else None
-            watch = _watch(asked, read_conditions, folder, bar.say) if asked else None
+            watchdog = _watchdog(asked, read_conditions, folder, bar.say) if asked else None
             session = Session(
                 transport,
                 folder,
@@ -172,11 +167,11 @@ def join(
                     compute,
                     deterministic,
                     memory_limit,
-                    duty=(lambda: watch.duty) if watch else lambda: 1.0,
+                    duty=(lambda: watchdog.duty) if watchdog else lambda: 1.0,
                     learned=read_learned(folder.cached(LEARNED)),
                     keep=lambda learned: folder.cache(LEARNED, learned.model_dump_json().encode()),
                 ),
-                watch=watch,
+                watchdog=watchdog,
             )
             bar.start(session)
             _say_budget(session.choice, bar)
@@ -208,7 +203,7 @@ def join(
 
 
 def _task_maker(task: object) -> Callable[[FederationInfo], Task]:
-    """What makes the task. Raises BadArgument for what is none and makes none."""
+    """Return the function that makes the task. Raises BadArgument for any other object."""
     if isinstance(task, Task):
         return lambda info: task
     if isinstance(task, torch.nn.Module) or not callable(task):
@@ -251,17 +246,19 @@ def _nothing_trained(session: Session, name: str) -> NothingTrained:
     return NothingTrained(f"{did}: {where}: {session.last_failure}")
 
 
-def _watch(policy: Policy, read: Callable[[], Conditions], folder: StateFolder, say: Callable[[str], None]) -> Watch:
-    """The watch over ``policy``, which goes on counting today's spending where it was before a restart."""
-    watch = Watch(
+def _watchdog(
+    policy: Policy, read: Callable[[], Conditions], folder: StateFolder, say: Callable[[str], None]
+) -> Watchdog:
+    """Return the watchdog of ``policy``, which continues to count today's spending after a restart."""
+    watchdog = Watchdog(
         policy,
         read,
         say=say,
         spent=read_spent(folder.cached(SPENT)),
         keep=lambda spent: folder.cache(SPENT, spent.model_dump_json().encode()),
     )
-    watch.look()  # whether the temperature can be read decides how long rounds take
-    return watch
+    watchdog.look()  # whether the temperature can be read decides how long rounds take
+    return watchdog
 
 
 def _say_budget(choice: Choice | None, bar: _Bar) -> None:
@@ -271,8 +268,8 @@ def _say_budget(choice: Choice | None, bar: _Bar) -> None:
 
 
 def _run(session: Session, bar: _Bar, export: Callable[[], Export | None]) -> None:
-    """Steps until the federation is over. A device that stops early has its model exported then, and stays to answer
-    evaluations."""
+    """Take steps until the federation is over. A device that stops early has its model exported then, and stays to
+    answer evaluations."""
     stopped = session.progress.stopped_round is not None
     while (step := session.step(LONG_POLL_SECONDS)).outcome is not Outcome.over:
         bar.after(session)
@@ -336,7 +333,7 @@ def _result(session: Session, name: str, exported: Export | None) -> Result:
 
 
 def _warnings(progress: Progress) -> Iterator[str]:
-    """What speaks against the personal model, on validation data: that of another round is never better."""
+    """Yield warnings about the personal model, judged on validation data."""
     if progress.best is None:
         return
     found = progress.best.validation
@@ -360,7 +357,7 @@ def _judged(found: Evaluation) -> str:
 
 
 def default_name() -> str:
-    """The host's name, with what a device name may not hold replaced."""
+    """Return the host's name, in which characters that a device name may not hold are replaced."""
     name = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in socket.gethostname())
     return name.strip("._-")[:64] or "device"
 
@@ -401,19 +398,19 @@ class _Bar:
             )
 
     def training(self, assignment: Assignment, done: int, total: int, loss: float) -> None:
-        """One step done."""
+        """Show that one step is done."""
         if self._bar is not None:
             self._bar.set_description(f"{assignment.kind.value} {done}/{total}", refresh=False)
             self._bar.set_postfix(loss=f"{loss:.3f}", refresh=done == total)
 
     def after(self, session: Session) -> None:
-        """One step of the session done."""
+        """Show that one step of the session is done."""
         if self._bar is not None:
             self._bar.n = max(self._bar.n, session.progress.last_round)
             self._bar.set_description("stopped" if session.progress.stopped_round else "waiting")
 
     def waiting(self, reason: str, seconds: float) -> None:
-        """The coordinator does not answer."""
+        """Report that the coordinator does not answer."""
         self.say(f"the coordinator does not answer ({reason}); trying again in {seconds:.1f} s")
 
     def say(self, text: str) -> None:
@@ -428,7 +425,7 @@ class _Bar:
 
 
 def report(result: Result, energy: str) -> str:
-    """What a device did, for a person."""
+    """Return a device's result as text for a person."""
     lines = [
         f"{result.name}: {result.rounds} rounds, {result.steps} local steps"
         + (f", stopped early in round {result.stopped_round}" if result.stopped_round else "")
@@ -469,7 +466,7 @@ def _points(result: Result) -> float:
 
 
 def _joules_per(totals: Totals, count: float) -> str:
-    """Joules of each kind by ``count``; what was measured and what was estimated stay apart."""
+    """Return joules of each kind by ``count``; what was measured and what was estimated stay apart."""
     kinds = (("measured", totals.joules_measured), ("estimated", totals.joules_estimated))
     known = [f"{joules / count:.2f} J {kind}" for kind, joules in kinds if joules and count > 0]
     return ", ".join(known) or "unknown"
@@ -500,7 +497,7 @@ def _cost(totals: Totals) -> str:
 
 
 def as_json(result: Result, energy: str) -> str:
-    """What a device did, for a program: seconds, bytes, joules, and shares of samples."""
+    """Return a device's result as JSON: seconds, bytes, joules, and shares of samples."""
     totals = {name: getattr(result, name).model_dump() for name in ("training", "evaluation", "everything")}
     return json.dumps({**asdict(result), **totals, "energy_source": energy}, default=str)
 
@@ -602,7 +599,7 @@ def _budget(text: str) -> float | None:
 
 
 def _policy(text: str, limits: Mapping[str, str]) -> Policy:
-    """The policy that the options ask for. Raises BadArgument."""
+    """Return the policy that the options ask for. Raises BadArgument."""
     if text == "none":
         chosen = Policy()
     elif text == "auto":
@@ -624,7 +621,6 @@ COMMAND = Command(
     "Take part in a federation until it is finished, as a device.",
     _options,
     _command,
-    EXITS,
     usage="--server URL [--federation NAME] [--name NAME] [options]",
     epilog="SPARROW_ENROLMENT_TOKEN holds the enrolment token where the coordinator asks for one.",
 )

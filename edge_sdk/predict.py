@@ -27,7 +27,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.command_line.command import Command, Exits, MissingPart, Parser, WrongUsage, add_json
+from edge_sdk.protocol.errors import MissingPart, SdkError
+from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
 from sparrow.command_line.exits import Exit
 
 Array = NDArray[Any]
@@ -54,27 +55,28 @@ NAMED = 5
 _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
 
 
-class PredictError(ValueError):
+class PredictError(SdkError):
     """The model or the input cannot be used; the text says what to do."""
 
 
 class NoSuchFile(PredictError):
     """There is no such model or input."""
 
-
-EXITS: Exits = {PredictError: Exit.FAILED, NoSuchFile: Exit.NOT_FOUND}
+    exit_code = Exit.NOT_FOUND
 
 
 class Meter(Protocol):
-    """What ``devices.EnergyMeter`` is: ``phase(name)`` gives a context manager, whose ``energy`` has the joules."""
+    """The interface of ``devices.EnergyMeter``: ``phase(name)`` gives a context manager, whose ``energy`` has the
+    joules.
+    """
 
     def phase(self, name: str) -> Any:
-        """A phase to measure with a ``with`` block."""
+        """Return a phase to measure with a ``with`` block."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What one sample alone takes: seconds, median and 95th percentile; joules, None where nobody knows.
+    """The cost of one sample alone: seconds, median and 95th percentile; joules, None where nobody knows.
 
     energy: how the joules were come by (``measured, rapl``), or why there are none.
     """
@@ -136,7 +138,7 @@ class Predictor:
         self.properties: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
 
     def __call__(self, inputs: Array) -> Array:
-        """Outputs [N, *output_shape] of the samples ``inputs`` [N, *input_shape] of type ``dtype``, N >= 1.
+        """Return outputs [N, *output_shape] of the samples ``inputs`` [N, *input_shape] of type ``dtype``, N >= 1.
 
         Raises PredictError when shape or type differ, or a value is not finite.
         """
@@ -154,7 +156,7 @@ class Predictor:
         return self.measure(sample, repeats).p50
 
     def measure(self, sample: Array | None = None, repeats: int = 100, meter: Meter | None = None) -> Timing:
-        """What one sample alone takes over ``repeats`` runs, after a tenth as many to warm up.
+        """Measure the cost of one sample alone over ``repeats`` runs, after a tenth as many to warm up.
 
         sample: [1, *input_shape]; zeros where none is given, since a dense model takes the same time for any input.
         meter: a ``devices.EnergyMeter``, to count joules with, which takes another ``ENERGY_SECONDS``. Raises
@@ -256,7 +258,7 @@ class Watched:
         return self._current
 
     def __call__(self, inputs: Array) -> Array:
-        """Outputs of the newest model; see ``Predictor``."""
+        """Return outputs of the newest model; see ``Predictor``."""
         return self._current(inputs)
 
     def refresh(self) -> bool:
@@ -319,7 +321,7 @@ class Watched:
 
 
 def _providers(name: str, offered: list[str]) -> list[str]:
-    """The execution providers for ``name``, of those that this ONNX Runtime offers."""
+    """Return the execution providers for ``name``, of those that this ONNX Runtime offers."""
     if name not in PROVIDERS:
         raise PredictError(f"there is no provider {name!r}; choose one of {', '.join(PROVIDERS)}")
     first, *rest = PROVIDERS[name]
@@ -337,7 +339,9 @@ def _lengths(shape: list[int | str | None]) -> tuple[int | None, ...]:
 
 
 def top_classes(scores: Array, count: int) -> NDArray[np.intp]:
-    """The ``count`` classes of highest score, best first: [N, classes] -> [N, count]; ties go to the lower class."""
+    """Return the ``count`` classes of highest score, best first: [N, classes] -> [N, count]; ties go to the lower
+    class.
+    """
     return np.argsort(-scores, axis=1, kind="stable")[:, :count]
 
 
@@ -355,7 +359,7 @@ def _read(path: Path) -> Array:
 
 @dataclass(frozen=True)
 class _Predicted:
-    """What the command found with one model file; times are in seconds."""
+    """The result of the command for one model file; times are in seconds."""
 
     properties: dict[str, str]
     outputs: Array
@@ -475,7 +479,7 @@ def _write(path: Path, outputs: Array) -> None:
         raise PredictError(f"{path} cannot be written: {error.strerror}") from error
 
 
-COMMAND = Command("sparrow predict", "Run an exported model.", _options, _run, EXITS)
+COMMAND = Command("sparrow predict", "Run an exported model.", _options, _run)
 main = COMMAND.main
 
 

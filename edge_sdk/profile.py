@@ -43,24 +43,15 @@ from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publish import add_method_set, read_setting, read_settings
-from edge_sdk.tasks import Task, load_task
+from edge_sdk.tasks import Task, build_seeded, load_task
 from edge_sdk.tasks.compute import ACCELERATORS, USUAL, Compute, choose_device
-from edge_sdk.tasks.exits import EXITS as TASKS
-from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays, build_seeded
+from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays
 from edge_sdk.tasks.models import MODELS
 from edge_sdk.tracing.coupling import UnsupportedLayer
 from edge_sdk.training.local import TrainingDiverged
 from edge_sdk.training.rehearsal import Rehearsal
-from sparrow.command_line.command import Command, Exits, Parser, add_json
-from sparrow.command_line.exits import Exit
+from sparrow.command_line.command import Command, Parser, add_json
 from sparrow.devices import memory
-
-EXITS: Exits = {
-    **TASKS,
-    UnsupportedLayer: Exit.FAILED,
-    Unpredictable: Exit.FAILED,
-    TrainingDiverged: Exit.FAILED,
-}
 
 BUDGETS = (0.2, 0.4, 0.6, 0.8, 1.0)
 STEPS = 20
@@ -370,7 +361,6 @@ COMMAND = Command(
     "Predict and measure what a step of local training takes at a budget on this device.",
     _options,
     _command,
-    EXITS,
 )
 main = COMMAND.main
 

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from edge_sdk.device.transport import Transport, connect, token_of
-from edge_sdk.errors import BadArgument, NotInstalled, Refused
+from edge_sdk.errors import BadArgument, NameTaken, translated
 from edge_sdk.methods.describing import describe_for
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.builtin import builtin_tasks
@@ -37,26 +37,19 @@ from edge_sdk.protocol.messages import (
     FederationSettings,
 )
 from edge_sdk.tasks import Task, load_task
-from edge_sdk.tasks.exits import EXITS as TASKS
-from edge_sdk.tracing.coupling import UnsupportedLayer
 from edge_sdk.tracing.skeleton import make_skeleton
 from edge_sdk.tracing.untraced import RunningStatistics
 from edge_sdk.training.checking import check_task
 from edge_sdk.training.local import get_tensors
-from sparrow.command_line.command import Command, Exits, Parser, add_json, add_wait
-from sparrow.command_line.exits import Exit
+from sparrow.command_line.command import Command, Parser, add_json, add_wait
 from sparrow.command_line.faults import faults
 
 PATIENCE_SECONDS = 30.0
 ARGUMENTS = ("running_statistics", "blocks", "exist_ok", "admin_token", "trust", "client", "patience_seconds")
 """What ``publish`` takes beside settings: a misspelt one looks like a setting."""
 
-EXITS: Exits = {
-    **TASKS,
-    UnsupportedLayer: Exit.FAILED,
-}
 
-
+@translated()
 def publish(
     server: str,
     name: str,
@@ -76,16 +69,15 @@ def publish(
     settings: fields of ``FederationSettings``. running_statistics: whether batch-norm's are averaged over devices or
     stay personal. blocks: for methods that use blocks of a model, name of a parameter -> how many rows each of its
     blocks has, in order (heads of an attention, groups of filters); other parameters are cut as the method does.
-    exist_ok: ask first, and return the federation that exists instead of raising Refused (HTTP 409), where its method,
+    exist_ok: ask first, and return the federation that exists instead of raising NameTaken, where its method,
     settings and model are those asked for. What the model's weights begin as is not compared, nor what an operator has
     changed since. Nothing of the model is uploaded then, and an enrolment token is enough. admin_token: where the
     coordinator asks for one; without, that of SPARROW_ADMIN_TOKEN. trust: certificates for https. patience_seconds:
     how long to wait for a coordinator that does not answer; None: for ever.
 
-    Raises BadArgument for a setting that is none, and for a task whose data, model and loss do not work together
-    (``tasks.checking``); UnsupportedLayer, naming method and layer, for a model that the method cannot train;
-    UnknownMethod; SdkError when the coordinator refuses or does not answer, Refused (HTTP 409) among them, which names
-    each difference.
+    Raises SdkError: BadArgument among them for a setting that does not exist, and for a task whose data, model and loss
+    do not work together (``training.checking``); UnsupportedLayer, naming method and layer, for a model that the method
+    cannot train; UnknownMethod; NameTaken; with exist_ok DifferentFederation, which names each difference.
     """
     asked = read_settings(settings, known=ARGUMENTS)
     check_federation_name(name)
@@ -120,12 +112,10 @@ def publish(
             else:
                 body, media_type = _checkpoint(request, task, example, manifest), checkpoint.MEDIA_TYPE
             return transport.create_federation(body, media_type)
-        except Refused as refusal:
+        except NameTaken:
             # Another device may have been first, meanwhile.
-            if refusal.status == 409 and exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
+            if exist_ok and (info := transport.compare_federation(name, wanted)) is not None:
                 return info
-            if refusal.status == 422 and not isinstance(refusal, NotInstalled):
-                raise BadArgument(refusal.detail) from None
             raise
     finally:
         if client is None:
@@ -167,7 +157,7 @@ def check_federation_name(name: object) -> None:
 
 
 def load_to_publish(task: str, data: str | None, settings: Mapping[str, Any], *, device: str) -> Task | str:
-    """What ``publish`` wants of a task known by name: the name where it is built in, or else the task itself.
+    """Return the argument of ``publish`` for a task known by name: the name if it is built in, or else the task itself.
 
     data: a sample, as ``device`` has it. Raises BadArgument for wrong settings, UnknownTask, DataError.
     """
@@ -186,7 +176,7 @@ def read_setting(text: str) -> tuple[str, str]:
 
 
 def add_method_set(parser: argparse._ActionsContainer) -> None:
-    """The option ``--method-set``, whose pairs are the setting ``method_settings``."""
+    """Add the option ``--method-set``, whose pairs are the setting ``method_settings``."""
     parser.add_argument(
         "--method-set",
         type=read_setting,
@@ -200,7 +190,7 @@ def add_method_set(parser: argparse._ActionsContainer) -> None:
 def read_settings(
     given: Mapping[str, Any], prefix: str = "", *, options: bool = False, known: Iterable[str] = ()
 ) -> FederationSettings:
-    """The settings of a federation, checked.
+    """Check and return the settings of a federation.
 
     known: what else could have been meant by a misspelt one. Raises BadArgument, which names each wrong one after
     ``prefix``, spelt as an option where these are ``options``.
@@ -251,7 +241,7 @@ def _fields() -> dict[str, str]:
 
 
 def _options(parser: Parser) -> None:
-    """Each field of FederationSettings is an option, too; a brief help only names them."""
+    """Add the options; each field of FederationSettings is one, and a brief help only names them."""
     parser.add_argument("--server", required=True, help="the coordinator's address, http://HOST:PORT")
     parser.add_argument("--name", required=True, help="the federation's name")
     parser.add_argument("--task", default="digits", help="a task built in or installed (default: %(default)s)")
@@ -284,7 +274,6 @@ COMMAND = Command(
     "Create a federation on a running coordinator.",
     _options,
     _run,
-    EXITS,
     usage="--server URL --name NAME [--task TASK] [settings]",
     epilog="SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one.",
 )

@@ -14,10 +14,9 @@ from typing import get_args
 
 from tqdm import tqdm
 
-from sparrow.command_line.command import Command, Exits, Parser, add_json
-from sparrow.command_line.exits import Exit
+from sparrow.command_line.command import Command, Parser, add_json
 from sparrow.export.build import ACCURACY_LIMIT, Mode, Precision, dense
-from sparrow.export.errors import ExportError, NotThere
+from sparrow.export.errors import ExportError
 from sparrow.export.exporter import Options, export_model
 from sparrow.export.report import MEASUREMENTS, Report, picture_maker
 from sparrow.export.running import runtime
@@ -27,9 +26,6 @@ from sparrow.export.source import read_source
 PICTURES = (".png", ".svg", ".pdf")
 STEPS = 5
 """Steps of an export that its progress counts, beside measurements."""
-
-
-EXITS: Exits = {ExportError: Exit.FAILED, NotThere: Exit.NOT_FOUND}
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -114,9 +110,7 @@ def _export(options: argparse.Namespace) -> Report:
     return report
 
 
-COMMAND = Command(
-    "sparrow export", "Export a personal model to ONNX, and report what that gains.", _options, _run, EXITS
-)
+COMMAND = Command("sparrow export", "Export a personal model to ONNX, and report what that gains.", _options, _run)
 main = COMMAND.main
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sparrow.command_line.command import MissingPart
+from edge_sdk.protocol.errors import MissingPart
 from sparrow.export.measure import LOADS, Latency, LoadCost, latencies, load_costs
 from sparrow.export.ort_format import OrtFile
 from sparrow.export.running import Parity

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.command_line.command import MissingPart
+from edge_sdk.protocol.errors import MissingPart
 from sparrow.export.errors import ExportError
 
 Array = NDArray[Any]

@@ -1,1 +1,39 @@
-"""``sparrow``: one command over all parts. It imports a part only when that is called."""
+"""Sparse personalised federated learning on real devices: the command ``sparrow``, and the functions behind it.
+
+    from sparrow import Seeded, Task, SdkError, join, publish, simulate
+
+A name is imported when it is asked for: importing this package loads neither torch nor httpx. Everything that leaves
+these functions, and that a caller can do something about, is an ``SdkError`` (``edge_sdk/errors.py`` draws the tree).
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from edge_sdk.errors import SdkError
+    from edge_sdk.join import join
+    from edge_sdk.publish import publish
+    from edge_sdk.simulation.simulate import simulate
+    from edge_sdk.tasks import Seeded, Task
+
+__all__ = ["SdkError", "Seeded", "Task", "join", "publish", "simulate"]
+
+_MODULES = {
+    "SdkError": "edge_sdk.errors",
+    "Seeded": "edge_sdk.tasks",
+    "Task": "edge_sdk.tasks",
+    "join": "edge_sdk.join",
+    "publish": "edge_sdk.publish",
+    "simulate": "edge_sdk.simulation.simulate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of ``__all__`` from its module. Raises CannotTrain on a device without torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name != "SdkError":
+        from edge_sdk.device import trainable
+
+        trainable.check()
+    return getattr(importlib.import_module(_MODULES[name]), name)

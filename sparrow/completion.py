@@ -12,14 +12,16 @@ from collections.abc import Sequence
 import shtab
 
 from edge_sdk.device.trainable import CannotTrain
-from sparrow.command_line.command import Command, MissingPart, Parser
+from edge_sdk.protocol.errors import MissingPart
+from sparrow.command_line.command import Command, Parser
 from sparrow.main import PARTS, build
 
 SHELLS = ("bash", "zsh")
 
 
 def parsers(name: str) -> Sequence[Parser]:
-    """The whole parser of a command; none where its part is not installed: its name is completed all the same."""
+    """Return the whole parser of a command; none where its part is not installed: its name is completed
+    all the same."""
     if name == "completion":
         return (COMMAND.parser("sparrow completion", brief=False),)
     try:

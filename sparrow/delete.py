@@ -7,7 +7,6 @@ import json
 import sys
 
 from edge_sdk.device.transport import Transport, connect, token_of
-from edge_sdk.exits import EXITS
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import FederationInfo
 from sparrow.command_line.command import Command, Parser, WrongUsage, add_json, add_wait
@@ -51,7 +50,6 @@ COMMAND = Command(
     "Delete a federation, with its records, devices and models, for good.",
     _options,
     _run,
-    EXITS,
     epilog="SPARROW_ADMIN_TOKEN holds the admin token where the coordinator asks for one.",
 )
 main = COMMAND.main

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from edge_sdk.device import trainable
-from sparrow.command_line.command import Command, Exits, MissingPart, Parser, ended, interruptible
+from edge_sdk.protocol.errors import MissingPart
+from sparrow.command_line.command import Command, Parser, ended, interruptible
 from sparrow.command_line.exits import Exit
 from sparrow.command_line.nearest import nearest
 
@@ -24,7 +25,7 @@ DISTRIBUTION = "sparrow-fl"
 
 @dataclass(frozen=True)
 class Part:
-    """Where a command is: its module, the extra that installs what it needs, and whether that includes torch."""
+    """The place of a command: its module, the extra that installs its packages, and whether they include torch."""
 
     module: str
     help: str
@@ -32,7 +33,7 @@ class Part:
     trains: bool = False
 
     def load(self) -> Command:
-        """The command. Raises MissingPart, CannotTrain."""
+        """Return the command. Raises MissingPart, CannotTrain."""
         if self.trains:
             trainable.check()
         try:
@@ -43,7 +44,7 @@ class Part:
                 raise
             if missing in OURS:
                 raise MissingPart(
-                    f"{self.module} is no part of this installation; install {DISTRIBUTION} whole"
+                    f"{self.module} is not part of this installation; install {DISTRIBUTION} whole"
                 ) from None
             wanted = DISTRIBUTION if self.extra is None else f"{DISTRIBUTION}[{self.extra}]"
             raise MissingPart(f"{missing} is not installed, which this needs: pip install '{wanted}'") from error
@@ -62,7 +63,7 @@ PARTS = {
     "publish": Part("edge_sdk.publish", "create a federation", "device,publish", trains=True),
     "delete": Part("sparrow.delete", "delete a federation"),
     "join": Part("edge_sdk.join", "take part in a federation, as a device", "device", trains=True),
-    "fleet": Part("edge_sdk.simulation.fleet", "many simulated devices", "device,publish", trains=True),
+    "fleet": Part("edge_sdk.simulation.simulate", "many simulated devices", "device,publish", trains=True),
     "profile": Part("edge_sdk.profile", "what a training step takes at a budget", "device,publish", trains=True),
     "devices": Part("sparrow.devices.__main__", "what this device is, its sensors"),
     "export": Part("sparrow.export.__main__", "a personal model as the smallest ONNX file", "export"),
@@ -73,7 +74,7 @@ PARTS = {
 
 
 def build(parents: Callable[[str], Sequence[Parser]] = lambda name: ()) -> Parser:
-    """The parser of ``sparrow`` itself. parents: of each command, where its options are wanted as well."""
+    """Return the parser of ``sparrow`` itself. parents: of each command, where its options are wanted as well."""
     parser = Parser(
         prog="sparrow",
         usage="sparrow [--version] COMMAND [options]",
@@ -102,9 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, rest = words[0], words[1:]
     prog = f"sparrow {name}"
     loaded: list[Command] = []
-    known: Exits = {MissingPart: Exit.CANNOT, trainable.CannotTrain: Exit.CANNOT}
     with interruptible(f"{prog}: interrupted\n"):
-        code = ended(prog, lambda: loaded.append(PARTS[name].load()), known, shown="--traceback" in rest)
+        code = ended(prog, lambda: loaded.append(PARTS[name].load()), shown="--traceback" in rest)
     return loaded[0].main(rest, prog) if loaded else code
 
 

@@ -11,7 +11,6 @@ from datetime import datetime
 from typing import Any
 
 from edge_sdk.device.transport import Transport, connect, token_of
-from edge_sdk.exits import EXITS
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import DeviceInfo, FederationInfo, FederationStatus, OpenWork, RoundRecord
 from sparrow.command_line.command import Command, Parser, WrongUsage, add_json, add_wait
@@ -24,7 +23,7 @@ CLEAR = "\033[2J\033[H"
 
 @dataclass(frozen=True)
 class Status:
-    """What a coordinator said. trouble: why it is not ready; rounds and devices: of the one federation asked for;
+    """The state of a coordinator. trouble: why it is not ready; rounds and devices: of the one federation asked for;
     open_work: by federation, where one waits for devices."""
 
     server: str
@@ -115,7 +114,7 @@ def _rounds(found: list[RoundRecord]) -> str:
 
 
 def _awaited(federation: str, work: OpenWork) -> str:
-    """Who a federation waits for, who was heard of longest ago first."""
+    """Return a table of the devices that a federation waits for, the one silent for longest first."""
 
     def past(then: str) -> str:
         passed = datetime.fromisoformat(work.at) - datetime.fromisoformat(then)
@@ -211,7 +210,6 @@ COMMAND = Command(
     "What the federations of a running coordinator do.",
     _options,
     _run,
-    EXITS,
     epilog="SPARROW_OBSERVER_TOKEN holds the observer token where the coordinator asks for one.",
 )
 main = COMMAND.main

@@ -15,15 +15,12 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 
 from edge_sdk.device.transport import Transport, connect, token_of
-from edge_sdk.exits import EXITS as COORDINATOR
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import FederationStatus, RoundRecord
-from sparrow.command_line.command import Command, Exits, Parser, WrongUsage
-from sparrow.command_line.exits import Exit
-from sparrow.trackers import MLflow, TensorBoard, Tracker, TrackerFailed
+from sparrow.command_line.command import Command, Parser, WrongUsage
+from sparrow.trackers import MLflow, TensorBoard, Tracker
 
 EVERY_SECONDS = 5.0
-EXITS: Exits = {**COORDINATOR, TrackerFailed: Exit.FAILED}
 
 
 def follow(
@@ -34,7 +31,8 @@ def follow(
     every_seconds: float = EVERY_SECONDS,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[RoundRecord]:
-    """The record of each round but those ``written``, in order, once it is complete; ends when the federation has.
+    """Yield the record of each round but those ``written``, in order, once it is complete; ends when the federation
+    has.
 
     A record is complete when its round has closed, another one has followed or none will, nobody is asked about it any
     more (evaluations are answered while the next round trains), and it was the same at the look before: what an upload
@@ -60,7 +58,7 @@ def follow(
 
 
 def curves(record: RoundRecord) -> dict[str, float]:
-    """What there is to draw of a round, by name; what nobody measured or judged is not in it.
+    """Return the points of a round's curves, by name; without values that nobody measured or judged.
 
     Accuracies are shares, and means over devices, as losses are. Bytes, joules and the seconds of a phase are sums over
     devices; ``bytes/evaluation``, both ways, is in none of the others.
@@ -155,7 +153,6 @@ COMMAND = Command(
     "A federation's rounds as curves in TensorBoard or MLflow, while it runs or afterwards.",
     _options,
     _run,
-    EXITS,
     epilog="pip install 'sparrow-fl[tracking]' brings both. SPARROW_OBSERVER_TOKEN holds the observer token where the "
     "coordinator asks for one. docs/tracking.md says what is written.",
 )

@@ -1,4 +1,4 @@
-"""Where ``sparrow track`` writes: TensorBoard's event files, MLflow's runs. Either is imported when it is asked for.
+"""The trackers of ``sparrow track``: TensorBoard's event files, MLflow's runs. Either is imported when it is asked for.
 
 A federation is one run of each, told from another of the same name by its uid: a coordinator set up anew begins anew.
 """
@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from edge_sdk.protocol.errors import MissingPart, SdkError
 from edge_sdk.protocol.messages import FederationInfo
-from sparrow.command_line.command import MissingPart
 
 EVERY_ROUND = "devices/updates"
 """A curve that has a point for every round: its steps are the rounds that were written."""
@@ -22,8 +22,8 @@ EXPERIMENT = "sparrow"
 UID = "sparrow.federation"
 
 
-class TrackerFailed(RuntimeError):
-    """What is written to cannot be; the text says which and why."""
+class TrackerFailed(SdkError):
+    """TensorBoard's files or MLflow's store cannot be written; the text says which and why."""
 
 
 class Tracker(Protocol):
@@ -32,7 +32,7 @@ class Tracker(Protocol):
     where: str
 
     def written(self) -> set[int]:
-        """The rounds that are there already."""
+        """Return the rounds that are there already."""
 
     def write(self, number: int, found: Mapping[str, float], closed_at: str | None) -> None:
         """Write a round, whole or not at all. closed_at: ISO 8601."""
@@ -66,12 +66,12 @@ class TensorBoard:
         self.where = f"{self._folder}: look at it with tensorboard --logdir {folder}"
 
     def written(self) -> set[int]:
-        """The steps of what this folder's files hold."""
+        """Return the steps of what this folder's files hold."""
         found = self._reader(str(self._folder), size_guidance={"scalars": 0}).Reload()
         return {point.step for point in found.Scalars(EVERY_ROUND)} if EVERY_ROUND in found.Tags()["scalars"] else set()
 
     def write(self, number: int, found: Mapping[str, float], closed_at: str | None) -> None:
-        """One event holds all of a round."""
+        """Write a round as one event."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in found.items()]
         if self._file is None:
             now = time.time()
@@ -118,12 +118,12 @@ class MLflow:
         self.where = f"MLflow at {uri}: run {info.name} of the experiment {EXPERIMENT}"
 
     def written(self) -> set[int]:
-        """The steps of the run's history."""
+        """Return the steps of the run's history."""
         with self._telling():
             return {point.step for point in self._client.get_metric_history(self._run, EVERY_ROUND)}
 
     def write(self, number: int, found: Mapping[str, float], closed_at: str | None) -> None:
-        """One call holds all of a round."""
+        """Write a round by one call."""
         when = round(1000 * _seconds(closed_at))
         with self._telling():
             self._client.log_batch(
@@ -131,12 +131,12 @@ class MLflow:
             )
 
     def finish(self) -> None:
-        """The run is over."""
+        """Return the run is over."""
         with self._telling():
             self._client.set_terminated(self._run)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file is open."""
 
     @contextmanager
     def _telling(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ WHOLE = 31 / 32
 
 
 def subtract(tensors: Tensors, reference: Tensors) -> Tensors:
-    """What is needed, beside ``reference``, to have ``tensors`` again; both by name, alike in shape and type."""
+    """Return what is needed, beside ``reference``, to restore ``tensors``; both by name, alike in shape and type."""
     difference: Tensors = {}
     for name, tensor in tensors.items():
         if name not in reference or tensor.dtype != np.float32:
@@ -35,7 +35,9 @@ def subtract(tensors: Tensors, reference: Tensors) -> Tensors:
 
 
 def add(difference: Tensors, reference: Tensors) -> Tensors:
-    """The tensors that ``subtract`` was given; new arrays. Raises BundleError for a difference from another model."""
+    """Return the tensors that ``subtract`` was given; new arrays. Raises BundleError for a difference from another
+    model.
+    """
     tensors = {name: np.array(tensor, order="C") for name, tensor in reference.items()}
     for name, stored in difference.items():
         base, _, part = name.rpartition(":")
@@ -55,5 +57,5 @@ def add(difference: Tensors, reference: Tensors) -> Tensors:
 
 
 def _bits(tensor: Array) -> Array:
-    """The values' bits: unlike the values, they tell 0.0 from -0.0 and are equal to themselves where NaN."""
+    """Return the values' bits: unlike the values, they tell 0.0 from -0.0 and are equal to themselves where NaN."""
     return np.ascontiguousarray(tensor).reshape(-1).view(np.uint32)

@@ -1,4 +1,4 @@
-"""When this device may train, as its user asks or as suits its kind; ``edge_sdk.device.watchdog`` enforces it.
+"""The policy that decides when this device may train; ``edge_sdk.device.watchdog`` enforces it.
 
 A policy is a handful of limits, each of which may be left out. A limit has two sides, so that a device at the brink
 does not flicker: work begins at ``battery_start`` and goes on down to ``battery_stop``; it pauses at ``pause_celsius``
@@ -103,7 +103,7 @@ class Policy(BaseModel):
 
     @classmethod
     def for_board(cls, kind: str, *, board: str = "", memory_bytes: int = 0, has_battery: bool = False) -> Policy:
-        """The defaults for a kind of device: phone, laptop, raspberry-pi, jetson, or linux.
+        """Return the defaults for a kind of device: phone, laptop, raspberry-pi, jetson, or linux.
 
         board: its name, for the one board that throttles earlier than its kin. memory_bytes: of the machine.
         has_battery: whether it can run without external power. A Linux machine of no known kind, on mains, is left to
@@ -165,7 +165,8 @@ class Policy(BaseModel):
         return small if kind in ("raspberry-pi", "jetson") else cls()
 
     def changed(self, changes: Mapping[str, object]) -> Policy:
-        """This policy with some limits given anew, as text or values; ``none`` takes one away. Raises BadArgument."""
+        """Return this policy with some limits replaced, as text or values; ``none`` takes one away.
+        Raises BadArgument."""
         given = {key: None if value in ("none", "") else value for key, value in changes.items()}
         cleared = {key for key, value in given.items() if value is None}
         kept = {key: value for key, value in self.model_dump().items() if key not in cleared}
@@ -173,7 +174,7 @@ class Policy(BaseModel):
         return _checked({**kept, **dict.fromkeys(unknown), **{k: v for k, v in given.items() if v is not None}})
 
     def within_hours(self, now: datetime) -> bool:
-        """Whether ``now``, local time, lies in the part of the day that is for work."""
+        """Return whether ``now``, local time, lies in the part of the day that is for work."""
         if self.hours is None:
             return True
         begin, end = _window(self.hours)
@@ -182,12 +183,12 @@ class Policy(BaseModel):
 
     @property
     def asks(self) -> bool:
-        """Whether it asks for anything at all."""
+        """True if it has any limit."""
         return self != Policy()
 
 
 def policy_here(system: System) -> Policy:
-    """The defaults for this machine."""
+    """Return the defaults for this machine."""
     reader = ConditionsReader(system)
     board = reader.board
     return Policy.for_board(
@@ -199,7 +200,7 @@ def policy_here(system: System) -> Policy:
 
 
 def read_policy(path: Path) -> dict[str, object]:
-    """The limits in a TOML file: ``KEY = VALUE`` lines, none of them required. Raises BadArgument."""
+    """Return the limits in a TOML file: ``KEY = VALUE`` lines, none of them required. Raises BadArgument."""
     try:
         found = tomllib.loads(path.read_text())
     except OSError as error:
@@ -224,8 +225,8 @@ def _window(text: str) -> tuple[int, int]:
     """Minutes of the day from which and to which: of ``22:00-07:00``."""
     match = re.fullmatch(r"\s*(\d{1,2}):(\d{2})\s*-\s*(\d{1,2}):(\d{2})\s*", text)
     if match is None:
-        raise ValueError(f"{text!r} is no part of a day; give it as 22:00-07:00")
+        raise ValueError(f"{text!r} is not a part of a day; give 22:00-07:00")
     hours, minutes, to_hours, to_minutes = map(int, match.groups())
     if max(hours, to_hours) > 24 or max(minutes, to_minutes) > 59:
-        raise ValueError(f"{text!r} is no part of a day; give it as 22:00-07:00")
+        raise ValueError(f"{text!r} is not a part of a day; give 22:00-07:00")
     return 60 * hours + minutes, 60 * to_hours + to_minutes

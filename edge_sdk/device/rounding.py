@@ -14,7 +14,7 @@ from edge_sdk.training.merging import sent_values
 
 
 def round_update(job: Job, update: Update, feedback: Tensors) -> tuple[Quantised, Tensors]:
-    """An update as whole numbers, and what rounding takes from it, to be added to the next (``quantization``).
+    """Return an update as whole numbers, and what rounding takes from it, to be added to the next (``quantization``).
 
     feedback: what it took before; name -> float32, nothing where there was none.
     """

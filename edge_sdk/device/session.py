@@ -30,8 +30,17 @@ from edge_sdk.device.rounding import round_update
 from edge_sdk.device.state import Best, Identity, Pending, StateFolder, Totals
 from edge_sdk.device.telemetry import Telemetry as Meter
 from edge_sdk.device.transport import Traffic, Transport
-from edge_sdk.device.watchdog import LOOK_SECONDS, Paused, Stint, Watch
-from edge_sdk.errors import FederationOver, Refused, RoundOver, SdkError, TokenExpired
+from edge_sdk.device.watchdog import LOOK_SECONDS, Paused, Watchdog, WatchedWork
+from edge_sdk.errors import (
+    FederationOver,
+    NotAllowed,
+    NotAuthenticated,
+    NotFound,
+    Refused,
+    RoundOver,
+    SdkError,
+    TokenExpired,
+)
 from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update, load_method
 from edge_sdk.protocol import bundle, personal
 from edge_sdk.protocol.elements import ElementMask
@@ -91,7 +100,7 @@ Answer = TypeVar("Answer")
 
 
 class Outcome(Enum):
-    """What a step came to."""
+    """The outcome of a step."""
 
     worked = "worked"
     idle = "idle"
@@ -112,7 +121,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Known:
-    """What a device must learn of its federation before it can enrol; a fleet learns it once for all its devices."""
+    """The facts of a federation that a device needs before it can enrol; a fleet asks for them once."""
 
     info: FederationInfo
     manifest: Manifest
@@ -125,7 +134,7 @@ class Session:
     profile: what the device says of itself, this machine by default. progress: called with (assignment, steps done,
     steps in all, loss) while the device trains. prepare: given task, manifest and federation before the device enrols;
     returns the task as it is to be computed, or raises where that cannot be. known: what else would be asked for; the
-    task is then trusted to fit. announce: whether a device that is enrolled says that it is there. watch: holds the
+    task is then trusted to fit. announce: whether a device that is enrolled says that it is there. watchdog: holds the
     device to its policy, between assignments and between batches. hosted: whether it is one of many that a process
     hosts in turn: such a device may be silent, and sends no heartbeats. Raises what ``errors`` lists; the state folder
     stays usable.
@@ -146,12 +155,12 @@ class Session:
         prepare: Callable[[Task, Manifest, FederationInfo], Prepared] | None = None,
         known: Known | None = None,
         announce: bool = True,
-        watch: Watch | None = None,
+        watchdog: Watchdog | None = None,
         hosted: bool = False,
     ) -> None:
         self._transport = transport
         self._hosted = hosted
-        self._watch = watch
+        self._watchdog = watchdog
         self._away: PauseReason | None = None  # what the coordinator was told last
         self._uploading = 0.0  # seconds that the last upload took
         self._folder = folder
@@ -205,7 +214,7 @@ class Session:
 
     @property
     def name(self) -> str:
-        """What this device is called in its federation."""
+        """The name of this device in its federation."""
         return self._identity.name
 
     @property
@@ -235,7 +244,7 @@ class Session:
 
     @property
     def choice(self) -> Choice | None:
-        """How that was chosen; None where its user gave it."""
+        """The reasons for the budget; None where the user gave it."""
         return self._prepared.choice
 
     @property
@@ -254,7 +263,7 @@ class Session:
         return manifest
 
     def skeleton(self) -> bytes:
-        """The ONNX skeleton of the federation's model, downloaded once."""
+        """Return the ONNX skeleton of the federation's model, downloaded once."""
         skeleton = self._folder.cached(personal.SKELETON)
         if skeleton is None:
             skeleton = self._transport.skeleton(self._federation)
@@ -283,7 +292,7 @@ class Session:
         self._transport.token = enrolled.token
 
     def _or_enrol_again(self, call: Callable[[], Answer]) -> Answer:
-        """What ``call`` answers; a device whose token has expired, because it was away for long, gets a new one first.
+        """Return the answer of ``call``; a device whose token has expired enrols again first.
 
         Raises Refused where an enrolment token is needed and was not given.
         """
@@ -310,9 +319,7 @@ class Session:
         token = self._transport.token = identity.token
         try:
             self._transport.change_device(identity.device_id, ChangeDevice())
-        except Refused as refusal:
-            if refusal.status != 401:
-                raise
+        except NotAuthenticated:
             token = self._transport.token = identity.previous
         settled = identity.model_copy(update={"token": token, "previous": None})
         self._folder.save_identity(settled)
@@ -326,7 +333,7 @@ class Session:
 
     def step(self, wait_seconds: float = 0.0) -> Step:
         """Send what is waiting to be sent, or ask for work and do it, or find that there is none."""
-        if (reason := self._watch.look() if self._watch else None) is not None:
+        if (reason := self._watchdog.look() if self._watchdog else None) is not None:
             self._stay_away(reason)
             return Step(Outcome.idle, pause_seconds=LOOK_SECONDS, paused=reason)
         self._away = None  # asking for work says that it is back
@@ -355,7 +362,7 @@ class Session:
         failed = None
         try:
             with self._heard(assignment.assignment_id, assignment.settings):
-                self._work(assignment, self._stint(assignment))
+                self._work(assignment, self._watched_work(assignment))
         except (TrainingDiverged, ProtocolError) as error:
             failed = str(error)
             log.warning("round %s: %s", assignment.round, error)
@@ -380,12 +387,12 @@ class Session:
         return nullcontext() if self._hosted else Heartbeat(self._transport, assignment_id, settings.silence_seconds)
 
     def _reassess(self, assignment: Assignment) -> None:
-        """What this device can afford from the next round on."""
-        controller, hot = self._prepared.controller, self._watch is not None and self._watch.hot
+        """Choose the budget again for the next rounds."""
+        controller, hot = self._prepared.controller, self._watchdog is not None and self._watchdog.hot
         if controller is None or assignment.kind is not Kind.train:
             return
-        if self._watch is not None:
-            self._watch.hot = False
+        if self._watchdog is not None:
+            self._watchdog.hot = False
         before = controller.budget
         if controller.reassess(assignment.settings.deadline_seconds, hot=hot):
             log.info("from budget %g: %s", before, controller.choice)
@@ -398,14 +405,14 @@ class Session:
             self._tell(ChangeDevice(conditions=Conditions(available=False, reason=reason)))
             self._away = reason
 
-    def _stint(self, assignment: Assignment) -> Stint | None:
-        """This piece of work under the watch. Nobody waits for what is done when the federation has ended."""
-        if self._watch is None:
+    def _watched_work(self, assignment: Assignment) -> WatchedWork | None:
+        """Return the watched piece of work. No deadline holds for work after the end of the federation."""
+        if self._watchdog is None:
             return None
         waits = assignment.kind is not Kind.adapt
-        return Stint(
-            self._watch,
-            self._watch.clock() + assignment.deadline_seconds if waits else None,
+        return WatchedWork(
+            self._watchdog,
+            self._watchdog.clock() + assignment.deadline_seconds if waits else None,
             reserve=max(RESERVE_SECONDS, 2 * self._uploading),
             on_pause=self._telemetry.pause,
         )
@@ -416,7 +423,8 @@ class Session:
         self._hand_back(assignment.assignment_id, reason)
 
     def _never_sent(self) -> Tensors:
-        """What of the task's model no payload brings: a device's own part, local running statistics."""
+        """Return the tensors of the task's model that no payload holds: a device's own part, local
+        running statistics."""
         state, shared = self.task.model.state_dict(), {spec.name for spec in self.manifest.shared}
         return {
             spec.name: np.array(state[spec.name].detach().cpu().numpy())
@@ -439,16 +447,15 @@ class Session:
             self._transport.hand_back(assignment_id, reason)
         except RoundOver:
             pass  # then nobody waits for it any more
-        except Refused as refusal:
-            if refusal.status != 404:  # it was withdrawn: a preparation that took too long
-                raise
+        except NotFound:
+            pass  # it was withdrawn: a preparation that took too long
 
-    def _work(self, assignment: Assignment, stint: Stint | None) -> None:
+    def _work(self, assignment: Assignment, watched: WatchedWork | None) -> None:
         def after_step(done: int, total: int, loss: float) -> None:
             self._report_progress(assignment, done, total, loss)
             self._telemetry.sample()
-            if stint is not None:
-                stint.after_step(done, total)
+            if watched is not None:
+                watched.after_step(done, total)
 
         with self._telemetry.phase("download") as download:
             received = None
@@ -491,7 +498,9 @@ class Session:
                 )
 
     def _load_mask(self) -> ElementMask | NeuronMask | None:
-        """The mask that this device holds; a file that is not one is none: it is sent, or chosen, again."""
+        """Return the mask that this device holds. A file that cannot be read counts as none: the mask is sent, or
+        chosen, again.
+        """
         data = self._folder.cached(MASK)
         try:
             return None if data is None else mask_from_file(self.manifest, data)
@@ -550,15 +559,15 @@ class Session:
             **judged,
             training=self.progress.training.plus(download).plus(train),
         )
-        if self._watch is not None:
+        if self._watchdog is not None:
             spent = [download, train, upload]
             joules = [phase.joules for phase in spent if phase.joules is not None]
-            self._watch.count(sum(phase.seconds - phase.paused_seconds for phase in spent), sum(joules))
+            self._watchdog.count(sum(phase.seconds - phase.paused_seconds for phase in spent), sum(joules))
         if controller is not None:
             controller.after_upload(upload)
 
     def _pack(self, job: Job, update: Update, report: str) -> tuple[bytes, Tensors | None]:
-        """The update as a bundle, and what rounding takes from it; None where nothing is rounded."""
+        """Return the update as a bundle, and what rounding takes from it; None where nothing is rounded."""
         assignment = job.assignment
         precision = assignment.settings.precision_of("up", assignment.kind)
         values: Array | Quantised = update.values
@@ -657,9 +666,9 @@ class Session:
                 # Too late, or answered already: the local step stays, as the method card asks (3.2).
                 log.info("the update was not needed any more: %s", error.detail)
                 self._say_what_stays(pending)
+            except (NotAuthenticated, NotAllowed):
+                raise
             except Refused as refusal:
-                if refusal.status in (401, 403):
-                    raise
                 # It would be refused again. The local step stays, and the round need not wait for this device.
                 log.warning("the update was refused: %s", refusal.detail)
                 self._save_progress(pending=None)
@@ -702,9 +711,9 @@ class Session:
         return self._best[1]
 
     def _judge_first(self, job: Job) -> dict[str, Any]:
-        """The changes to progress that say how good the model is as first received, before any local training: where a
-        part of it has come, of the narrow network that this is; and where nothing has, of the model that the device
-        has. Nothing where that is known."""
+        """Return the changes to progress that say how good the model is as first received, before any local training:
+        where a part of it has come, of the narrow network that this is; and where nothing has, of the model that the
+        device has. Nothing where that is known."""
         if self.progress.rounds or self.progress.accuracy_before is not None:
             return {}
         tensors = get_tensors(job.model, self.manifest) if self.personal is None else dict(self.personal)
@@ -723,7 +732,7 @@ class Session:
         return self._method.picks_best and self.info.settings.personal_model == "best"
 
     def _find_best(self, job: Job, trained: Trained) -> Best | None:
-        """The best personal model after a round: the round's own where its validation data speak for it."""
+        """Return the best personal model after a round: the round's own where its validation data speak for it."""
         state, before = trained.state, self.progress.best
         if state.personal is None or not self._keeps_best:
             return before
@@ -751,7 +760,7 @@ class Session:
                 self._folder.save_best(self.manifest, mixture, self.progress)
 
     def _validate_global(self, job: Job, evaluated: Evaluated) -> Evaluation | None:
-        """The global model on validation data, where it was just judged beside a personal one."""
+        """Return the global model on validation data, where it was just judged beside a personal one."""
         if evaluated.personal is None or evaluated.global_model is None or not self.info.global_model_usable:
             return None
         if self.task.test is None:
@@ -773,7 +782,7 @@ def _elements(mask: Mask | None) -> ElementMask | None:
 
 
 def _report(job: Job, trained: Trained, download: Phase, train: Phase) -> str:
-    """The report of a round's training, as JSON."""
+    """Return the report of a round's training, as JSON."""
     report = UpdateReport(
         num_examples=trained.num_examples,
         status="stopped" if trained.stopped else "active",
@@ -790,7 +799,7 @@ def _report(job: Job, trained: Trained, download: Phase, train: Phase) -> str:
 
 
 def _bytes_of(state: DeviceState) -> int:
-    """What the device keeps of models between rounds, bytes."""
+    """Return the bytes of models that the device keeps between rounds."""
     return sum(tensor.nbytes for tensor in (*(state.personal or {}).values(), *state.own.values()))
 
 
@@ -807,7 +816,7 @@ def check_model(model: nn.Module, manifest: Manifest) -> None:
 
 
 def own_profile(energy: str) -> DeviceProfile:
-    """What this device says of itself when it enrols."""
+    """Return the profile that this device sends when it enrols."""
     try:
         sdk_version = version("sparrow-fl")
     except PackageNotFoundError:

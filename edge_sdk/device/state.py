@@ -1,4 +1,4 @@
-"""What a device keeps on disk between rounds, so that it survives its own death at any point.
+"""The state that a device keeps on disk between rounds, so that it survives a crash at any point.
 
     state/
       identity.json       federation, name, enrolment key, device id, token; readable by its owner alone
@@ -50,13 +50,13 @@ class Reference:
 
     @classmethod
     def of(cls, tensors: Tensors) -> Reference:
-        """The reference of these tensors."""
+        """Return the reference of these tensors."""
         return cls(tensors, hashlib.sha256(checkpoint.save(tensors)).hexdigest())
 
 
 class Identity(BaseModel):
-    """Who this device is to its coordinator. ``device_id`` and ``token`` come with enrolment; ``previous`` is the token
-    of before, as long as it is not known whether the coordinator takes the new one."""
+    """The identity of this device at its coordinator. ``device_id`` and ``token`` come with enrolment; ``previous`` is
+    the token of before, as long as it is not known whether the coordinator takes the new one."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -80,8 +80,8 @@ class Pending(BaseModel):
 
 
 class Totals(BaseModel):
-    """What a device spent so far. Measured and estimated joules stay apart; of throttling and heat the sum and the peak
-    of what was seen, None where nothing was."""
+    """The costs of a device so far. Measured and estimated joules stay apart; of throttling and heat the sum and the
+    peak of what was seen, None where nothing was."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -96,7 +96,7 @@ class Totals(BaseModel):
     celsius_peak: float | None = None
 
     def plus(self, phase: Phase) -> Totals:
-        """The totals after one more phase."""
+        """Return the totals after one more phase."""
         joules = phase.joules or 0.0
         estimated = phase.quality == "estimated"
         return Totals(
@@ -129,7 +129,7 @@ class Best(BaseModel):
 
 
 class Progress(BaseModel):
-    """How far a device has come. ``memory`` is the method's own; ``training`` and ``evaluation`` are what each cost,
+    """The progress of a device. ``memory`` is the method's own; ``training`` and ``evaluation`` are what each cost,
     and ``everything`` counts all bodies, whatever they were for; ``model`` names the global model that the state lets
     the method rebuild. ``validation_before`` is the model as first received, ``validation_global`` the global model as
     last judged, both on validation data; None where that was not measured.
@@ -184,7 +184,7 @@ class FolderLock:
 
 
 def default_root(server: str, federation: str) -> Path:
-    """Where the state of devices lies unless told otherwise: under the user's state folder (XDG)."""
+    """Return the default folder of devices' state, under the user's state folder (XDG)."""
     home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     address = urlsplit(server)
     place = re.sub(r"[^A-Za-z0-9.-]+", "_", address.netloc + address.path.rstrip("/"))
@@ -214,12 +214,12 @@ class StateFolder:
         self._lock.close()
 
     def known_identity(self) -> Identity | None:
-        """Who this device is, where it was here before."""
+        """Return the identity of this device, or None in a new folder."""
         path = self.path / "identity.json"
         return _read_identity(path) if path.exists() else None
 
     def identity(self, federation: str, federation_uid: str, name: str) -> Identity:
-        """Who this device is; made, with a fresh enrolment key, when the folder is new."""
+        """Return the identity of this device; in a new folder, make one with a fresh enrolment key."""
         path = self.path / "identity.json"
         if not path.exists():
             identity = Identity(
@@ -248,7 +248,7 @@ class StateFolder:
         self._write("identity.json", identity.model_dump_json(indent=1).encode(), mode=0o600)
 
     def load(self, manifest: Manifest) -> tuple[Tensors | None, Progress]:
-        """The personal model, None before the first download, and the progress that belongs to it.
+        """Return the personal model, None before the first download, and the progress that belongs to it.
 
         From then on ``own`` are the method's arrays beside it, by name, and ``feedback`` what rounding took from
         updates: name -> float32; empty where there are none.
@@ -379,14 +379,14 @@ class StateFolder:
         return Pending(assignment_id=assignment_id, kind=kind, sha256=hashlib.sha256(body).hexdigest())
 
     def outbox(self, pending: Pending) -> bytes:
-        """The update that ``pending`` names. Raises StateError when it is not there whole."""
+        """Return the update that ``pending`` names. Raises StateError when it is not there whole."""
         body = self.cached("outbox.bundle") or b""
         if hashlib.sha256(body).hexdigest() != pending.sha256:
             raise StateError(f"{self.path / 'outbox.bundle'} is not the update it should be; use another --state-dir")
         return body
 
     def cached(self, name: str) -> bytes | None:
-        """A downloaded file kept beside the state, or None."""
+        """Return a downloaded file kept beside the state, or None."""
         path = self.path / name
         return path.read_bytes() if path.exists() else None
 

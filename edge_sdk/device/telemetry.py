@@ -22,7 +22,7 @@ SAMPLE_SECONDS = 2.0
 
 
 class _Heat:
-    """What has been seen of temperature and throttling since it was made."""
+    """The temperatures and throttling seen since it was made."""
 
     def __init__(self, read: Callable[[], Conditions], clock: Callable[[], float]) -> None:
         self._read, self._clock = read, clock
@@ -87,7 +87,7 @@ class Telemetry:
         self._paused += seconds
 
     def describe(self) -> str:
-        """Where joules come from on this device, or why there are none, in one line."""
+        """Return the source of joules on this device, or the reason why there is none, in one line."""
         return self._meter.describe()
 
     @contextmanager
@@ -118,7 +118,7 @@ class Telemetry:
 
 
 class SimulatedTelemetry(Telemetry):
-    """What phases would have cost on ``board``: from bytes and FLOPs, not from this machine's clock or sensors.
+    """The costs of phases on ``board``, computed from bytes and FLOPs, not from this machine's clock or sensors.
 
     A phase whose FLOPs nobody knows has this machine's seconds and no joules.
     """
@@ -130,7 +130,7 @@ class SimulatedTelemetry(Telemetry):
         self._heat = None  # a simulation stays cool
 
     def describe(self) -> str:
-        """Where joules come from."""
+        """Return the source of joules."""
         return f"energy: estimated, simulated {self._board.name}"
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Whether this device can train at all, told before anything that needs torch is imported.
+"""A check that this device can train, made before anything that needs torch is imported.
 
 Training takes a 64-bit Python 3.10 or newer with PyTorch. A device without can still run an exported model, and that is
 what it is told, in one line. Decided by the Python that runs, not by ``uname``: a 64-bit kernel often runs a 32-bit
@@ -10,6 +10,7 @@ import struct
 import sys
 import sysconfig
 
+from edge_sdk.protocol.errors import SdkError
 from sparrow.command_line.exits import Exit
 
 OLDEST_PYTHON = (3, 10)
@@ -20,8 +21,10 @@ INSTALL = (
 ADVICE = "it can predict with an exported model: docs/devices.md says how, and what can be installed here"
 
 
-class CannotTrain(Exception):
+class CannotTrain(SdkError):
     """This device cannot train; the text says why and what it can do."""
+
+    exit_code = Exit.CANNOT
 
 
 def check(

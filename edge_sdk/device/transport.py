@@ -2,8 +2,8 @@
 
 Whatever may pass by itself (no connection, a time-out, 408, 429, 5xx) is tried again, after a wait that doubles up to
 ``LONGEST_WAIT`` and is drawn at random below that, so that a fleet does not come back all at once; Retry-After is
-waited for first. Everything else is an answer: a problem document, raised as ``Refused``; and TLS that does not come
-about is no matter of patience. A download that breaks goes on where it broke, and so does a large upload.
+waited for first. Everything else is an answer: a problem document, raised as the exception of its type (``PROBLEMS``).
+A failed TLS handshake is not tried again. A download that breaks goes on where it broke, and so does a large upload.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -22,17 +22,27 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from edge_sdk.errors import (
     BadArgument,
+    BadContent,
     CoordinatorFull,
     Damaged,
+    DifferentFederation,
+    DifferentUpdate,
     FederationDeleted,
     FederationOver,
+    NameTaken,
     NoCoordinator,
+    NoGlobalModel,
+    NotAllowed,
+    NotAuthenticated,
+    NotFound,
     NotInstalled,
     Refused,
     RoundOver,
     TokenExpired,
+    TooManyRequests,
     Unreachable,
     WrongSettings,
+    WrongState,
 )
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.manifest import Manifest, Tensors
@@ -58,6 +68,34 @@ from sparrow.command_line.nearest import nearest
 UPLOAD_PART = 64 * 1024
 RESUMED = 1024 * 1024
 """Updates of so many bytes go on where a connection broke; smaller ones are sent again."""
+PROBLEMS: Mapping[str, type[Refused] | type[Unreachable]] = {
+    "NotAuthenticated": NotAuthenticated,
+    "TokenExpired": TokenExpired,
+    "NotAllowed": NotAllowed,
+    "CrossSite": NotAllowed,
+    "NotFound": NotFound,
+    "NoGlobalModel": NoGlobalModel,
+    "NameTaken": NameTaken,
+    "DifferentFederation": DifferentFederation,
+    "WrongState": WrongState,
+    "RoundClosed": RoundOver,
+    "DifferentUpdate": DifferentUpdate,
+    "Finished": FederationOver,
+    "FederationDeleted": FederationDeleted,
+    "UnknownMethod": NotInstalled,
+    **dict.fromkeys(("BadContent", "InvalidRequest", "ProtocolError", "ManifestError", "BundleError"), BadContent),
+    **dict.fromkeys(("SkeletonError", "LengthRequired", "TooLarge", "WrongMediaType"), BadContent),
+    **dict.fromkeys(("WrongRange", "RangeNotSatisfiable"), BadContent),
+    "TooManyRequests": TooManyRequests,
+    "DiskFull": CoordinatorFull,
+    **dict.fromkeys(("Unavailable", "NotReady", "InternalError"), Unreachable),
+}
+"""Type of a problem document, without ``PREFIX`` -> its exception. Problems of any other type are ``Refused``.
+
+An ``Unreachable`` may pass by itself: it is raised when the caller's patience has ended.
+"""
+PREFIX = "urn:sparrow:problem:"
+
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 30.0
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
@@ -75,39 +113,39 @@ class Traffic:
 
 
 def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
-    """A client of the coordinator at this address, perhaps one with a path that a proxy takes away.
+    """Return a client of the coordinator at this address, whose path, if any, a proxy removes.
 
-    Raises BadArgument for an address or certificates of no use.
+    Raises BadArgument for an address that cannot be used, BadCertificate for such certificates.
     """
     if "@" in str(server):  # first, so that no message repeats it
-        raise no_address("this", "it holds a name or password; tokens are given as SPARROW_..._TOKEN")
+        raise bad_address("The address", "holds a name or password, but tokens are given as SPARROW_..._TOKEN")
+    named = f"The address {server}"
     try:
         url = httpx.URL(server)
     except (httpx.InvalidURL, TypeError) as error:
-        raise no_address(server, str(error)) from None
-    if url.scheme not in ("http", "https") or not url.host:
-        raise no_address(server, "it names no host" if url.scheme in ("http", "https") else "http:// is missing")
+        raise bad_address(named, f"cannot be read ({error})") from error
+    if url.scheme not in ("http", "https"):
+        raise bad_address(named, "has no scheme")
+    if not url.host:
+        raise bad_address(named, "names no host")
     if url.port is not None and not 0 < url.port < 65536:
-        raise no_address(server, f"there is no port {url.port}, they go from 1 to 65535")
+        raise bad_address(named, f"has the port {url.port}, but ports go from 1 to 65535")
     if url.query or url.fragment:
-        raise no_address(server, "it goes on behind the path")
+        raise bad_address(named, "continues after its path")
     if trust in (None, tls.Tls()):
         return httpx.Client(base_url=server, timeout=TIMEOUT)
     assert trust is not None
-    try:
-        return httpx.Client(base_url=server, timeout=TIMEOUT, verify=trust.context())
-    except tls.BadCertificate as error:
-        raise BadArgument(str(error)) from None
+    return httpx.Client(base_url=server, timeout=TIMEOUT, verify=trust.context())
 
 
 def token_of(*kinds: Literal["admin", "observer", "enrolment"]) -> str | None:
-    """The first token of these kinds that the environment holds, as SPARROW_ADMIN_TOKEN and so on."""
+    """Return the first token of these kinds that the environment holds, as SPARROW_ADMIN_TOKEN and so on."""
     return next(filter(None, (os.environ.get(f"SPARROW_{kind.upper()}_TOKEN") for kind in kinds)), None)
 
 
-def no_address(server: object, why: str) -> BadArgument:
-    """What to raise where nothing can be called at this address."""
-    return BadArgument(f"{server} is no address ({why}); give it as http://HOST:PORT or https://HOST")
+def bad_address(named: str, fault: str) -> BadArgument:
+    """Return the error of an address that cannot be called. named: its beginning, ``The address ...``."""
+    return BadArgument(f"{named} {fault}; give http://HOST:PORT or https://HOST")
 
 
 class Transport:
@@ -139,62 +177,61 @@ class Transport:
     # --- calls ---------------------------------------------------------------------------------------------------
 
     def federation(self, name: str) -> FederationInfo:
-        """Where a federation stands. Raises Refused where there is none, naming those that this caller may see."""
+        """Return the state of a federation. Raises NotFound, naming those that this caller may see."""
         try:
             return _read(FederationInfo, self._call("GET", f"/v1/federations/{name}"))
-        except Refused as refusal:
-            if refusal.status != 404 or isinstance(refusal, NoCoordinator):
-                raise
+        except NotFound as refusal:
             try:
                 there = sorted(info.name for info in self.federations())
-            except Refused:  # not for everybody's eyes
+            except Refused:  # this caller may not see them
                 raise refusal from None
         said = f"there are {', '.join(there)}{nearest(name, there)}" if there else "there is none yet; publish one"
-        raise Refused(404, f"there is no federation {name!r}; {said}")
+        raise NotFound(404, f"there is no federation {name!r}; {said}")
 
     def federations(self) -> list[FederationInfo]:
-        """Every federation of the coordinator."""
+        """Return every federation of the coordinator."""
         return _read_all(FederationInfo, self._call("GET", "/v1/federations"))
 
     def rounds(self, name: str) -> list[RoundRecord]:
-        """A record per round, the open one last."""
+        """Return a record per round, the open one last."""
         return _read_all(RoundRecord, self._call("GET", f"/v1/federations/{name}/rounds"))
 
     def devices(self, name: str) -> list[DeviceInfo]:
-        """The devices of a federation."""
+        """Return the devices of a federation."""
         return _read_all(DeviceInfo, self._call("GET", f"/v1/federations/{name}/devices"))
 
     def trouble(self) -> str | None:
-        """What keeps the coordinator from working now; None where it is ready. Asked once."""
-        answer = self._client.request("GET", "/readyz", **self._with_token({}))
+        """Return the reason why the coordinator is not ready; None if it is. Asks once."""
+        try:
+            answer = self._client.request("GET", "/readyz", **self._with_token({}))
+        except httpx.TransportError as error:
+            raise Unreachable(f"{self._client.base_url} does not answer ({error})") from error
         return None if answer.is_success else _detail(answer)
 
     def manifest(self, name: str) -> Manifest:
-        """The manifest of a federation's model."""
+        """Return the manifest of a federation's model."""
         return _read(Manifest, self._call("GET", f"/v1/federations/{name}/manifest"))
 
     def skeleton(self, name: str) -> bytes:
-        """The ONNX skeleton of a federation's model."""
+        """Return the ONNX skeleton of a federation's model."""
         return self._call("GET", f"/v1/federations/{name}/skeleton.onnx").content
 
     def create_federation(self, body: bytes, media_type: str) -> FederationInfo:
-        """Create a federation. Raises WrongSettings, NotInstalled."""
+        """Create a federation. Raises WrongSettings, NotInstalled, NameTaken."""
         try:
             answer = self._call("POST", "/v1/federations", content=body, headers={"Content-Type": media_type})
-        except Refused as refused:
-            if refused.status == 422 and not isinstance(refused, NotInstalled):
-                raise WrongSettings(refused.status, refused.detail) from None
+        except NotInstalled:
             raise
+        except BadContent as refused:
+            raise WrongSettings(refused.detail) from refused
         return _read(FederationInfo, answer)
 
     def compare_federation(self, name: str, wanted: CompareFederation) -> FederationInfo | None:
-        """The federation of this name where it is as ``wanted``; None where there is none. Raises Refused (409), which
-        names the differences."""
+        """Return the federation of this name if it is as ``wanted``; None if there is none. Raises DifferentFederation,
+        which names the differences."""
         try:
             return _read(FederationInfo, self._call("POST", f"/v1/federations/{name}/comparison", **_json(wanted)))
-        except Refused as refusal:
-            if refusal.status != 404 or isinstance(refusal, NoCoordinator):
-                raise
+        except NotFound:
             return None
 
     def delete_federation(self, name: str) -> None:
@@ -233,7 +270,9 @@ class Transport:
         return _read(Assignment, answer), 0.0
 
     def open_work(self, federation: str, wait_seconds: float, etag: str) -> tuple[OpenWork | None, str]:
-        """Who is being waited for, and the answer's ETag; None where that stays as at ``etag`` for ``wait_seconds``."""
+        """Return the open assignments, and the answer's ETag; None where that stays as at ``etag`` for
+        ``wait_seconds``.
+        """
         answer = self._call(
             "GET",
             f"/v1/federations/{federation}/assignments",
@@ -246,7 +285,7 @@ class Transport:
         return _read(OpenWork, answer), answer.headers.get("ETag", "")
 
     def model(self, federation: str) -> Tensors:
-        """The global model by name. Raises Refused (404) where the method has none that can be used alone."""
+        """Return the global model by name. Raises NoGlobalModel where the method has none that can be used alone."""
         tensors, _ = checkpoint.load(self._call("GET", f"/v1/federations/{federation}/model").content)
         return tensors
 
@@ -271,7 +310,7 @@ class Transport:
         self._call("PATCH", f"/v1/devices/{device_id}", **_json(change))
 
     def new_token(self, device_id: str) -> str:
-        """A new token for this device. The old one is good until this one is used: keep it before that."""
+        """Return a new token for this device. The old one is good until this one is used: keep it before that."""
         return _read(NewToken, self._call("POST", f"/v1/devices/{device_id}/token")).token
 
     def update(self, assignment_id: str, body: bytes, media_type: str) -> None:
@@ -376,31 +415,33 @@ class Transport:
     def _patiently(self, attempt: Callable[[], httpx.Response]) -> httpx.Response:
         waited, longest = 0.0, FIRST_WAIT
         while True:
-            pause, status = 0.0, None
+            pause, kind = 0.0, Unreachable
             try:
                 answer = attempt()
                 if answer.is_success or answer.status_code == 304:
                     self._known = True
                     return answer
-                # Once a coordinator was here, a stranger's refusal (a captive portal, a proxy) will pass, too.
+                # After a coordinator has answered, refusals of another server (captive portal, proxy) will pass, too.
                 if not _passes(answer) and (_is_problem(answer) or not self._known):
                     raise _refusal(answer)
-                status, reason = answer.status_code, f"HTTP {answer.status_code}: {_detail(answer)}"
+                passing = PROBLEMS.get(_type(answer), Unreachable)
+                kind = passing if issubclass(passing, Unreachable) else Unreachable
+                reason = f"HTTP {answer.status_code}: {_detail(answer)}"
                 pause = _pause(answer, 0.0)
             except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL) as error:
-                raise no_address(self._client.base_url, str(error)) from None
-            except httpx.TransportError as error:
+                raise bad_address(f"The address {self._client.base_url}", f"cannot be called ({error})") from error
+            except (httpx.TransportError, httpx.DecodingError) as error:
                 reason = str(error) or type(error).__name__
                 if not self._known:
                     reason = tls.hint(error, str(self._client.base_url))
                 untrusted = tls.explain(error)
-                if untrusted is not None and not self._known:  # else a stranger is in between, for a while
-                    raise Unreachable(f"{self._client.base_url} cannot be used: {untrusted}") from None
+                if untrusted is not None and not self._known:  # else another server is in between, for a while
+                    raise Unreachable(f"{self._client.base_url} cannot be used: {untrusted}") from error
             # What was asked for is waited for, and then some, drawn at random: others were asked for the same.
             seconds = pause + self._chance.uniform(0, max(longest, pause / 4))
             if self.patience_seconds is not None and waited + seconds > self.patience_seconds:
-                if status == 507:
-                    raise CoordinatorFull(f"{self._client.base_url} cannot take this now ({reason})")
+                if kind is not Unreachable:
+                    raise kind(f"{self._client.base_url} cannot take this now ({reason})")
                 raise Unreachable(
                     f"{self._client.base_url} does not answer ({reason}); check the address, and that a coordinator "
                     f"runs there"
@@ -416,7 +457,7 @@ def _json(message: BaseModel) -> dict[str, Any]:
 
 
 def _read(kind: type[Message], answer: httpx.Response) -> Message:
-    """The message that was answered; a stranger's page (a captive portal, a proxy) is refused."""
+    """Return the message of the answer; a page of another server (a captive portal, a proxy) is refused."""
     try:
         return kind.model_validate_json(answer.content)
     except ValidationError:
@@ -424,7 +465,7 @@ def _read(kind: type[Message], answer: httpx.Response) -> Message:
 
 
 def _read_all(kind: type[Message], answer: httpx.Response) -> list[Message]:
-    """The messages that were answered, as ``_read`` reads one."""
+    """Return the messages of the answer, as ``_read`` returns one."""
     try:
         return TypeAdapter(list[kind]).validate_json(answer.content)  # type: ignore[valid-type]
     except ValidationError:
@@ -432,26 +473,21 @@ def _read_all(kind: type[Message], answer: httpx.Response) -> list[Message]:
 
 
 def _pause(answer: httpx.Response, usual: float) -> float:
-    """The seconds that Retry-After asks for; its other form, a date, which proxies may send, is left aside."""
+    """Return the seconds that Retry-After asks for; its other form, a date, which proxies may send, is ignored."""
     text = answer.headers.get("Retry-After", "")
     return float(text) if text.isdecimal() and len(text) < 6 else usual
 
 
 def _refusal(answer: httpx.Response) -> Refused:
-    kinds: dict[int, type[Refused]] = {409: RoundOver, 410: FederationOver}
-    kind = kinds.get(answer.status_code, Refused if _is_problem(answer) else NoCoordinator)
-    if _is_problem(answer):
-        titles = {
-            "TokenExpired": TokenExpired,
-            "UnknownMethod": NotInstalled,
-            "FederationDeleted": FederationDeleted,
-        }
-        kind = titles.get(_title(answer), kind)
-    return kind(answer.status_code, _detail(answer))
+    """Return the exception of what was answered."""
+    if not _is_problem(answer):
+        return NoCoordinator(answer.status_code, _detail(answer))
+    kind = PROBLEMS.get(_type(answer), Refused)
+    return (kind if issubclass(kind, Refused) else Refused)(answer.status_code, _detail(answer))
 
 
 def _passes(answer: httpx.Response) -> bool:
-    """Whether what was answered may be another answer in a while."""
+    """Return whether the answer may be another one later."""
     return answer.status_code in (408, 429) or answer.status_code >= 500
 
 
@@ -459,15 +495,17 @@ def _is_problem(answer: httpx.Response) -> bool:
     return str(answer.headers.get("Content-Type", "")).startswith("application/problem+json")
 
 
-def _title(answer: httpx.Response) -> str:
+def _type(answer: httpx.Response) -> str:
+    """Return the type of a problem document without ``PREFIX``; empty where the answer has none."""
     try:
-        return str(answer.json()["title"])
+        return str(answer.json()["type"]).removeprefix(PREFIX)
     except (ValueError, KeyError, TypeError):
         return ""
 
 
 def _detail(answer: httpx.Response) -> str:
+    """Return what the answer says."""
     try:
         return str(answer.json()["detail"])
     except (ValueError, KeyError, TypeError):
-        return f"the answer is no problem document; is {answer.url.host} a Sparrow coordinator?"
+        return f"The answer of {answer.url.host} is not one of a Sparrow coordinator; check the address"

@@ -1,9 +1,9 @@
 """Holds a device to its policy: what it finds wrong, and work that pauses between batches until all is well.
 
-    watch = Watch(policy, ConditionsReader(System.here()).read)
-    watch.look()                  # None, or the reason why the device may not work now
+    watchdog = Watchdog(policy, ConditionsReader(System.here()).read)
+    watchdog.look()                  # None, or the reason why the device may not work now
 
-The watch looks every few seconds at most; two bad looks in a row pause, and a minute without one resumes. What cannot
+It looks every few seconds at most; two bad looks in a row pause, and a minute without one resumes. What cannot
 be read is treated as each limit says: no level from a battery that is there refuses, a missing temperature slows a
 small board down (``blind_duty``), a missing throttle word is passed over.
 """
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from edge_sdk.arguments import MIB
 from edge_sdk.device.policy import Policy
+from edge_sdk.errors import SdkError
 from edge_sdk.protocol.messages import PauseReason
 from sparrow.devices.conditions import Conditions
 from sparrow.devices.readings import Reading, Reason
@@ -39,7 +40,7 @@ COOLING_SECONDS = 120.0
 
 
 class Spent(BaseModel):
-    """What a device has spent on a day of its calendar; joules measured and estimated together, for a cap only."""
+    """The costs of a device on a day of its calendar; joules measured and estimated together, for a cap only."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -69,7 +70,7 @@ def _installed() -> tuple[Callable[..., Objection | None], ...]:
 def judge(
     policy: Policy, conditions: Conditions, *, working: bool, now: datetime, spent: Spent | None = None
 ) -> list[Objection]:
-    """What ``policy`` finds wrong, the most pressing first; empty where the device may work.
+    """Return the objections of ``policy``, the most pressing first; empty if the device may work.
 
     working: whether work goes on, and has to stop, or is to begin: the limits differ. now: local time.
     """
@@ -170,7 +171,7 @@ def _local_time() -> datetime:
     return datetime.now().astimezone()
 
 
-class Watch:
+class Watchdog:
     """Holds a device to its policy: says whether it may work, pauses work between batches, and counts what it spends.
 
     read: gives the conditions now; what it costs is its own business. clock, local_time and sleep are injected by
@@ -226,7 +227,7 @@ class Watch:
         return self._paused.text if self._paused else ""
 
     def earliest(self) -> float:
-        """Seconds of the clock before which paused work cannot resume, whatever comes."""
+        """Return the seconds of the clock before which paused work cannot resume, whatever comes."""
         now = self.clock()
         if self._paused is None:
             return now
@@ -268,65 +269,65 @@ class Watch:
         self._keep(self.spent)
 
 
-class Paused(Exception):
-    """Work cannot go on in time: it is to be handed back, for ``reason``."""
+class Paused(SdkError):
+    """Work cannot be finished in time; it is handed back for ``reason``."""
 
     def __init__(self, reason: PauseReason) -> None:
         super().__init__(reason.value)
         self.reason = reason
 
 
-class Stint:
-    """One piece of work under a watch: pauses it between its steps, and gives it up where it would come too late.
+class WatchedWork:
+    """One piece of work under a watchdog: pauses it between its steps, and gives it up where it would come too late.
 
-    deadline: seconds of the watch's clock by which the answer must be there, ``reserve`` of which go into sending it;
+    deadline: seconds of the watchdog's clock by which the answer must be there, with ``reserve`` to send it;
     None for work that nobody waits for. on_pause: told how long a pause was, in seconds.
     """
 
     def __init__(
         self,
-        watch: Watch,
+        watchdog: Watchdog,
         deadline: float | None,
         *,
         reserve: float = 0.0,
         on_pause: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        self._watch = watch
+        self._watchdog = watchdog
         self._deadline = None if deadline is None else deadline - reserve
         self._on_pause = on_pause
-        self._began = self._stepped = watch.clock()
+        self._began = self._stepped = watchdog.clock()
         self._paused = 0.0
 
     def after_step(self, done: int, total: int) -> None:
-        """Rest or wait as the watch has it, after ``done`` steps of ``total``. Raises Paused."""
-        watch = self._watch
+        """Rest or wait as the watchdog has it, after ``done`` steps of ``total``. Raises Paused."""
+        watchdog = self._watchdog
         if done >= total:
             return
-        worked = watch.clock() - self._stepped
-        if watch.duty < 1:
-            watch.sleep(worked * (1 / watch.duty - 1))
-        if watch.look() is not None:
+        worked = watchdog.clock() - self._stepped
+        if watchdog.duty < 1:
+            watchdog.sleep(worked * (1 / watchdog.duty - 1))
+        if watchdog.look() is not None:
             self._wait(done, total)
-        self._stepped = watch.clock()
+        self._stepped = watchdog.clock()
 
     def _wait(self, done: int, total: int) -> None:
-        watch, begin = self._watch, self._watch.clock()
+        watchdog, begin = self._watchdog, self._watchdog.clock()
         per_step = (begin - self._began - self._paused) / done
         try:
-            while (reason := watch.look()) is not None:
+            while (reason := watchdog.look()) is not None:
                 left = (total - done) * per_step
                 if self._deadline is not None and (
-                    reason is PauseReason.power or watch.earliest() + left > self._deadline
+                    reason is PauseReason.power or watchdog.earliest() + left > self._deadline
                 ):
                     raise Paused(reason)
-                watch.sleep(LOOK_SECONDS)
+                watchdog.sleep(LOOK_SECONDS)
         finally:
-            self._paused += watch.clock() - begin
-            self._on_pause(watch.clock() - begin)
+            self._paused += watchdog.clock() - begin
+            self._on_pause(watchdog.clock() - begin)
 
 
 def read_spent(data: bytes | None) -> Spent | None:
-    """What was kept of a day's spending; None where that cannot be read."""
+    """Return the stored spending of a day; None if it cannot be read."""
     try:
         return None if data is None else Spent.model_validate_json(data)
     except ValidationError:

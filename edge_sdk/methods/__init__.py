@@ -32,6 +32,7 @@ from edge_sdk.tasks import Task
 from edge_sdk.training.local import derive_seed
 from edge_sdk.training.narrow import check_narrow
 from edge_sdk.training.rehearsal import Effort, MaskedEffort, Rehearsal
+from sparrow.command_line.exits import Exit
 from sparrow.command_line.nearest import nearest
 
 
@@ -161,6 +162,8 @@ class UnknownWork(ProtocolError):
 class BudgetTooSmall(ProtocolError):
     """The method cannot work within the device's budget; the work is handed back."""
 
+    exit_code = Exit.CANNOT
+
 
 def own_settings(settings: FederationSettings, kind: type[Own]) -> Own:
     """Return the own settings of a federation's method, read as ``kind``. Raises UnknownWork where one is missing."""
@@ -266,6 +269,8 @@ class DeviceMethod:
 
 class UnknownMethod(SdkError):
     """This installation does not have the method."""
+
+    exit_code = Exit.NOT_FOUND
 
 
 @cache  # looking through the installed packages takes 20 ms: a device-round of a fleet

@@ -68,7 +68,7 @@ class BlockTable:
         smallest_share: float | None = None,
         align_rows: bool = False,
     ) -> BlockTable:
-        """The table of tensors of ``shapes``: ``count`` blocks for each (B of the paper), see ``split``.
+        """Return the table of tensors of ``shapes``: ``count`` blocks for each (B of the paper), see ``split``.
 
         ``smallest_share`` is 1 / ``count`` unless given. ``align_rows`` lets no block end inside an output row or
         channel, so that what is off need not be computed. Raises ValueError for numbers out of range.
@@ -89,7 +89,7 @@ class BlockTable:
 
     @cached_property
     def forced(self) -> Selection:
-        """Which blocks are always on, [L]: the first of every tensor, F of the card."""
+        """The blocks that are always on, [L]: the first of every tensor, F of the card."""
         return np.array([place == 0 for sizes in self.tensors.values() for place in range(len(sizes))], dtype=bool)
 
     @cached_property
@@ -101,12 +101,13 @@ class BlockTable:
         }
 
     def smallest_share(self, costs: Costs | None = None) -> float:
-        """The budget that the blocks which are always on take: with less, nothing can be selected."""
+        """Return the budget that the blocks which are always on take: with less, nothing can be selected."""
         costs = self.sizes if costs is None else costs
         return float(costs[self.forced].sum() / costs.sum())
 
     def capacity(self, share: float, costs: Costs | None = None) -> int:
-        """What blocks that are not forced may cost at a budget of ``share`` (s of the card, in (0, 1]).
+        """Return the cost that blocks which are not forced may have at a budget of ``share`` (s of the card, in (0,
+        1]).
 
         costs: whole numbers [L] >= 0; those of values, W, unless given. Raises ValueError, which names the smallest
         budget, where not even the forced blocks fit.
@@ -137,7 +138,8 @@ class BlockTable:
         among: Selection | None = None,
         rule: Rule = "exact",
     ) -> Selection:
-        """The blocks that are on: the forced ones and the most important others that fit in ``share`` (card, 4.4).
+        """Return the blocks that are on: the forced ones and the most important others that fit in ``share`` (card,
+        4.4).
 
         ``importances`` [..., L] are G of the card, in (0, 1), and the answer has their shape; those of forced blocks
         are not looked at. costs: what each block takes of the budget, see ``capacity``. among: no others may be on.
@@ -162,13 +164,13 @@ class BlockMask:
     on: Selection
 
     def packed(self) -> bytes:
-        """One bit for every block, most significant bit first."""
+        """Return one bit for every block, most significant bit first."""
         return np.packbits(self.on).tobytes()
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Where the blocks of one tensor lie that a mask names; has the methods of ``masks.Block``.
+    """The places of the blocks of one tensor that a mask names; has the methods of ``masks.Block``.
 
     view: the tensor's shape. spans: (start, stop) of runs of its values in row-major order, sorted, apart.
     """
@@ -178,7 +180,7 @@ class Runs:
 
     @classmethod
     def of(cls, view: tuple[int, ...], sizes: Sequence[int], on: Selection) -> Runs:
-        """The blocks that are ``on`` of a tensor cut into ``sizes``."""
+        """Return the blocks that are ``on`` of a tensor cut into ``sizes``."""
         spans: list[tuple[int, int]] = []
         for end, size, wanted in zip(accumulate(sizes), sizes, on.tolist(), strict=True):
             if wanted and spans and spans[-1][1] == end - size:
@@ -198,7 +200,7 @@ class Runs:
         return (self.size,)
 
     def _pairs(self, tensor: NDArray[np.generic]) -> Iterator[tuple[NDArray[np.generic], slice]]:
-        """Each run of ``tensor``, a view, and where it is packed."""
+        """Yield each run of ``tensor``, a view, and where it is packed."""
         flat, done = tensor.reshape(-1), 0
         for start, stop in self.spans:
             yield flat[start:stop], slice(done, done + stop - start)
@@ -229,7 +231,7 @@ class Runs:
 
 
 def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: int, rule: Rule = "exact") -> Selection:
-    """Which items to take so that their ``sizes`` [n] add up to at most ``capacity`` and their values to the most.
+    """Return the items whose ``sizes`` [n] add up to at most ``capacity`` and their values to the most.
 
     values: [problems, n], several problems with the same items; the answer is [problems, n]. Of equal values the first
     wins.
@@ -293,7 +295,7 @@ def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: i
 
 
 def _greedy(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: int) -> Selection:
-    """The densest items first, or the best single one: at least half of the largest value (card, 4.4)."""
+    """Return the densest items first, or the best single one: at least half of the largest value (card, 4.4)."""
     chosen, left = np.zeros(len(sizes), dtype=bool), capacity
     for item in np.argsort(-values / np.maximum(sizes, 1), kind="stable"):  # what costs nothing always fits
         if sizes[item] <= left and values[item] > 0:

@@ -257,7 +257,7 @@ def _decode_signs(manifest: Manifest, data: memoryview) -> Signs:
 
 
 def parts_of(body: bytes) -> dict[str, int]:
-    """The bytes of each part of a bundle that was made here, and of its header."""
+    """Return the bytes of each part of a bundle that was made here, and of its header."""
     header, start = _read_header(memoryview(body))
     sizes = {name: header[name]["data_offsets"] for name in _PARTS if name in header}
     return {"header": start, **{name: high - low for name, (low, high) in sizes.items()}}
@@ -386,7 +386,7 @@ def _entry(header: dict[str, Any], name: str) -> tuple[str, int, int, int]:
 
 
 def _check_layout(entries: dict[str, tuple[str, int, int, int]], length: int) -> None:
-    """The parts in their order, without gap, overlap or rest: every byte belongs to exactly one tensor."""
+    """Check that the parts follow each other without gap, overlap or rest: every byte belongs to exactly one tensor."""
     end = 0
     for name, (_, _, low, high) in entries.items():
         if low != end:
@@ -400,7 +400,7 @@ _Form = tuple[dict[str, object], bytes]
 
 
 def _encode_mask(manifest: Manifest, mask: Mask | None, draw: NeuronDraw | None, known: ElementMask | None) -> _Form:
-    """The shortest form of a mask: its description and the bytes of its tensor, if it has one."""
+    """Return the shortest form of a mask: its description and the bytes of its tensor, if it has one."""
     if mask is None:
         return {"form": "full"}, b""
     check_mask(manifest, mask)

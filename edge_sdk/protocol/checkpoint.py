@@ -40,7 +40,7 @@ def load(body: bytes) -> tuple[Tensors, str]:
 
 
 def read_note(body: bytes) -> str:
-    """The note alone ("" where there is none), without reading a tensor. Raises BundleError."""
+    """Return the note alone ("" where there is none), without reading a tensor. Raises BundleError."""
     if len(body) < 8:
         raise BundleError(f"{len(body)} bytes are too few for a safetensors file; send the whole file")
     (length,) = struct.unpack("<Q", body[:8])

@@ -1,4 +1,4 @@
-"""Which single weights of a model exist: the masks of methods that train one sparse model for everybody.
+"""Masks of single weights, for methods that train one sparse model for all devices.
 
 An ``ElementMask`` says of every *maskable* tensor (weights of linear layers and convolutions, ``Manifest.maskable``)
 which of its elements exist; biases, norms and embeddings exist whole. Unlike a ``NeuronMask`` it has no structure, so
@@ -66,18 +66,18 @@ class ElementMask:
         return hashlib.sha256(self.bits).hexdigest()
 
     def without(self, other: ElementMask) -> ElementMask:
-        """What this mask has and ``other`` has not."""
+        """Return the elements of this mask that ``other`` has not."""
         return ElementMask({name: flags & ~other.exists[name] for name, flags in self.exists.items()})
 
     def apply(self, tensors: Tensors) -> Tensors:
-        """The maskable ones of ``tensors``, float32, with 0 where nothing exists."""
+        """Return the maskable ones of ``tensors``, float32, with 0 where nothing exists."""
         # a product would leave zeros of both signs
         return {name: np.where(flags, tensors[name], np.float32(0)) for name, flags in self.exists.items()}
 
 
 @dataclass(frozen=True)
 class Points:
-    """Where the existing elements of one tensor lie; has the methods of ``masks.Block``.
+    """The places of the existing elements of one tensor; has the methods of ``masks.Block``.
 
     ``index`` are flat positions, sorted and different. ``view`` is the tensor's shape.
     """
@@ -96,7 +96,7 @@ class Points:
         return (len(self.index),)
 
     def take(self, tensor: Array) -> Array:
-        """The elements of ``tensor``, copied."""
+        """Return the elements of ``tensor``, copied."""
         return np.take(tensor.reshape(-1), self.index)
 
     def take_into(self, tensor: Array, out: Array) -> None:
@@ -118,7 +118,7 @@ class Points:
 
 
 def everything(manifest: Manifest) -> ElementMask:
-    """The mask under which every maskable element exists."""
+    """Return the mask under which every maskable element exists."""
     return ElementMask({spec.name: np.ones(spec.shape, dtype=bool) for spec in manifest.maskable})
 
 
@@ -133,7 +133,7 @@ def check_elements(manifest: Manifest, mask: ElementMask) -> None:
 
 
 def from_bits(manifest: Manifest, data: bytes | memoryview) -> ElementMask:
-    """The mask of these bits. Raises ManifestError where their number is wrong, or padding is set."""
+    """Return the mask of these bits. Raises ManifestError where their number is wrong, or padding is set."""
     total = sum(spec.size for spec in manifest.maskable)
     if len(data) != (total + 7) // 8:
         raise ManifestError(f"the mask has {len(data)} bytes, {total} weights take {(total + 7) // 8}")
@@ -144,7 +144,7 @@ def from_bits(manifest: Manifest, data: bytes | memoryview) -> ElementMask:
 
 
 def difference(old: ElementMask, new: ElementMask) -> bytes:
-    """Where two masks of one manifest differ, as distances between positions."""
+    """Return the differences between two masks of one manifest, as distances between positions."""
     changed = _flat(old) != _flat(new)
     gaps = np.diff(np.flatnonzero(changed), prepend=-1) - 1
     lengths = gaps // 255 + 1
@@ -154,7 +154,9 @@ def difference(old: ElementMask, new: ElementMask) -> bytes:
 
 
 def apply_difference(manifest: Manifest, old: ElementMask, data: bytes | memoryview) -> ElementMask:
-    """The mask that differs from ``old`` where ``data`` says. Raises ManifestError for positions beyond the last."""
+    """Return the mask that differs from ``old`` where ``data`` says. Raises ManifestError for positions beyond the
+    last.
+    """
     encoded = np.frombuffer(data, dtype=np.uint8)
     ends = np.flatnonzero(encoded != 255)
     if len(encoded) and (len(ends) == 0 or ends[-1] != len(encoded) - 1):

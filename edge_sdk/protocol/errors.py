@@ -1,13 +1,7 @@
-"""Errors of data that crosses the network, and the base of all errors of this SDK.
+"""The base of all errors of Sparrow's SDK, and the errors of data that crosses the wire.
 
-SdkError                 whatever leaves join, publish, predict, simulate or export
-
-ProtocolError            the data breaks the contract; its text says what was met, what was wanted, what to do
-├── ManifestError        a model's description is inconsistent, or does not fit the tensors beside it
-└── BundleError          a bundle's bytes are not a bundle of this manifest
+``edge_sdk/errors.py`` draws the whole tree. This file must load in Python 3.6, as ``edge_sdk/device/trainable.py``.
 """
-
-from __future__ import annotations
 
 from typing import ClassVar
 
@@ -15,12 +9,21 @@ from sparrow.command_line.exits import Exit
 
 
 class SdkError(Exception):
-    """Base of the errors that a caller of this SDK can catch; each class has the exit code of a command it ends."""
+    """Base of every error that a caller can do something about; its text says what.
+
+    exit_code: how a command ends that meets it.
+    """
 
     exit_code: ClassVar[Exit] = Exit.FAILED
 
 
-class ProtocolError(ValueError):
+class MissingPart(SdkError):
+    """A package or program that is needed is not installed; the text says how to install it."""
+
+    exit_code = Exit.CANNOT
+
+
+class ProtocolError(SdkError, ValueError):  # pydantic takes a ValueError of a validator for a fault of the data
     """The data breaks the contract between device and coordinator."""
 
 

@@ -1,4 +1,4 @@
-"""What a model computes, counted from its manifest: floating-point operations, two per multiplication with a weight.
+"""FLOPs of a model, counted from its manifest: two operations per multiplication with a weight.
 
 A layer with W weights that answers at P positions (output pixels of a convolution, steps of a recurrent layer, 1 for a
 linear layer of one vector) costs, per sample,

@@ -199,7 +199,7 @@ class Manifest(_Record):
                 if name not in names:
                     raise ValueError(f"layer {layer.name}: the manifest has no tensor {name!r}")
         if self.groups and not self.coupling:
-            raise ValueError("the manifest names neuron groups and says that nobody looked for them; publish it again")
+            raise ValueError("the manifest names neuron groups, but says that they are unknown; publish it again")
         for alias, name in self.aliases.items():
             if alias in names or name not in names:
                 raise ValueError(f"aliases: {alias!r} is to be another name of {name!r}; the manifest has no such pair")
@@ -229,12 +229,12 @@ class Manifest(_Record):
 
     @cached_property
     def shared_values(self) -> int:
-        """How many values a full download holds."""
+        """The number of values that a full download holds."""
         return sum(tensor.size for tensor in self.shared)
 
     @cached_property
     def trainable_values(self) -> int:
-        """How many parameters the model has, running statistics and other buffers left out."""
+        """The number of parameters of the model, without running statistics and other buffers."""
         return sum(tensor.size for tensor in self.tensors if tensor.trainable)
 
     @cached_property
@@ -251,7 +251,7 @@ class Manifest(_Record):
 
     @cached_property
     def block_table(self) -> BlockTable:
-        """How the model is cut into blocks, in state-dict order."""
+        """The blocks that the model is cut into, in state-dict order."""
         return BlockTable({spec.name: self.blocks[spec.name] for spec in self.shared if spec.name in self.blocks})
 
     @cached_property
@@ -274,11 +274,11 @@ class Manifest(_Record):
         return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 
     def with_skeleton(self, skeleton: bytes) -> Manifest:
-        """The same manifest, naming this ONNX skeleton. (``model_copy`` would take the old digest along.)"""
+        """Return the same manifest, naming this ONNX skeleton. (``model_copy`` would take the old digest along.)"""
         return Manifest.model_validate({**self.model_dump(), "skeleton_sha256": hashlib.sha256(skeleton).hexdigest()})
 
     def with_private(self, names: Collection[str]) -> Manifest:
-        """The same manifest, the tensors so named being personal."""
+        """Return the same manifest, the tensors so named being personal."""
         tensors = [
             {**spec.model_dump(), "policy": "personal"} if spec.name in names else spec.model_dump()
             for spec in self.tensors
@@ -286,7 +286,7 @@ class Manifest(_Record):
         return Manifest.model_validate({**self.model_dump(), "tensors": tensors}) if names else self
 
     def with_blocks(self, blocks: Mapping[str, Sequence[int]]) -> Manifest:
-        """The same manifest, its tensors cut like this. Raises ValueError where that is not all of a tensor."""
+        """Return the same manifest, its tensors cut like this. Raises ValueError where that is not all of a tensor."""
         return Manifest.model_validate({**self.model_dump(), "blocks": blocks})
 
     def check_tensors(self, tensors: Tensors, *, what: str, only_shared: bool = False) -> None:
@@ -317,7 +317,7 @@ def _no_repeats(what: str, names: list[str]) -> None:
 
 
 def initial_values(manifest: Manifest, seed: int, published: Tensors | None = None) -> Tensors:
-    """The model's first shared weights, w^0: drawn from the recipes, or taken from ``published``.
+    """Return the model's first shared weights, w^0: drawn from the recipes, or taken from ``published``.
 
     Returns name -> float32, for every shared tensor. The draw uses PCG64's raw 64-bit stream, which numpy promises
     never to change (the distributions built on it may), with one stream per tensor, so that adding a layer leaves the

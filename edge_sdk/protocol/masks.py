@@ -1,4 +1,4 @@
-"""Which part of a model a device trains and sends this round.
+"""Masks: the part of a model that a device trains and sends in a round.
 
 A ``NeuronMask`` names, for every hidden neuron group, the neurons that are active; ``None`` in its place means all of
 them. A value of a tensor is active when the neurons on all its axes are (see ``manifest``). The active values of a
@@ -65,7 +65,7 @@ Mask = NeuronMask | ElementMask | BlockMask
 
 
 def active_count(size: int, ratio: float) -> int:
-    """How many of ``size`` neurons are active at ``ratio``: max(1, floor(ratio * size)).
+    """Return the number of active neurons of ``size`` at ``ratio``: max(1, floor(ratio * size)).
 
     The 1e-9 removes accidents of binary floats: int(100 * 0.29) is 28, meant are 29 (method card, 4.2).
     """
@@ -75,7 +75,7 @@ def active_count(size: int, ratio: float) -> int:
 
 
 def draw_group(draw: NeuronDraw, group: str, size: int) -> Index:
-    """The active neurons of one group of ``size``: sorted indices, int (method card, 4.7)."""
+    """Return the active neurons of one group of ``size``: sorted indices, int (method card, 4.7)."""
     count = active_count(size, draw.ratio)
     if count == size:
         return np.arange(size)
@@ -89,7 +89,7 @@ def draw_group(draw: NeuronDraw, group: str, size: int) -> Index:
 
 
 def draw_neurons(manifest: Manifest, draw: NeuronDraw) -> NeuronMask:
-    """The mask that ``draw`` stands for, over every hidden group of the manifest. Its arrays are read-only."""
+    """Return the mask that ``draw`` stands for, over every hidden group of the manifest. Its arrays are read-only."""
     return _draw_groups(manifest.groups, draw)
 
 
@@ -129,7 +129,7 @@ def check_mask(manifest: Manifest, mask: Mask) -> None:
 
 
 def same_mask(one: Mask | None, other: Mask | None) -> bool:
-    """Whether two masks of one manifest name the same neurons, elements or blocks."""
+    """Return whether two masks of one manifest name the same neurons, elements or blocks."""
     match one, other:
         case NeuronMask(), NeuronMask():
             return all(np.array_equal(index, other.active[group]) for group, index in one.active.items())
@@ -161,7 +161,7 @@ CHUNK_VALUES = 32 * 1024
 
 @dataclass(frozen=True)
 class Block:
-    """Where the active values of one tensor lie.
+    """The places of the active values of one tensor.
 
     ``view`` is the tensor's ``neuron_view``; ``rows`` and ``columns`` index its first two axes, None meaning all.
     ``shape`` is the block's own shape within that view. Tensors given to its methods are C-contiguous.
@@ -182,7 +182,7 @@ class Block:
         return math.prod(self.shape)
 
     def pairs(self) -> Block:
-        """The same block of an array that has one entry per pair of neurons, of shape ``view[:2]``."""
+        """Return the same block of an array that has one entry per pair of neurons, of shape ``view[:2]``."""
         return Block(self.view[:2], self.rows, self.columns, self.shape[:2])
 
     def _run(self) -> int:
@@ -192,7 +192,7 @@ class Block:
         return 1 if self.rows is None else math.prod(self.view[1:])
 
     def _chunks(self) -> Iterator[tuple[Index | slice, slice]]:
-        """Which runs of the tensor (as [runs, run]), and which of the packed block's, chunk by chunk."""
+        """Yield runs of the tensor (as [runs, run]) and of the packed block, chunk by chunk."""
         if self.rows is None and self.columns is None:
             for start in range(0, self.size, CHUNK_VALUES):
                 yield slice(start, start + CHUNK_VALUES), slice(start, start + CHUNK_VALUES)
@@ -207,7 +207,7 @@ class Block:
             yield index, slice(start * runs_per_row, start * runs_per_row + len(index))
 
     def take(self, tensor: Array) -> Array:
-        """The active values of ``tensor`` as a block, copied."""
+        """Return the active values of ``tensor`` as a block, copied."""
         taken = np.empty(self.shape, dtype=tensor.dtype)
         self.take_into(tensor, taken)
         return taken
@@ -272,7 +272,7 @@ Part = Block | Points | Runs
 
 
 def block_of(manifest: Manifest, spec: TensorSpec, mask: Mask | None) -> Part:
-    """Where the active values of ``spec`` lie under ``mask`` (None: everything is active)."""
+    """Return the places of the active values of ``spec`` under ``mask`` (None: everything is active)."""
     if isinstance(mask, BlockMask):
         table = manifest.block_table
         if spec.name not in table.tensors:
@@ -285,7 +285,7 @@ def block_of(manifest: Manifest, spec: TensorSpec, mask: Mask | None) -> Part:
 
 
 def neuron_block(manifest: Manifest, spec: TensorSpec, mask: NeuronMask | None) -> Block:
-    """Where the values of ``spec`` between active neurons lie."""
+    """Return the places of the values of ``spec`` between active neurons."""
     view = neuron_view(manifest, spec)
     if mask is None or not any(spec.axes):
         return Block(view, None, None, view)
@@ -298,7 +298,7 @@ def neuron_block(manifest: Manifest, spec: TensorSpec, mask: NeuronMask | None) 
 
 
 def blocks(manifest: Manifest, mask: Mask | None) -> Iterator[tuple[TensorSpec, Part]]:
-    """Every shared tensor with its active block, in the order in which values are packed."""
+    """Yield every shared tensor with its active block, in the order in which values are packed."""
     if isinstance(mask, ElementMask | BlockMask):
         for spec in manifest.shared:
             yield spec, block_of(manifest, spec, mask)
@@ -311,7 +311,9 @@ def blocks(manifest: Manifest, mask: Mask | None) -> Iterator[tuple[TensorSpec, 
 
 
 def count_values(manifest: Manifest, mask: Mask | None) -> int:
-    """How many values cross the wire under ``mask``, running statistics included: V(k) of the method card, 3.3."""
+    """Return the number of values that cross the wire under ``mask``, running statistics included: V(k) of the method
+    card, 3.3.
+    """
     if mask is None:
         return manifest.shared_values
     if isinstance(mask, ElementMask):
@@ -329,7 +331,7 @@ def count_values(manifest: Manifest, mask: Mask | None) -> int:
 
 
 def pack(manifest: Manifest, tensors: Tensors, mask: Mask | None) -> NDArray[np.float32]:
-    """The active values of the shared tensors as one vector [count_values]: block after block, row-major."""
+    """Return the active values of the shared tensors as one vector [count_values]: block after block, row-major."""
     packed = np.empty(count_values(manifest, mask), dtype=np.float32)
     start = 0
     for spec, block in blocks(manifest, mask):
@@ -347,7 +349,7 @@ def unpack(manifest: Manifest, packed: Array, mask: Mask | None) -> Iterator[tup
 
 
 def unpack_whole(manifest: Manifest, packed: Array) -> Tensors:
-    """A packed whole model as tensors by name (views, no copy): of what travels, that is."""
+    """Return a packed whole model as tensors by name (views, no copy): of what travels, that is."""
     return {spec.name: values.reshape(spec.shape) for spec, _, values in unpack(manifest, packed, None)}
 
 

@@ -27,7 +27,7 @@ class _Request(BaseModel):
 
 
 class Answer(BaseModel):
-    """What the coordinator answers."""
+    """Base of the coordinator's answers."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -47,7 +47,7 @@ class Moved(_Request):
 
 
 class FederationSettings(_Request):
-    """How a federation trains. Every field is described in docs/settings.md, which a test holds to this class."""
+    """The settings of a federation. Every field is described in docs/settings.md, which a test holds to this class."""
 
     method: str = Field(default="fedspu", max_length=64, description="The federated method; see docs/methods.md")
     rounds: int = Field(default=30, ge=1, le=1_000_000, description="Most rounds, T")
@@ -248,7 +248,7 @@ class FederationSettings(_Request):
         return self.patience or (1 if self.early_stopping == "paper" else 10)
 
     def precision_of(self, direction: Literal["down", "up"], kind: Kind) -> Precision:
-        """Number format of an assignment's payload, or of its update.
+        """Return the number format of an assignment's payload, or of its update.
 
         int8 is for the differences that training makes: what goes down, and what is prepared, would lose too much.
         """
@@ -308,7 +308,7 @@ class ModelInfo(Answer):
 
 
 class FederationStatus(str, Enum):
-    """Where a federation stands."""
+    """The states of a federation."""
 
     waiting = "waiting"
     running = "running"
@@ -318,7 +318,7 @@ class FederationStatus(str, Enum):
 
 
 class PrivacySpent(Answer):
-    """What global models have cost a device's privacy so far: (epsilon, delta), for the one drawn most often."""
+    """The privacy that global models have cost a device so far: (epsilon, delta), for the one drawn most often."""
 
     epsilon: float = Field(description="Upper bound, of the models alone; see docs/privacy.md for what is outside it")
     delta: float
@@ -326,7 +326,7 @@ class PrivacySpent(Answer):
 
 
 class FederationInfo(Answer):
-    """What anybody allowed to look learns of a federation."""
+    """The description of a federation."""
 
     uid: str = Field(description="Tells it from another of the same name, on a coordinator set up anew")
     name: str
@@ -359,7 +359,7 @@ class FederationInfo(Answer):
 
 
 class DeviceProfile(_Request):
-    """What a device says of itself when it enrols."""
+    """The profile that a device sends when it enrols."""
 
     board: str = Field(default="", max_length=200)
     system: str = Field(default="", max_length=200)
@@ -425,7 +425,7 @@ Why = Annotated[PauseReason | Annotated[str, Field(max_length=500)], Field(union
 
 
 class BudgetLimit(str, Enum):
-    """What keeps a device's budget from being larger."""
+    """The limit of a device's budget."""
 
     memory = "memory"
     deadline = "deadline"
@@ -433,7 +433,7 @@ class BudgetLimit(str, Enum):
 
 
 class Conditions(_Request):
-    """What changed on a device; ``available`` False says that it leaves for now."""
+    """The conditions of a device; ``available`` False says that it leaves for now."""
 
     available: bool = True
     reason: Why = ""
@@ -454,7 +454,7 @@ class ChangeDevice(_Request):
 
 
 class Doing(str, Enum):
-    """What a device is doing, or why it is not training: the first of these that holds."""
+    """The activity of a device, or the reason why it is not training: the first of these that holds."""
 
     revoked = "revoked"
     stopped = "stopped"  # it has stopped early: it is only asked to evaluate
@@ -468,7 +468,7 @@ class Doing(str, Enum):
 
 
 class DeviceInfo(Answer):
-    """What an observer learns of a device."""
+    """The description of a device for an observer."""
 
     device_id: str
     name: str
@@ -491,7 +491,7 @@ class DeviceInfo(Answer):
 
 
 class Kind(str, Enum):
-    """What a device is asked to do; see docs/architecture.md, "A round"."""
+    """The kinds of work; see docs/architecture.md, "A round"."""
 
     train = "train"
     evaluate = "evaluate"
@@ -566,7 +566,7 @@ class HandBack(_Request):
 
 
 class Phase(_Request):
-    """What one phase of a round cost. Bytes are those of its HTTP bodies (payload or update), repetitions included.
+    """The costs of one phase of a round. Bytes are those of its HTTP bodies (payload or update), repetitions included.
 
     ``joules`` is None where ``quality`` is unavailable; ``source`` names the sensor or the estimate. Of ``seconds``
     the device paused ``paused_seconds`` for its policy and was throttled for ``throttled_seconds``, None where it
@@ -660,7 +660,7 @@ class UpdateAccepted(Answer):
 
 
 class UpdateReceived(Answer):
-    """How much of an update that broke off has arrived."""
+    """The bytes that have arrived of an interrupted update."""
 
     received: int = Field(description="Bytes; the rest is sent with Content-Range")
 

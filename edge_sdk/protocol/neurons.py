@@ -24,7 +24,8 @@ them begins with."""
 
 
 def first_neurons(manifest: Manifest, ratio: float, count: Callable[[int, float], int] = active_count) -> NeuronMask:
-    """The first neurons of every hidden group: ``count`` (size, ratio) of them, by default as many as are drawn."""
+    """Return the first neurons of every hidden group: ``count`` (size, ratio) of them, by default as
+    many as are drawn."""
     return NeuronMask({name: np.arange(count(size, ratio)) for name, size in manifest.group_sizes.items()})
 
 
@@ -34,14 +35,15 @@ def active_count_up(size: int, ratio: float) -> int:
 
 
 def fits_ratio(manifest: Manifest, mask: Mask | None, ratio: float) -> bool:
-    """Whether this is a mask of neurons of which, in each group, as many are active as ``ratio`` makes."""
+    """Return whether this is a mask of neurons of which, in each group, as many are active as ``ratio`` makes."""
     return isinstance(mask, NeuronMask) and all(
         len(mask.active[name]) == active_count(size, ratio) for name, size in manifest.group_sizes.items()
     )
 
 
 def narrowed(manifest: Manifest, mask: NeuronMask) -> Manifest:
-    """The manifest of the network that the active neurons form: the same tensors, shorter along the axes of neurons.
+    """Return the manifest of the network that the active neurons form: the same tensors, shorter along the axes of
+    neurons.
 
     Its values packed without a mask are those of the whole model packed under ``mask``.
     """
@@ -60,7 +62,7 @@ def _narrow_shape(spec: TensorSpec, sizes: dict[str, int]) -> tuple[int, ...]:
 
 
 def neuron_bits(manifest: Manifest, mask: NeuronMask) -> bytes:
-    """One bit per hidden neuron, in manifest order, most significant bit first."""
+    """Return one bit per hidden neuron, in manifest order, most significant bit first."""
     flags = np.zeros(sum(manifest.group_sizes.values()), dtype=bool)
     start = 0
     for group, size in manifest.group_sizes.items():
@@ -70,7 +72,7 @@ def neuron_bits(manifest: Manifest, mask: NeuronMask) -> bytes:
 
 
 def neurons_from_bits(manifest: Manifest, data: bytes | memoryview) -> NeuronMask:
-    """The mask of these bits. Raises ManifestError where they are not one of this model's."""
+    """Return the mask of these bits. Raises ManifestError where they are not one of this model's."""
     total = sum(manifest.group_sizes.values())
     if len(data) != (total + 7) // 8:
         raise ManifestError(f"the mask has {len(data)} bytes, {total} neurons take {(total + 7) // 8}")
@@ -88,12 +90,12 @@ def neurons_from_bits(manifest: Manifest, data: bytes | memoryview) -> NeuronMas
 
 
 def mask_to_file(manifest: Manifest, mask: ElementMask | NeuronMask) -> bytes:
-    """A mask that is kept, as bytes."""
+    """Return a mask that is kept, as bytes."""
     return mask.bits if isinstance(mask, ElementMask) else _NEURONS + neuron_bits(manifest, mask)
 
 
 def mask_from_file(manifest: Manifest, data: bytes) -> ElementMask | NeuronMask:
-    """The inverse of ``mask_to_file``. Raises ManifestError for bytes that are no mask of this model."""
+    """Return the inverse of ``mask_to_file``. Raises ManifestError for bytes that are no mask of this model."""
     if data.startswith(_NEURONS):
         return neurons_from_bits(manifest, data[len(_NEURONS) :])
     return from_bits(manifest, data)

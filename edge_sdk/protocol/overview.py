@@ -1,4 +1,5 @@
-"""What the coordinator's page shows of a federation: ``GET /v1/federations/{name}/overview`` and ``.../events``.
+"""The data that the coordinator's page shows of a federation: ``GET /v1/federations/{name}/overview`` and
+``.../events``.
 
 Bounded in size, whatever the fleet and however long it has trained: rounds are summed into few points, and of devices
 there are counts. The whole is in ``GET .../rounds`` and ``GET .../devices``.

@@ -34,7 +34,7 @@ _FEEDBACK, _OWN = "feedback:", "own:"
 
 
 class Membership(BaseModel):
-    """Who a device is in which federation, as of when it was last there: its name and budget, the settings."""
+    """The membership of a device in a federation, as it last was: its name and budget, the settings."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -45,8 +45,8 @@ class Membership(BaseModel):
 
 @dataclass(frozen=True)
 class Saved:
-    """What lies in the file: ``stored`` is the model, or its difference from ``reference``, by name. ``best``: whether
-    it was the best one when it was written."""
+    """The content of the file: ``stored`` is the model, or its difference from ``reference``, by name. ``best``:
+    whether it was the best one when it was written."""
 
     stored: Tensors
     own: Tensors
@@ -60,7 +60,7 @@ class Saved:
 
 
 def write(saved: Saved) -> bytes:
-    """The bytes of the file."""
+    """Return the bytes of the file."""
     note = {
         "manifest": saved.manifest,
         "save": saved.save,
@@ -75,7 +75,7 @@ def write(saved: Saved) -> bytes:
 
 
 def read(body: bytes) -> Saved:
-    """What the bytes of such a file hold. Raises BundleError for others."""
+    """Return the content of such a file. Raises BundleError for other bytes."""
     stored, text = checkpoint.load(body)
     try:
         note = json.loads(text)
@@ -95,12 +95,12 @@ def read(body: bytes) -> Saved:
 
 
 def write_progress(save: int, progress: Mapping[str, Any]) -> bytes:
-    """The bytes of ``progress.json``: progress since the ``save`` with that number."""
+    """Return the bytes of ``progress.json``: progress since the ``save`` with that number."""
     return json.dumps({"save": save, "progress": progress}).encode()
 
 
 def read_progress(body: bytes, save: int) -> Mapping[str, Any] | None:
-    """The progress since that save, None where the file is about another. Raises BundleError."""
+    """Return the progress since that save, None where the file is about another. Raises BundleError."""
     try:
         kept = json.loads(body)
         return dict(kept["progress"]) if kept["save"] == save else None
@@ -109,7 +109,7 @@ def read_progress(body: bytes, save: int) -> Mapping[str, Any] | None:
 
 
 def is_personal(note: str) -> bool:
-    """Whether a safetensors file with this note is such a file, and not a plain checkpoint."""
+    """Return whether a safetensors file with this note is such a file, and not a plain checkpoint."""
     try:
         return {"manifest", "save", "progress"} <= set(json.loads(note))
     except (ValueError, TypeError):
@@ -117,5 +117,5 @@ def is_personal(note: str) -> bool:
 
 
 def _take(stored: Tensors, prefix: str) -> Tensors:
-    """The entries whose names begin so, taken out and named without it."""
+    """Return the entries whose names begin so, taken out and named without it."""
     return {name.removeprefix(prefix): stored.pop(name) for name in list(stored) if name.startswith(prefix)}

@@ -24,7 +24,7 @@ LARGEST = 127
 
 
 def row_lengths(manifest: Manifest, mask: Mask | None) -> NDArray[np.intp]:
-    """How many packed values each row has, in order; none is empty. They add up to ``count_values``."""
+    """Return the number of packed values of each row, in order; none is empty. They add up to ``count_values``."""
     lengths: list[NDArray[np.intp]] = []
     for spec, block in blocks(manifest, mask):
         if block.size == 0:
@@ -53,7 +53,7 @@ class Quantised:
     scales: NDArray[np.float32]
 
     def values(self, lengths: NDArray[np.intp]) -> NDArray[np.float32]:
-        """What they stand for, float32 [n], in rows of ``lengths``."""
+        """Return the values that they stand for, float32 [n], in rows of ``lengths``."""
         return np.asarray(self.numbers * np.repeat(self.scales, lengths), dtype=np.float32)
 
 

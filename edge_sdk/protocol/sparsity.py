@@ -54,7 +54,7 @@ def _floor(value: float) -> int:
 
 
 def layer_densities(manifest: Manifest, density: float, rule: LayerSparsity = "erk") -> dict[str, float]:
-    """Name of every maskable tensor, in order -> its share of weights kept, 1 - s_l in (0, 1].
+    """Return the name of every maskable tensor, in order -> its share of weights kept, 1 - s_l in (0, 1].
 
     density: the share kept overall, 1 - S. Raises ValueError where it lies outside (0, 1].
 
@@ -73,7 +73,7 @@ def layer_densities(manifest: Manifest, density: float, rule: LayerSparsity = "e
 
 
 def layer_counts(manifest: Manifest, density: float, rule: LayerSparsity = "erk") -> dict[str, int]:
-    """Name of every maskable tensor, in order -> number of weights kept, K_l, at least 1.
+    """Return the name of every maskable tensor, in order -> number of weights kept, K_l, at least 1.
 
     Raises ValueError where density lies outside (0, 1].
     """
@@ -131,7 +131,7 @@ def _feddst(manifest: Manifest, density: float) -> dict[str, float]:
 
 
 def _values_with_biases(manifest: Manifest) -> dict[str, int]:
-    """Name of every maskable tensor -> its weights and its layer's biases, n_l of the FedDST code."""
+    """Return the name of every maskable tensor -> its weights and its layer's biases, n_l of the FedDST code."""
     sizes = {spec.name: spec.size for spec in manifest.tensors}
     vectors = {spec.name for spec in manifest.tensors if len(spec.shape) == 1}
     biases = {
@@ -155,7 +155,7 @@ _RULES: dict[LayerSparsity, Callable[[Manifest, float], dict[str, float]]] = {
 
 
 def _among_largest(values: NDArray[Any], count: int) -> Flags:
-    """True at the ``count`` largest values [n], ties to the lower index."""
+    """Return flags that are true at the ``count`` largest values [n], ties to the lower index."""
     size = len(values)
     if count <= 0:
         return np.zeros(size, dtype=bool)
@@ -169,12 +169,14 @@ def _among_largest(values: NDArray[Any], count: int) -> Flags:
 
 
 def largest(values: NDArray[Any], count: int) -> Index:
-    """Indices of the ``count`` largest values [n], sorted; ties to the lower index. All where there are fewer."""
+    """Return indices of the ``count`` largest values [n], sorted; ties to the lower index. All where
+    there are fewer."""
     return np.flatnonzero(_among_largest(values, count))
 
 
 def _smallest(values: NDArray[Any], count: int) -> Index:
-    """Indices of the ``count`` smallest, sorted; ties to the higher index, so that the largest are what is left."""
+    """Return indices of the ``count`` smallest, sorted; ties to the higher index, so that the largest
+    are what is left."""
     return np.flatnonzero(~_among_largest(values, len(values) - count))
 
 
@@ -203,7 +205,7 @@ def random_mask(manifest: Manifest, counts: Mapping[str, int], seed: int) -> Ele
 
 
 def magnitude_mask(tensors: Tensors, manifest: Manifest, counts: Mapping[str, int]) -> ElementMask:
-    """The ``counts[name]`` largest |weights| of every maskable tensor (the FedDST code's first mask)."""
+    """Return the ``counts[name]`` largest |weights| of every maskable tensor (the FedDST code's first mask)."""
     return ElementMask(
         {
             spec.name: _among_largest(_magnitudes(tensors[spec.name]), counts[spec.name]).reshape(spec.shape)
@@ -226,7 +228,8 @@ def over_pruning(time: float, end: float, alpha: float) -> float:
 def adjustment_steps(
     before: int, epochs: int, batches: int, interval: int, end: int, at: At = "penultimate"
 ) -> list[tuple[int, int]]:
-    """When a device re-adjusts in a round: (batches trained by then, nominal time t in local epochs), in order.
+    """Return the times at which a device re-adjusts in a round: (batches trained by then, nominal time t in local
+    epochs), in order.
 
     before: local epochs of this device in earlier rounds, e_c. epochs, E, of ``batches`` batches each. It is due after
     every epoch at which e_c + e is a multiple of ``interval`` and below ``end``.
@@ -358,7 +361,8 @@ def grow(
 
 
 def trim(values: Reals, weights: NDArray[np.float64], union: Flags, count: int) -> Flags:
-    """The ``count``, K_l, largest |values| among the positions in ``union``; all of them where there are no more.
+    """Return the ``count``, K_l, largest |values| among the positions in ``union``; all of them where there are no
+    more.
 
     All arrays are flat [n]; returns bool [n]. weights: what each position's mean was taken over (Den, the contributors'
     examples); among equal values more weight wins, then the lower index (FedSGC, section 4.10 of the method card).
@@ -461,7 +465,7 @@ def keep_by_gain(
 
 
 def _fixed(sizes: Reals, gains: Reals, active: Index, share: float) -> Flags:
-    """What one tensor keeps whatever it gains."""
+    """Return the flags of values that one tensor keeps in any case."""
     flags = np.zeros(len(sizes), dtype=bool)
     flags[active[largest(np.take(sizes, active), len(active) - _floor(share * len(active)))]] = True
     if not flags.any():
@@ -470,7 +474,7 @@ def _fixed(sizes: Reals, gains: Reals, active: Index, share: float) -> Flags:
 
 
 def keep_by_score(scores: Mapping[str, Reals], count: int) -> ElementMask:
-    """The ``count`` largest scores over all tensors (GraSP); ties: order of the tensors, lower index.
+    """Return the ``count`` largest scores over all tensors (GraSP); ties: order of the tensors, lower index.
 
     scores: name of every maskable tensor, in manifest order -> array of its shape. A tensor that would get nothing
     keeps its largest, in place of the smallest that others have to spare: without one weight in every layer nothing
@@ -480,7 +484,7 @@ def keep_by_score(scores: Mapping[str, Reals], count: int) -> ElementMask:
 
 
 def _largest_of_all(parts: Sequence[NDArray[Any]], count: int) -> Flags:
-    """The ``count`` largest over all parts, and at least one of each: flags of the parts one after the other."""
+    """Return the ``count`` largest over all parts, and at least one of each: flags of the parts one after the other."""
     kept = np.concatenate([_among_largest(part, 1) for part in parts])
     rest = np.flatnonzero(~kept)
     kept[rest[largest(np.take(np.concatenate(parts), rest), count - len(parts))]] = True

@@ -10,9 +10,14 @@ from pathlib import Path
 import certifi
 import httpx
 
+from edge_sdk.protocol.errors import SdkError
+from sparrow.command_line.exits import Exit
 
-class BadCertificate(ValueError):
+
+class BadCertificate(SdkError):
     """A certificate or key cannot be used; the text says which and why."""
+
+    exit_code = Exit.USAGE
 
 
 CERTIFICATE = "where it asks for a certificate, give one that it trusts with --client-cert FILE --client-key FILE"
@@ -28,7 +33,7 @@ class Tls:
     key: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """What httpx takes as ``verify``. Raises BadCertificate."""
+        """Return the argument ``verify`` of httpx. Raises BadCertificate."""
         if self.key is not None and self.certificate is None:
             raise BadCertificate("--client-key is of no use alone; give --client-cert as well")
         for option, path in (("--ca", self.ca), ("--client-cert", self.certificate), ("--client-key", self.key)):
@@ -58,7 +63,7 @@ def _reason(error: Exception) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options ``--ca``, ``--client-cert`` and ``--client-key``; ``from_options`` reads them."""
+    """Add the options ``--ca``, ``--client-cert`` and ``--client-key``; ``from_options`` reads them."""
     group = parser.add_argument_group("TLS, where --server is https://HOST")
     group.add_argument("--ca", type=Path, metavar="FILE", help="trust these authorities only (default: public ones)")
     group.add_argument("--client-cert", type=Path, metavar="FILE", help="own certificate, where one is asked for")
@@ -66,12 +71,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def from_options(options: argparse.Namespace) -> Tls:
-    """What the options say."""
+    """Return the TLS settings of the options."""
     return Tls(options.ca, options.client_cert, options.client_key)
 
 
 def explain(error: BaseException) -> str | None:
-    """What is wrong where a call failed for TLS, and what to do; None where it failed for something else."""
+    """Return why a call failed for TLS, and what to do; None if it failed for another reason."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -90,7 +95,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def hint(error: Exception, server: str) -> str:
-    """What a broken call said. From TLS 1.3 on one that is refused for want of a certificate may only be cut off."""
+    """Return the text of a failed call. From TLS 1.3 on, a call that lacks a certificate may only be cut off."""
     said = str(error) or type(error).__name__
     cut_off = server.startswith("https:") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError)
     return f"{said.rstrip('.')}; {CERTIFICATE}" if cut_off else said

@@ -20,11 +20,11 @@ from tqdm import tqdm
 
 from edge_sdk.device.state import default_root
 from edge_sdk.device.transport import Transport, connect, token_of
-from edge_sdk.errors import BadArgument, Refused, SdkError, StateError
+from edge_sdk.errors import BadArgument, NameTaken, SdkError, StateError
+from edge_sdk.protocol.errors import MissingPart
 from edge_sdk.protocol.tls import Tls
-from edge_sdk.simulation.fleet import FORESEEN, Result, run_fleet
+from edge_sdk.simulation.fleet import Result, run_fleet
 from edge_sdk.simulation.host import Plan
-from sparrow.command_line.command import MissingPart
 
 LOCAL = "local"
 LOOK_SECONDS = 1.0
@@ -76,9 +76,9 @@ class _Slice:
             )
         except KeyboardInterrupt:
             return None
-        except FORESEEN as error:
+        except SdkError as error:
             hint = ""
-            if isinstance(error, Refused) and error.status == 409 and not in_memory:
+            if isinstance(error, NameTaken) and not in_memory:
                 hint = f"; the state of its devices is looked for in {own}, and there if it ran on this node before"
             raise SdkError(f"slice {self._number} of {self._of} on {platform.node()}: {error}{hint}") from None
 
@@ -168,7 +168,7 @@ def _connect(address: str, workers: int | None) -> Any:
 
 
 def _cores(ray: Any) -> list[str]:
-    """The node of each core of the cluster: a first one of every node, a second one, and so on.
+    """Return the node of each core of the cluster: a first one of every node, a second one, and so on.
 
     Nodes are in the order of their addresses, so that a slice comes to the same node, and to its state, another time.
     """
@@ -182,7 +182,7 @@ def _cores(ray: Any) -> list[str]:
 
 
 def _watch(ray: Any, runs: list[Any], transport: Transport, federation: str, quiet: bool) -> list[Result]:
-    """What the slices did, once all have ended; the first error is raised at once."""
+    """Return the results of the slices once all have ended; raise the first error at once."""
     transport.patience_seconds = 0.0  # a bar that stands still is no reason to end
     results: list[Result] = []
     with tqdm(unit=" round", disable=quiet, dynamic_ncols=True, file=sys.stderr) as bar:
@@ -199,7 +199,7 @@ def _watch(ray: Any, runs: list[Any], transport: Transport, federation: str, qui
 
 
 def _sum(results: list[Result]) -> Result:
-    """What the slices did together."""
+    """Return the sum of the slices' results."""
     firsts = [each.seconds_to_first for each in results if each.seconds_to_first is not None]
     return Result(
         devices=sum(each.devices for each in results),

@@ -1,19 +1,14 @@
-"""``sparrow fleet --server URL --devices 100``: many simulated devices, each a real session of its own.
+"""Many simulated devices, hosted by a few processes of one thread each.
 
-A few processes, one thread each, host all devices. The coordinator is asked who is being waited for; those devices are
-handed to whichever process is free, which opens the device's session from its state folder, lets it do its one thing
-and closes it. A device that is not asked for anything costs nothing but its files. Over HTTP, or, with ``--app``, in
-one process with the coordinator and without sockets: the same sessions, the same calls, the same final model. With
-``--ray`` the processes are those of a Ray cluster (``cluster``).
+The coordinator is asked who is being waited for. Those devices are handed to whichever process is free, which opens the
+device's session from its state folder, lets it do its one thing and closes it. A device that is not asked for anything
+costs nothing but its files. This works over HTTP or, with the coordinator's application, in one process without
+sockets: the same sessions, the same calls, the same final model.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib
-import json
-import logging
 import multiprocessing
 import os
 import shutil
@@ -26,15 +21,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from edge_sdk.device.trainable import exit_unless_trainable
-
-if __name__ == "__main__":
-    exit_unless_trainable("sparrow fleet")  # before what follows imports torch
 
 import httpx
 import torch
@@ -43,29 +33,17 @@ from tqdm import tqdm
 from edge_sdk.device.session import FAILURES, Known
 from edge_sdk.device.state import FolderLock, Reference, default_root, write_atomically
 from edge_sdk.device.transport import Transport, connect, token_of
-from edge_sdk.errors import BadArgument, NothingTrained, Refused, SdkError
+from edge_sdk.errors import BadArgument, NotFound, NothingTrained, SdkError, translated
 from edge_sdk.protocol import checkpoint, tls
 from edge_sdk.protocol.messages import FederationInfo, FederationStatus, Kind, OpenWork
-from edge_sdk.publish import add_method_set, load_to_publish, publish, read_setting, read_settings
-from edge_sdk.simulation import in_process as inprocess
+from edge_sdk.simulation import in_process
 from edge_sdk.simulation.host import Host, Plan, Stepped
-from edge_sdk.tasks.compute import ACCELERATORS, Compute, choose_device
-from edge_sdk.tasks.exits import EXITS as TASKS
-from sparrow.command_line.command import Command, Exits, Parser, WrongUsage, add_json
-from sparrow.command_line.exits import Exit
-from sparrow.devices.simulation import BOARDS, Board, load_boards
 
 LOOK_SECONDS = 10.0
 """How long the coordinator is asked to wait for news; a process that failed is noticed no later."""
 
 OVER = (FederationStatus.finished, FederationStatus.stopped)
 MEMORY = Path("/dev/shm")
-EXITS: Exits = {
-    **TASKS,
-    ValueError: Exit.FAILED,
-}
-FORESEEN: tuple[type[BaseException], ...] = (*EXITS, OSError)
-"""What a fleet raises that its user can do something about: the text says what."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +80,7 @@ class Ended:
 
 
 def read_ended(transport: Transport, federation: str) -> Ended | None:
-    """How a federation stands by its last evaluation; None before the first."""
+    """Return the results of a federation's last evaluation; None before the first."""
     records = transport.rounds(federation)
     judged = next((record for record in reversed(records) if record.evaluated_devices), None)
     if judged is None:
@@ -121,8 +99,8 @@ def read_ended(transport: Transport, federation: str) -> Ended | None:
 
 @dataclass
 class Result:
-    """What a fleet did in this run. ``seconds_to_first``: from its start to the first device trained. ``failed``: how
-    often a device's work came to nothing.
+    """The record of a fleet's work in this run. ``seconds_to_first``: from its start to the first device trained.
+    ``failed``: how often a device's work came to nothing.
 
     ended: how the devices did, this fleet's and others', when the federation had ended; None before.
     """
@@ -150,6 +128,7 @@ class Result:
             self.adapted += 1
 
 
+@translated()
 def run_fleet(
     server: str | None,
     plan: Plan,
@@ -176,8 +155,8 @@ def run_fleet(
     where the coordinator asks for them, the latter to see who is being waited for; without, those of
     SPARROW_ENROLMENT_TOKEN and SPARROW_OBSERVER_TOKEN. trust: certificates for https.
     on_step: told of each step. interrupted: asked before each, and at least every ``LOOK_SECONDS``; true is as good as
-    Ctrl-C, which reaches only a process's main thread. Raises SdkError, DataError and what else a device raises;
-    KeyboardInterrupt once every device has finished the step it was in.
+    Ctrl-C, which reaches only a process's main thread. Raises SdkError; KeyboardInterrupt once every device has
+    finished the step it was in.
     """
     torch.set_num_threads(1)
     if (server is None) == (app is None):
@@ -189,8 +168,8 @@ def run_fleet(
         raise BadArgument(f"{processes} processes, but an accelerator is served by one: set 1, or train on the cpu")
     number = 1 if app is not None or accelerated else processes or os.cpu_count() or 1
     with contextlib.ExitStack() as stack:
-        client = stack.enter_context(_connect(server, app, trust))
-        root = stack.enter_context(_root(state_dir, in_memory, server or inprocess.ADDRESS, plan.federation))
+        client = stack.enter_context(connect_to(server, app, trust))
+        root = stack.enter_context(_root(state_dir, in_memory, server or in_process.ADDRESS, plan.federation))
         transport = Transport(client, patience_seconds=patience_seconds)
         enrolment_token = enrolment_token or token_of("enrolment")
         transport.token = observer_token or token_of("observer") or enrolment_token
@@ -214,13 +193,14 @@ def run_fleet(
         return run.until_over()
 
 
-def _connect(server: str | None, app: Any, trust: tls.Tls | None) -> contextlib.AbstractContextManager[httpx.Client]:
-    return connect(str(server), trust) if app is None else inprocess.running(app)
+def connect_to(server: str | None, app: Any, trust: tls.Tls | None) -> contextlib.AbstractContextManager[httpx.Client]:
+    """Return a client of the coordinator at this address, or of the application that runs in this process."""
+    return connect(str(server), trust) if app is None else in_process.running(app)
 
 
 @contextlib.contextmanager
 def _root(state_dir: Path | None, in_memory: bool, server: str, federation: str) -> Iterator[Path]:
-    """The folder of all devices' state, held by one fleet at a time."""
+    """Yield the folder of all devices' state, locked for this fleet."""
     if in_memory:
         memory = Path(tempfile.mkdtemp(prefix="sparrow-fleet-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None))
         try:
@@ -234,14 +214,12 @@ def _root(state_dir: Path | None, in_memory: bool, server: str, federation: str)
 
 
 def _reference(root: Path, transport: Transport, federation: str) -> Reference | None:
-    """The model that personal ones are stored as differences from: the global one as the fleet first met it."""
+    """Return the model that personal ones are stored as differences from: the global one when the fleet began."""
     path = root / "reference.safetensors"
     if not path.exists():
         try:
             model = transport.model(federation)
-        except Refused as refusal:
-            if refusal.status != 404:
-                raise
+        except NotFound:
             model = {}  # no global model that could be looked at: personal models are stored whole
         write_atomically(path, checkpoint.save(model))
     tensors, _ = checkpoint.load(path.read_bytes())
@@ -264,7 +242,7 @@ def _become_worker(make_host: Callable[[], Host]) -> None:
 
 
 def _end_with_parent() -> None:
-    """A fleet that is killed takes its processes with it: they would keep its state folder from the next one."""
+    """End this process with its parent: it would keep the fleet's state folder locked."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -295,7 +273,7 @@ class _InProcess(Executor):
         _host = make_host()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """The finished future of ``fn``; KeyboardInterrupt passes."""
+        """Return the finished future of ``fn``; KeyboardInterrupt passes."""
         future: Future[Any] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
@@ -403,7 +381,7 @@ class _Run:
                 self.executor.submit(_call, "step", index).add_done_callback(partial(self._done, index))
 
     def _all(self, what: str, indices: list[int]) -> None:
-        """One call for each of ``indices``, to the end."""
+        """Make one call for each of ``indices`` and wait for all."""
         try:
             futures = [self._submit(what, index) for index in indices]
             for future in futures:
@@ -442,7 +420,7 @@ class _Run:
             self._last_failure = stepped.failed
 
     def _raise_nothing_trained(self, times: int) -> None:
-        """Where nothing has come of work ``times`` times, and something of none."""
+        """Raise NothingTrained if work has failed ``times`` times and has never succeeded."""
         done = self.result
         if done.failed >= times and not done.device_rounds and not done.adapted:
             self._cancel()
@@ -469,189 +447,3 @@ class _Run:
         return tqdm(
             total=total, desc=description, unit=f" {unit}", disable=self.quiet, dynamic_ncols=True, file=sys.stderr
         )
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
-
-
-def _command(options: argparse.Namespace) -> None:
-    _check(options)
-    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        plan = Plan(
-            federation=options.federation,
-            devices=options.devices,
-            new=options.new,
-            data=_data(options.data, options.partition),
-            budgets=options.budgets,
-            boards=options.boards,
-            compute=Compute(choose_device(options.accelerator), bfloat16=options.bfloat16),
-        )
-        app = _load_app(options.app) if options.app else None
-        if options.task:
-            _create(options, plan, app)
-        result = _run(options, plan, app)
-    except KeyboardInterrupt:
-        gone, stays = "its devices lay in memory and are gone", "the same command goes on where the devices were"
-        raise KeyboardInterrupt(f"interrupted; {gone if options.memory else stays}") from None
-    if options.json:
-        print(json.dumps({"federation": options.federation, **asdict(result)}))
-        return
-    rate = result.device_rounds / result.seconds if result.seconds else 0.0
-    print(
-        f"{result.devices} devices, {result.device_rounds} device-rounds and {result.evaluations} evaluations in "
-        f"{result.seconds:.1f} s ({rate:.1f} device-rounds/s); the federation is {result.status.value}"
-    )
-    if result.ended is not None:
-        print(result.ended)
-
-
-def _run(options: argparse.Namespace, plan: Plan, app: Any) -> Result:
-    """Run the fleet here, or on a cluster."""
-    common: dict[str, Any] = {
-        "state_dir": options.state_dir,
-        "in_memory": options.memory,
-        "patience_seconds": options.patience,
-        "trust": tls.from_options(options),
-        "quiet": options.quiet,
-    }
-    if options.ray is None:
-        return run_fleet(options.server, plan, app=app, processes=options.processes, **common)
-    from edge_sdk.simulation import cluster
-
-    return cluster.run_on_ray(options.server, plan, address=options.ray, workers=options.workers, **common)
-
-
-def _create(options: argparse.Namespace, plan: Plan, app: Any) -> None:
-    """Create the federation, unless there is the same one already; a task not built in is device 0's."""
-    settings = {"min_devices": options.devices, "method_settings": dict(options.method_set), **dict(options.set)}
-    read_settings(settings, "--set ")
-    task = load_to_publish(options.task, plan.data_of(0), settings, device=plan.name(0))
-    with contextlib.ExitStack() as stack:
-        client = stack.enter_context(_connect(options.server, app, tls.from_options(options)))
-        if "min_devices" not in dict(options.set):  # a further fleet joins what the first one has made
-            transport = Transport(client, patience_seconds=options.patience)
-            transport.token = token_of("admin", "observer", "enrolment")
-            with contextlib.suppress(Refused):
-                settings["min_devices"] = transport.federation(options.federation).settings.min_devices
-        publish(
-            options.server or inprocess.ADDRESS,
-            options.federation,
-            task,
-            exist_ok=True,
-            client=client,
-            **settings,
-        )
-
-
-def _load_app(text: str) -> Any:
-    """The ASGI application at ``module:attribute``."""
-    module, _, attribute = text.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute or "app")
-    except (ImportError, AttributeError) as error:
-        raise BadArgument(f"--app {text}: {error}; give it as coordinator.main:app") from None
-
-
-def _data(data: str | None, partition: str | None) -> str | None:
-    return data if partition is None else f"{data or ''},partition={partition}".lstrip(",")
-
-
-def _budgets(text: str) -> tuple[float, ...]:
-    if text == "auto":
-        return ()
-    with contextlib.suppress(ValueError):
-        budgets = tuple(float(part) for part in text.split(","))
-        if all(0 < budget <= 1 for budget in budgets):
-            return budgets
-    raise argparse.ArgumentTypeError(f"{text!r}: give numbers above 0 and up to 1, such as 0.2,0.4,0.6,0.8,1, or auto")
-
-
-def _boards(text: str) -> tuple[Board, ...]:
-    try:
-        return load_boards(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _check(options: argparse.Namespace) -> None:
-    """Raise WrongUsage for options that do not go together."""
-    if options.ray is None and options.workers is not None:
-        raise WrongUsage("--workers are those of a cluster: give --ray, or --processes")
-    if options.ray is not None and (options.app or options.processes):
-        raise WrongUsage(
-            "--ray is for a coordinator with a --server address, and takes --workers instead of --processes"
-        )
-    if options.ray is not None and options.accelerator != "cpu":
-        if options.accelerator == "cuda":
-            raise WrongUsage("--accelerator cuda: the workers of a cluster train on their processors; leave --ray out")
-        options.accelerator = "cpu"
-
-
-def _options(parser: Parser) -> None:
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--server", help="the coordinator's address, http://HOST:PORT or https://HOST")
-    where.add_argument("--app", metavar="MODULE:APP", help="or its application, run in this process")
-    parser.add_argument(
-        "--federation", default="default", metavar="NAME", help="which federation to join (default: %(default)s)"
-    )
-    parser.add_argument("--devices", type=int, required=True, help="how many devices train")
-    parser.add_argument("--new", type=int, default=0, help="how many more only adapt the finished model")
-    parser.add_argument("--task", help="create the federation for this task, unless it is there already")
-    parser.add_argument(
-        "--set", type=read_setting, action="append", default=[], metavar="KEY=VALUE", help="its settings, with --task"
-    )
-    add_method_set(parser)
-    parser.add_argument("--data", help="the devices' data; {index}, {of} and {name} are filled in (docs/fleet.md)")
-    parser.add_argument("--partition", metavar="RULE", help="how it is dealt: dirichlet,alpha=0.3, ... (docs/tasks.md)")
-    parser.add_argument(
-        "--budgets",
-        type=_budgets,
-        default=(1.0,),
-        help="0.2,0.6,1: a third of the devices has each; auto: what their boards can afford",
-    )
-    parser.add_argument(
-        "--boards", type=_boards, default=(), help=f"boards whose seconds and joules are reported: {', '.join(BOARDS)}"
-    )
-    parser.add_argument(
-        "--accelerator", choices=ACCELERATORS, default="auto", help="where to train (default: a GPU where there is one)"
-    )
-    parser.add_argument("--bfloat16", action="store_true", help="forward passes in bfloat16, by torch's autocast")
-    parser.add_argument("--processes", type=int, help="processes that host them (default: one per core)")
-    parser.add_argument(
-        "--ray",
-        metavar="ADDRESS",
-        help="host them on a Ray cluster: HOST:PORT, auto, or local for one started here (docs/fleet.md)",
-    )
-    parser.add_argument("--workers", type=int, help="with --ray: in how many slices, on a core each (default: all)")
-    keep = parser.add_mutually_exclusive_group()
-    keep.add_argument(
-        "--state-dir", type=Path, metavar="DIR", help="where the devices keep their state, to go on later"
-    )
-    keep.add_argument("--memory", action="store_true", help="keep it in memory and forget it in the end")
-    parser.add_argument("--patience", type=float, help="give up when the coordinator is silent this long, s")
-    tls.add_options(parser)
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.add_argument("--verbose", action="store_true", help="say more")
-    add_json(parser)
-
-
-COMMAND = Command(
-    "sparrow fleet",
-    "Many simulated devices, each a real session of its own.",
-    _options,
-    _command,
-    EXITS,
-    usage="(--server URL | --app MODULE:APP) --devices N [options]",
-    epilog="SPARROW_ENROLMENT_TOKEN, SPARROW_OBSERVER_TOKEN and SPARROW_ADMIN_TOKEN hold tokens where the "
-    "coordinator asks for them.",
-)
-main = COMMAND.main
-
-
-if __name__ == "__main__":
-    # As a module it would be __main__ here and edge_sdk.simulation.fleet in the worker processes.
-    from edge_sdk.simulation import fleet
-
-    sys.exit(fleet.main())

@@ -22,6 +22,7 @@ from edge_sdk.device.session import Known, Outcome, Session, check_model
 from edge_sdk.device.state import Reference, StateFolder
 from edge_sdk.device.telemetry import SimulatedTelemetry, Telemetry
 from edge_sdk.device.transport import Traffic, Transport
+from edge_sdk.errors import BadArgument
 from edge_sdk.methods import load_method
 from edge_sdk.protocol.messages import DeviceProfile, FederationInfo, Kind
 from edge_sdk.tasks import Task, load_task
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """Which devices a fleet simulates. Device i is called ``<prefix>-i``.
+    """The devices that a fleet simulates. Device i is called ``<prefix>-i``.
 
     devices: how many train. new: how many more only adapt the finished model, numbered after the others. data: what a
     device's ``--data`` would be; ``{index}``, ``{of}`` and ``{name}`` are filled in, and where it has none of them
@@ -58,13 +59,13 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.devices < 1 or self.new < 0:
-            raise ValueError(f"{self.devices} devices and {self.new} new ones; give at least 1 device and 0 new ones")
+            raise BadArgument(f"{self.devices} devices and {self.new} new ones; give at least 1 device and 0 new ones")
         if isinstance(self.data, tuple) and len(self.data) < self.total:
-            raise ValueError(f"{self.total} devices have data for {len(self.data)}; give as many, or fewer devices")
+            raise BadArgument(f"{self.total} devices have data for {len(self.data)}; give as many, or fewer devices")
         if not all(0 < budget <= 1 for budget in self.budgets):
-            raise ValueError(f"budgets are {self.budgets}; give numbers above 0 and up to 1")
+            raise BadArgument(f"budgets are {self.budgets}; give numbers above 0 and up to 1")
         if not self.budgets and not self.boards:
-            raise ValueError("what a device can afford follows from its board; give boards, or budgets")
+            raise BadArgument("what a device can afford follows from its board; give boards, or budgets")
 
     @property
     def total(self) -> int:
@@ -72,21 +73,21 @@ class Plan:
         return self.devices + self.new
 
     def name(self, index: int) -> str:
-        """The name of device ``index``."""
+        """Return the name of device ``index``."""
         return f"{self.prefix}-{index}"
 
     def budget(self, index: int) -> float | None:
-        """The budget of device ``index``; new devices get those of the first ones. None: as its board has it."""
+        """Return the budget of device ``index``; new devices get those of the first ones. None: as its board has it."""
         if not self.budgets:
             return None
         return self.budgets[index % self.devices * len(self.budgets) // self.devices]
 
     def board(self, index: int) -> Board | None:
-        """The board that device ``index`` simulates; None for this machine."""
+        """Return the board that device ``index`` simulates; None for this machine."""
         return self.boards[index % self.devices * len(self.boards) // self.devices] if self.boards else None
 
     def task(self, index: int, info: FederationInfo) -> Task:
-        """The task of device ``index`` on its own data. Raises DataError."""
+        """Return the task of device ``index`` on its own data. Raises DataError."""
         if self.make_task is not None:
             return self.make_task(index, info).seeded(info.settings.seed)
         return load_task(
@@ -98,7 +99,7 @@ class Plan:
         )
 
     def data_of(self, index: int) -> str:
-        """What the ``--data`` of device ``index`` would be."""
+        """Return the ``--data`` of device ``index``."""
         if isinstance(self.data, tuple):
             return self.data[index]
         text = self.data or ""
@@ -110,7 +111,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Stepped:
-    """What one step of one device came to; ``seconds`` is what it took here, everything included; ``failed`` why
+    """The outcome of one step of one device; ``seconds`` is what it took here, everything included; ``failed`` why
     nothing came of its work."""
 
     index: int
@@ -236,7 +237,7 @@ class Host:
 
 
 def _profile(board: Board) -> DeviceProfile:
-    """What a device on this board says of itself."""
+    """Return the profile of a device on this board."""
     return DeviceProfile(
         board=board.name, system="simulated", cores=board.cores, memory_bytes=board.memory_bytes, sensors=()
     )

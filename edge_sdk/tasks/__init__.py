@@ -16,18 +16,20 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from edge_sdk.errors import BadArgument, SdkError
 from edge_sdk.tasks.compute import USUAL, Compute
+from sparrow.command_line.exits import Exit
 from sparrow.command_line.nearest import nearest
 
 
 class Batches(Protocol):
-    """What a task's data must offer; a torch DataLoader does."""
+    """The interface of a task's data; a torch DataLoader has it."""
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (inputs, targets), batch first, drawing any shuffling from torch's default generator."""
 
     def __len__(self) -> int:
-        """Number of batches."""
+        """Return the number of batches."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +55,19 @@ class Task:
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
             what = getattr(self.model, "__name__", type(self.model).__name__)
-            raise TypeError(
+            raise BadArgument(
                 f"model: {what} is not a torch.nn.Module; give a model, whose weights are kept, or Seeded({what}), "
                 f"whose weights the federation's seed decides"
             )
 
     def seeded(self, seed: int) -> Task:
-        """The same task, its model made where it is ``Seeded``."""
+        """Return the same task, its model made where it is ``Seeded``."""
         if not isinstance(self.model, Seeded):
             return self
-        from edge_sdk.tasks.loading import build_seeded  # which makes tasks itself
-
         return replace(self, model=build_seeded(self.model.build, seed))
 
     def on(self, compute: Compute) -> Task:
-        """The same task, computed so: moves its model there, and gives this process the threads."""
+        """Return the same task, computed so: moves its model there, and gives this process the threads."""
         if compute.threads is not None:
             torch.set_num_threads(compute.threads)
         return replace(self, model=self.model.to(compute.device), compute=compute)
@@ -90,6 +90,13 @@ class Seeded(nn.Module):
         self.build = build
 
 
+def build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Build a model whose initial weights depend on ``seed`` alone; torch's generator stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build()
+
+
 class TaskLoader(Protocol):
     """Makes a task from what the user said of the data.
 
@@ -98,15 +105,19 @@ class TaskLoader(Protocol):
     """
 
     def __call__(self, data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
-        """``data`` is the text after ``--data``; ``device`` the device's name; ``seed`` the federation's."""
+        """Make the task. ``data`` is the text after ``--data``; ``device`` the device's name; ``seed`` the
+        federation's.
+        """
 
 
-class UnknownTask(LookupError):
+class UnknownTask(SdkError):
     """The federation's task is not built in, and no package registers it; or it has no such model."""
+
+    exit_code = Exit.NOT_FOUND
 
 
 def load_task(name: str, data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
-    """The task registered as ``name``, or as ``name:model``, over this device's data.
+    """Return the task registered as ``name``, or as ``name:model``, over this device's data.
 
     Raises UnknownTask, which names what is installed.
     """

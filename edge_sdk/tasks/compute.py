@@ -1,4 +1,4 @@
-"""How this device computes: on which accelerator, with how many threads, in which memory format and precision.
+"""The accelerator, threads, memory format and precision that this device computes with.
 
 Travels with the task, because model and task go everywhere together. The default changes nothing: the processor, as
 many threads as the process has, the format that ``layout`` takes for the model, float32.
@@ -19,7 +19,7 @@ PROCESSOR = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Compute:
-    """How a task's model is trained and judged on this device.
+    """The settings with which a task's model is trained and judged on this device.
 
     threads: of the processor; None leaves the process's. channels_last: whether convolutions run in that memory format,
     where the model takes it; None lets the model decide (``layout``). bfloat16: the forward pass in bfloat16 where
@@ -54,7 +54,8 @@ USUAL = Compute()
 
 
 def choose_device(accelerator: str, *, deterministic: bool = False) -> torch.device:
-    """The torch device that ``accelerator`` (one of ACCELERATORS) stands for; ``auto`` is CUDA where there is one.
+    """Return the torch device that ``accelerator`` (one of ACCELERATORS) stands for; ``auto`` is CUDA where there is
+    one.
 
     deterministic: results are to be the same bit for bit, which is promised on a processor only. Raises BadArgument
     where CUDA is asked for and absent, or both are asked for, and for a word that is none of them.

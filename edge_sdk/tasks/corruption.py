@@ -96,7 +96,7 @@ def shot_noise(images: Images, severity: int, random: np.random.RandomState) -> 
 
 
 def impulse_noise(images: Images, severity: int, random: np.random.RandomState) -> Images:
-    """Each value of each channel becomes 0 or 255 with probability c, even odds."""
+    """Set each value of each channel to 0 or 255 with probability c, even odds."""
     share = (0.01, 0.02, 0.03, 0.05, 0.07)[severity - 1]
     drawn = random.random_sample(images.shape)
     return np.where(drawn < share, np.where(drawn < share / 2, np.uint8(0), np.uint8(255)), images)
@@ -113,7 +113,7 @@ def speckle_noise(images: Images, severity: int, random: np.random.RandomState) 
 
 
 def gaussian_blur(images: Images, severity: int, random: np.random.RandomState) -> Images:
-    """A gaussian of deviation c pixels, cut off at 4 c; beyond the border its pixels are repeated."""
+    """Return a gaussian of deviation c pixels, cut off at 4 c; beyond the border its pixels are repeated."""
     deviation = (0.4, 0.6, 0.7, 0.8, 1.0)[severity - 1]
     weights = gaussian_weights(deviation, int(4 * deviation + 0.5))
     down = _correlated(_values(images), weights[:, None], mode="edge")
@@ -121,7 +121,8 @@ def gaussian_blur(images: Images, severity: int, random: np.random.RandomState) 
 
 
 def defocus_blur(images: Images, severity: int, random: np.random.RandomState) -> Images:
-    """A disk of radius r, its edge softened by a 3 x 3 gaussian; mirrored at the border, whose pixels come once."""
+    """Return a disk of radius r, its edge softened by a 3 x 3 gaussian; mirrored at the border, whose
+    pixels come once."""
     radius, softening = ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1.0, 0.2), (1.5, 0.1))[severity - 1]
     return _bytes(_correlated(_values(images), disk(radius, softening), mode="reflect"))
 
@@ -283,7 +284,7 @@ PUBLISHED = (
 
 
 def read_published(folder: Path, name: str, severity: int, targets: Array, *, shape: tuple[int, ...]) -> Images:
-    """The published images of one kind and severity [N, *shape], mapped, in the order of ``targets`` [N].
+    """Return the published images of one kind and severity [N, *shape], mapped, in the order of ``targets`` [N].
 
     ``folder`` is where the data are; in it, or beside the file that it may be, lies ``CIFAR-10-C``. Its ``labels.npy``
     must say what ``targets`` say: only then are the images those of this order. Raises DataError.

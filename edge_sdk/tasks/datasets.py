@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from edge_sdk.protocol.manifest import Array
-from edge_sdk.tasks.formats import Wanted, read
+from edge_sdk.tasks.formats import SampleFormat, read
 from edge_sdk.tasks.loading import BadOption, DataError, NoData
 
 
@@ -29,8 +29,8 @@ class Dataset:
     sources: Array | None = None
 
 
-def read_dataset(path: str | None, wanted: Wanted) -> Dataset:
-    """The set at ``path``, a file or a folder; a process reads it once, until the path's time stamp changes.
+def read_dataset(path: str | None, wanted: SampleFormat) -> Dataset:
+    """Return the set at ``path``, a file or a folder; a process reads it once, until the path's time stamp changes.
 
     Raises DataError, which names what was looked for and where the public set is described.
     """
@@ -46,6 +46,6 @@ def read_dataset(path: str | None, wanted: Wanted) -> Dataset:
 
 
 @lru_cache(maxsize=8)
-def _read(place: Path, stamp: int, wanted: Wanted) -> Dataset:
+def _read(place: Path, stamp: int, wanted: SampleFormat) -> Dataset:
     parts = read(place, wanted)
     return Dataset(parts.inputs, parts.targets, parts.people, wanted.classes, parts.published, parts.sources)

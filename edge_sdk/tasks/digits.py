@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from edge_sdk.tasks import Task
+from edge_sdk.tasks import Task, build_seeded
 from edge_sdk.tasks.datasets import Dataset
-from edge_sdk.tasks.loading import Arrays, build_seeded, classification
-from edge_sdk.tasks.sharing import read_sharing, share
+from edge_sdk.tasks.dealing import deal, read_dealing
+from edge_sdk.tasks.loading import Arrays, classification
 
 
 class DigitsNet(nn.Module):
@@ -43,14 +43,14 @@ class DigitsNet(nn.Module):
 
 
 def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
-    """The digits task over one device's part of the images.
+    """Return the digits task over one device's part of the images.
 
-    ``data`` is like ``index=2,of=5,alpha=0.3,seed=0`` (see ``sharing``), every entry optional: part 2 (from 0) of 5,
+    ``data`` is like ``index=2,of=5,alpha=0.3,seed=0`` (see ``dealing``), every entry optional: part 2 (from 0) of 5,
     label skew ``alpha`` of the Dirichlet partition. Without ``index`` the device's name decides, so that a fleet needs
     no numbering. Raises DataError.
     """
     dataset = load_images()
-    parts = share(dataset, read_sharing(data, task="digits", seed=seed, needs_path=False), device=device)
+    parts = deal(dataset, read_dealing(data, task="digits", seed=seed, needs_path=False), device=device)
     inputs, targets = torch.from_numpy(dataset.inputs), torch.from_numpy(dataset.targets)
     train, validation, test = (
         Arrays(inputs[index], targets[index]) for index in (parts.train, parts.validation, parts.test)

@@ -42,8 +42,8 @@ LABELS = ("label", "y", "target")
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the samples of a task look like, whatever they come in.
+class SampleFormat:
+    """The shape and labels of a task's samples, in any file format.
 
     shape: of one sample. pixels: kept as bytes, otherwise as float16. archives: names of npz files looked for in a
     folder. described: the public set, for those who do not have it.
@@ -58,7 +58,7 @@ class Wanted:
 
     @property
     def advice(self) -> str:
-        """What may be given, and where the public set is described."""
+        """The kinds of data that may be given, and the page that describes the public set."""
         return (
             f"give a folder or file with {' or '.join(self.archives)}, IDX files, train.csv, train.parquet or folders "
             f"of images by class (docs/tasks.md); the public set is {self.described}"
@@ -90,8 +90,8 @@ class Part:
     watch: Array | None = None
 
 
-def read(place: Path, wanted: Wanted) -> Parts:
-    """The set at ``place``, an existing file or folder. Raises DataError."""
+def read(place: Path, wanted: SampleFormat) -> Parts:
+    """Return the set at ``place``, an existing file or folder. Raises DataError."""
     for reader in (_npz, _idx, _binary, _table, _images):
         parts = reader(place, wanted)
         if parts is not None:
@@ -108,7 +108,7 @@ def read(place: Path, wanted: Wanted) -> Parts:
 # --- npz ---------------------------------------------------------------------------------------------------------
 
 
-def _npz(place: Path, wanted: Wanted) -> Parts | None:
+def _npz(place: Path, wanted: SampleFormat) -> Parts | None:
     path = place if place.suffix == ".npz" else _first(place, wanted.archives)
     if path is None:
         return None
@@ -130,11 +130,11 @@ def _npz(place: Path, wanted: Wanted) -> Parts | None:
     except DataError:
         raise
     except (ValueError, TypeError):  # what is neither zip nor npy numpy takes for a pickle; npy is one bare array
-        raise DataError(f"{path}: holds pickled objects or is no npz file; write plain arrays of numbers") from None
+        raise DataError(f"{path}: holds pickled objects or is not an npz file; write plain arrays of numbers") from None
 
 
 def archived(path: Path, archive: Mapping[str, Array], use: str) -> Part:
-    """The samples x, y and, where they have any, people and watches of ``use``: _train, _test, or nothing."""
+    """Return the samples x, y and, where they have any, people and watches of ``use``: _train, _test, or nothing."""
     people = _only(path, [name + use for name in PEOPLE if name + use in archive])
     inputs, labels = _entry(archive, f"x{use}"), _entry(archive, f"y{use}")
     return Part(
@@ -143,7 +143,7 @@ def archived(path: Path, archive: Mapping[str, Array], use: str) -> Part:
 
 
 def _only(path: Path, names: Sequence[str]) -> str | None:
-    """The one name of ``names``, None for none. Raises DataError for more: it is not known which counts."""
+    """Return the one name of ``names``, None for none. Raises DataError for more: it is not known which counts."""
     if len(names) > 1:
         raise DataError(f"{path}: both {names[0]} and {names[1]} say who made a sample; keep one of them")
     return names[0] if names else None
@@ -155,7 +155,7 @@ def _entry(archive: Mapping[str, Array], name: str) -> Array:
     return archive[name]
 
 
-def _jpegs(path: Path, archive: Mapping[str, Array], wanted: Wanted) -> Parts:
+def _jpegs(path: Path, archive: Mapping[str, Array], wanted: SampleFormat) -> Parts:
     uses = ["_train", *(["_test"] if "jpeg_test" in archive else [])]
     offsets = [_entry(archive, f"offset{use}") for use in uses]
     labels = [_entry(archive, f"y{use}") for use in uses]
@@ -168,7 +168,7 @@ def _jpegs(path: Path, archive: Mapping[str, Array], wanted: Wanted) -> Parts:
 # --- IDX and CIFAR-10's binary version ---------------------------------------------------------------------------
 
 
-def _idx(place: Path, wanted: Wanted) -> Parts | None:
+def _idx(place: Path, wanted: SampleFormat) -> Parts | None:
     if not place.is_dir() and not re.search(r"[-.]idx[13]-ubyte", place.name):
         return None
     folder = place if place.is_dir() else place.parent
@@ -201,7 +201,7 @@ def _read_idx(path: Path) -> Array:
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({error}); fetch it anew") from None
     if len(content) < 4 or content[:3] != b"\0\0\x08":
-        raise DataError(f"{path}: begins with {content[:4].hex()}, which is no IDX file of unsigned bytes")
+        raise DataError(f"{path}: begins with {content[:4].hex()}, so it is not an IDX file of unsigned bytes")
     start = 4 + 4 * content[3]
     if len(content) < start:
         raise DataError(f"{path}: ends within its header; fetch it anew")
@@ -212,7 +212,7 @@ def _read_idx(path: Path) -> Array:
     return values.reshape(shape)
 
 
-def _binary(place: Path, wanted: Wanted) -> Parts | None:
+def _binary(place: Path, wanted: SampleFormat) -> Parts | None:
     if len(wanted.shape) != 3 or not (place / "data_batch_1.bin").is_file():
         return None
     size = 1 + int(np.prod(wanted.shape))
@@ -236,7 +236,7 @@ def _binary(place: Path, wanted: Wanted) -> Parts | None:
 TABLES = (".csv", ".parquet")
 
 
-def _table(place: Path, wanted: Wanted) -> Parts | None:
+def _table(place: Path, wanted: SampleFormat) -> Parts | None:
     if place.is_dir():
         train = _first(place, [f"train{ending}" for ending in TABLES])
         if train is None:
@@ -250,7 +250,7 @@ def _table(place: Path, wanted: Wanted) -> Parts | None:
 
 
 def read_table(path: Path) -> Part:
-    """The samples of a table, a row each: inputs [N, columns] as numbers. Raises DataError."""
+    """Return the samples of a table, a row each: inputs [N, columns] as numbers. Raises DataError."""
     try:
         import pandas
     except ImportError:
@@ -285,7 +285,7 @@ def read_table(path: Path) -> Part:
 # --- folders of images -------------------------------------------------------------------------------------------
 
 
-def _images(place: Path, wanted: Wanted) -> Parts | None:
+def _images(place: Path, wanted: SampleFormat) -> Parts | None:
     if not place.is_dir() or not wanted.pixels:
         return None
     folders = [place / "train", place / "test"] if (place / "train").is_dir() else [place]
@@ -315,8 +315,8 @@ def _first(folder: Path, names: Iterable[str]) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def _join(parts: Sequence[Part], wanted: Wanted, training: int = 1) -> Parts:
-    """The parts one after another; the first ``training`` are those to train on."""
+def _join(parts: Sequence[Part], wanted: SampleFormat, training: int = 1) -> Parts:
+    """Return the parts one after another; the first ``training`` are those to train on."""
     for part in parts:
         if len(part.inputs) != len(part.labels):
             raise DataError(f"{part.source}: {len(part.inputs)} samples have {len(part.labels)} labels; give one each")
@@ -335,7 +335,7 @@ def _join(parts: Sequence[Part], wanted: Wanted, training: int = 1) -> Parts:
 
 
 def _sources(parts: Sequence[Part]) -> Array | None:
-    """What each sample was recorded with, ``phone`` or ``watch``; None where the set does not say."""
+    """Return the recorder of each sample, ``phone`` or ``watch``; None if the data set does not say."""
     flags = [part.watch for part in parts if part.watch is not None]
     if not flags:
         return None
@@ -351,8 +351,10 @@ def _together(arrays: Sequence[Array]) -> Array:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _values(array: Array, source: str, wanted: Wanted) -> Array:
-    """Samples in the task's shape and type: [N,H,W] gets its channel, [N,H,W,C] and rows of values are rearranged."""
+def _values(array: Array, source: str, wanted: SampleFormat) -> Array:
+    """Return samples in the task's shape and type: [N,H,W] gets its channel, [N,H,W,C] and rows of values are
+    rearranged.
+    """
     if array.dtype.kind not in "fiub":
         raise DataError(f"{source}: holds values of {array.dtype}; give numbers")
     shape, size = wanted.shape, int(np.prod(wanted.shape))
@@ -377,7 +379,9 @@ def _values(array: Array, source: str, wanted: Wanted) -> Array:
     return np.require(array, np.uint8, ["C", "W"])  # torch warns of arrays that cannot be written
 
 
-def _checked(source: str, inputs: Array, labels: Array, people: Array | None, published: int, wanted: Wanted) -> Parts:
+def _checked(
+    source: str, inputs: Array, labels: Array, people: Array | None, published: int, wanted: SampleFormat
+) -> Parts:
     """Classes numbered, people numbered, and nothing missing."""
     if len(inputs) != len(labels) or len(labels) == 0:
         raise DataError(f"{source}: {len(inputs)} samples have {len(labels)} labels; give one each, and at least one")
@@ -392,7 +396,7 @@ def _checked(source: str, inputs: Array, labels: Array, people: Array | None, pu
     return Parts(inputs, targets, codes, published)
 
 
-def _numbered(source: str, labels: Array, wanted: Wanted) -> NDArray[np.int64]:
+def _numbered(source: str, labels: Array, wanted: SampleFormat) -> NDArray[np.int64]:
     targets, names = number_classes(source, labels)
     if names not in (None, wanted.classes):
         raise DataError(

@@ -9,7 +9,7 @@ holds indices, and what it costs to make numbers of bytes is paid per batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,23 +18,29 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from edge_sdk.protocol.errors import SdkError
 from edge_sdk.protocol.manifest import Array
 from edge_sdk.tasks import Task
+from sparrow.command_line.exits import Exit
 
 EVALUATION_BATCH = 256
 """Samples per batch where no gradient is kept: only memory limits it."""
 
 
-class DataError(ValueError):
+class DataError(SdkError):
     """The data that the user named cannot be used; the text says what was met, what was wanted and what to do."""
 
 
 class BadOption(DataError):
-    """What the user said of the data cannot work, whatever the data are."""
+    """An option of the data cannot work, whatever the data are."""
+
+    exit_code = Exit.USAGE
 
 
 class NoData(DataError):
     """There is no such file or folder."""
+
+    exit_code = Exit.NOT_FOUND
 
 
 def label_names(labels: Array) -> str:
@@ -48,10 +54,11 @@ class Samples(Protocol):
     """Samples by position, 0 .. len - 1."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
 
     def take(self, chosen: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of the positions ``chosen``, in their order: a range or int64 [batch] on the CPU."""
+        """Return inputs and targets of the positions ``chosen``, in their order: a range or int64
+        [batch] on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class Arrays:
         return len(self.inputs)
 
     def take(self, chosen: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs and targets of ``chosen``."""
+        """Return the inputs and targets of ``chosen``."""
         if isinstance(chosen, torch.Tensor):
             chosen = chosen.to(self.inputs.device)
         return self.inputs[chosen], self.targets[chosen]
@@ -85,7 +92,7 @@ class Scale:
     deviation: tuple[float, ...]
 
     def __call__(self, stored: torch.Tensor) -> torch.Tensor:
-        """``stored`` [N, C, ...] of any type, scaled; a copy."""
+        """Return a scaled copy of ``stored`` [N, C, ...] of any type."""
         shape = (1, -1, *(1,) * (stored.ndim - 2))
         mean, deviation = (
             torch.tensor(numbers, device=stored.device).reshape(shape) for numbers in (self.mean, self.deviation)
@@ -113,7 +120,7 @@ class Chosen:
         return len(self.index)
 
     def take(self, chosen: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs, scaled, and targets of ``chosen``."""
+        """Return the inputs, scaled, and targets of ``chosen``."""
         rows = self.index[chosen].to(self.inputs.device)
         return self.scale(self.inputs.index_select(0, rows)), self.targets.index_select(0, rows)
 
@@ -157,7 +164,7 @@ class ArrayBatches:
 def classification(
     name: str, model: nn.Module, train: Samples, validation: Samples, test: Samples | None, *, batch_size: int
 ) -> Task:
-    """A task of cross-entropy over class indices, on arrays in memory."""
+    """Return a task of cross-entropy over class indices, on arrays in memory."""
     return Task(
         name=name,
         model=model,
@@ -166,10 +173,3 @@ def classification(
         validation=ArrayBatches(validation, EVALUATION_BATCH, shuffle=False),
         test=None if test is None else ArrayBatches(test, EVALUATION_BATCH, shuffle=False),
     )
-
-
-def build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """A model whose initial weights ``seed`` alone decides; torch's own generator stays as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return build()

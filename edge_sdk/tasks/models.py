@@ -227,5 +227,5 @@ MODELS: dict[str, dict[str, Choice]] = {
 
 
 def full_name(task: str, model: str) -> str:
-    """How a federation calls the task: the default model goes without saying, as in ``mnist`` and ``mnist:leaf``."""
+    """Return the full name of a task: the default model is left out, as in ``mnist`` and ``mnist:leaf``."""
     return task if model == next(iter(MODELS[task])) else f"{task}:{model}"

@@ -9,7 +9,7 @@ validation is split off; with validation arrays alone, they serve for reports to
 unsigned bytes (scaled to [0,1]) or floats (taken as they are); [N,F] are features, best standardised to mean 0 and
 deviation 1 beforehand, alike on all devices. Labels are whole numbers from 0.
 
-Or one file with the samples of all devices, an npz or a table: ``--data path.npz,index=2,of=5`` (see ``sharing``).
+Or one file with the samples of all devices, an npz or a table: ``--data path.npz,index=2,of=5`` (see ``dealing``).
 
     x [N, ...]  y [N]                  or x_train, y_train and what else there is of these pairs: all are dealt
     person [N]                         optional: who made each sample; then devices are people
@@ -37,22 +37,12 @@ import torch
 from torch import nn
 
 from edge_sdk.protocol.manifest import Array
-from edge_sdk.tasks import Task
+from edge_sdk.tasks import Task, build_seeded
 from edge_sdk.tasks.datasets import Dataset
+from edge_sdk.tasks.dealing import Dealing, all_training_samples, deal, read_dealing
 from edge_sdk.tasks.formats import TABLES, Part, archived, number_classes, read_table
-from edge_sdk.tasks.loading import (
-    Arrays,
-    BadOption,
-    Chosen,
-    DataError,
-    NoData,
-    Scale,
-    build_seeded,
-    classification,
-    label_names,
-)
+from edge_sdk.tasks.loading import Arrays, BadOption, Chosen, DataError, NoData, Scale, classification, label_names
 from edge_sdk.tasks.partition import split
-from edge_sdk.tasks.sharing import Sharing, all_training_samples, read_sharing, share
 
 SAME_CLASSES = (
     "every device's file must agree on the number of classes: add the entry 'classes' to it, their number or their "
@@ -65,7 +55,8 @@ WIDTHS = (16, 32, 64)
 
 
 def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
-    """The task over the arrays of the file ``data``, or this device's part of them, the model made by ``build_model``.
+    """Return the task over the arrays of the file ``data``, or this device's part of them, the model made by
+    ``build_model``.
 
     Raises DataError.
     """
@@ -104,12 +95,13 @@ def load(data: str | None, *, device: str, seed: int, batch_size: int) -> Task:
 
 
 def _load_part(data: str, *, device: str, seed: int, batch_size: int) -> Task:
-    """The task over this device's part of a file with all samples, dealt by person where it says who they are."""
+    """Return the task over this device's part of a file with all samples, dealt by person where it says
+    who they are."""
     dataset = read_whole(data.partition(",")[0])
     usual = "dirichlet" if dataset.people is None else "person"
-    sharing = read_sharing(data, task="npz", seed=seed, partition=usual)
-    parts = share(dataset, sharing, device=device)
-    scale = _scale(dataset, sharing, device)
+    dealing = read_dealing(data, task="npz", seed=seed, partition=usual)
+    parts = deal(dataset, dealing, device=device)
+    scale = _scale(dataset, dealing, device)
     inputs, targets = torch.from_numpy(dataset.inputs), torch.from_numpy(dataset.targets)
     train, validation, test = (
         Chosen(inputs, targets, torch.from_numpy(index), scale) for index in (parts.train, parts.validation, parts.test)
@@ -118,12 +110,12 @@ def _load_part(data: str, *, device: str, seed: int, batch_size: int) -> Task:
     return classification("npz", model, train, validation, test, batch_size=batch_size)
 
 
-def _scale(dataset: Dataset, sharing: Sharing, device: str) -> Scale:
-    """Bytes to [0,1]; other numbers to mean 0 and deviation 1 over the training samples of all devices."""
+def _scale(dataset: Dataset, dealing: Dealing, device: str) -> Scale:
+    """Return bytes to [0,1]; other numbers to mean 0 and deviation 1 over the training samples of all devices."""
     width = dataset.inputs.shape[1]
     if dataset.inputs.dtype == np.uint8:
         return Scale((0.0,) * width, (255.0,) * width)
-    return _standard(dataset, all_training_samples(dataset, sharing, device=device).tobytes())
+    return _standard(dataset, all_training_samples(dataset, dealing, device=device).tobytes())
 
 
 @lru_cache(maxsize=8)
@@ -136,7 +128,9 @@ def _standard(dataset: Dataset, samples: bytes) -> Scale:
 
 
 def read_whole(path: str) -> Dataset:
-    """All samples of an npz file or table; a process reads it once, until its time stamp changes. Raises DataError."""
+    """Return all samples of an npz file or table; a process reads it once, until its time stamp changes. Raises
+    DataError.
+    """
     place = Path(path).expanduser().resolve()
     if not place.exists():
         raise NoData(f"{path}: there is no such file; check --data")
@@ -169,7 +163,7 @@ def _read_whole(place: Path, stamp: int) -> Dataset:
 
 
 def _joined(parts: list[Part]) -> tuple[Array, Array, Array | None]:
-    """Inputs, labels and people of all parts one after another, checked."""
+    """Check and return inputs, labels and people of all parts one after another."""
     for part in parts:
         counts = [len(each) for each in (part.inputs, part.labels, part.people) if each is not None]
         if part.labels.ndim != 1 or min(counts) < max(counts) or not part.labels.size:
@@ -195,7 +189,7 @@ def _joined(parts: list[Part]) -> tuple[Array, Array, Array | None]:
 
 
 def build_model(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """A small network for samples of ``shape``: a pure function of its arguments, initial weights apart.
+    """Return a small network for samples of ``shape``: a pure function of its arguments, initial weights apart.
 
     [C,H,W] with H and W of at least 8: convolutions of 3 x 3 with group norm, ReLU and 2 x 2 pooling until a side is
     shorter than 4, then 64 hidden units. Anything else: two hidden layers of 64. Group norm because batch norm's
@@ -239,18 +233,18 @@ def _read(path: str) -> dict[str, Array]:
         raise DataError(f"{path}: cannot be read as an npz file ({error}); write it with numpy.savez") from None
     except ValueError:  # numpy takes whatever is neither zip nor npy for a pickle
         raise DataError(
-            f"{path}: holds pickled objects or is no npz file; write plain arrays of numbers with numpy.savez"
+            f"{path}: holds pickled objects or is not an npz file; write plain arrays of numbers with numpy.savez"
         ) from None
     raise DataError(f"{path}: holds one array; name several in one file with numpy.savez(path, x_train=x, y_train=y)")
 
 
 def _has_pair(arrays: Mapping[str, Array], name: str) -> bool:
-    """Whether the optional pair is there; half a pair is refused by ``_pair``."""
+    """Return whether the optional pair is there; half a pair is refused by ``_pair``."""
     return f"x_{name}" in arrays or f"y_{name}" in arrays
 
 
 def _pair(arrays: Mapping[str, Array], name: str) -> Arrays:
-    """The samples and labels of one use, checked and converted: float32 inputs, int64 targets."""
+    """Return the samples and labels of one use, checked and converted: float32 inputs, int64 targets."""
     inputs, labels = _wanted(arrays, f"x_{name}"), _wanted(arrays, f"y_{name}")
     if labels.shape != inputs.shape[:1] or len(labels) == 0:
         raise DataError(
@@ -275,7 +269,7 @@ def _wanted(arrays: Mapping[str, Array], key: str) -> Array:
 
 
 def _inputs(array: Array, key: str) -> Array:
-    """Samples with a channel axis where they are images: bytes as they are, everything else in float32."""
+    """Return samples with a channel axis where they are images: bytes as they are, everything else in float32."""
     if array.dtype.kind not in "fiub":
         raise DataError(f"{key}: is of {array.dtype}; store numbers, best float32 or, for images, uint8")
     if not 2 <= array.ndim <= 4 or 0 in array.shape:

@@ -179,7 +179,7 @@ def quantity(
 
 
 def person(labels: Array, people: Array | None, *, of: int, seed: int) -> list[Index]:
-    """Every device is one person: device i holds what the i-th one made, in the order of their names or numbers."""
+    """Deal by person: device i holds the samples of the i-th one, in the order of their names or numbers."""
     if people is None:
         raise BadOption("partition=person: this set does not say who made its samples; choose another partition")
     found = np.unique(people)
@@ -216,7 +216,8 @@ def split(count: int, seed: int, held_out: float = 0.3, validation: float = 0.15
 
 
 def shifted(own: Index, union: Index, *, seed: int, device: int, degree: float) -> Index:
-    """A test set that moved away from the device's own: ``floor(degree * n + 0.5)`` of its n samples are replaced.
+    """Return a test set that moved away from the device's own: ``floor(degree * n + 0.5)`` of its n samples are
+    replaced.
 
     ``own``: the device's test samples; ``union``: those of all devices, each once. What replaces them is drawn from the
     union without replacement, and may be the device's own again. The samples kept for a larger degree are a subset of

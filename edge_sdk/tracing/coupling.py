@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from edge_sdk.protocol.errors import SdkError
 from edge_sdk.protocol.manifest import (
     Constant,
     Data,
@@ -48,7 +49,7 @@ from edge_sdk.protocol.manifest import (
 )
 
 
-class UnsupportedLayer(ValueError):
+class UnsupportedLayer(SdkError):
     """The model has a part whose neurons cannot be found; the message names it and says what to do."""
 
 
@@ -60,7 +61,7 @@ def describe(
     running_statistics: Literal["shared", "personal"] = "shared",
     recipes: bool = False,
 ) -> Manifest:
-    """The manifest of ``model``, found by running it in evaluation mode on ``example`` [N, ...], N >= 1.
+    """Return the manifest of ``model``, found by running it in evaluation mode on ``example`` [N, ...], N >= 1.
 
     The model is left as it was: weights, buffers, training flags. ``running_statistics`` is the policy of batch norm's
     running mean and variance (method card FedSPU, section 7, row 19). ``recipes`` True writes PyTorch's default
@@ -160,7 +161,7 @@ class DefaultsTracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None
     ) -> tuple[Any, list[Any]]:
-        """The function and what it is called with, a proxy only where there is no default."""
+        """Return the function and what it is called with, a proxy only where there is no default."""
         function, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
         for place, argument in enumerate(arguments[2:], start=2):  # behind the module and the batch
             if isinstance(argument, fx.Proxy) and argument.node.args:
@@ -173,7 +174,7 @@ class _Tracer(DefaultsTracer):
     """Looks into torch's transformer encoders, whose own forward decides between kernels and cannot be traced."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """All of torch.nn but containers and encoders."""
+        """Return True for all of torch.nn but containers and encoders."""
         return type(m) not in _ENCODERS and super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -263,7 +264,7 @@ class _Neurons:
         self._sizes = [0]
 
     def add(self, name: str, size: int) -> _Axis:
-        """A new set of ``size`` neurons, as the axis along which they lie."""
+        """Return a new set of ``size`` neurons, as the axis along which they lie."""
         self._parent.append(len(self._parent))
         self._names.append(name)
         self._sizes.append(size)
@@ -283,7 +284,7 @@ class _Neurons:
         return ()
 
     def unite(self, first: _Axis, second: _Axis) -> _Axis:
-        """One index set for both axes, which have the same length."""
+        """Unite the index sets of both axes, which have the same length."""
         if [(self._sizes[run.set], run.repeat) for run in first] != [
             (self._sizes[run.set], run.repeat) for run in second
         ]:
@@ -306,12 +307,12 @@ class _Neurons:
                     changed = True
 
     def resolve(self, axis: _Axis) -> tuple[Segment, ...]:
-        """The axis in the manifest's terms, once settled."""
+        """Return the axis in the manifest's terms, once settled."""
         runs = [(self.find(run.set), run.repeat) for run in axis]
         return tuple(Segment(group=self._names[root], repeat=repeat) for root, repeat in runs if root != _COMPLETE)
 
     def groups(self) -> tuple[NeuronGroup, ...]:
-        """The sets that remain, in forward order."""
+        """Return the sets that remain, in forward order."""
         roots = [number for number in range(1, len(self._parent)) if self.find(number) == number]
         return tuple(NeuronGroup(name=self._names[root], size=self._sizes[root]) for root in roots)
 
@@ -419,7 +420,7 @@ class _Coupling(fx.Interpreter):
         return value
 
     def layers(self) -> Iterable[Layer]:
-        """The layers with weights in forward order, once the neurons are settled."""
+        """Yield the layers with weights in forward order, once the neurons are settled."""
         for layer, columns in self._layers:
             vague = layer.input_error == "active" and not self.neurons.resolve(columns)
             yield layer.model_copy(update={"input_error": "all"}) if vague else layer
@@ -451,7 +452,7 @@ class _Coupling(fx.Interpreter):
                 )
 
     def _derive(self, node: fx.Node, shape: tuple[int, ...]) -> _Axes | None:
-        """The axes of the value of ``node``; None for a constant."""
+        """Return the axes of the value of ``node``; None for a constant."""
         if node.op == "placeholder":
             return ((),) * len(shape)
         if node.op == "call_module":
@@ -488,11 +489,13 @@ class _Coupling(fx.Interpreter):
         raise UnsupportedLayer(f"{_where(node)}: the operation {name} is not supported; {_ADVICE}")
 
     def _input_error(self, node: fx.Node) -> InputError:
-        """The widest of the node's inputs; constants use none."""
+        """Return the widest of the node's inputs; constants use none."""
         return max((self._errors.get(source, "none") for source in node.all_input_nodes), key=_WIDTH, default="none")
 
     def _error(self, node: fx.Node, axes: _Axes) -> InputError:
-        """Which part of the error at a value with these axes is of use below it (``manifest.Layer.input_error``)."""
+        """Return the part of the error at a value with these axes that is of use below it
+        (``manifest.Layer.input_error``).
+        """
         error = self._input_error(node)
         if node.op == "call_module":
             error = _error_behind(self._modules[str(node.target)], error, axes)
@@ -555,7 +558,7 @@ class _Coupling(fx.Interpreter):
         return tuple(found.get(letter, ()) for letter in result)
 
     def _divide(self, node: fx.Node, values: Sequence[Any]) -> tuple[_Axes, ...]:
-        """The axes of each tensor of a tuple: attention's, or parts of a tensor, whose neurons are complete."""
+        """Return the axes of each tensor of a tuple: attention's, or parts of a tensor, whose neurons are complete."""
         if isinstance(self._modules.get(str(node.target)), nn.MultiheadAttention):
             weights = values[1]  # None where they are not asked for
             return self._attention(node), () if weights is None else ((),) * weights.dim()
@@ -578,11 +581,11 @@ class _Coupling(fx.Interpreter):
         return self._parts[cast(fx.Node, node.args[0])][node.args[1]]
 
     def _flow(self, source: Any) -> _Axes:
-        """The axes of an operand; those of a constant are complete."""
+        """Return the axes of an operand; those of a constant are complete."""
         return self._flows.get(source) or ((),) * len(self._shapes[source])
 
     def _spatial(self, axes: _Axes, mixed: int) -> _Axes:
-        """The last ``mixed`` axes are mixed; neurons that lie there can only be complete."""
+        """Return the last ``mixed`` axes are mixed; neurons that lie there can only be complete."""
         self.neurons.complete(*axes[-mixed:])
         return (*axes[:-mixed], *((),) * mixed)
 
@@ -613,7 +616,8 @@ class _Coupling(fx.Interpreter):
         return tuple(result)
 
     def _join(self, block: list[tuple[int, _Axis]], inner: int) -> _Axis:
-        """The neurons along several axes flattened into one, each owning ``inner`` entries of what is split off again.
+        """Return the neurons along several axes flattened into one, each owning ``inner`` entries of what is split off
+        again.
 
         Entry order is row-major: an axis is repeated as a whole by those before it, each entry by those behind it.
         """
@@ -688,7 +692,7 @@ class _Coupling(fx.Interpreter):
             self._layers.append((layer, columns))
 
     def linear(self, path: str, module: nn.Linear, axes: _Axes) -> _Handled:
-        """The last axis: columns are the neurons that lie there, rows are new ones."""
+        """Return the last axis: columns are the neurons that lie there, rows are new ones."""
         neurons = self.neurons.add(path, module.out_features)
         return (*axes[:-1], neurons), {"weight": (neurons, axes[-1]), "bias": (neurons,)}, module.out_features
 
@@ -753,7 +757,7 @@ class _Coupling(fx.Interpreter):
         return axes, {"weight": (axes[1] if module.num_parameters > 1 else (),)}, module.num_parameters
 
     def embedding(self, path: str, module: nn.Embedding, axes: _Axes) -> _Handled:
-        """Rows are words, columns are new neurons."""
+        """Return rows are words, columns are new neurons."""
         neurons = self.neurons.add(path, module.embedding_dim)
         return (*axes, neurons), {"weight": ((), neurons)}, module.embedding_dim
 
@@ -775,7 +779,7 @@ _WIDTH = get_args(InputError).index
 
 
 def _error_behind(module: nn.Module, error: InputError, axes: _Axes) -> InputError:
-    """The error of use below a module's output, which has these axes, from that below its input."""
+    """Return the error of use below a module's output, which has these axes, from that below its input."""
     if error == "none" and next(module.parameters(), None) is not None:
         return "active" if isinstance(module, (nn.Linear, *_CONVOLUTIONS, nn.Embedding)) else "all"
     if error == "active" and isinstance(module, (*_LAYERS, nn.MultiheadAttention, nn.Softmax, nn.LogSoftmax)):
@@ -793,7 +797,7 @@ def _is_depthwise(module: nn.Module) -> bool:
 
 
 def _defaults(module: nn.Module) -> dict[str, Recipe]:
-    """How PyTorch initialises a layer's tensors, where that is uniform or constant (its ``reset_parameters``)."""
+    """Return the recipes by which PyTorch initialises a layer's tensors (its ``reset_parameters``)."""
     if isinstance(module, (nn.Linear, *_CONVOLUTIONS)):
         # kaiming_uniform_ with a = sqrt(5) has the bound sqrt(6 / ((1 + 5) * fan_in)).
         bound = Uniform(bound=1 / math.sqrt(module.weight[0].numel()))
@@ -818,14 +822,16 @@ def _defaults(module: nn.Module) -> dict[str, Recipe]:
 
 
 def _where(node: fx.Node) -> str:
-    """The module whose forward holds the node, by its path, and the node's name in the traced graph."""
+    """Return the module whose forward holds the node, by its path, and the node's name in the traced graph."""
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack)[-1] if stack else ""
     return f"{path or 'forward'} ({node.name})"
 
 
 def _operation(node: fx.Node) -> str:
-    """What a node computes, by its name in torch, torch.nn.functional, operator or as a method ("add_" is "add")."""
+    """Return the operation of a node, by its name in torch, torch.nn.functional, operator or as a method ("add_" is
+    "add").
+    """
     if isinstance(node.target, str):
         return node.target.strip("_")
     name = getattr(node.target, "__name__", str(node.target))
@@ -835,7 +841,7 @@ def _operation(node: fx.Node) -> str:
 
 
 def _letters(node: fx.Node, name: str, ranks: list[int]) -> tuple[list[str], str]:
-    """A product of tensors with these numbers of axes, as einsum writes it: a term for each, and the result."""
+    """Return a product of tensors with these numbers of axes, as einsum writes it: a term for each, and the result."""
     if name == "einsum":
         terms, arrow, result = str(node.args[0]).replace(" ", "").partition("->")
         letters, count = terms.split(","), terms.count(",") + 1

@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; every module then is in the mode it was in."""
+    """Set evaluation mode within the block; every module then has its former mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from edge_sdk.protocol.errors import ManifestError
+from edge_sdk.protocol.errors import ManifestError, MissingPart
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.tracing.coupling import UnsupportedLayer
 from edge_sdk.tracing.modes import evaluating
@@ -40,7 +40,8 @@ _REMARKS: tuple[tuple[str, type[Warning]], ...] = (
 
 
 def make_skeleton(model: nn.Module, example: torch.Tensor, manifest: Manifest) -> bytes:
-    """The forward pass of ``model`` in evaluation mode, as serialised ONNX with input ``input`` and output ``output``.
+    """Return the forward pass of ``model`` in evaluation mode, as serialised ONNX with input ``input`` and output
+    ``output``.
 
     example: [N, ...], N >= 1; the batch axis of the skeleton is free. The same model gives the same bytes, and is left
     as it was. Raises UnsupportedLayer when torch cannot export the model, and ManifestError, naming the tensor, when a
@@ -84,7 +85,7 @@ def _export(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
                 dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
             )
     except ImportError as error:
-        raise ImportError("export needs onnx and onnxscript: pip install 'sparrow-fl[publish]'") from error
+        raise MissingPart("export needs onnx and onnxscript: pip install 'sparrow-fl[publish]'") from error
     except torch.onnx.OnnxExporterError as error:
         reason = next(iter(str(error.__cause__ or error).splitlines()), "")
         raise UnsupportedLayer(

@@ -38,7 +38,7 @@ def describe_whole(
     task: str,
     running_statistics: RunningStatistics = "shared",
 ) -> Manifest:
-    """The manifest of ``model`` without neurons, found by running it on ``example`` [N, ...], N >= 1.
+    """Return the manifest of ``model`` without neurons, found by running it on ``example`` [N, ...], N >= 1.
 
     The model is left as it was. Tensors come in state-dict order, a tied one under its first name; the others are the
     manifest's aliases. Parameters are shared, float buffers follow ``running_statistics``, and what cannot be averaged,
@@ -73,7 +73,7 @@ def describe_whole(
 
 
 def _names(model: nn.Module) -> tuple[dict[int, str], dict[str, str]]:
-    """The first name of each tensor of the state dict, by identity, and the other names: name -> first name."""
+    """Return the first name of each tensor of the state dict, by identity, and the other names: name -> first name."""
     names: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -139,7 +139,7 @@ class _Watch(TorchFunctionMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def layers(self) -> Iterator[Layer]:
-        """What has run, in the order in which it first did."""
+        """Return the layers that have run, in the order in which they first did."""
         for name, layer in self._found.items():
             positions = max(1, math.ceil(self._positions.get(name, 0) / self._samples))
             yield layer.model_copy(update={"positions": positions})

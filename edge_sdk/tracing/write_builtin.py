@@ -34,7 +34,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def make_builtin(name: str) -> BuiltinTask:
-    """The built-in task ``name`` made from its model: initial values as recipes, skeleton named by its digest."""
+    """Return the built-in task ``name`` made from its model: initial values as recipes, skeleton named
+    by its digest."""
     build, input_shape = MODELS[name]
     model, example = build(), torch.zeros(1, *input_shape)
     manifest = describe(model, example, task=name, recipes=True)

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from edge_sdk.tasks.sharing import read_sharing
+from edge_sdk.tasks.dealing import read_dealing
 from sparrow.benchmarks import rows
 from sparrow.benchmarks.__main__ import main
 from sparrow.benchmarks.experiment import FOLDER, BadExperiment, load_experiment, trials, tuning_trials
@@ -239,8 +239,8 @@ def test_options_of_the_data_are_part_of_every_trial_and_its_data_text(tmp_path)
     assert {json.dumps(trial.data) for trial in everything} == {'{"test": "published", "validation": 0.1}'}
     wanted = "partition=dirichlet,alpha=0.5,test=published,validation=0.1,seed=0"
     assert {trial.data_text for trial in trials(plan, "tiny", {})} == {wanted}
-    sharing = read_sharing(everything[0].data_text, task="mnist", seed=1)
-    assert (sharing.test, sharing.validation, sharing.options) == ("published", 0.1, (("alpha", 0.5),))
+    dealing = read_dealing(everything[0].data_text, task="mnist", seed=1)
+    assert (dealing.test, dealing.validation, dealing.options) == ("published", 0.1, (("alpha", 0.5),))
 
 
 # --- other test sets -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from edge_sdk.device.session import Outcome, Session
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Traffic
-from edge_sdk.errors import FederationOver, Refused, RoundOver
+from edge_sdk.errors import DifferentUpdate, FederationOver, NotFound, Refused, RoundOver
 from edge_sdk.protocol.messages import ChangeFederation, CreateFederation, FederationSettings
 from edge_sdk.tasks.digits import load
 from sparrow.coordinator import errors as coordinator_errors
@@ -22,8 +22,8 @@ from .fakes import LocalCoordinator
 ANSWERS = {
     coordinator_errors.Finished: lambda text: FederationOver(410, text),
     coordinator_errors.RoundClosed: lambda text: RoundOver(409, text),
-    coordinator_errors.DifferentUpdate: lambda text: RoundOver(409, text),
-    coordinator_errors.NotFound: lambda text: Refused(404, text),
+    coordinator_errors.DifferentUpdate: lambda text: DifferentUpdate(409, text),
+    coordinator_errors.NotFound: lambda text: NotFound(404, text),
     BadContent: lambda text: Refused(422, text),
 }
 

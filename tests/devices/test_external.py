@@ -85,7 +85,7 @@ def test_a_date_without_a_zone_is_local(file):
         ("", "0 times and 0 powers; an integral needs two readings"),
         ("time,watts\n1,2\n", "needs two readings"),
         ("1,2\n2,many\n", "line 2: could not convert .*; want a time and watts"),
-        ("1,2\nyesterday,3\n", "line 2: 'yesterday' is no time; want"),
+        ("1,2\nyesterday,3\n", "line 2: 'yesterday' is not a time; want"),
         ("1,2\n\n2\n", "line 3: want the columns time, watts"),
         ("1,2\n2,-1\n", r"reading 2 is -1.0 W .* not < 0"),
         ("1,2\n2,nan\n", "reading 2 is nan W"),

@@ -320,7 +320,7 @@ def test_a_device_that_fails_all_over_has_conditions_without_values(tree, clock,
 
 
 def test_a_folder_that_is_none_is_told(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is no folder; give one with a copy"):
+    with pytest.raises(FileNotFoundError, match="is not a folder; give one with a copy"):
         System.at(tmp_path / "none")
 
 

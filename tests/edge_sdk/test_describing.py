@@ -22,8 +22,7 @@ from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process as inprocess
-from edge_sdk.tasks import Seeded, Task
-from edge_sdk.tasks.loading import build_seeded
+from edge_sdk.tasks import Seeded, Task, build_seeded
 from edge_sdk.tracing.coupling import UnsupportedLayer, describe
 from edge_sdk.tracing.untraced import describe_whole
 from sparrow.coordinator.errors import BadContent
@@ -314,5 +313,5 @@ def test_devices_make_what_is_never_sent_from_the_seed():
 
 
 def test_a_class_is_no_model():
-    with pytest.raises(TypeError, match=r"model: Recurrent is not a torch\.nn\.Module; .* or Seeded\(Recurrent\)"):
+    with pytest.raises(BadArgument, match=r"model: Recurrent is not a torch\.nn\.Module; .* or Seeded\(Recurrent\)"):
         task_of(Recurrent, words_of())

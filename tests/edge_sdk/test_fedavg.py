@@ -21,9 +21,9 @@ from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Manifest, TensorSpec
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Work
-from edge_sdk.tasks import Task
+from edge_sdk.tasks import Task, build_seeded
 from edge_sdk.tasks.digits import DigitsNet
-from edge_sdk.tasks.loading import Arrays, build_seeded, classification
+from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors
 

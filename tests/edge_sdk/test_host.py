@@ -11,6 +11,7 @@ import torch
 from edge_sdk.device.session import Known, Outcome, Session
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
+from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.messages import Kind
 from edge_sdk.publish import publish
@@ -78,19 +79,19 @@ def test_each_device_has_its_part_of_the_data(data, wanted):
 
 @pytest.mark.parametrize("changed", [{"devices": 0}, {"devices": -1}, {"new": -1}])
 def test_a_fleet_has_at_least_a_device(changed):
-    with pytest.raises(ValueError, match="give at least 1 device and 0 new ones"):
+    with pytest.raises(BadArgument, match="give at least 1 device and 0 new ones"):
         Plan("f", **{"devices": 1, **changed})
 
 
 def test_what_a_device_can_afford_follows_from_its_board():
-    with pytest.raises(ValueError, match="give boards, or budgets"):
+    with pytest.raises(BadArgument, match="give boards, or budgets"):
         Plan("f", 1, budgets=())
     assert Plan("f", 1, budgets=(), boards=(BOARDS["pi5"],)).budget(0) is None
 
 
 @pytest.mark.parametrize("budgets", [(0.0,), (0.5, 1.1), (-0.1,), (float("nan"),)])
 def test_budgets_are_shares(budgets):
-    with pytest.raises(ValueError, match="give numbers above 0 and up to 1"):
+    with pytest.raises(BadArgument, match="give numbers above 0 and up to 1"):
         Plan("f", 1, budgets=budgets)
 
 

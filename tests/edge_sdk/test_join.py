@@ -89,7 +89,7 @@ def test_what_is_not_known_is_said_to_be_unknown():
     [
         (["--policy", "none.toml"], "give --policy a TOML file, auto or none"),
         (["--policy", "none", "--limit", "pause=70"], "pause: Extra inputs are not permitted; there are on_mains"),
-        (["--policy", "none", "--limit", "hours=night"], "is no part of a day; give it as 22:00-07:00"),
+        (["--policy", "none", "--limit", "hours=night"], "is not a part of a day; give 22:00-07:00"),
     ],
 )
 def test_a_policy_that_means_nothing_is_refused_before_anything_else(more, said, capsys):

@@ -78,7 +78,7 @@ def test_a_federation_that_is_not_there_brings_those_that_are(client, tmp_path):
 
 
 def test_a_budget_that_a_fleet_cannot_mean_is_refused():
-    with pytest.raises(ValueError, match="give numbers above 0"):
+    with pytest.raises(BadArgument, match="give numbers above 0"):
         Plan("f", 2, budgets=(0.0,))
 
 

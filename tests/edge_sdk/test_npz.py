@@ -116,7 +116,7 @@ def test_files_that_cannot_be_used_are_explained(tmp_path):
     refused(None, "add --data path.npz")
     refused(tmp_path / "none.npz", "no such file")
     (tmp_path / "text.npz").write_text("hello")
-    refused(tmp_path / "text.npz", "no npz file")
+    refused(tmp_path / "text.npz", "not an npz file")
     (tmp_path / "empty.npz").write_bytes(b"")
     refused(tmp_path / "empty.npz", "cannot be read as an npz file")
     np.save(tmp_path / "one.npy", np.zeros(3))

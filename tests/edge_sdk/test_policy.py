@@ -14,8 +14,8 @@ from edge_sdk.device.watchdog import (
     LOOK_SECONDS,
     Paused,
     Spent,
-    Stint,
-    Watch,
+    Watchdog,
+    WatchedWork,
     judge,
     read_spent,
 )
@@ -160,8 +160,8 @@ def test_a_file_and_flags_change_single_limits(tmp_path):
     [
         ("pause_celcius = 75", "pause_celcius: Extra inputs are not permitted; there are on_mains,"),
         ("pause_celsius = 'hot'", "pause_celsius: Input should be a valid number"),
-        ("hours = 'night'", "'night' is no part of a day; give it as 22:00-07:00"),
-        ("hours = '25:00-26:00'", "is no part of a day"),
+        ("hours = 'night'", "'night' is not a part of a day; give 22:00-07:00"),
+        ("hours = '25:00-26:00'", "is not a part of a day"),
         ("battery_start = 20\nbattery_stop = 40", "battery_stop is 40, above battery_start, 20"),
         ("on_mains", "write a policy as KEY = VALUE lines"),
     ],
@@ -195,7 +195,7 @@ class Device:
     def __init__(self, policy, *, after=None, **changed):
         self.now, self.changed, self.after, self.looks, self.said = 0.0, dict(changed), dict(after or {}), 0, []
         self.kept = []
-        self.watch = Watch(
+        self.watch = Watchdog(
             policy,
             self.read,
             clock=lambda: self.now,
@@ -286,10 +286,10 @@ def test_what_is_spent_adds_up_and_is_kept():
 def work(device, steps, step_seconds=1.0, *, deadline=None, reserve=0.0):
     """Train ``steps`` steps; the seconds that were paused."""
     paused = []
-    stint = Stint(device.watch, deadline, reserve=reserve, on_pause=paused.append)
+    watched = WatchedWork(device.watch, deadline, reserve=reserve, on_pause=paused.append)
     for done in range(1, steps + 1):
         device.now += step_seconds
-        stint.after_step(done, steps)
+        watched.after_step(done, steps)
     return paused
 
 

@@ -62,7 +62,7 @@ def test_a_torch_that_does_not_load_is_told_apart_from_one_that_is_not_there(tmp
         trainable.check(module="half_torch")
 
 
-@pytest.mark.parametrize("command", ["join", "fleet", "profile", "publish"])
+@pytest.mark.parametrize("command", ["join", "simulation.simulate", "profile", "publish"])
 def test_commands_say_so_with_a_status_of_its_own_before_they_make_anything(tmp_path, command):
     state = tmp_path / "state"
     options = ["--server", "http://127.0.0.1:9", "--patience", "0", "--state-dir", str(state)]
@@ -83,7 +83,16 @@ def test_commands_say_so_with_a_status_of_its_own_before_they_make_anything(tmp_
 
 @pytest.mark.parametrize(
     "name",
-    ["__init__.py", "device/__init__.py", "device/trainable.py", "../sparrow/__init__.py", "../command_line/exits.py"],
+    [
+        "__init__.py",
+        "device/__init__.py",
+        "device/trainable.py",
+        "protocol/__init__.py",
+        "protocol/errors.py",
+        "../command_line/__init__.py",
+        "../command_line/exits.py",
+        "../sparrow/__init__.py",
+    ],
 )
 def test_what_tells_an_old_python_can_be_read_by_it(name):
     ast.parse((SDK / name).read_text(), feature_version=(3, 6))

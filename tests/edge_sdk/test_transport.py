@@ -11,7 +11,23 @@ import httpx
 import pytest
 
 from edge_sdk.device.transport import FIRST_WAIT, LONGEST_WAIT, Transport, connect
-from edge_sdk.errors import BadArgument, Damaged, FederationOver, Refused, RoundOver, SdkError, Unreachable
+from edge_sdk.errors import (
+    BadArgument,
+    BadContent,
+    Damaged,
+    DifferentUpdate,
+    FederationDeleted,
+    FederationOver,
+    NameTaken,
+    NotAllowed,
+    NotAuthenticated,
+    Refused,
+    RoundOver,
+    SdkError,
+    TokenExpired,
+    Unreachable,
+    WrongState,
+)
 from edge_sdk.protocol.messages import ChangeDevice, Enrol, Payload, Phase, UploadCost
 
 BODY = bytes(range(256)) * 40
@@ -71,6 +87,13 @@ class Network:
 
 def problem(status, detail="do this", **headers):
     return httpx.Response(status, json={"detail": detail, "title": "t"}, headers=headers)
+
+
+def typed(kind, status, detail="do this"):
+    """A problem document of the coordinator."""
+    headers = {"Content-Type": "application/problem+json"}
+    body = {"type": f"urn:sparrow:problem:{kind}", "title": kind, "status": status, "detail": detail}
+    return httpx.Response(status, json=body, headers=headers)
 
 
 def fine(request=None):
@@ -150,13 +173,15 @@ def test_a_retry_after_that_is_no_number_of_seconds_does_no_harm(odd):
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"),
-    [(400, Refused), (401, Refused), (403, Refused), (404, Refused), (409, RoundOver), (410, FederationOver),
-     (413, Refused), (415, Refused), (422, Refused)],
+    ("problem_type", "status", "kind"),
+    [("NotAuthenticated", 401, NotAuthenticated), ("TokenExpired", 401, TokenExpired), ("NotAllowed", 403, NotAllowed),
+     ("NameTaken", 409, NameTaken), ("WrongState", 409, WrongState), ("RoundClosed", 409, RoundOver),
+     ("DifferentUpdate", 409, DifferentUpdate), ("Finished", 410, FederationOver),
+     ("FederationDeleted", 410, FederationDeleted), ("BadContent", 422, BadContent), ("TooLarge", 413, BadContent),
+     ("UnheardOf", 409, Refused), ("UnheardOf", 410, Refused)],
 )  # fmt: skip
-def test_an_answer_is_an_answer(status, kind):
-    problem_document = {"Content-Type": "application/problem+json"}
-    network = Network(problem(status, "fc.weight: not finite; do not send", **problem_document))
+def test_an_answer_is_the_exception_of_its_type(problem_type, status, kind):
+    network = Network(typed(problem_type, status, "fc.weight: not finite; do not send"))
     with pytest.raises(kind) as refused:
         network.transport.update("a", b"bundle", "application/x")
     assert type(refused.value) is kind
@@ -170,7 +195,9 @@ def test_an_answer_is_an_answer(status, kind):
 def test_a_stranger_is_recognised(page):
     for status in (200, 302, 404):
         network = Network(httpx.Response(status, text=page))
-        with pytest.raises(Refused, match="is coordinator a Sparrow coordinator"):
+        with pytest.raises(
+            Refused, match="answer of coordinator is not one of a Sparrow coordinator; check the address"
+        ):
             network.transport.federation("default")
     assert issubclass(Refused, SdkError)
 
@@ -286,7 +313,7 @@ def test_a_server_cannot_fill_the_memory():
 
 
 def test_a_refused_download_says_why():
-    network = Network(problem(409, "the assignment is expired; ask for the next one"))
+    network = Network(typed("RoundClosed", 409, "the assignment is expired; ask for the next one"))
     with pytest.raises(RoundOver, match="ask for the next one"):
         network.transport.payload("a", PAYLOAD)
 
@@ -320,7 +347,7 @@ def test_an_update_declares_its_length():
 
 def test_a_stranger_who_comes_in_between_is_waited_out_but_not_at_first():
     portal = httpx.Response(403, text="<html>please log in</html>")
-    with pytest.raises(Refused, match="is coordinator a Sparrow coordinator"):
+    with pytest.raises(Refused, match="answer of coordinator is not one of a Sparrow coordinator; check the address"):
         Network(portal).transport.change_device("d", CHANGE)
     network = Network(fine(), portal, portal, fine())
     network.transport.change_device("d", CHANGE)
@@ -331,15 +358,15 @@ def test_a_stranger_who_comes_in_between_is_waited_out_but_not_at_first():
 @pytest.mark.parametrize(
     ("server", "why"),
     [
-        ("http://here:80000", "there is no port 80000, they go from 1 to 65535"),
-        ("http://here:0", "there is no port 0"),
-        ("http://me:secret@here", "it holds a name or password; tokens are given as SPARROW_..._TOKEN"),
-        ("http://here/?federation=f", "it goes on behind the path"),
-        ("http://here/#f", "it goes on behind the path"),
+        ("http://here:80000", "has the port 80000, but ports go from 1 to 65535"),
+        ("http://here:0", "has the port 0, "),
+        ("http://me:secret@here", "holds a name or password, but tokens are given as SPARROW_..._TOKEN"),
+        ("http://here/?federation=f", "continues after its path"),
+        ("http://here/#f", "continues after its path"),
     ],
 )
 def test_an_address_that_cannot_be_is_refused(server, why):
-    with pytest.raises(BadArgument, match="is no address") as refused:
+    with pytest.raises(BadArgument, match="; give http://HOST:PORT or https://HOST") as refused:
         connect(server)
     assert why in str(refused.value)
     assert "secret" not in str(refused.value)
@@ -354,6 +381,6 @@ def test_an_address_may_have_a_path_that_a_proxy_takes_away():
 def test_what_is_no_address_is_said_at_once(server):
     slept = []
     transport = Transport(httpx.Client(base_url=server), sleep=slept.append)
-    with pytest.raises(SdkError, match="give it as http://HOST:PORT"):
+    with pytest.raises(SdkError, match="give http://HOST:PORT"):
         transport.federation("f")
     assert slept == []

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from edge_sdk.errors import SdkError
-from edge_sdk.simulation import cluster, fleet
+from edge_sdk.simulation import cluster, simulate
 from edge_sdk.simulation.fleet import run_fleet
 from edge_sdk.simulation.host import Plan
 from sparrow.command_line.exits import Exit
@@ -39,7 +39,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def go(server: str, *more: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "edge_sdk.simulation.fleet", "--ray", "local", "--workers", "2"]
+        command = [sys.executable, "-m", "edge_sdk.simulation.simulate", "--ray", "local", "--workers", "2"]
         command += ["--server", server, "--federation", "digits", "--devices", str(DEVICES), "--budgets", "0.4,1"]
         process = subprocess.Popen(
             [*command, "--state-dir", str(tmp_path / "state"), "--patience", "30", *more],
@@ -132,7 +132,7 @@ def test_devices_dealt_to_another_number_of_slices_are_not_enrolled_again(tmp_pa
     ],
 )
 def test_options_that_do_not_go_together(options, what, capsys):
-    assert fleet.main(["--devices", "2", *options]) == Exit.USAGE
+    assert simulate.main(["--devices", "2", *options]) == Exit.USAGE
     assert what in capsys.readouterr().err
 
 
@@ -140,5 +140,5 @@ def test_without_ray_it_says_what_to_install(coordinator, monkeypatch, capsys):
     coordinator.create("digits", **SETTINGS)
     monkeypatch.setitem(sys.modules, "ray", None)  # an import of it fails
     options = ["--server", coordinator.url, "--federation", "digits", "--devices", "2", "--ray", "local"]
-    assert fleet.main(options) == Exit.CANNOT
+    assert simulate.main(options) == Exit.CANNOT
     assert "pip install 'sparrow-fl[scale]'" in capsys.readouterr().err

@@ -58,7 +58,7 @@ class Fleets:
         command = [
             sys.executable,
             "-m",
-            "edge_sdk.simulation.fleet",
+            "edge_sdk.simulation.simulate",
             "--server",
             server,
             "--federation",

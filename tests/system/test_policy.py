@@ -12,7 +12,7 @@ from edge_sdk.device.policy import Policy
 from edge_sdk.device.session import Outcome, Session
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
-from edge_sdk.device.watchdog import LOOK_SECONDS, Watch
+from edge_sdk.device.watchdog import LOOK_SECONDS, Watchdog
 from edge_sdk.protocol.messages import PauseReason
 from edge_sdk.tasks.digits import load
 
@@ -33,7 +33,7 @@ class Device:
 
     def __init__(self, stack, server, folder, name, *, after=None, policy=BOARD_ON_A_BATTERY):
         self.now, self.after, self.sensors, self.said = 0.0, dict(after or {}), {}, []
-        self.watch = Watch(
+        self.watch = Watchdog(
             policy,
             self._read,
             clock=lambda: self.now,
@@ -51,7 +51,7 @@ class Device:
             name=name,
             make_task=lambda info: load(f"index={index},of=2,alpha=1", device=name, seed=0, batch_size=16),
             progress=lambda assignment, done, total, loss: self.wait(1.0),
-            watch=self.watch,
+            watchdog=self.watch,
         )
 
     def wait(self, seconds):

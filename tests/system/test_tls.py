@@ -15,7 +15,7 @@ from edge_sdk import join, publish
 from edge_sdk.device.transport import Transport, connect
 from edge_sdk.errors import Unreachable
 from edge_sdk.protocol.tls import BadCertificate, Tls
-from edge_sdk.simulation import fleet
+from edge_sdk.simulation import simulate
 from sparrow.command_line.exits import Exit
 from sparrow.coordinator.commands import evaluate
 from sparrow.coordinator.main import create_app
@@ -134,7 +134,7 @@ def test_every_command_takes_the_certificates(mutual, files, tmp_path, capsys):
     settings = ["--rounds", "1", "--min-devices", "2", "--local-steps", "1", "--early-stopping", "off"]
     assert publish.main([*where, *own, "--name", "night", *settings]) == 0
     many = ["--devices", "2", "--processes", "1", "--memory", "--quiet", "--accelerator", "cpu"]
-    assert fleet.main([*where, *own, "--federation", "night", *many]) == 0
+    assert simulate.main([*where, *own, "--federation", "night", *many]) == 0
     late = ["--name", "late", "--data", "index=0,of=2", "--budget", "1", "--policy", "none", "--quiet"]
     late += ["--state-dir", str(tmp_path / "late"), "--threads", "1", "--deterministic"]
     assert join.main([*where, *own, "--federation", "night", *late]) == 0, capsys.readouterr().err

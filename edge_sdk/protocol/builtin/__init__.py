@@ -24,19 +24,19 @@ class BuiltinTask:
 
 
 def builtin_tasks() -> tuple[str, ...]:
-    """The names of all built-in tasks, sorted."""
+    """Return the names of all built-in tasks, sorted."""
     files = (entry.name for entry in resources.files(__name__).iterdir())
     stems = (name.removesuffix(".json") for name in files if name.endswith(".json"))
     return tuple(sorted(stem.replace("-", ":") for stem in stems))
 
 
 def file_stem(name: str) -> str:
-    """What the files of the task ``name`` are called, without their ending."""
+    """Return the name of the files of the task ``name``, without their ending."""
     return name.replace(":", "-")
 
 
 def load_builtin(name: str) -> BuiltinTask:
-    """The built-in task ``name``. Raises ManifestError, listing the names, when there is none."""
+    """Return the built-in task ``name``. Raises ManifestError, listing the names, when there is none."""
     if name not in builtin_tasks():
         raise ManifestError(
             f"there is no built-in task {name!r}; there are {', '.join(builtin_tasks())}. "

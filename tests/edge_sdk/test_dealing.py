@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from edge_sdk.tasks.datasets import Dataset
+from edge_sdk.tasks.dealing import Dealing, deal, find_partition, read_dealing
 from edge_sdk.tasks.loading import DataError
-from edge_sdk.tasks.sharing import Sharing, find_partition, read_sharing, share
 
 
 def dataset(count=600, published=None, people=None, sources=None):
@@ -17,7 +17,7 @@ def dataset(count=600, published=None, people=None, sources=None):
 
 
 def read(data, **options):
-    return read_sharing(data, **{"task": "mnist", "seed": 9, **options})
+    return read_dealing(data, **{"task": "mnist", "seed": 9, **options})
 
 
 def everything(parts):
@@ -25,7 +25,7 @@ def everything(parts):
 
 
 def test_the_defaults():
-    assert read(None) == read("") == Sharing(path=None, seed=9)
+    assert read(None) == read("") == Dealing(path=None, seed=9)
     assert read(None, partition="person").partition == "person"
 
 
@@ -33,12 +33,12 @@ def test_every_entry_is_read():
     text = (
         " /my data/x=1 , partition=shards,shards=3,index=2, of=5 ,seed=3,held_out=0.25,validation=0.1,part=all,shift=.4"
     )
-    assert read(text) == Sharing("/my data/x=1", 3, 2, 5, "shards", (("shards", 3),), 0.25, 0.1, "all", 0.4)
-    assert read("alpha=0.5,minimum=3,of=7") == Sharing(None, 9, of=7, options=(("alpha", 0.5), ("minimum", 3)))
+    assert read(text) == Dealing("/my data/x=1", 3, 2, 5, "shards", (("shards", 3),), 0.25, 0.1, "all", 0.4)
+    assert read("alpha=0.5,minimum=3,of=7") == Dealing(None, 9, of=7, options=(("alpha", 0.5), ("minimum", 3)))
     assert read("data").path == "data"
-    assert read("test=published,validation=0.1") == Sharing(None, 9, validation=0.1, test="published")
+    assert read("test=published,validation=0.1") == Dealing(None, 9, validation=0.1, test="published")
     found = read("corruption=contrast,severity=3,train_on=phone,test_on=watch", corruptible=True)
-    assert found == Sharing(None, 9, corruption="contrast", severity=3, train_on="phone", test_on="watch")
+    assert found == Dealing(None, 9, corruption="contrast", severity=3, train_on="phone", test_on="watch")
     assert read("corruption=fog,severity=1,test=published", corruptible=True).corruption == "fog"
 
 
@@ -98,14 +98,14 @@ def test_the_place_follows_from_index_number_or_name():
 
 def test_each_device_computes_its_own_part_and_together_they_hold_all():
     data = dataset()
-    parts = [everything(share(data, read(f"index={index},of=6"), device="any")) for index in range(6)]
+    parts = [everything(deal(data, read(f"index={index},of=6"), device="any")) for index in range(6)]
     assert sorted(np.concatenate(parts)) == list(range(600))
-    alone = share(dataset(), read("index=4,of=6"), device="other")
+    alone = deal(dataset(), read("index=4,of=6"), device="other")
     assert np.array_equal(everything(alone), parts[4])
 
 
 def test_a_part_has_training_validation_and_test_of_its_own():
-    parts = share(dataset(), read("of=6,held_out=0.25,validation=0.2"), device="pi-1")
+    parts = deal(dataset(), read("of=6,held_out=0.25,validation=0.2"), device="pi-1")
     mine = everything(parts)
     assert len(np.unique(mine)) == len(mine)
     count = len(mine)
@@ -115,29 +115,29 @@ def test_a_part_has_training_validation_and_test_of_its_own():
 
 def test_the_published_test_part_is_dealt_only_if_asked_for():
     data = dataset(600, published=500)
-    assert max(everything(share(data, read(f"index={index},of=3"), device="x")).max() for index in range(3)) == 499
-    pooled = [everything(share(data, read(f"index={index},of=3,part=all"), device="x")) for index in range(3)]
+    assert max(everything(deal(data, read(f"index={index},of=3"), device="x")).max() for index in range(3)) == 499
+    pooled = [everything(deal(data, read(f"index={index},of=3,part=all"), device="x")) for index in range(3)]
     assert sorted(np.concatenate(pooled)) == list(range(600))
 
 
 def test_published_test_samples_are_sliced_and_all_of_the_own_part_is_trained_or_validated_on():
     data = dataset(600, published=500)
     text = "index={},of=7,validation=0.2,test=published"
-    parts = [share(data, read(text.format(index)), device="x") for index in range(7)]
-    own = [everything(share(data, read(f"index={index},of=7"), device="x")) for index in range(7)]
+    parts = [deal(data, read(text.format(index)), device="x") for index in range(7)]
+    own = [everything(deal(data, read(f"index={index},of=7"), device="x")) for index in range(7)]
     for index, part in enumerate(parts):
         assert part.test.tolist() == list(range(500 + index, 600, 7))
         assert len(part.validation) == int(0.2 * len(own[index]))
         assert sorted([*part.train, *part.validation]) == sorted(own[index])
     assert sorted(np.concatenate([part.test for part in parts])) == list(range(500, 600)), "each published sample once"
-    again = share(data, read(text.format(3)), device="other")
+    again = deal(data, read(text.format(3)), device="other")
     assert all(np.array_equal(getattr(again, use), getattr(parts[3], use)) for use in ("train", "validation", "test"))
 
 
 def test_devices_weighted_by_published_test_samples_have_the_accuracy_on_the_whole_set():
     data = dataset(600, published=500)
     right = np.random.default_rng(0).random(600) < 0.7
-    tests = [share(data, read(f"index={index},of=7,test=published"), device="x").test for index in range(7)]
+    tests = [deal(data, read(f"index={index},of=7,test=published"), device="x").test for index in range(7)]
     weighted = np.average([right[test].mean() for test in tests], weights=[len(test) for test in tests])
     assert weighted == pytest.approx(right[500:].mean())
 
@@ -153,24 +153,24 @@ def test_devices_weighted_by_published_test_samples_have_the_accuracy_on_the_who
 )
 def test_a_published_test_part_that_cannot_be_sliced_is_explained(count, published, data, message):
     with pytest.raises(DataError, match=message):
-        share(dataset(count, published), read(f"index=0,test=published,{data}"), device="x")
+        deal(dataset(count, published), read(f"index=0,test=published,{data}"), device="x")
 
 
 def test_people_are_devices_and_of_may_be_left_out():
     data = dataset(people=np.repeat([4, 2, 9], 200))
-    parts = share(data, read("partition=person"), device="phone-1")
+    parts = deal(data, read("partition=person"), device="phone-1")
     assert set(everything(parts)) == set(range(200))
     with pytest.raises(DataError, match="5 devices for 3 people"):
-        share(data, read("partition=person,of=5"), device="phone-1")
+        deal(data, read("partition=person,of=5"), device="phone-1")
     with pytest.raises(DataError, match="does not say who"):
-        share(dataset(), read("partition=person"), device="phone-1")
+        deal(dataset(), read("partition=person"), device="phone-1")
 
 
 def test_a_shift_mixes_everybodys_test_samples_in_and_no_training_sample():
     data = dataset()
-    tests = [share(data, read(f"index={index},of=6"), device="x").test for index in range(6)]
-    own = share(data, read("index=2,of=6"), device="x")
-    mixed = share(data, read("index=2,of=6,shift=1"), device="x")
+    tests = [deal(data, read(f"index={index},of=6"), device="x").test for index in range(6)]
+    own = deal(data, read("index=2,of=6"), device="x")
+    mixed = deal(data, read("index=2,of=6,shift=1"), device="x")
     assert np.array_equal(mixed.train, own.train)
     assert len(mixed.test) == len(own.test)
     assert not np.isin(mixed.test, own.test).all()
@@ -187,21 +187,21 @@ def recorded(**options):
 @pytest.mark.parametrize("data", ["", "test=published"])
 def test_a_device_trains_on_one_source_and_is_tested_on_another_of_the_same_split(data):
     everybodys = recorded(published=500 if data else None)
-    own = share(everybodys, read(f"of=4,index=1,{data}"), device="x")
+    own = deal(everybodys, read(f"of=4,index=1,{data}"), device="x")
     watch = np.arange(600) % 3 == 0
-    found = share(everybodys, read(f"of=4,index=1,train_on=phone,test_on=watch,{data}"), device="x")
+    found = deal(everybodys, read(f"of=4,index=1,train_on=phone,test_on=watch,{data}"), device="x")
     assert np.array_equal(found.train, own.train[~watch[own.train]])
     assert np.array_equal(found.validation, own.validation[~watch[own.validation]])
     assert np.array_equal(found.test, own.test[watch[own.test]])
-    home = share(everybodys, read(f"of=4,index=1,train_on=phone,test_on=phone,{data}"), device="x")
+    home = deal(everybodys, read(f"of=4,index=1,train_on=phone,test_on=phone,{data}"), device="x")
     assert np.array_equal(home.train, found.train), "whatever it is tested on"
     assert sorted([*home.test, *found.test]) == sorted(own.test)
 
 
 def test_a_shift_draws_from_everybodys_test_samples_of_the_source_that_is_tested_on():
     data = recorded()
-    own = share(data, read("of=3,index=1,test_on=watch"), device="x").test
-    mixed = share(data, read("of=3,index=1,test_on=watch,shift=1"), device="x").test
+    own = deal(data, read("of=3,index=1,test_on=watch"), device="x").test
+    mixed = deal(data, read("of=3,index=1,test_on=watch,shift=1"), device="x").test
     assert len(mixed) == len(own)
     assert not np.isin(mixed, own).all()
     assert (mixed % 3 == 0).all()
@@ -221,29 +221,29 @@ def test_a_source_that_is_not_there_is_explained(sources, data, message):
     texts = {"phone": np.full(600, "phone"), "one": np.where(np.arange(600) == 599, "watch", "phone"), None: None}
     everybodys = dataset(people=np.repeat([0, 1, 2], 200), sources=texts[sources])
     with pytest.raises(DataError, match=message):
-        share(everybodys, read(f"partition=person,index=0,{data}"), device="x")
+        deal(everybodys, read(f"partition=person,index=0,{data}"), device="x")
 
 
 def test_all_devices_of_a_process_deal_once(monkeypatch):
     dealt = []
 
-    def deal(labels, people, *, of, seed):
+    def own_rule(labels, people, *, of, seed):
         dealt.append(of)
         return np.array_split(np.arange(len(labels)), of)
 
-    monkeypatch.setattr("edge_sdk.tasks.sharing.find_partition", lambda name: deal)
+    monkeypatch.setattr("edge_sdk.tasks.dealing.find_partition", lambda name: own_rule)
     data = dataset()
     for index in range(50):
-        share(data, Sharing(None, 0, index, 50, shift=0.5), device="x")
+        deal(data, Dealing(None, 0, index, 50, shift=0.5), device="x")
     assert dealt == [50]
 
 
 @pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[0, 1, 2], [2, 3, 4]], [[0, 1, 2], [-1, 3, 4]], [[0, 1], [600]]])
 def test_a_partition_that_deals_wrongly_is_refused(monkeypatch, parts):
     dealt = [np.array(part) for part in parts]
-    monkeypatch.setattr("edge_sdk.tasks.sharing.find_partition", lambda name: lambda *_, **__: dealt)
+    monkeypatch.setattr("edge_sdk.tasks.dealing.find_partition", lambda name: lambda *_, **__: dealt)
     with pytest.raises(DataError, match=r"partition=mine made . parts for 2 devices, or"):
-        share(dataset(), Sharing(None, 0, 0, 2, partition="mine"), device="x")
+        deal(dataset(), Dealing(None, 0, 0, 2, partition="mine"), device="x")
 
 
 def test_a_package_brings_its_own_partition(tmp_path, monkeypatch):
@@ -259,9 +259,9 @@ def test_a_package_brings_its_own_partition(tmp_path, monkeypatch):
     (info / "entry_points.txt").write_text("[sparrow.partitions]\nhalves = sparrow_halves:halves\n")
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        sharing = read("partition=halves,turn=1,of=2,index=0,share=0.25")
-        assert sharing.options == (("share", 0.25), ("turn", 1))
-        assert set(everything(share(dataset(), sharing, device="x"))) == set(range(300, 600))
+        dealing = read("partition=halves,turn=1,of=2,index=0,share=0.25")
+        assert dealing.options == (("share", 0.25), ("turn", 1))
+        assert set(everything(deal(dataset(), dealing, device="x"))) == set(range(300, 600))
         assert find_partition("halves").__name__ == "halves"
         with pytest.raises(DataError, match="turn must be a whole number"):
             read("partition=halves,turn=half")

@@ -1,4 +1,4 @@
-"""Which part of a data set a device holds: the text behind ``--data`` of the tasks whose devices share one set.
+"""The part of a data set that a device holds: the text behind ``--data`` of the tasks whose devices share one set.
 
     PATH,partition=dirichlet,alpha=0.1,index=3,of=100,seed=0
 
@@ -35,12 +35,12 @@ class Partition(Protocol):
     """Deals a data set; registered by name under the entry point ``sparrow.partitions`` (see ``partition``)."""
 
     def __call__(self, labels: Array, people: Array | None, *, of: int, seed: int, **options: float) -> list[Index]:
-        """Each device's indices, sorted, no sample twice; the same on every machine. Raises DataError."""
+        """Return each device's indices, sorted, no sample twice; the same on every machine. Raises DataError."""
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """What a device was told of its data.
+class Dealing:
+    """The options of a device's data.
 
     path: file or folder, None for a set that needs none. index: the part, None where the device's name decides. of:
     the number of parts, None for the usual one. options: of the partition, by name. held_out: the test share of each
@@ -101,7 +101,8 @@ class Sharing:
                 )
 
     def place(self, device: str, of: int) -> int:
-        """The part, of ``of``, of the device so named: the one given, or else the one its name ends in or hashes to.
+        """Return the part, of ``of``, of the device so named: the one given, or else the one its name ends in or hashes
+        to.
 
         ``pi-7`` holds part 7; without such a number, or with one too large, two devices may hold the same part.
         """
@@ -118,7 +119,7 @@ class Sharing:
         return int.from_bytes(hashlib.sha256(device.encode()).digest()[:8], "big") % of
 
 
-def read_sharing(
+def read_dealing(
     data: str | None,
     *,
     task: str,
@@ -126,7 +127,7 @@ def read_sharing(
     needs_path: bool = True,
     partition: str = "dirichlet",
     corruptible: bool = False,
-) -> Sharing:
+) -> Dealing:
     """Read ``[PATH,]key=value,...``. ``seed`` and ``partition`` are those where the text gives none.
 
     corruptible: whether the task does what ``corruption`` says; where not, it is refused.
@@ -165,7 +166,7 @@ def read_sharing(
         raise BadOption("--data: with test=published no sample of the device's own is held out; leave held_out out")
     if "corruption" in fields and not corruptible:
         raise BadOption(f"--data: corruption={fields['corruption']} is for images of bytes, which {task} has not")
-    return Sharing(**{"path": path, "seed": seed, **fields, "partition": name, "options": tuple(sorted(options))})  # type: ignore[arg-type]
+    return Dealing(**{"path": path, "seed": seed, **fields, "partition": name, "options": tuple(sorted(options))})  # type: ignore[arg-type]
 
 
 _KEY = re.compile(r"\s*[A-Za-z_]+\s*=")
@@ -202,7 +203,7 @@ def _number(key: str, text: str, kind: type) -> float:
 
 @lru_cache
 def find_partition(name: str) -> Partition:
-    """The partition registered as ``name``. Raises DataError, which names those installed.
+    """Return the partition registered as ``name``. Raises DataError, which names those installed.
 
     Kept, because looking through all installed packages takes longer than loading a device's share.
     """
@@ -214,52 +215,52 @@ def find_partition(name: str) -> Partition:
     return cast(Partition, found[name].load())
 
 
-def _option_types(deal: Callable[..., object]) -> dict[str, type]:
-    """The partition's options and whether each is a whole number; an option without annotation is any number."""
-    hints = get_type_hints(deal)
+def _option_types(rule: Callable[..., object]) -> dict[str, type]:
+    """Return the partition's options and whether each is a whole number; an option without annotation is any number."""
+    hints = get_type_hints(rule)
     return {
         name: int if hints.get(name) is int else float
-        for name, parameter in inspect.signature(deal).parameters.items()
+        for name, parameter in inspect.signature(rule).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY and name not in ("of", "seed")
     }
 
 
-def share(dataset: Dataset, sharing: Sharing, *, device: str) -> Split:
-    """This device's samples of ``dataset`` by use, as indices into it. Raises DataError.
+def deal(dataset: Dataset, dealing: Dealing, *, device: str) -> Split:
+    """Return this device's samples of ``dataset`` by use, as indices into it. Raises DataError.
 
     The whole set is dealt once per process and kept, so that thousands of simulated devices deal once.
     """
-    index, of = place(dataset, sharing, device=device)
-    dealt = _deal(dataset, sharing.part, sharing.partition, of, sharing.seed, sharing.options)
-    if sharing.test == "published":
-        own = _tested_on_published(dataset, dealt[index], sharing, index=index, of=of)
+    index, of = place(dataset, dealing, device=device)
+    dealt = _deal(dataset, dealing.part, dealing.partition, of, dealing.seed, dealing.options)
+    if dealing.test == "published":
+        own = _tested_on_published(dataset, dealt[index], dealing, index=index, of=of)
     else:
-        own = _split(dealt[index], sharing.seed, sharing.held_out, sharing.validation)
+        own = _split(dealt[index], dealing.seed, dealing.held_out, dealing.validation)
     own = Split(
-        _recorded_with(dataset, own.train, sharing.train_on, "training"),
-        _recorded_with(dataset, own.validation, sharing.train_on, "validation"),
-        _recorded_with(dataset, own.test, sharing.test_on, "test"),
+        _recorded_with(dataset, own.train, dealing.train_on, "training"),
+        _recorded_with(dataset, own.validation, dealing.train_on, "validation"),
+        _recorded_with(dataset, own.test, dealing.test_on, "test"),
     )
-    if sharing.shift == 0:
+    if dealing.shift == 0:
         return own
-    union = _union(dataset, replace(sharing, index=None), of, "test")
-    union = _recorded_with(dataset, union, sharing.test_on, "test")
+    union = _union(dataset, replace(dealing, index=None), of, "test")
+    union = _recorded_with(dataset, union, dealing.test_on, "test")
     return Split(
-        own.train, own.validation, shifted(own.test, union, seed=sharing.seed, device=index, degree=sharing.shift)
+        own.train, own.validation, shifted(own.test, union, seed=dealing.seed, device=index, degree=dealing.shift)
     )
 
 
-def place(dataset: Dataset, sharing: Sharing, *, device: str) -> tuple[int, int]:
+def place(dataset: Dataset, dealing: Dealing, *, device: str) -> tuple[int, int]:
     """(index, of): which part of how many the device so named holds. Raises DataError."""
-    of = sharing.of
+    of = dealing.of
     if of is None:
-        by_person = sharing.partition == "person" and dataset.people is not None
+        by_person = dealing.partition == "person" and dataset.people is not None
         of = len(np.unique(dataset.people)) if by_person else DEVICES  # type: ignore[arg-type]
-    return sharing.place(device, of), of
+    return dealing.place(device, of), of
 
 
 def _recorded_with(dataset: Dataset, samples: Index, source: str | None, use: str) -> Index:
-    """Those of ``samples`` that were recorded with ``source``, in their order; all where it is None.
+    """Return those of ``samples`` that were recorded with ``source``, in their order; all if it is None.
 
     They are chosen after the split, so a device learns from the same samples whatever it tests on.
     """
@@ -293,17 +294,18 @@ def _deal(
     return dealt
 
 
-def all_training_samples(dataset: Dataset, sharing: Sharing, *, device: str) -> Index:
-    """The training samples of all devices, each once, as ``device`` knows them too: whatever deals, deals alike."""
-    _, of = place(dataset, sharing, device=device)
-    return _union(dataset, replace(sharing, index=None), of, "train")
+def all_training_samples(dataset: Dataset, dealing: Dealing, *, device: str) -> Index:
+    """Return the training samples of all devices, each once, as ``device`` knows them too: whatever
+    deals, deals alike."""
+    _, of = place(dataset, dealing, device=device)
+    return _union(dataset, replace(dealing, index=None), of, "train")
 
 
 @lru_cache(maxsize=8)
-def _union(dataset: Dataset, sharing: Sharing, of: int, use: Literal["train", "test"]) -> Index:
-    """The samples of all devices that they have for one use, each once."""
-    dealt = _deal(dataset, sharing.part, sharing.partition, of, sharing.seed, sharing.options)
-    split = [_split(samples, sharing.seed, sharing.held_out, sharing.validation) for samples in dealt]
+def _union(dataset: Dataset, dealing: Dealing, of: int, use: Literal["train", "test"]) -> Index:
+    """Return the samples of all devices that they have for one use, each once."""
+    dealt = _deal(dataset, dealing.part, dealing.partition, of, dealing.seed, dealing.options)
+    split = [_split(samples, dealing.seed, dealing.held_out, dealing.validation) for samples in dealt]
     return np.sort(np.concatenate([each.train if use == "train" else each.test for each in split]))
 
 
@@ -312,8 +314,9 @@ def _split(samples: Index, seed: int, held_out: float, validation: float) -> Spl
     return Split(samples[parts.train], samples[parts.validation], samples[parts.test])
 
 
-def _tested_on_published(dataset: Dataset, samples: Index, sharing: Sharing, *, index: int, of: int) -> Split:
-    """``samples`` for training and validation; for testing, every ``of``-th of the published test part from ``index``.
+def _tested_on_published(dataset: Dataset, samples: Index, dealing: Dealing, *, index: int, of: int) -> Split:
+    """Return ``samples`` for training and validation; for testing, every ``of``-th of the published
+    test part from ``index``.
 
     So all devices' test samples together are that part, each once, and their accuracies weighted by test samples have
     the accuracy on the whole of it as their mean.
@@ -326,12 +329,12 @@ def _tested_on_published(dataset: Dataset, samples: Index, sharing: Sharing, *, 
             f"--data: test=published, but {count} published test samples are too few for {of} devices; use fewer "
             "devices, or leave it out"
         )
-    if not 0 < sharing.validation < 1:
-        raise BadOption(f"--data: validation={sharing.validation:g}; it must lie between 0 and 1")
+    if not 0 < dealing.validation < 1:
+        raise BadOption(f"--data: validation={dealing.validation:g}; it must lie between 0 and 1")
     if len(samples) < 2:
         raise DataError(f"{len(samples)} samples cannot be split into training and validation; give at least 2")
     # The stream and the rounding of ``partition.split``, of which this is the case without a test share.
-    order = samples[np.random.RandomState([sharing.seed & 0xFFFFFFFF, sharing.seed >> 32]).permutation(len(samples))]
-    kept = min(max(math.floor(sharing.validation * len(samples) + 1e-9), 1), len(samples) - 1)
+    order = samples[np.random.RandomState([dealing.seed & 0xFFFFFFFF, dealing.seed >> 32]).permutation(len(samples))]
+    kept = min(max(math.floor(dealing.validation * len(samples) + 1e-9), 1), len(samples) - 1)
     test = np.arange(dataset.published + index, len(dataset.targets), of)
     return Split(np.sort(order[kept:]), np.sort(order[:kept]), test)

@@ -1,0 +1,286 @@
+"""``simulate`` and ``sparrow fleet``: many simulated devices, each a real session of its own.
+
+    simulate("http://127.0.0.1:8000", "digits", devices=1000, budgets=(0.2, 1.0), rounds=20)
+
+They run in a few processes of this machine (``fleet``), in one process with the coordinator, or on a Ray cluster
+(``cluster``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from edge_sdk.device.trainable import exit_unless_trainable
+
+if __name__ == "__main__":
+    exit_unless_trainable("edge_sdk.simulation.simulate")  # before what follows imports torch
+
+from edge_sdk.device.transport import Transport, token_of
+from edge_sdk.errors import BadArgument, Refused, translated
+from edge_sdk.protocol import tls
+from edge_sdk.publish import add_method_set, load_to_publish, publish, read_setting, read_settings
+from edge_sdk.simulation import in_process
+from edge_sdk.simulation.cluster import run_on_ray
+from edge_sdk.simulation.fleet import Result, connect_to, run_fleet
+from edge_sdk.simulation.host import Plan
+from edge_sdk.tasks import Task
+from edge_sdk.tasks.compute import ACCELERATORS, Compute, choose_device
+from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
+from sparrow.devices.simulation import BOARDS, Board, load_boards
+
+
+@translated()
+def simulate(
+    server: str | None = None,
+    task: str | Callable[[int], Task] | None = None,
+    *,
+    devices: int,
+    federation: str = "default",
+    app: Any = None,
+    new: int = 0,
+    data: str | None = None,
+    budgets: Sequence[float] = (1.0,),
+    boards: Sequence[Board] = (),
+    accelerator: str = "auto",
+    bfloat16: bool = False,
+    processes: int | None = None,
+    ray: str | None = None,
+    workers: int | None = None,
+    state_dir: Path | str | None = None,
+    in_memory: bool = False,
+    patience_seconds: float | None = None,
+    trust: tls.Tls | None = None,
+    quiet: bool = False,
+    **settings: Any,
+) -> Result:
+    """Simulate ``devices`` devices until their federation has ended, and return what they did.
+
+    server: the coordinator's address; or app: its ASGI application, or the name of one such as
+    ``coordinator.main:app``, which runs in this process. task: creates the federation unless there is the same one
+    already: the name of an installed task, or a function from a device's number to its Task. Without it the federation
+    must be there. settings: of that federation, fields of ``FederationSettings``; ``min_devices`` is ``devices`` unless
+    given. new: how many more devices only adapt the finished model. data: the data of a task known by name, as
+    ``--data`` of ``sparrow fleet`` has it. budgets: shares of a full training step; the first devices have the first
+    one, and so on, in equal parts; empty for what each device's board can afford. boards: likewise, the boards whose
+    seconds and joules the devices report (``load_boards``). accelerator, bfloat16, trust, patience_seconds: as in
+    ``join``. processes: how many host the devices, one per core by default. ray: the address of a Ray cluster that
+    hosts them instead, with this number of workers. state_dir: where devices keep their state; a second call with the
+    same folder continues. in_memory: keep it in memory, and forget it in the end.
+
+    Raises SdkError; KeyboardInterrupt once every device has finished the step it was in.
+    """
+    if task is None and settings:
+        raise BadArgument(f"{', '.join(settings)}: settings belong to a new federation; give a task as well")
+    if (server is None) == (app is None):
+        raise BadArgument("give the coordinator's address or its application, and not both")
+    plan = Plan(
+        federation,
+        devices,
+        new=new,
+        data=data,
+        budgets=tuple(budgets),
+        boards=tuple(boards),
+        compute=Compute(choose_device(accelerator), bfloat16=bfloat16),
+        make_task=(lambda index, info: task(index)) if callable(task) else None,
+    )
+    app = _load_app(app) if isinstance(app, str) else app
+    if task is not None:
+        _create(server, app, plan, task, settings, trust, patience_seconds)
+    common: dict[str, Any] = {
+        "state_dir": None if state_dir is None else Path(state_dir),
+        "in_memory": in_memory,
+        "patience_seconds": patience_seconds,
+        "trust": trust,
+        "quiet": quiet,
+    }
+    if ray is None:
+        return run_fleet(server, plan, app=app, processes=processes, **common)
+    if server is None:
+        raise BadArgument("the nodes of a cluster need the coordinator's address; give it in place of an application")
+    return run_on_ray(server, plan, address=ray, workers=workers, **common)
+
+
+def _create(
+    server: str | None,
+    app: Any,
+    plan: Plan,
+    task: str | Callable[[int], Task],
+    given: dict[str, Any],
+    trust: tls.Tls | None,
+    patience_seconds: float | None,
+) -> None:
+    """Create the federation, unless there is the same one already; a task that is not built in is that of device 0."""
+    settings = {"min_devices": plan.devices, **given}
+    made = load_to_publish(task, plan.data_of(0), settings, device=plan.name(0)) if isinstance(task, str) else task(0)
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(connect_to(server, app, trust))
+        if "min_devices" not in given:  # a further fleet joins the federation that the first one has created
+            transport = Transport(client, patience_seconds=patience_seconds)
+            transport.token = token_of("admin", "observer", "enrolment")
+            with contextlib.suppress(Refused):
+                settings["min_devices"] = transport.federation(plan.federation).settings.min_devices
+        publish(server or in_process.ADDRESS, plan.federation, made, exist_ok=True, client=client, **settings)
+
+
+def _load_app(text: str) -> Any:
+    """Return the ASGI application at ``module:attribute``."""
+    module, _, attribute = text.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute or "app")
+    except (ImportError, AttributeError) as error:
+        raise BadArgument(f"the application {text} cannot be loaded ({error}); give coordinator.main:app") from error
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def _command(options: argparse.Namespace) -> None:
+    _check(options)
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    settings = {"method_settings": dict(options.method_set), **dict(options.set)} if options.task else {}
+    read_settings(settings, "--set ")
+    try:
+        result = simulate(
+            options.server,
+            options.task,
+            devices=options.devices,
+            federation=options.federation,
+            app=options.app,
+            new=options.new,
+            data=_data(options.data, options.partition),
+            budgets=options.budgets,
+            boards=options.boards,
+            accelerator=options.accelerator,
+            bfloat16=options.bfloat16,
+            processes=options.processes,
+            ray=options.ray,
+            workers=options.workers,
+            state_dir=options.state_dir,
+            in_memory=options.memory,
+            patience_seconds=options.patience,
+            trust=tls.from_options(options),
+            quiet=options.quiet,
+            **settings,
+        )
+    except KeyboardInterrupt:
+        gone, stays = "its devices lay in memory and are gone", "the same command goes on where the devices were"
+        raise KeyboardInterrupt(f"interrupted; {gone if options.memory else stays}") from None
+    if options.json:
+        print(json.dumps({"federation": options.federation, **asdict(result)}))
+        return
+    rate = result.device_rounds / result.seconds if result.seconds else 0.0
+    print(
+        f"{result.devices} devices, {result.device_rounds} device-rounds and {result.evaluations} evaluations in "
+        f"{result.seconds:.1f} s ({rate:.1f} device-rounds/s); the federation is {result.status.value}"
+    )
+    if result.ended is not None:
+        print(result.ended)
+
+
+def _data(data: str | None, partition: str | None) -> str | None:
+    return data if partition is None else f"{data or ''},partition={partition}".lstrip(",")
+
+
+def _budgets(text: str) -> tuple[float, ...]:
+    if text == "auto":
+        return ()
+    with contextlib.suppress(ValueError):
+        budgets = tuple(float(part) for part in text.split(","))
+        if all(0 < budget <= 1 for budget in budgets):
+            return budgets
+    raise argparse.ArgumentTypeError(f"{text!r}: give numbers above 0 and up to 1, such as 0.2,0.4,0.6,0.8,1, or auto")
+
+
+def _boards(text: str) -> tuple[Board, ...]:
+    try:
+        return load_boards(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise WrongUsage for options that do not go together."""
+    if options.ray is None and options.workers is not None:
+        raise WrongUsage("--workers are those of a cluster: give --ray, or --processes")
+    if options.ray is not None and (options.app or options.processes):
+        raise WrongUsage(
+            "--ray is for a coordinator with a --server address, and takes --workers instead of --processes"
+        )
+    if options.ray is not None and options.accelerator != "cpu":
+        if options.accelerator == "cuda":
+            raise WrongUsage("--accelerator cuda: the workers of a cluster train on their processors; leave --ray out")
+        options.accelerator = "cpu"
+
+
+def _options(parser: Parser) -> None:
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--server", help="the coordinator's address, http://HOST:PORT or https://HOST")
+    where.add_argument("--app", metavar="MODULE:APP", help="or its application, run in this process")
+    parser.add_argument(
+        "--federation", default="default", metavar="NAME", help="which federation to join (default: %(default)s)"
+    )
+    parser.add_argument("--devices", type=int, required=True, help="how many devices train")
+    parser.add_argument("--new", type=int, default=0, help="how many more only adapt the finished model")
+    parser.add_argument("--task", help="create the federation for this task, unless it is there already")
+    parser.add_argument(
+        "--set", type=read_setting, action="append", default=[], metavar="KEY=VALUE", help="its settings, with --task"
+    )
+    add_method_set(parser)
+    parser.add_argument("--data", help="the devices' data; {index}, {of} and {name} are filled in (docs/fleet.md)")
+    parser.add_argument("--partition", metavar="RULE", help="how it is dealt: dirichlet,alpha=0.3, ... (docs/tasks.md)")
+    parser.add_argument(
+        "--budgets",
+        type=_budgets,
+        default=(1.0,),
+        help="0.2,0.6,1: a third of the devices has each; auto: what their boards can afford",
+    )
+    parser.add_argument(
+        "--boards", type=_boards, default=(), help=f"boards whose seconds and joules are reported: {', '.join(BOARDS)}"
+    )
+    parser.add_argument(
+        "--accelerator", choices=ACCELERATORS, default="auto", help="where to train (default: a GPU where there is one)"
+    )
+    parser.add_argument("--bfloat16", action="store_true", help="forward passes in bfloat16, by torch's autocast")
+    parser.add_argument("--processes", type=int, help="processes that host them (default: one per core)")
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="host them on a Ray cluster: HOST:PORT, auto, or local for one started here (docs/fleet.md)",
+    )
+    parser.add_argument("--workers", type=int, help="with --ray: in how many slices, on a core each (default: all)")
+    keep = parser.add_mutually_exclusive_group()
+    keep.add_argument(
+        "--state-dir", type=Path, metavar="DIR", help="where the devices keep their state, to go on later"
+    )
+    keep.add_argument("--memory", action="store_true", help="keep it in memory and forget it in the end")
+    parser.add_argument("--patience", type=float, help="give up when the coordinator is silent this long, s")
+    tls.add_options(parser)
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--verbose", action="store_true", help="say more")
+    add_json(parser)
+
+
+COMMAND = Command(
+    "sparrow fleet",
+    "Many simulated devices, each a real session of its own.",
+    _options,
+    _command,
+    usage="(--server URL | --app MODULE:APP) --devices N [options]",
+    epilog="SPARROW_ENROLMENT_TOKEN, SPARROW_OBSERVER_TOKEN and SPARROW_ADMIN_TOKEN hold tokens where the "
+    "coordinator asks for them.",
+)
+main = COMMAND.main
+
+
+if __name__ == "__main__":
+    sys.exit(main())

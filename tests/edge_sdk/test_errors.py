@@ -1,0 +1,104 @@
+"""One tree of errors, drawn as it is; each class has an exit code, and each problem of a coordinator a class."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import edge_sdk
+import sparrow.devices
+import sparrow.export
+from edge_sdk import errors
+from edge_sdk.device.transport import PROBLEMS
+from edge_sdk.errors import Refused, SdkError, SystemFailed, Unreachable, translated
+from sparrow.command_line.exits import Exit
+from sparrow.coordinator.api import problems
+
+API = Path(problems.__file__).parent
+INTERNAL = {"ReadError", "Paused", "Unpredictable"}
+
+
+def modules():
+    for package in (edge_sdk, sparrow.devices, sparrow.export):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not found.name.endswith("__main__"):
+                yield importlib.import_module(found.name)
+
+
+@pytest.fixture(scope="module")
+def defined():
+    """Every exception class that edge_sdk, devices and export define."""
+    return {
+        thing
+        for module in modules()
+        for thing in vars(module).values()
+        if isinstance(thing, type) and issubclass(thing, BaseException) and thing.__module__ == module.__name__
+    }
+
+
+def drawn():
+    """Name of a class -> name of its parent, as ``edge_sdk/errors.py`` draws them."""
+    path, found = ["SdkError"], {}
+    for line in errors.__doc__.splitlines():
+        if match := re.match(r"((?:│   |    )*)[├└]── (\w+) ", line):
+            depth = len(match[1]) // 4 + 1
+            path[depth:] = [match[2]]
+            found[match[2]] = path[depth - 1]
+    return found
+
+
+def test_every_class_is_in_the_tree_with_an_exit_code(defined):
+    outside = {kind.__name__ for kind in defined if not issubclass(kind, SdkError)}
+    assert outside == set()
+    for kind in defined:
+        assert isinstance(kind.exit_code, Exit | property), kind
+
+
+def test_the_tree_is_drawn_as_it_is(defined):
+    ours = {kind.__name__: kind.__bases__[0].__name__ for kind in defined if kind is not SdkError}
+    assert {name: base for name, base in ours.items() if name not in INTERNAL} == drawn()
+
+
+def test_each_problem_of_the_coordinator_has_its_class():
+    def raised(kind):
+        """Its name and those of its subclasses, but for what devices alone define."""
+        own = {kind.__name__} if kind.__module__.startswith(("sparrow.", "edge_sdk.protocol.")) else set()
+        return own.union(*map(raised, kind.__subclasses__()))
+
+    met = set().union(*map(raised, problems.STATUS))
+    for file in API.glob("*.py"):
+        met |= set(re.findall(r"problem\(\s*\w+, \"(\w+)\"", file.read_text()))
+    assert met
+    assert met <= set(PROBLEMS)
+
+
+def test_what_may_pass_is_unreachable_and_all_else_refused():
+    for name, kind in PROBLEMS.items():
+        passes = name in {"TooManyRequests", "DiskFull", "Unavailable", "NotReady", "InternalError"}
+        assert issubclass(kind, Unreachable if passes else Refused), name
+
+
+@pytest.mark.parametrize(("status", "code"), [(401, Exit.REFUSED), (404, Exit.NOT_FOUND), (409, Exit.FAILED)])
+def test_the_code_of_a_refusal_is_that_of_its_status(status, code):
+    refusal = Refused(status, "no")
+    assert refusal.exit_code is code
+    again = copy.copy(refusal)  # by __reduce__, as pickle does
+    assert (again.status, again.detail, str(again)) == (status, "no", f"no (HTTP {status})")
+
+
+def test_the_operating_systems_errors_are_translated(tmp_path):
+    with pytest.raises(errors.NoSuchPath, match="gone: No such file or directory") as missing, translated():
+        (tmp_path / "gone").read_text()
+    assert isinstance(missing.value.__cause__, FileNotFoundError)
+    assert missing.value.exit_code is Exit.NOT_FOUND
+    with pytest.raises(SystemFailed, match="Is a directory"), translated():
+        tmp_path.read_text()
+    with pytest.raises(errors.OutOfMemory, match="smaller --budget"), translated():
+        raise MemoryError("2 GiB")
+    with pytest.raises(RuntimeError, match="the task's own"), translated():
+        raise RuntimeError("the task's own")

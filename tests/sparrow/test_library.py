@@ -1,0 +1,150 @@
+"""``from sparrow import join, publish, simulate, Task, SdkError``: light to import, and one type to catch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import sparrow
+from edge_sdk.device.trainable import CannotTrain
+from edge_sdk.errors import Damaged, FederationDeleted, NotFound, Refused, Unreachable, WrongSettings
+from edge_sdk.simulation.in_process import ADDRESS, running
+from edge_sdk.tasks import load_task
+from sparrow import SdkError, Seeded, Task, join, publish, simulate
+from sparrow.command_line.exits import Exit
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.settings import Settings
+
+DOWN = "http://127.0.0.1:9"
+
+
+def test_importing_it_loads_nothing_that_a_device_may_lack():
+    probe = "import sys, sparrow; from sparrow import SdkError; print({'torch', 'httpx', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_a_name_that_is_not_there_is_none_of_its(monkeypatch):
+    with pytest.raises(ImportError, match="cannot import name 'jion'"):
+        from sparrow import jion  # noqa: F401
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(CannotTrain, match="PyTorch is not installed") as refused:
+        sparrow.join  # noqa: B018
+    assert refused.value.exit_code is Exit.CANNOT
+    assert isinstance(refused.value, SdkError)
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    """A coordinator with the federation ``default``, which waits for a second device."""
+    with running(create_app(Settings(data_dir=tmp_path_factory.mktemp("data"), default_task=""))) as client:
+        publish(ADDRESS, "default", task(), client=client, method="fedavg", rounds=1, min_devices=2)
+        yield client
+
+
+def task(inputs=4, outputs=2, name="own", values=None):
+    x = torch.randn(40, inputs) if values is None else values
+    batches = DataLoader(TensorDataset(x, torch.arange(40) % 2), 10)
+    return Task(name, Seeded(lambda: nn.Linear(inputs, outputs)), nn.CrossEntropyLoss(), batches, batches)
+
+
+WRONG = {
+    "server down": lambda where: publish(DOWN, "f", "digits", patience_seconds=0),
+    "server down for a device": lambda where: join(DOWN, task(), patience_seconds=0, state_dir=where["state_dir"]),
+    "server down for a fleet": lambda where: simulate(DOWN, devices=2, patience_seconds=0, in_memory=True),
+    "address without a scheme": lambda where: join("127.0.0.1:8000", task()),
+    "no such federation": lambda where: join(ADDRESS, task(), federation="none", **where),
+    "not a task": lambda where: join(ADDRESS, nn.Linear(2, 2), **where),
+    "class in place of a model": lambda where: Task("own", nn.Linear, None, [], []),
+    "another model": lambda where: join(ADDRESS, task(inputs=5), **where),
+    "unknown task": lambda where: simulate(ADDRESS, "digit", app=object(), devices=2),
+    "no data": lambda where: load_task("npz", "none.npz", device="d", seed=0, batch_size=8),
+    "bad data": lambda where: join(ADDRESS, task(values=torch.full((40, 4), torch.nan)), **where),
+    "bad setting": lambda where: publish(ADDRESS, "g", task(), client=where["client"], rounds=-1),
+    "unknown setting": lambda where: publish(ADDRESS, "g", task(), client=where["client"], raunds=1),
+    "unknown method": lambda where: publish(ADDRESS, "g", task(), client=where["client"], method="fedfoo"),
+    "unsuitable model": lambda where: publish(
+        ADDRESS, "g", Task("lstm", nn.LSTM(4, 2), nn.MSELoss(), task().train, task().train), client=where["client"]
+    ),
+    "name taken": lambda where: publish(ADDRESS, "default", task(), client=where["client"]),
+    "another federation": lambda where: publish(
+        ADDRESS, "default", task(), client=where["client"], exist_ok=True, rounds=77
+    ),
+    "export to a folder": lambda where: join(ADDRESS, task(), export=where["state_dir"].parent, **where),
+    "state in a file": lambda where: join(ADDRESS, task(), **{**where, "state_dir": where["state_dir"] / "file"}),
+    "fleet's state in a file": lambda where: simulate(
+        DOWN, devices=2, state_dir=where["state_dir"] / "file", patience_seconds=0
+    ),
+    "bad budget": lambda where: join(ADDRESS, task(), budget=2.0, **where),
+    "no device": lambda where: simulate(ADDRESS, devices=0),
+    "settings without a task": lambda where: simulate(ADDRESS, devices=2, rounds=3),
+    "no coordinator at all": lambda where: simulate(devices=2),
+    "an application that is not there": lambda where: simulate(app="no.such:app", devices=2),
+    "memory": lambda where: join(ADDRESS, task(), budget=1.0, memory_limit=1, **where),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_whatever_goes_wrong_is_an_sdk_error(client, tmp_path, what):
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "file").write_text("in the way")
+    with pytest.raises(SdkError) as refused:
+        WRONG[what]({"client": client, "state_dir": state, "name": "pi", "quiet": True})
+    assert str(refused.value)
+    assert isinstance(refused.value.exit_code, Exit)
+
+
+def test_answers_of_the_coordinator_are_told_apart(client, tmp_path):
+    with pytest.raises(Unreachable):
+        publish(DOWN, "f", "digits", patience_seconds=0)
+    with pytest.raises(NotFound, match="did you mean default"):
+        join(ADDRESS, task(), federation="defualt", client=client, state_dir=tmp_path / "s", quiet=True)
+    with pytest.raises(WrongSettings) as refused:
+        publish(ADDRESS, "h", "digits", client=client, method_settings={"nothing": 1})
+    assert not isinstance(refused.value, Refused)
+    assert not issubclass(Damaged, Refused)
+
+
+def test_a_federation_that_is_deleted_meanwhile(client, tmp_path):
+    publish(ADDRESS, "brief", task(), client=client, method="fedavg", rounds=1, min_devices=1)
+    where, gone = "/v1/federations/brief", []
+
+    class Deleting(nn.CrossEntropyLoss):
+        """Has the federation deleted while the device trains its first batch."""
+
+        def forward(self, outputs, targets):
+            if not gone and client.get(where).json()["devices"]:
+                client.patch(where, json={"action": "stop"}).raise_for_status()
+                client.delete(where).raise_for_status()
+                gone.append(True)
+            return super().forward(outputs, targets)
+
+    mine = replace(task(), loss=Deleting())
+    with pytest.raises(FederationDeleted, match="was deleted by its operator"):
+        join(
+            ADDRESS,
+            mine,
+            federation="brief",
+            client=client,
+            name="pi",
+            budget=1.0,
+            state_dir=tmp_path / "s",
+            quiet=True,
+        )
+    assert gone
+
+
+def test_a_few_lines_simulate_devices(tmp_path):
+    app = create_app(Settings(data_dir=tmp_path, default_task=""))
+    brief = {"method": "fedavg", "rounds": 1, "local_epochs": 1, "in_memory": True, "quiet": True}
+    done = simulate(app=app, task="digits", devices=3, **brief)
+    assert (done.devices, done.device_rounds) == (3, 3)
+    assert done.ended is not None
+    assert simulate(app=app, task=lambda index: task(), federation="own", devices=2, **brief).device_rounds == 2
