@@ -2,7 +2,7 @@
 
 Every network of the built-in tasks, under FedSPU's masks at five budgets, in batches of 32 and 128, one thread. Each
 run predicts and measures a cell in turn, and adds a row to ``docs/results/prediction.jsonl``. Seconds are the
-processor's, because other work on the machine would count otherwise. Of several runs of a cell the medians are compared;
+processor's, because other work would count otherwise. Of several runs of a cell the medians are compared;
 memory in total and, as a harder test, above the process without training. Remove the file to begin again.
 """
 

@@ -207,9 +207,9 @@ class EnergyMeter:
         self._wall_clock = wall_clock
         self._background = background
         self._running: list[Phase] = []
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         _meters.add(self)
 
     def __enter__(self) -> "EnergyMeter":
@@ -227,7 +227,7 @@ class EnergyMeter:
 
     def sample(self) -> None:
         """Read, for every running phase, the sources that are due. The background thread calls this."""
-        with self._lock:
+        with self.lock:
             now = self._clock()
             for phase in self._running:
                 phase._sample(now)
@@ -246,39 +246,39 @@ class EnergyMeter:
     def close(self) -> None:
         """End the background thread, for good. Phases that still run get their end all the same."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
 
     def _begin(self, phase: Phase) -> None:
-        with self._lock:
+        with self.lock:
             integrals = [Integral(source, self._period_seconds) for source in self._sources]
             self._start_thread(min((integral.wake_seconds for integral in integrals), default=math.inf))
             phase._begin(integrals, self._clock(), self._wall_clock())
             self._running.append(phase)
 
     def _end(self, phase: Phase) -> None:
-        with self._lock:
+        with self.lock:
             self._running.remove(phase)
             phase._end(self._clock(), self._wall_clock())
 
     def _start_thread(self, wake_seconds: float) -> None:
         wanted = self._background and self._sources and not self._stop.is_set()
-        if self._thread is not None or not wanted:
+        if self.thread is not None or not wanted:
             return
         thread = threading.Thread(target=self._run, args=(self._stop, wake_seconds), name="energy-meter", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # no more threads here, or none at all: the ends of each phase are still read
             return
-        self._thread = thread
+        self.thread = thread
 
     def _after_fork(self) -> None:
         # The child has no sampler, and may have inherited the lock while the parent's sampler held it.
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         if not self._stop.is_set():
             self._stop = threading.Event()
-        self._thread = None
+        self.thread = None
 
     def _run(self, stop: threading.Event, wake_seconds: float) -> None:
         while not stop.wait(wake_seconds):

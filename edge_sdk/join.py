@@ -178,7 +178,7 @@ def join(
             with suppress(SdkError):  # so that the personal model can be exported later, away from the coordinator
                 session.skeleton()
             try:
-                _run(session, bar, lambda: _export(session, name, export))
+                run_session(session, bar, lambda: _export(session, name, export))
                 if session.personal is None:
                     raise _nothing_trained(session, name)
             except FederationDeleted:
@@ -267,7 +267,7 @@ def _say_budget(choice: Choice | None, bar: _Bar) -> None:
             bar.say(text)
 
 
-def _run(session: Session, bar: _Bar, export: Callable[[], Export | None]) -> None:
+def run_session(session: Session, bar: _Bar, export: Callable[[], Export | None]) -> None:
     """Take steps until the federation is over. A device that stops early has its model exported then, and stays to
     answer evaluations."""
     stopped = session.progress.stopped_round is not None

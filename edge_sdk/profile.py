@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from edge_sdk import arguments as read
 from edge_sdk.arguments import MIB
-from edge_sdk.budget.memory import Memory, Unpredictable, held, room
+from edge_sdk.budget.memory import Memory, held, room
 from edge_sdk.budget.prediction import Prediction, Predictor
 from edge_sdk.budget.search import Choice, Limits, choose
 from edge_sdk.errors import BadArgument
@@ -47,8 +47,6 @@ from edge_sdk.tasks import Task, build_seeded, load_task
 from edge_sdk.tasks.compute import ACCELERATORS, USUAL, Compute, choose_device
 from edge_sdk.tasks.loading import EVALUATION_BATCH, ArrayBatches, Arrays
 from edge_sdk.tasks.models import MODELS
-from edge_sdk.tracing.coupling import UnsupportedLayer
-from edge_sdk.training.local import TrainingDiverged
 from edge_sdk.training.rehearsal import Rehearsal
 from sparrow.command_line.command import Command, Parser, add_json
 from sparrow.devices import memory

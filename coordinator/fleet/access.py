@@ -84,7 +84,7 @@ class Tokens:
         self._store = store
         self._clock = clock
         self._given = [(digest_of(secret), Holder(kind)) for kind, secret in given.items()]
-        self._remembered: dict[bytes, tuple[Holder, float]] = {}
+        self.remembered: dict[bytes, tuple[Holder, float]] = {}
         self._kinds = frozenset(given)
         self._looked_at = -REMEMBER_SECONDS
 
@@ -101,7 +101,7 @@ class Tokens:
 
     def forget(self) -> None:
         """Forget all look-ups: the next call reads the records."""
-        self._remembered.clear()
+        self.remembered.clear()
         self._looked_at = -REMEMBER_SECONDS
 
     def guarded_known(self) -> bool:
@@ -114,7 +114,7 @@ class Tokens:
         of_settings = [holder for known, holder in self._given if hmac.compare_digest(known, digest)]
         if of_settings:
             return of_settings[0]
-        holder, looked_at = self._remembered.get(digest, (None, 0.0))
+        holder, looked_at = self.remembered.get(digest, (None, 0.0))
         if holder is None or abs(now - looked_at) >= REMEMBER_SECONDS or _is_over(holder, now):
             return None
         return holder
@@ -132,16 +132,16 @@ class Tokens:
                 .where(Token.secret_sha256 == digest, Token.revoked_at.is_(None))
             ).first()
         if row is None:
-            self._remembered.pop(digest, None)
+            self.remembered.pop(digest, None)
             return None
         token, federation = row
         holder = Holder(cast(Kind, token.kind), token.id, federation, token.expires_at)
         if _is_over(holder, now):
             return None
         self._kinds |= {holder.kind}  # there is one: it guards from now on, not from the next look
-        if len(self._remembered) >= MOST_REMEMBERED:
-            self._remembered.clear()
-        self._remembered[digest] = (holder, now)
+        if len(self.remembered) >= MOST_REMEMBERED:
+            self.remembered.clear()
+        self.remembered[digest] = (holder, now)
         return holder
 
 

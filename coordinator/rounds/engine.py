@@ -153,7 +153,7 @@ class Rounds:
             for federation_id, name in federations:
                 with about(federation=name):
                     try:
-                        while self._step(federation_id):
+                        while self.step(federation_id):
                             moved = True
                     except Unavailable:  # the store has logged it, once; the sums are made again
                         self._folding.pop(federation_id, None)
@@ -177,7 +177,8 @@ class Rounds:
             self._stuck[federation_id] = now
             log.exception("federation %s cannot move on; the others do, and it is tried again", federation_id)
 
-    def _step(self, federation_id: int) -> bool:
+    def step(self, federation_id: int) -> bool:
+        """Move one federation on by one step; return whether there was one."""
         with self._store.reading() as db:
             federation = db.get_one(Federation, federation_id)
             current = open_round(db, federation)

@@ -61,8 +61,8 @@ class PrivateSums:
         self._deviation = settings.noise_multiplier * settings.update_clip
         self._cohort = settings.cohort
         self._noise = noise
-        self._sum = np.zeros(manifest.shared_values)
-        self._parts: dict[str, Any] = unpack_whole(manifest, self._sum)
+        self.clipped_sum = np.zeros(manifest.shared_values)
+        self._parts: dict[str, Any] = unpack_whole(manifest, self.clipped_sum)
         self.updates = 0
 
     def fold_in_place(
@@ -79,7 +79,7 @@ class PrivateSums:
 
     def mean(self, previous: Tensors) -> Tensors:
         """Return the next global values: name -> float32, all of them noisy."""
-        moved = (self._sum + self._deviation * self._noise(len(self._sum))) / self._cohort
+        moved = (self.clipped_sum + self._deviation * self._noise(len(self.clipped_sum))) / self._cohort
         values = pack(self._manifest, previous, None).astype(np.float64) + moved
         return unpack_whole(self._manifest, values.astype(np.float32))
 

@@ -63,7 +63,7 @@ class Store:
         self.troubles = Troubles()
         try:
             self.blobs = open_blobs(data_dir, blobs, self.troubles)
-            self._engine = open_database(database_url or data_dir / RECORDS_FILE)
+            self.engine = open_database(database_url or data_dir / RECORDS_FILE)
             self.shared: SharedDatabase | None = None
             try:
                 self.shared = self._share() if shared else None
@@ -76,8 +76,8 @@ class Store:
         except BaseException:
             self._lock_file.close()
             raise
-        self._sessions = sessionmaker(self._engine, expire_on_commit=False)
-        self._writers = sessionmaker(self._engine.execution_options(**WRITING), expire_on_commit=False)
+        self._sessions = sessionmaker(self.engine, expire_on_commit=False)
+        self._writers = sessionmaker(self.engine.execution_options(**WRITING), expire_on_commit=False)
         self.on_commit: Callable[[float], None] = lambda seconds: None
         self._turn = threading.Lock()
         self._closed = False
@@ -188,7 +188,7 @@ class Store:
 
     def _check_blobs(self) -> None:
         """Raise WrongBlobs where records and blobs are not of one coordinator: its rounds would delete the other's."""
-        with self._engine.connect() as connection:
+        with self.engine.connect() as connection:
             known = connection.scalars(text("SELECT id FROM federations ORDER BY id")).all()
             before = connection.scalar(text("SELECT count(*) FROM deleted_federations"))
         if known and not self.blobs.keys(f"{known[0]}/models"):
@@ -218,12 +218,12 @@ class Store:
     def _let_go(self) -> None:
         if self.shared is not None:
             self.shared.close()
-        self._engine.dispose()
+        self.engine.dispose()
 
     def _share(self) -> SharedDatabase:
         from sparrow.coordinator.storage.processes import SharedDatabase
 
-        return SharedDatabase(self._engine)
+        return SharedDatabase(self.engine)
 
 
 def lock_folder(data_dir: Path, *, shared: bool = False) -> IO[str]:

@@ -267,7 +267,7 @@ class StateFolder:
             raise _damaged(path, error, "go on from its last round") from None
         self._check(manifest, digest, tensors)
         if saved is not None and saved.file.best and progress.best == saved.progress.best:
-            self._keep_as_best()  # killed before this was done, it is done now
+            self.keep_as_best()  # killed before this was done, it is done now
         return tensors, progress
 
     def best(self, manifest: Manifest) -> Tensors | None:
@@ -309,7 +309,7 @@ class StateFolder:
                 f"open it, beside its reference.safetensors"
             )
 
-    def _keep_as_best(self) -> None:
+    def keep_as_best(self) -> None:
         """Keep the model as it is now under its other name: a second link to the file, or a copy on a file system
         without links."""
         model, best = self.path / personal.MODEL, self.path / personal.BEST
@@ -345,7 +345,7 @@ class StateFolder:
         self._write(personal.MODEL, personal.write(replace(saved, own=own, feedback=feedback)))
         self._saves, self.own, self.feedback = self._saves + 1, own, feedback  # not before: the disk may be full
         if best:
-            self._keep_as_best()
+            self.keep_as_best()
 
     def save_best(self, manifest: Manifest, model: Tensors, progress: Progress) -> None:
         """Keep ``model`` as the best one, durably, beside the model that training goes on from."""

@@ -96,7 +96,7 @@ def effort(rehearsal: Rehearsal, budget: float) -> Effort:
 def train(job: Job) -> Trained:
     """Train one round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed,
     BudgetTooSmall."""
-    received, settings = _newest(job), job.assignment.settings
+    received, settings = newest_model(job), job.assignment.settings
     gated = gated_model(job, received)
     result = take_gated_steps(job, gated, model_rate=settings.learning_rate_of(job.assignment.round))
     touched = BlockMask(gated.touched)
@@ -119,7 +119,7 @@ def evaluate_gated(job: Job) -> Evaluated:
     if job.state.personal is None:
         return Evaluated(None, None)
     job = _reaching(job)
-    newest = {name: np.array(tensor) for name, tensor in _newest(job).items()}
+    newest = {name: np.array(tensor) for name, tensor in newest_model(job).items()}
     gated, held_out = gated_model(job, newest), job.task.held_out
     judge = partial(evaluate, job.model, job.task)
     fresh, batch = judge(held_out, gated.each), judge(held_out, gated)
@@ -139,7 +139,7 @@ def adapt(job: Job) -> DeviceState:
     is cut for that: with less a model is left that answers worse than θ as it is.
     """
     job = _reaching(job)
-    received = _newest(job)
+    received = newest_model(job)
     gated = gated_model(job, received)
     best = float("inf")
     kept: tuple[Tensors, Gates] = gate_tensors(gated.gate), np.zeros(0)
@@ -162,7 +162,7 @@ def _reaching(job: Job) -> Job:
     return replace(job, budget=max(job.budget, job.own(Settings).smallest_budget))
 
 
-def _newest(job: Job) -> Tensors:
+def newest_model(job: Job) -> Tensors:
     """Return the newest θ: what came, or what changed of it on top of what the device holds. Raises BundleError."""
     if job.received is None or is_whole(job.manifest, job.received) or job.state.model is None:
         return whole_model(job.manifest, job.received)

@@ -52,9 +52,9 @@ class Rehearsal:
         self._narrow = narrow
         self._clock = clock
         with torch.random.fork_rng(devices=[]):
-            self._batch = _first(task.train)
+            self.first_batch = _first(task.train)
             self.held_out = len(_first(task.held_out)[1])
-        self.samples = len(self._batch[1])
+        self.samples = len(self.first_batch[1])
 
     @property
     def model(self) -> nn.Module:
@@ -114,7 +114,7 @@ class Rehearsal:
 
     def batch(self, samples: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets of the batch, or of its first ``samples``."""
-        inputs, targets = self._batch
+        inputs, targets = self.first_batch
         return inputs[:samples], targets[:samples]
 
     def _now(self) -> float:

@@ -48,6 +48,7 @@ class Wire:
         self.traffic = Traffic()
         self.token = self.patience_seconds = None
         self.renewal_due = False
+        self._device_id = None
         self.media_types = []
         self.received = []
         self.sent = []
@@ -55,7 +56,9 @@ class Wire:
 
     @property
     def device(self):
-        return self.coordinator.device(self.name).device_id
+        if self._device_id is None:
+            self._device_id = self.coordinator.device(self.name).device_id
+        return self._device_id
 
     def federation(self, name):
         return self.coordinator.federations.get(name)
@@ -64,6 +67,7 @@ class Wire:
         return self.coordinator.federations.manifest(name)
 
     def enrol(self, federation, request):
+        self._device_id = None
         return self.coordinator.devices.enrol(federation, request)
 
     def change_device(self, device_id, change):

@@ -151,7 +151,7 @@ def test_devices_that_were_ahead_go_on(tmp_path, clock, method, more):
         for session in (a, b):
             session.step()
     coordinator.rounds.advance()
-    a._transport.broken = True
+    a.transport.broken = True
     with pytest.raises(ConnectionError):
         a.step()  # trained, and could not send it
     assert a.progress.pending is not None

@@ -89,13 +89,13 @@ def test_a_round_that_moves_while_its_federation_goes_does_no_harm(coordinator, 
     answer(devices[0])
     coordinator.rounds.advance()
     coordinator.change(action="stop")
-    step = coordinator.rounds._step
+    step = coordinator.rounds.step
 
     def late(federation_id):
         coordinator.federations.delete("f")
         return step(federation_id)
 
-    monkeypatch.setattr(coordinator.rounds, "_step", late)
+    monkeypatch.setattr(coordinator.rounds, "step", late)
     assert not coordinator.rounds.advance()
     assert not [record for record in caplog.records if record.exc_info]
 

@@ -403,7 +403,7 @@ def kinds(assignments):
 
 
 def masks_of(session):
-    own = session._folder.own
+    own = session.folder.own
     return tuple(from_bits(DIGITS, own[name].tobytes()) for name in ("mask", "global_mask"))
 
 
@@ -479,7 +479,7 @@ def test_after_every_round_masks_are_full_and_the_stage_global_leaves_what_is_on
             if step.outcome is not Outcome.worked or step.assignment.kind is Kind.evaluate:
                 continue
             check_personal(session)
-            kept = {**session.personal, **session._folder.own}
+            kept = {**session.personal, **session.folder.own}
             old, stage = before.get(session), step.assignment.plan["stage"]
             if stage == "global":
                 assert all(kept[name].tobytes() == old[name].tobytes() for name in kept)
@@ -556,7 +556,7 @@ def test_dense_models_are_fedavgs(coordinator, new_coordinator):
 
 
 def away(coordinator, session):
-    identity = session._identity.device_id
+    identity = session.identity.device_id
     coordinator.devices.change(identity, ChangeDevice(conditions=Conditions(available=False, reason="out")))
 
 
@@ -575,7 +575,7 @@ def test_who_missed_the_stage_personal_catches_up_while_the_others_go_on(coordin
     coordinator.rounds.advance()
     away(coordinator, third)
     # The first rounds may have drawn it: what it does not answer, nobody waits for.
-    assigned = coordinator.dispatch.next_assignment(third._identity.device_id).assignment
+    assigned = coordinator.dispatch.next_assignment(third.identity.device_id).assignment
     if assigned is not None:
         third.step()
     away(coordinator, third)
@@ -617,7 +617,7 @@ def test_late_work_is_dropped_when_the_device_is_drawn(coordinator, clock):
     first.step()
     clock.pass_seconds(coordinator.info().settings.deadline_seconds + 1)
     play_until(coordinator, 4, first)
-    second_id = second._identity.device_id
+    second_id = second.identity.device_id
     late = coordinator.dispatch.next_assignment(second_id).assignment
     assert (late.kind, late.round) == (Kind.personalise, 4)
     play_until(coordinator, 5, first)
@@ -752,7 +752,7 @@ def changed(mask, *, drop=1, grow=1, name="fc1.weight"):
 
 
 def send(coordinator, session, mask):
-    identity = session._identity.device_id
+    identity = session.identity.device_id
     assignment = coordinator.dispatch.next_assignment(identity).assignment
     model = coordinator.model()
     report = UpdateReport(num_examples=9, status="active", steps=1, train_loss=0.5).model_dump_json()
@@ -810,16 +810,16 @@ def test_a_device_that_died_before_it_sent_goes_on_in_the_same_stage(coordinator
             for place in range(2):
                 session = (first, second)[place]
                 opened = (
-                    coordinator.dispatch.next_assignment(session._identity.device_id, asked=False).assignment
+                    coordinator.dispatch.next_assignment(session.identity.device_id, asked=False).assignment
                     if coordinator.info().status == "running"
                     else None
                 )
                 plan = opened.plan.get("stage") if opened else None
                 if place == 0 and not killed and victim_at and plan == victim_at:
-                    first._transport.broken = True
+                    first.transport.broken = True
                     with pytest.raises(ConnectionError):
                         first.step()
-                    first._folder.close()
+                    first.folder.close()
                     first = coordinator.open_device("a")
                     assert first.progress.pending is not None
                     killed = True
@@ -832,7 +832,7 @@ def test_a_device_that_died_before_it_sent_goes_on_in_the_same_stage(coordinator
     assert coordinator.info().model_sha256 == other.info().model_sha256
     for one, two in zip(undisturbed, disturbed, strict=True):
         assert all(one.personal[name].tobytes() == two.personal[name].tobytes() for name in one.personal)
-        own, same = one._folder.own, two._folder.own
+        own, same = one.folder.own, two.folder.own
         assert own.keys() == same.keys()
         assert all(own[name].tobytes() == same[name].tobytes() for name in own)
         assert one.progress.memory == two.progress.memory

@@ -40,7 +40,7 @@ def open_all(coordinator):
 
 def bundles(session, what):
     """The bundles that a device sent, or received to train, in order."""
-    bodies = session._transport.sent if what == "sent" else session._transport.received
+    bodies = session.transport.sent if what == "sent" else session.transport.received
     return [decode(body, DIGITS) for body in bodies if body[:1] != b"{"]
 
 
@@ -62,10 +62,10 @@ def test_what_crosses_the_wire_is_the_active_part_and_little_more(coordinator, m
     coordinator.play(*sessions)
     for session, budget in zip(sessions, BUDGETS.values(), strict=True):
         wanted = 4 * values_at(method, budget)
-        trained = [body for body in session._transport.sent if body[:1] != b"{"]
+        trained = [body for body in session.transport.sent if body[:1] != b"{"]
         assert len(trained) == 3
         assert all(0 <= len(body) - wanted <= SPARE for body in trained)
-        down = [len(body) for body in session._transport.received][:3]
+        down = [len(body) for body in session.transport.received][:3]
         first = WHOLE if method in CHOOSING else wanted
         assert 0 <= down[0] - first <= SPARE
         assert all(0 <= size - wanted <= SPARE for size in down[1:])
@@ -178,7 +178,7 @@ def test_a_restart_of_both_sides_forgets_nothing(coordinator, clock):
         again = open_all(later)
         later.play(*again)
         assert later.info().round == 4
-        down = [len(body) for body in again[0]._transport.received]
+        down = [len(body) for body in again[0].transport.received]
         assert down[0] < WHOLE / 4, "slices alone"
         assert all(same_mask(update.mask, chosen) for update in bundles(again[0], "sent"))
         assert personal_zeros(again[0], chosen)
@@ -220,7 +220,7 @@ def test_a_device_that_lost_its_state_gets_the_whole_model_and_chooses_again(coo
     lose(coordinator, "a")
     again = coordinator.open_device("a", budget=0.3)
     coordinator.play(again, *sessions[1:])
-    down = [len(body) for body in again._transport.received][:3]
+    down = [len(body) for body in again.transport.received][:3]
     assert down[0] >= WHOLE > 4 * max(down[1:])
     assert [record.updates for record in coordinator.records.rounds("f")] == [3] * 4
     assert personal_zeros(again, bundles(again, "sent")[0].mask)
@@ -235,7 +235,7 @@ def test_another_budget_is_another_choice(coordinator):
     device = coordinator.device("a")
     coordinator.devices.change(device.device_id, ChangeDevice(budget=0.6))
     coordinator.play(*sessions)
-    updates, down = bundles(sessions[0], "sent"), [len(body) for body in sessions[0]._transport.received]
+    updates, down = bundles(sessions[0], "sent"), [len(body) for body in sessions[0].transport.received]
     counts = [[len(index) for index in update.mask.active.values()] for update in updates]
     assert counts == [[4, 9, 19], *[[9, 19, 38]] * 3]
     assert down[1] >= WHOLE, "the whole model, once more"
@@ -251,7 +251,7 @@ def forged(session, mask):
 
 
 def assignment_of(coordinator, session):
-    return coordinator.dispatch.next_assignment(session._identity.device_id, asked=False).assignment.assignment_id
+    return coordinator.dispatch.next_assignment(session.identity.device_id, asked=False).assignment.assignment_id
 
 
 @pytest.mark.parametrize("method", CHOOSING)
@@ -259,7 +259,7 @@ def test_a_first_update_must_have_as_many_neurons_as_its_budget_says(coordinator
     coordinator.create(method)
     session = open_all(coordinator)[0]
     coordinator.rounds.advance()
-    where, device = assignment_of(coordinator, session), session._identity.device_id
+    where, device = assignment_of(coordinator, session), session.identity.device_id
     many = NeuronMask({name: np.arange(size // 2) for name, size in DIGITS.group_sizes.items()})
     for mask in (many, None):
         with pytest.raises(BadContent, match=r"max\(1, floor\(p n\)\) at a budget of p = 0\.3, and these are not so"):
@@ -283,7 +283,7 @@ def test_a_later_update_of_other_neurons_is_refused(coordinator):
     chosen = bundles(session, "sent")[0].mask
     other = NeuronMask({name: np.arange(len(index)) for name, index in chosen.active.items()})
     assert not same_mask(chosen, other)
-    where, device = assignment_of(coordinator, session), session._identity.device_id
+    where, device = assignment_of(coordinator, session), session.identity.device_id
     with pytest.raises(BadContent, match="not the one of round 2 that a chose and keeps; fetch the assignment again"):
         coordinator.acceptance.accept_update(where, device, forged(session, other))
     coordinator.play(*sessions)
@@ -305,10 +305,10 @@ def test_an_update_that_was_lost_does_not_lose_the_choice(coordinator):
     coordinator.create("hermes", rounds=3)
     sessions = open_all(coordinator)
     coordinator.rounds.advance()
-    sessions[0]._transport.broken = True
+    sessions[0].transport.broken = True
     with pytest.raises(ConnectionError):
         sessions[0].step()
-    chosen = sessions[0]._mask
+    chosen = sessions[0].mask
     coordinator.folders[0].close()
     again = coordinator.open_device("a", budget=0.3)
     coordinator.play(again, *sessions[1:])
@@ -321,7 +321,7 @@ def test_an_update_that_came_too_late_leaves_the_choice_with_the_device(coordina
     coordinator.create("hermes", rounds=3, quorum=0.5)
     sessions = open_all(coordinator)
     coordinator.rounds.advance()
-    transport = sessions[0]._transport
+    transport = sessions[0].transport
     update = transport.update
 
     def late(assignment_id, body, media_type):
@@ -334,7 +334,7 @@ def test_an_update_that_came_too_late_leaves_the_choice_with_the_device(coordina
     transport.update = late
     sessions[0].step()
     assert transport.sent == []
-    chosen = sessions[0]._mask
+    chosen = sessions[0].mask
     while coordinator.info().status == "running":  # the late one first, so that it is not late again
         coordinator.rounds.advance()
         for session in sessions:

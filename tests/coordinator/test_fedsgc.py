@@ -418,7 +418,7 @@ def test_the_mask_keeps_its_numbers_and_its_places_change(coordinator, method, t
         if adjusting:
             assert record.notes["dropped"] > 0
             assert (record.notes["grown_guided"] + record.notes["dropped_guided"] > 0) == (method == "fedsgc")
-    forms = [header(body, take_apart).form for body in sessions[0]._transport.received]
+    forms = [header(body, take_apart).form for body in sessions[0].transport.received]
     assert forms == ["elements", "known", "changed", "known", "changed", "known", "known", "known"]
 
 
@@ -460,7 +460,7 @@ def test_a_mask_that_never_changes_is_said_and_logged_once(coordinator, caplog):
 
 
 def leave(coordinator, session, *, there=False):
-    coordinator.devices.change(session._identity.device_id, ChangeDevice(conditions=Conditions(available=there)))
+    coordinator.devices.change(session.identity.device_id, ChangeDevice(conditions=Conditions(available=there)))
 
 
 def test_who_comes_back_after_many_rounds_gets_what_changed_in_one_download(coordinator, take_apart):
@@ -471,7 +471,7 @@ def test_who_comes_back_after_many_rounds_gets_what_changed_in_one_download(coor
         session.step()
     coordinator.rounds.advance()
     away.step()  # asks, and so says which mask it holds
-    first = away._mask.digest
+    first = away.mask.digest
     leave(coordinator, away)
     while coordinator.info().round < 5:
         coordinator.rounds.advance()
@@ -479,13 +479,13 @@ def test_who_comes_back_after_many_rounds_gets_what_changed_in_one_download(coor
             session.step()
     assert coordinator.model().mask.digest != first
     leave(coordinator, away, there=True)
-    while not len(away._transport.received) > 2:
+    while not len(away.transport.received) > 2:
         coordinator.rounds.advance()
         for session in sessions:
             session.step()
-    told = header(away._transport.received[2], take_apart)
+    told = header(away.transport.received[2], take_apart)
     assert (told.form, told.digest) == ("changed", first)
-    assert coordinator.model().mask.digest == away._mask.digest == others[0]._mask.digest
+    assert coordinator.model().mask.digest == away.mask.digest == others[0].mask.digest
     coordinator.play(*sessions)
     assert away.progress.adapted
 
@@ -494,7 +494,7 @@ def test_the_last_to_answer_gets_what_changed_though_it_has_not_asked_yet(coordi
     """Its update closes the round and replaces the mask before it can say which one it holds."""
     (session,) = start(coordinator, names="a", own={"adjust_interval": 1}, rounds=4)
     play(coordinator, session)
-    forms = [header(body, take_apart).form for body in session._transport.received]
+    forms = [header(body, take_apart).form for body in session.transport.received]
     assert forms[:4] == ["elements", "changed", "changed", "changed"]
 
 
@@ -503,16 +503,16 @@ def test_a_device_that_lost_its_mask_is_sent_all_of_it(coordinator, take_apart, 
     first, second = start(coordinator, rounds=3)
     coordinator.rounds.advance()
     first.step(), second.step()
-    path = first._folder.path / "mask.bits"
+    path = first.folder.path / "mask.bits"
     bits = path.read_bytes()
-    first._folder.close()
+    first.folder.close()
     if damage == "absent":
         path.unlink()
     else:
         path.write_bytes(bits[:-1] if damage == "short" else bytes([bits[0] ^ 1]) + bits[1:])
     again = coordinator.open_device("a")
     play(coordinator, again, second)
-    forms = [header(body, take_apart).form for body in again._transport.received]
+    forms = [header(body, take_apart).form for body in again.transport.received]
     assert forms == ["elements", "changed", "known", "known"], "rounds 2 and 3, and what follows them"
     assert path.read_bytes() == coordinator.model().mask.bits
     assert again.progress.adapted
@@ -540,8 +540,8 @@ def test_a_revoked_device_holds_no_mask(coordinator):
     for session in sessions:
         session.step()
     gone = sessions.pop()
-    first = gone._mask.digest
-    coordinator.devices.change(gone._identity.device_id, ChangeDevice(revoked=True))
+    first = gone.mask.digest
+    coordinator.devices.change(gone.identity.device_id, ChangeDevice(revoked=True))
     play(coordinator, *sessions)
     assert first not in held_masks(coordinator)
 
@@ -549,7 +549,7 @@ def test_a_revoked_device_holds_no_mask(coordinator):
 def test_directions_of_every_position_travel_with_a_memory(coordinator, take_apart):
     first, second = start(coordinator, own={"direction_memory": True}, rounds=4)
     play(coordinator, first, second)
-    with_signs = [body for body in first._transport.received if "signs" in header(body, take_apart).parts]
+    with_signs = [body for body in first.transport.received if "signs" in header(body, take_apart).parts]
     assert len(with_signs) == 1
     found, data = take_apart(with_signs[0])
     low, _ = found["signs"]["data_offsets"]
@@ -620,7 +620,7 @@ def update(model, mask, *, seed=0, examples=10, status="active", **more):
 
 
 def assigned(coordinator, session):
-    return coordinator.dispatch.next_assignment(session._identity.device_id).assignment
+    return coordinator.dispatch.next_assignment(session.identity.device_id).assignment
 
 
 def changed(mask, *, drop=1, grow=1, name="fc1.weight"):
@@ -640,7 +640,7 @@ def test_a_mask_may_change_in_re_adjusting_rounds_alone_and_keeps_its_numbers(co
 
     def send(session, mask):
         assignment = assigned(coordinator, session)
-        device = session._identity.device_id
+        device = session.identity.device_id
         return coordinator.acceptance.accept_update(assignment.assignment_id, device, update(model, mask))
 
     with pytest.raises(BadContent, match=r"mask: it is not the round's, which this method does not let devices change"):
@@ -673,7 +673,7 @@ def test_gradients_and_signs_are_not_asked_for_and_refused(coordinator):
     ):
         body = update(model, model.mask, **more)
         with pytest.raises(BadContent, match="sent without gradients, and without signs"):
-            coordinator.acceptance.accept_update(assignment.assignment_id, session._identity.device_id, body)
+            coordinator.acceptance.accept_update(assignment.assignment_id, session.identity.device_id, body)
 
 
 def test_who_stops_with_a_round_counts_in_it_once(coordinator, new_coordinator):
@@ -688,7 +688,7 @@ def test_who_stops_with_a_round_counts_in_it_once(coordinator, new_coordinator):
         for session, how in zip(cohort, (status, "active"), strict=True):
             body = update(model, model.mask, status=how)
             coordinator.acceptance.accept_update(
-                assigned(coordinator, session).assignment_id, session._identity.device_id, body
+                assigned(coordinator, session).assignment_id, session.identity.device_id, body
             )
         coordinator.rounds.advance()
         return coordinator.info()
@@ -774,4 +774,4 @@ def test_only_updates_of_training_are_rounded(coordinator):
     body = update(coordinator.model(), coordinator.model().mask)
     assignment = assigned(coordinator, sessions[0])
     with pytest.raises(BadContent, match="sent as fp32, the federation's precision is int8"):
-        coordinator.acceptance.accept_update(assignment.assignment_id, sessions[0]._identity.device_id, body)
+        coordinator.acceptance.accept_update(assignment.assignment_id, sessions[0].identity.device_id, body)

@@ -287,7 +287,7 @@ def test_local_training_runs_through_and_leaves_the_global_model(coordinator):
     assert (records[2].accuracy_global, records[1].evaluated_devices) == (None, 2)
     assert sessions[0].progress.rounds == 3
     assert [receipt.state_bytes for receipt in coordinator.receipts()] == [4 * DIGITS.shared_values] * 4
-    assert set(sessions[0]._transport.media_types) == {"application/json"}
+    assert set(sessions[0].transport.media_types) == {"application/json"}
     assert sessions[0].progress.training.bytes_up > 0
     assert coordinator.store.blobs.keys("1/updates") == []
 
@@ -330,10 +330,10 @@ def test_a_round_survives_a_kill_between_saving_and_sending(coordinator, new_coo
     other.create(method, rounds=2)
     first, second = other.open_device("a"), other.open_device("b")
     other.rounds.advance()
-    first._transport.broken = True
+    first.transport.broken = True
     with pytest.raises(ConnectionError):
         first.step()
-    first._folder.close()
+    first.folder.close()
     again = other.open_device("a")
     assert again.progress.pending.kind.value == ("personalise" if method == "local" else "train")
     assert again.progress.rounds == 1
@@ -349,12 +349,12 @@ def test_a_device_whose_preparation_came_too_late_goes_on(coordinator, clock):
     coordinator.create("grasp", rounds=1, min_devices=1, method_settings={"density": 0.3})
     session = coordinator.open_device("a")
     coordinator.rounds.advance()
-    session._transport.broken = True
+    session.transport.broken = True
     with pytest.raises(ConnectionError):
         session.step()
     clock.pass_seconds(1000)
     coordinator.rounds.advance()
-    session._transport.broken = False
+    session.transport.broken = False
     assert session.step().outcome is Outcome.idle, "it had been thought away"
     (worked,) = coordinator.play(session)
     assert kinds(worked) == ["prepare", "train", "evaluate", "adapt"]

@@ -27,7 +27,7 @@ def coordinator(open_coordinator):
 def queries(coordinator):
     """The statements that the coordinator's store has made."""
     made = []
-    event.listen(coordinator.store._engine, "before_cursor_execute", lambda c, cursor, sql, *_: made.append(sql))
+    event.listen(coordinator.store.engine, "before_cursor_execute", lambda c, cursor, sql, *_: made.append(sql))
     return made
 
 

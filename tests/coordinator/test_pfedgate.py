@@ -223,7 +223,7 @@ def kinds(assignments):
 
 def assigned(coordinator, session):
     digest = session.progress.model
-    return coordinator.dispatch.next_assignment(session._identity.device_id, None, digest).assignment
+    return coordinator.dispatch.next_assignment(session.identity.device_id, None, digest).assignment
 
 
 def decoded(coordinator, bodies):
@@ -231,7 +231,7 @@ def decoded(coordinator, bodies):
 
 
 def bundles(session):
-    wire = session._transport
+    wire = session.transport
     return [body for body, kind in zip(wire.sent, wire.media_types, strict=True) if kind == bundle.MEDIA_TYPE]
 
 
@@ -259,7 +259,7 @@ def test_devices_of_every_budget_learn_one_model(coordinator):
             assert counts["values_kept"] <= budget * counts["values"]
             assert counts["values_kept"] <= counts["values_touched"] <= counts["values"]
     for session in sessions:
-        touched = session._folder.own["touched"].astype(bool)
+        touched = session.folder.own["touched"].astype(bool)
         assert touched[table.forced].all()
     last = records[-1]
     assert last.evaluated_devices == 3
@@ -298,7 +298,7 @@ def test_updates_hold_what_was_touched_and_payloads_what_has_changed(coordinator
         for found in ups:
             share = manifest.block_table.sizes[found.mask.on].sum() / manifest.block_table.sizes.sum()
             assert share <= 0.5
-        downs = decoded(coordinator, session._transport.received)
+        downs = decoded(coordinator, session.transport.received)
         assert downs[0].mask is None
         assert all(isinstance(found.mask, BlockMask) for found in downs[2:])
         assert all(found.parts["values"] < 4 * manifest.shared_values for found in downs[2:])
@@ -308,7 +308,7 @@ def test_updates_hold_what_was_touched_and_payloads_what_has_changed(coordinator
 def rebuilt(coordinator, monkeypatch):
     """Every model that a device started from, and that of the coordinator which it was given: (rebuilt, wanted)."""
     pairs = []
-    newest = device_half._newest
+    newest = device_half.newest_model
 
     def watched(job):
         found = newest(job)
@@ -317,7 +317,7 @@ def rebuilt(coordinator, monkeypatch):
             pairs.append((job, found, {name: tensor.copy() for name, tensor in coordinator.model().tensors.items()}))
         return found
 
-    monkeypatch.setattr(device_half, "_newest", watched)
+    monkeypatch.setattr(device_half, "newest_model", watched)
     return pairs
 
 
@@ -365,8 +365,8 @@ def test_who_holds_nothing_that_is_known_gets_the_whole_model(coordinator, rebui
         coordinator.rounds.advance()
         session.step()
     if lost == "state":
-        session._folder.close()
-        coordinator.folders.remove(session._folder)
+        session.folder.close()
+        coordinator.folders.remove(session.folder)
         (coordinator.folder / "a" / "model.safetensors").unlink()
         session = coordinator.open_device("a", budget=0.5)
         assert session.personal is None
@@ -396,7 +396,7 @@ def test_a_coordinator_that_was_restored_sends_the_whole_model(coordinator, tmp_
     coordinator.store.close()
     shutil.copytree(coordinator.folder / "data", tmp_path / "backup" / "data")
     coordinator.__init__(coordinator.folder, clock)
-    coordinator.folders = [session._folder for session in sessions]
+    coordinator.folders = [session.folder for session in sessions]
     for _ in range(2):
         a_round(coordinator)
     held = {session.progress.model for session in sessions}
@@ -418,14 +418,14 @@ def test_a_coordinator_that_was_restored_sends_the_whole_model(coordinator, tmp_
 
 def test_an_update_that_was_refused_leaves_the_base_right(coordinator, rebuilt, caplog, clock):
     first, second = start(coordinator, rounds=5, own={"touched_limit": 0.4})
-    send, tries = first._transport.update, itertools.count()
+    send, tries = first.transport.update, itertools.count()
 
     def damaged(assignment_id, body, media_type):
         if next(tries) == 1:
             raise Refused(422, "damaged")
         send(assignment_id, body, media_type)
 
-    first._transport.update = damaged
+    first.transport.update = damaged
     while coordinator.info().status != "finished":
         coordinator.rounds.advance()
         for session in (first, second):
@@ -439,14 +439,14 @@ def test_an_update_that_was_refused_leaves_the_base_right(coordinator, rebuilt, 
 
 def test_an_update_that_came_too_late_leaves_the_base_right(coordinator, rebuilt):
     first, second = start(coordinator, rounds=5, quorum=0.5)
-    send, tries = first._transport.update, itertools.count()
+    send, tries = first.transport.update, itertools.count()
 
     def late(assignment_id, body, media_type):
         if next(tries) == 1:
             raise RoundOver(409, "too late")
         send(assignment_id, body, media_type)
 
-    first._transport.update = late
+    first.transport.update = late
     while coordinator.info().status != "finished":
         coordinator.rounds.advance()
         for session in (first, second):
@@ -462,17 +462,17 @@ def test_a_device_killed_before_it_sends_goes_on_with_gate_and_base(coordinator,
         for number in range(4):
             coordinator.rounds.advance()
             if killed and number in (1, 2):
-                session._transport.broken = True
+                session.transport.broken = True
                 with pytest.raises(ConnectionError):
                     session.step()
-                before = {name: array.tobytes() for name, array in session._folder.own.items()}
-                session._folder.close()
-                coordinator.folders.remove(session._folder)
+                before = {name: array.tobytes() for name, array in session.folder.own.items()}
+                session.folder.close()
+                coordinator.folders.remove(session.folder)
                 session = coordinator.open_device("a", budget=0.5)
                 assert session.progress.pending is not None
-                assert {name: array.tobytes() for name, array in session._folder.own.items()} == before
+                assert {name: array.tobytes() for name, array in session.folder.own.items()} == before
             session.step()
-        return coordinator.info().model_sha256, session._folder.own
+        return coordinator.info().model_sha256, session.folder.own
 
     one, other = play(coordinator, killed=True), play(new_coordinator(), killed=False)
     assert one[0] == other[0]
@@ -487,7 +487,7 @@ def test_an_open_assignment_is_cut_for_what_the_device_says_it_holds_now(coordin
         session.step()
     coordinator.rounds.advance()
     part = assigned(coordinator, session)
-    device_id, digest = session._identity.device_id, session.progress.model
+    device_id, digest = session.identity.device_id, session.progress.model
     whole = coordinator.dispatch.next_assignment(device_id, None, None).assignment
     assert part.assignment_id == whole.assignment_id
     assert part.payload.bytes < whole.payload.bytes
@@ -505,7 +505,7 @@ def test_other_methods_name_no_model(coordinator):
     assignment = assigned(coordinator, session)
     assert assignment.model_sha256 is None
     said = coordinator.dispatch.next_assignment(
-        session._identity.device_id, None, coordinator.info().model_sha256
+        session.identity.device_id, None, coordinator.info().model_sha256
     ).assignment
     assert said.payload == assignment.payload
 
@@ -519,7 +519,7 @@ def test_masks_that_are_no_blocks_of_this_model_are_refused(coordinator):
     def send(mask):
         body = bundle.encode(manifest, pack(manifest, tensors, mask), mask, report=report)
         assignment = assigned(coordinator, session)
-        return coordinator.acceptance.accept_update(assignment.assignment_id, session._identity.device_id, body)
+        return coordinator.acceptance.accept_update(assignment.assignment_id, session.identity.device_id, body)
 
     with pytest.raises(BadContent, match="mask: it is not the one of round 1"):
         send(everything(manifest))
@@ -537,7 +537,7 @@ def test_a_mask_of_blocks_is_refused_where_the_method_has_none(coordinator):
     body = bundle.encode(DIGITS, pack(DIGITS, coordinator.model().tensors, nothing), nothing, report=report)
     assignment = assigned(coordinator, session)
     with pytest.raises(BadContent, match="mask: it is not the one of round 1"):
-        coordinator.acceptance.accept_update(assignment.assignment_id, session._identity.device_id, body)
+        coordinator.acceptance.accept_update(assignment.assignment_id, session.identity.device_id, body)
 
 
 def test_updates_of_everything_are_welcome(coordinator):
@@ -549,7 +549,7 @@ def test_updates_of_everything_are_welcome(coordinator):
     report = UpdateReport(num_examples=10, steps=1, train_loss=0.5).model_dump_json()
     body = bundle.encode(manifest, pack(manifest, moved, None), None, report=report)
     assert coordinator.acceptance.accept_update(
-        assigned(coordinator, session).assignment_id, session._identity.device_id, body
+        assigned(coordinator, session).assignment_id, session.identity.device_id, body
     )
     coordinator.rounds.advance()
     assert all(coordinator.model().tensors[name].tobytes() == tensor.tobytes() for name, tensor in moved.items())
@@ -560,8 +560,8 @@ def test_a_device_that_comes_after_the_end_trains_its_gate_alone(coordinator):
     late = coordinator.open_device("c", budget=0.4)
     (worked,) = coordinator.play(late)
     assert kinds(worked) == ["adapt"]
-    assert [key for key in late._folder.own if key.startswith("gate:")]
-    held = dict(zip(coordinator.model().tensors, np.split(late._folder.own["model"], _ends(coordinator)), strict=True))
+    assert [key for key in late.folder.own if key.startswith("gate:")]
+    held = dict(zip(coordinator.model().tensors, np.split(late.folder.own["model"], _ends(coordinator)), strict=True))
     for name in coordinator.federations.manifest("f").block_table.tensors:
         assert held[name].tobytes() == coordinator.model().tensors[name].tobytes()
     assert late.progress.model == coordinator.info().model_sha256
@@ -595,10 +595,10 @@ def test_the_gate_is_on_no_wire_and_no_global_model_is_given_away(coordinator):
         coordinator.rounds.advance()
         for session in sessions:
             if session.step().outcome is Outcome.worked:
-                own = session._folder.own
+                own = session.folder.own
                 snapshots += [own[name].copy() for name in own if name.startswith("gate:") and own[name].size >= 8]
     for session in sessions:
-        bodies = session._transport.received + session._transport.sent
+        bodies = session.transport.received + session.transport.sent
         assert len(bodies) > 6
         for tensor in snapshots:
             flat = np.ascontiguousarray(tensor).reshape(-1)

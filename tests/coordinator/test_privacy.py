@@ -58,7 +58,7 @@ def test_no_update_moves_the_sum_by_more_than_the_clip(small):
         mask = None if ratio is None else draw_neurons(small, NeuronDraw("j", 1, "d", ratio))
         count = len(pack(small, sent, mask))
         sums.fold_in_place(np.full(count, 1e6, np.float32), mask, 2**40)
-        moved = sums._sum
+        moved = sums.clipped_sum
         assert np.linalg.norm(moved) == pytest.approx(0.5, rel=1e-12)
         assert np.count_nonzero(moved) == count, "0 where nothing was sent"
 

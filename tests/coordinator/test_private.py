@@ -80,7 +80,7 @@ def test_a_model_that_cannot_be_cut_is_refused(method, names):
 
 def values_on_the_wire(session, manifest):
     """Every value that came or went, of payloads and of updates that are bundles."""
-    wire = session._transport
+    wire = session.transport
     bodies = [
         *wire.received,
         *(body for body, kind in zip(wire.sent, wire.media_types, strict=True) if kind == bundle.MEDIA_TYPE),
@@ -115,7 +115,7 @@ def test_private_values_are_on_no_wire(coordinator, method):
             assert not any(occurs(each[name], bodies) for each in snapshots if name in each and each[name].any())
         assert all(name.encode() not in body for body in bodies for name in private)
     shared = max(SHARED[method], key=lambda name: initial[name].size)
-    assert occurs(initial[shared], sessions[0]._transport.received), "so that it would be found"
+    assert occurs(initial[shared], sessions[0].transport.received), "so that it would be found"
     assert not np.array_equal(sessions[0].personal[private[0]], sessions[1].personal[private[0]])
     for get in (coordinator.federations.model, coordinator.federations.model_onnx):
         with pytest.raises(CoordinatorError):
@@ -171,7 +171,7 @@ def test_personal_models_stay_and_the_global_one_is_fedavgs(coordinator, new_coo
     assert record.loss_global is not None
     for session in sessions:
         _, bodies = values_on_the_wire(session, DIGITS)
-        for kept in (session.personal, session._folder.own):
+        for kept in (session.personal, session.folder.own):
             assert not any(occurs(kept[name], bodies) for name in kept if name in ("fc1.weight", "out.weight"))
     late = coordinator.open_device("c")
     assert [kinds(each) for each in coordinator.play(late)] == [["adapt"]]

@@ -153,7 +153,7 @@ def test_devices_are_ahead_of_the_older_model_and_get_along(real, method):
     real.reopen(rounds=6)
     real.rounds.advance()
     for session in (a, b):
-        wire = session._transport
+        wire = session.transport
         wire.received.clear()
         assignment, _ = wire.assignment("f", 0, None, None, held[session])
         received = bundle.decode(

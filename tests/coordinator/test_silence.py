@@ -175,7 +175,7 @@ def test_heartbeats_are_written_down_together_and_seldom(coordinator, clock):
     coordinator.create(min_devices=3)
     devices = coordinator.enrol("a", "b")
     commits = []
-    event.listen(coordinator.store._engine, "commit", commits.append)
+    event.listen(coordinator.store.engine, "commit", commits.append)
     for _ in range(int(4 * WRITE_SECONDS)):
         clock.pass_seconds(1)
         for device in devices:

@@ -285,13 +285,13 @@ def test_where_threads_cannot_start_the_ends_remain(monkeypatch, clock, tree):
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_measures_with_a_thread_of_its_own(tree):
     with EnergyMeter(tree("raspberry-pi-4/root").system, period_seconds=3600) as meter, meter.phase("parent"):
-        meter._lock.acquire()  # as if the sampler were at work at the very moment of the fork
+        meter.lock.acquire()  # as if the sampler were at work at the very moment of the fork
         child = os.fork()
         if child == 0:
             with meter.phase("child") as phase:
-                started = meter._thread is not None and meter._thread.is_alive()
+                started = meter.thread is not None and meter.thread.is_alive()
             os._exit(0 if started and phase.energy.joules is not None else 1)
-        meter._lock.release()
+        meter.lock.release()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

@@ -132,7 +132,7 @@ def test_a_personal_model_worse_than_before_its_first_round_is_a_warning(client,
 
 def test_killed_between_the_model_and_its_second_name_the_best_is_found_again(client, tmp_path, monkeypatch):
     """The model's file is there, and its second name is still that of an older one."""
-    saved = state.StateFolder._keep_as_best
+    saved = state.StateFolder.keep_as_best
     calls = []
 
     def killed(self):
@@ -141,7 +141,7 @@ def test_killed_between_the_model_and_its_second_name_the_best_is_found_again(cl
             raise KeyboardInterrupt
         saved(self)
 
-    monkeypatch.setattr(state.StateFolder, "_keep_as_best", killed)
+    monkeypatch.setattr(state.StateFolder, "keep_as_best", killed)
     with pytest.raises(KeyboardInterrupt):
         take_part(client, tmp_path, method="local")  # whose rounds depend on nobody else's
     monkeypatch.undo()

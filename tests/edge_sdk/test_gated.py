@@ -192,8 +192,8 @@ def test_no_batch_ever_exceeds_the_budget(seed, share, count, first, costs, limi
     except ValueError:
         return
     used, gates = [], []
-    run = gated._gated
-    gated._gated = lambda inputs, given, on: gates.append(given.detach().numpy()) or run(inputs, given, on)
+    run = gated.network
+    gated.network = lambda inputs, given, on: gates.append(given.detach().numpy()) or run(inputs, given, on)
     for _ in range(4):
         gated(torch.randn(3, *shape))
         on = gated.chosen
@@ -360,7 +360,7 @@ def test_gates_of_each_sample_in_one_pass_are_those_of_every_sample_alone(name, 
     wanted = one_by_one(gated, inputs)
     with torch.inference_mode():
         assert len(np.unique(gated.gate.eval().each(inputs)[1].numpy(), axis=0)) == 5
-        monkeypatch.setattr(gated, "_gated", None)  # in one pass: no sample is run by itself
+        monkeypatch.setattr(gated, "network", None)  # in one pass: no sample is run by itself
         found = gated.each(inputs)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
     assert model.training
@@ -407,8 +407,8 @@ def test_other_models_are_run_sample_by_sample(name):
     gated = make(model, table, gate_for(shape, table), Budget(0.6))
     randomise(gated.gate)
     ran = []
-    run = gated._gated
-    gated._gated = lambda inputs, gates, on: ran.append(len(inputs)) or run(inputs, gates, on)
+    run = gated.network
+    gated.network = lambda inputs, gates, on: ran.append(len(inputs)) or run(inputs, gates, on)
     inputs = torch.randn(6, *shape)
     with torch.inference_mode():
         found = gated.each(inputs)
@@ -445,7 +445,7 @@ def test_static_gates_are_the_mean_of_the_samples_trained_on_and_need_no_gate():
             scales_of = np.repeat(found[table.places[name]], table.tensors[name]).astype(np.float32)
             assert tensor.tobytes() == (before[name].reshape(-1) * scales_of).tobytes()
         named = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
-        wanted = gated._gated(batches[0], torch.from_numpy(found).float(), on)
+        wanted = gated.network(batches[0], torch.from_numpy(found).float(), on)
         torch.testing.assert_close(torch.func.functional_call(model, named, (batches[0],)), wanted)
     gated.model.train()
     gated(batches[1])

@@ -153,5 +153,5 @@ def test_a_device_without_work_comes_again_at_the_moment_it_was_told(monkeypatch
     session = SimpleNamespace(
         step=lambda wait: steps.pop(0), progress=SimpleNamespace(stopped_round=None), failed_rounds=0
     )
-    join._run(session, SimpleNamespace(after=lambda session: None), lambda: None)
+    join.run_session(session, SimpleNamespace(after=lambda session: None), lambda: None)
     assert slept == [7.0, 31.0]

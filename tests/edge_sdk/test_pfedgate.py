@@ -322,7 +322,7 @@ def test_from_what_has_changed_the_whole_model_is_rebuilt_bit_for_bit(network):
         whole = dataclasses.replace(device.job(), state=dataclasses.replace(device.state, model=None))
         part = device.job(changed=on)
         assert part.received.values.size < whole.received.values.size
-        rebuilt = module._newest(part)
+        rebuilt = module.newest_model(part)
         assert same({name: rebuilt[name] for name in device.tensors}, device.tensors)
         one, other = PFEDGATE.train(part), PFEDGATE.train(whole)
         assert one.update.values.tobytes() == other.update.values.tobytes()
@@ -338,7 +338,7 @@ def test_a_round_that_changed_nothing_sends_next_to_nothing():
     nothing = BlockMask(np.zeros(len(device.manifest.block_table.sizes), dtype=bool))
     job = device.job(changed=nothing)
     assert job.received.values.size == 0
-    assert same(module._newest(job), device.tensors)
+    assert same(module.newest_model(job), device.tensors)
 
 
 def test_a_part_without_a_base_is_refused():
@@ -354,7 +354,7 @@ def test_a_part_without_a_base_is_refused():
 def test_a_model_whose_every_block_changed_is_whole():
     device = Device()
     everything = BlockMask(np.ones(len(device.manifest.block_table.sizes), dtype=bool))
-    assert same(module._newest(device.job(changed=everything)), device.tensors)
+    assert same(module.newest_model(device.job(changed=everything)), device.tensors)
 
 
 # --- int8 -------------------------------------------------------------------------------------------------------------
@@ -490,7 +490,7 @@ def test_who_adapted_can_go_on_with_what_changes(network):
     some = BlockMask(np.arange(len(device.manifest.block_table.sizes)) % 3 == 0)
     device.move(some)
     job = device.job(changed=some)
-    rebuilt = module._newest(job)
+    rebuilt = module.newest_model(job)
     assert same({name: rebuilt[name] for name in device.tensors}, device.tensors)
     assert PFEDGATE.train(job).steps == 6
 

@@ -70,7 +70,7 @@ def test_so_is_that_of_an_evaluation():
     rehearsal, _ = rehearse("mnist", 16)
     assert rehearsal.held_out == 256
     inputs, targets = next(iter(rehearsal.task.held_out))
-    rehearsal._batch = (inputs, targets)
+    rehearsal.first_batch = (inputs, targets)
     counted = counted_peak(lambda: rehearsal.evaluate(256))
     assert predict_evaluation(rehearsal) / HEAP == pytest.approx(counted, rel=0.05)
 

@@ -76,12 +76,12 @@ class Gated:
         table.capacity(budget.share, budget.costs)
         self.model, self.gate, self.table = model, gate, table
         self.budget, self._flops = budget, flops
-        self._gated = GatedModel(model, table, probe=probe)
+        self.network = GatedModel(model, table, probe=probe)
         self._forced = torch.from_numpy(table.forced)
         self._rows = ScaledRows.of(model, table)
         convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
         self._channels_last = gains(model) and max(module.out_channels for module in convolutions) >= WIDE
-        self.leaves = self._gated.leaves
+        self.leaves = self.network.leaves
         self.chosen: Selection = table.forced
         self.touched: Selection = np.zeros(len(table.sizes), dtype=bool)
         self.kept = self.worked = 0
@@ -103,7 +103,7 @@ class Gated:
             self.kept += len(inputs) * int(self.table.sizes[on].sum())
             self.worked += len(inputs) * int(self._flops[on].sum())
         laid_out = inputs.to(memory_format=torch.channels_last) if self._channels_last and inputs.dim() == 4 else inputs
-        return self._gated(laid_out, self._through(importances, scales, on), on)
+        return self.network(laid_out, self._through(importances, scales, on), on)
 
     def select(self, importances: torch.Tensor, among: Selection | None = None) -> Selection:
         """Return the blocks that are on, [..., L], for importances [..., L]; no others than those of ``among``."""
@@ -133,7 +133,7 @@ class Gated:
                 outputs = self._rows(inputs, gates)
                 if outputs is not None:
                     return outputs
-            return torch.cat([self._gated(inputs[i : i + 1], gates[i], on[i]) for i in range(len(inputs))])
+            return torch.cat([self.network(inputs[i : i + 1], gates[i], on[i]) for i in range(len(inputs))])
 
     def static(self) -> Gates:
         """Return M' [L] for good: a choice by the mean gates of the samples trained on since this was last asked."""

@@ -179,7 +179,7 @@ def test_what_the_settings_and_unknown_callers_send_costs_no_memory(domain, cloc
     assert known.find("key").kind == "admin"
     for number in range(100):
         assert known.find(f"unknown {number}") is None
-    assert known._remembered == {}
+    assert known.remembered == {}
     assert MOST_REMEMBERED >= 10_000
 
 

@@ -259,7 +259,7 @@ def test_a_look_at_the_metrics_does_not_grow_with_the_rounds(recorded):
     metrics = Metrics()
     metrics.observe_records(recorded)
     statements = []
-    engine = recorded._engine
+    engine = recorded.engine
     event.listen(engine, "before_cursor_execute", lambda c, cursor, sql, values, *_: statements.append((sql, values)))
 
     def look():
