@@ -49,11 +49,12 @@ demo-seeds: setup
 pictures: setup
 	$(BIN)/python docs/pictures.py
 
-# What an earlier build left would come into the wheel as well. It needs no set-up: nothing of ours is imported.
+# What an earlier build left would come into the wheel as well, and an old egg-info here hides an installation's entry points. It needs no set-up: nothing of ours is imported.
 dist:
 	rm -rf build dist
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	rm -rf build *.egg-info
 
 # Broken links fail it; tests/docs finds most of them sooner.
 site: setup

@@ -52,7 +52,7 @@ def accuracy_over(devices: Sequence[tuple[float | None, int]]) -> Accuracy | Non
 
 @dataclass(frozen=True)
 class Point:
-    """Where a trial stood after a round that was followed by an evaluation. Costs are sums over rounds so far and over
+    """The state of a trial after a round that was followed by an evaluation. Costs are sums over rounds so far and over
     devices; ``seconds``, ``joules_measured`` and ``joules_estimated`` are those of training, transfer included, and
     ``seconds_without_joules`` those of the seconds without known energy; ``notes`` are the method's counts."""
 

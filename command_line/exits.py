@@ -24,11 +24,11 @@ MEANINGS = {
     Exit.DONE: "done",
     Exit.FAILED: "failed for another reason, which the line on stderr gives",
     Exit.USAGE: "wrong usage: an option, argument, address or setting cannot work; correct it",
-    Exit.CANNOT: "this machine cannot: a part is not installed, or its memory is too small for what was asked",
-    Exit.UNREACHABLE: "no coordinator answers there, or its database does not; try again later",
-    Exit.REFUSED: "a token is missing, wrong, or not for this; set the right one",
-    Exit.NOT_FOUND: "what was named does not exist: a file, federation, task, method, model or token",
-    Exit.FULL: "no room left to write, here or at the coordinator; make some, and give the same command again",
+    Exit.CANNOT: "this machine cannot do it: a package is not installed, or its memory is too small",
+    Exit.UNREACHABLE: "no coordinator answers, or its database does not; try again later",
+    Exit.REFUSED: "a token is missing, wrong, or of another kind; set the right one",
+    Exit.NOT_FOUND: "a file, federation, task, method, model or token does not exist",
+    Exit.FULL: "the disk is full, here or at the coordinator; make room, and give the same command again",
     Exit.INTERRUPTED: "interrupted by Ctrl-C or SIGTERM; nothing is lost",
 }
 

@@ -105,7 +105,7 @@ class Together:
 
 
 @cache  # looking through the installed packages takes milliseconds
-def _installed() -> tuple[Callable[[System], Source | None], ...]:
+def installed_sources() -> tuple[Callable[[System], Source | None], ...]:
     """Return the finders that other packages register under ``sparrow.power_sources``, by name."""
     found = sorted(entry_points(group="sparrow.power_sources"), key=lambda entry: entry.name)
     return tuple(entry.load() for entry in found)
@@ -119,7 +119,7 @@ def find_sources(system: System, model: PowerModel | None, cpu_seconds: Callable
     files = system.files
     ina, packages, cards = find_ina(files), find_packages(files), find_cards(system)
     whole = ina is not None and ina.scope != "rails"
-    found: list[Source | None] = [find(system) for find in _installed()]
+    found: list[Source | None] = [find(system) for find in installed_sources()]
     found += [find_psys(files), ina if whole else None, _jetson_stats(system, ina)]
     found += [find_batteries(files), Together(packages, cards) if packages and cards else None, packages]
     found += [None if whole else ina, find_pmic(system)]

@@ -1,4 +1,4 @@
-"""What runs on a device: one conversation with a coordinator, local training, a personal model.
+"""The software of a device: one conversation with a coordinator, local training, a personal model.
 
 The root stays light on purpose: ``edge_sdk.protocol`` and ``edge_sdk.predict`` import no torch, so nothing here may.
 """

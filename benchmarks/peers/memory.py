@@ -64,7 +64,7 @@ class TreeMemory:
         self._marker = None if marker is None else f"{MARKER}={marker}".encode()
         self._interval = interval
         self._members: dict[int, int] = {}  # pid -> start in clock ticks: pids are used again
-        self._strangers: dict[int, int] = {}
+        self._others: dict[int, int] = {}
         for pid in pids:
             with contextlib.suppress(OSError):
                 self._members[pid] = _parent_and_start(pid)[1]
@@ -113,11 +113,11 @@ class TreeMemory:
             known |= more
             grown = bool(more)
         for pid, start in starts.items():
-            if self._marker is not None and pid not in known and self._strangers.get(pid) != start:
+            if self._marker is not None and pid not in known and self._others.get(pid) != start:
                 if self._marked(pid):
                     known.add(pid)  # its children have the marker, or come with the next look
                 else:
-                    self._strangers[pid] = start
+                    self._others[pid] = start
         self._members = {pid: starts[pid] for pid in known}
         return list(self._members)
 

@@ -47,7 +47,7 @@ def export_personal(path: Path, source: Source, task: Task) -> Export:
     Raises ExportError; NotTheSame among them, where even the dense model predicts something else.
     """
     set_tensors(task.model, source.tensors)
-    reference = _reference(task)
+    reference = reference_of(task)
     report = export_model(source, dense(source), path, Options(), reference=reference)
     latency = Predictor(path, threads=1).latency()
     return Export(
@@ -61,7 +61,7 @@ def export_personal(path: Path, source: Source, task: Task) -> Export:
     )
 
 
-def _reference(task: Task) -> Reference:
+def reference_of(task: Task) -> Reference:
     """Return inputs of the validation data, and PyTorch's outputs for them."""
     inputs, outputs = [], []
     begin = time.monotonic()

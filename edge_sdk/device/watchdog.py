@@ -58,7 +58,7 @@ class Objection:
 
 
 @cache  # looking through the installed packages takes milliseconds, and the watch looks every few seconds
-def _installed() -> tuple[Callable[..., Objection | None], ...]:
+def installed_conditions() -> tuple[Callable[..., Objection | None], ...]:
     """Return the conditions that other packages register under ``sparrow.device_conditions``, by name.
 
     Each is called with the ``Conditions`` and ``working``, and returns an objection or None.
@@ -117,7 +117,7 @@ def judge(
     if policy.hours is not None and conditions.clock_synchronised.value != 0 and not policy.within_hours(now):
         object_(PauseReason.hours, f"it is {now:%H:%M}, work is for {policy.hours}")
     found += _judge_spending(policy, spent, now)
-    others = (condition(conditions, working=working) for condition in _installed())
+    others = (condition(conditions, working=working) for condition in installed_conditions())
     return found + [objection for objection in others if objection is not None]
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from edge_sdk.device.trainable import exit_unless_trainable
 
 if __name__ == "__main__":
-    exit_unless_trainable("edge_sdk.simulation.simulate")  # before what follows imports torch
+    exit_unless_trainable("sparrow fleet")  # before what follows imports torch
 
 from edge_sdk.device.transport import Transport, token_of
 from edge_sdk.errors import BadArgument, Refused, translated

@@ -150,5 +150,5 @@ def test_a_federation_that_cannot_be_read_keeps_no_other_from_being_cleared(open
 
     monkeypatch.setattr(Models, "forget", broken)
     coordinator = restart(open_coordinator)
-    assert "what is left over of federation 1 could not be removed" in caplog.text
+    assert "unused files of federation 1 could not be removed" in caplog.text
     assert coordinator.store.blobs.keys("2/updates") == []

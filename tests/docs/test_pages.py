@@ -81,7 +81,8 @@ def options(command):
     """Return every option string of a command, those of its sub-commands included."""
     found, parsers = set(), [PARTS[command].load().parser(f"sparrow {command}", brief=False)]
     while parsers:
-        for action in parsers.pop()._actions:
+        parser = parsers.pop()
+        for action in parser._actions:
             found |= set(action.option_strings)
             if isinstance(action, argparse._SubParsersAction):
                 parsers += action.choices.values()

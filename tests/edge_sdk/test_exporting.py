@@ -78,7 +78,7 @@ def test_a_comparison_ends_after_some_samples_or_seconds(tmp_path, monkeypatch):
     batches = task(DigitsNet()).validation * 3
     monkeypatch.setattr(exporting, "SAMPLES", 1000)
     monkeypatch.setattr(exporting, "SECONDS", 0.0)
-    assert len(exporting._reference(replace(task(DigitsNet()), validation=batches)).inputs) == 7
+    assert len(exporting.reference_of(replace(task(DigitsNet()), validation=batches)).inputs) == 7
 
 
 class Shifted(DigitsNet):

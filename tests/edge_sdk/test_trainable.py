@@ -17,7 +17,7 @@ WITHOUT_TORCH = """
 import runpy, sys
 sys.modules["torch"] = None  # what import makes of a package that is not there
 command = sys.argv.pop(1)
-module = "edge_sdk.simulation.fleet" if command == "fleet" else f"edge_sdk.{command}"
+module = "edge_sdk.simulation.simulate" if command == "fleet" else f"edge_sdk.{command}"
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
@@ -49,7 +49,7 @@ def test_who_cannot_is_told_why_and_what_it_can_do_in_one_line(python, told):
 def test_the_page_that_it_names_shows_what_it_says():
     with pytest.raises(trainable.CannotTrain) as refusal:
         trainable.check(pointer_bytes=4, platform="linux-armv7l")
-    assert f"edge_sdk.join: {refusal.value}\n" in (SDK.parent / "docs" / "devices.md").read_text()
+    assert f"sparrow join: {refusal.value}\n" in (SDK.parent / "docs" / "devices.md").read_text()
 
 
 def test_a_torch_that_does_not_load_is_told_apart_from_one_that_is_not_there(tmp_path, monkeypatch):
@@ -62,7 +62,7 @@ def test_a_torch_that_does_not_load_is_told_apart_from_one_that_is_not_there(tmp
         trainable.check(module="half_torch")
 
 
-@pytest.mark.parametrize("command", ["join", "simulation.simulate", "profile", "publish"])
+@pytest.mark.parametrize("command", ["join", "fleet", "profile", "publish"])
 def test_commands_say_so_with_a_status_of_its_own_before_they_make_anything(tmp_path, command):
     state = tmp_path / "state"
     options = ["--server", "http://127.0.0.1:9", "--patience", "0", "--state-dir", str(state)]

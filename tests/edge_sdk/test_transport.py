@@ -192,7 +192,7 @@ def test_an_answer_is_the_exception_of_its_type(problem_type, status, kind):
 
 
 @pytest.mark.parametrize("page", ["<html>log in to the hotel's network</html>", "[]", '"detail"', '{"no": "detail"}'])
-def test_a_stranger_is_recognised(page):
+def test_another_server_is_recognised(page):
     for status in (200, 302, 404):
         network = Network(httpx.Response(status, text=page))
         with pytest.raises(
@@ -345,7 +345,7 @@ def test_an_update_declares_its_length():
     assert network.transport.traffic.up == len(BODY)
 
 
-def test_a_stranger_who_comes_in_between_is_waited_out_but_not_at_first():
+def test_another_server_in_between_is_waited_out_but_not_at_first():
     portal = httpx.Response(403, text="<html>please log in</html>")
     with pytest.raises(Refused, match="answer of coordinator is not one of a Sparrow coordinator; check the address"):
         Network(portal).transport.change_device("d", CHANGE)

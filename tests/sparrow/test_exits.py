@@ -46,7 +46,7 @@ def closed():
 
 
 @pytest.fixture(scope="module")
-def stranger():
+def other_server():
     """The address of a server that is no coordinator."""
 
     class Page(http.server.BaseHTTPRequestHandler):
@@ -264,8 +264,8 @@ def test_a_database_that_is_down_does_not_answer_either(fails, closed, monkeypat
 
 
 @pytest.mark.parametrize("name", ["status", "track", "publish", "evaluate"])
-def test_what_answers_may_be_no_coordinator(fails, calls, stranger, name):
-    assert "coordinator" in fails(Exit.UNREACHABLE, name, *calls(stranger, name))
+def test_what_answers_may_be_no_coordinator(fails, calls, other_server, name):
+    assert "coordinator" in fails(Exit.UNREACHABLE, name, *calls(other_server, name))
 
 
 # --- 5 ---------------------------------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ def imported(site, monkeypatch):
 @pytest.fixture
 def fresh(monkeypatch):
     """Look for installed sources and conditions anew, before the test and after it."""
-    caches = (power._installed, watchdog._installed)
+    caches = (power.installed_sources, watchdog.installed_conditions)
     for each in caches:
         each.cache_clear()
     yield
