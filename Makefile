@@ -18,7 +18,7 @@ demo: $(VENV)/.demo
 test: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# Real coordinators, devices, browsers, databases and shells.
+# Real coordinators, devices, browsers, databases and shells; whole federations in one process.
 test-integration: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal -m 'integration and not slow'
 
