@@ -14,7 +14,7 @@ import shtab
 from edge_sdk.device.trainable import CannotTrain
 from edge_sdk.protocol.errors import MissingPart
 from sparrow.command_line.command import Command, Parser
-from sparrow.main import PARTS, build
+from sparrow.main import COMMANDS, build
 
 SHELLS = ("bash", "zsh")
 
@@ -25,7 +25,7 @@ def parsers(name: str) -> Sequence[Parser]:
     if name == "completion":
         return (COMMAND.parser("sparrow completion", brief=False),)
     try:
-        return (PARTS[name].load().parser(f"sparrow {name}", brief=False),)
+        return (COMMANDS[name].load().parser(f"sparrow {name}", brief=False),)
     except (MissingPart, CannotTrain) as reason:
         sys.stderr.write(f"sparrow {name}: completed by its name only: {reason}\n")
         return ()

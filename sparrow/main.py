@@ -1,4 +1,4 @@
-"""The command ``sparrow``: finds the part that a command belongs to, and runs it.
+"""The command ``sparrow``: it imports the module of one command, and runs that.
 
 Each command is the ``COMMAND`` of its module, the same that ``python -m MODULE`` runs. Nothing of a part is imported
 before it is called, so a device that predicts needs no torch, and a server nothing of a device.
@@ -24,7 +24,7 @@ DISTRIBUTION = "sparrow-fl"
 
 
 @dataclass(frozen=True)
-class Part:
+class Source:
     """The place of a command: its module, the extra that installs its packages, and whether they include torch."""
 
     module: str
@@ -52,24 +52,24 @@ class Part:
         return found
 
 
-PARTS = {
-    "serve": Part("sparrow.coordinator.commands.serve", "run the coordinator", "coordinator"),
-    "status": Part("sparrow.status", "what a running coordinator's federations do"),
-    "track": Part("sparrow.track", "a federation's curves, for TensorBoard or MLflow"),
-    "token": Part("sparrow.coordinator.commands.tokens", "create, list and revoke tokens", "coordinator"),
-    "backup": Part("sparrow.coordinator.commands.backup", "copy a coordinator, running or not", "coordinator"),
-    "restore": Part("sparrow.coordinator.commands.restore", "bring such a copy back", "coordinator"),
-    "evaluate": Part("sparrow.coordinator.commands.evaluate", "judge a global model on your test file"),
-    "publish": Part("edge_sdk.publish", "create a federation", "device,publish", trains=True),
-    "delete": Part("sparrow.delete", "delete a federation"),
-    "join": Part("edge_sdk.join", "take part in a federation, as a device", "device", trains=True),
-    "fleet": Part("edge_sdk.simulation.simulate", "many simulated devices", "device,publish", trains=True),
-    "profile": Part("edge_sdk.profile", "what a training step takes at a budget", "device,publish", trains=True),
-    "devices": Part("sparrow.devices.__main__", "what this device is, its sensors"),
-    "export": Part("sparrow.export.__main__", "a personal model as the smallest ONNX file", "export"),
-    "predict": Part("edge_sdk.predict", "run an exported model", "predict"),
-    "bench": Part("sparrow.benchmarks.__main__", "comparisons of methods", "bench", trains=True),
-    "completion": Part("sparrow.completion", "print what makes bash or zsh complete these", "completion"),
+COMMANDS = {
+    "serve": Source("sparrow.coordinator.commands.serve", "run the coordinator", "coordinator"),
+    "status": Source("sparrow.status", "what a running coordinator's federations do"),
+    "track": Source("sparrow.track", "a federation's curves, for TensorBoard or MLflow"),
+    "token": Source("sparrow.coordinator.commands.tokens", "create, list and revoke tokens", "coordinator"),
+    "backup": Source("sparrow.coordinator.commands.backup", "copy a coordinator, running or not", "coordinator"),
+    "restore": Source("sparrow.coordinator.commands.restore", "bring such a copy back", "coordinator"),
+    "evaluate": Source("sparrow.coordinator.commands.evaluate", "judge a global model on your test file"),
+    "publish": Source("edge_sdk.publish", "create a federation", "device,publish", trains=True),
+    "delete": Source("sparrow.delete", "delete a federation"),
+    "join": Source("edge_sdk.join", "take part in a federation, as a device", "device", trains=True),
+    "fleet": Source("edge_sdk.simulation.simulate", "many simulated devices", "device,publish", trains=True),
+    "profile": Source("edge_sdk.profile", "what a training step takes at a budget", "device,publish", trains=True),
+    "devices": Source("sparrow.devices.__main__", "what this device is, its sensors"),
+    "export": Source("sparrow.export.__main__", "a personal model as the smallest ONNX file", "export"),
+    "predict": Source("edge_sdk.predict", "run an exported model", "predict"),
+    "bench": Source("sparrow.benchmarks.__main__", "comparisons of methods", "bench", trains=True),
+    "completion": Source("sparrow.completion", "print what makes bash or zsh complete these", "completion"),
 }
 
 
@@ -86,25 +86,25 @@ def build(parents: Callable[[str], Sequence[Parser]] = lambda name: ()) -> Parse
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=_version(), help=argparse.SUPPRESS)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND [...]", parser_class=argparse.ArgumentParser)
-    for name, part in PARTS.items():
-        commands.add_parser(name, help=part.help, parents=list(parents(name)), add_help=False)
+    for name, source in COMMANDS.items():
+        commands.add_parser(name, help=source.help, parents=list(parents(name)), add_help=False)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``sparrow``; returns its exit code. Raises SystemExit where argparse does."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] not in PARTS:
+    if not words or words[0] not in COMMANDS:
         parser = build()
         if words and not words[0].startswith("-"):
-            parser.error(f"there is no command {words[0]!r}{nearest(words[0], PARTS)}")
+            parser.error(f"there is no command {words[0]!r}{nearest(words[0], COMMANDS)}")
         parser.parse_args(words or ["--help"])
         return Exit.USAGE  # not reached: help, version and options that there are not end above
     name, rest = words[0], words[1:]
     prog = f"sparrow {name}"
     loaded: list[Command] = []
     with interruptible(f"{prog}: interrupted\n"):
-        code = ended(prog, lambda: loaded.append(PARTS[name].load()), shown="--traceback" in rest)
+        code = ended(prog, lambda: loaded.append(COMMANDS[name].load()), shown="--traceback" in rest)
     return loaded[0].main(rest, prog) if loaded else code
 
 

@@ -244,7 +244,7 @@ class CoordinatorMethod:
         """The kind of masks that devices may change."""
         return self.masks.type if self.masks else ElementMask
 
-    def active_ratio(self, budget: float) -> float | None:
+    def ratio_at(self, budget: float) -> float | None:
         """Return the share of each hidden layer's neurons that a device of this budget trains; None: everything."""
         return budget if self.active else None
 

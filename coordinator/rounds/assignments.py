@@ -133,7 +133,7 @@ def assign(
         status="open",
         model_version=federation.model_version,
         full=(kind not in COHORT_KINDS or not (device.holds_model or method.narrow)) if whole is None else whole,
-        ratio=None if kind == Kind.evaluate else method.active_ratio(device.budget),
+        ratio=None if kind == Kind.evaluate else method.ratio_at(device.budget),
         created_at=now,
         deadline_at=now + settings_of(federation).deadline_seconds,
     )

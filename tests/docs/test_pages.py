@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sparrow.main import PARTS
+from sparrow.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -69,7 +69,7 @@ def test_its_commands_have_the_options_that_it_gives_them(page):
         line = f"sparrow {command}{words}"
         if not re.search(r" --?\w", words):
             continue
-        if command not in PARTS:
+        if command not in COMMANDS:
             wrong.append(line)
             continue
         known = options(command)
@@ -79,7 +79,7 @@ def test_its_commands_have_the_options_that_it_gives_them(page):
 
 def options(command):
     """Return every option string of a command, those of its sub-commands included."""
-    found, parsers = set(), [PARTS[command].load().parser(f"sparrow {command}", brief=False)]
+    found, parsers = set(), [COMMANDS[command].load().parser(f"sparrow {command}", brief=False)]
     while parsers:
         parser = parsers.pop()
         for action in parser._actions:

@@ -26,7 +26,7 @@ from sparrow.command_line.command import Command, WrongUsage, explain
 from sparrow.command_line.exits import MEANINGS, Exit, of_status
 from sparrow.coordinator.settings import Settings
 from sparrow.export.skeleton import fill as fill_skeleton
-from sparrow.main import PARTS
+from sparrow.main import COMMANDS
 
 from ..coordinator.api.test_contract import serving
 from ..disks import fill, small_disk
@@ -146,7 +146,7 @@ def test_a_port_that_is_taken_is_no_place_to_serve(fails, tmp_path, monkeypatch)
 # --- 2 ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_an_option_that_there_is_not_is_wrong_usage(name, sparrow):
     code, out, err = sparrow(name, "--no-such-option")
     assert (code, out) == (Exit.USAGE, "")
@@ -225,7 +225,7 @@ def test_so_is_a_misspelt_setting_or_option(fails, sparrow, monkeypatch):
     ],
 )
 def test_a_part_that_is_not_installed_is_named_with_its_extra(fails, monkeypatch, name, lacks, extra):
-    for module in (PARTS[name].module, "edge_sdk.device.transport"):  # as if nothing had been imported yet
+    for module in (COMMANDS[name].module, "edge_sdk.device.transport"):  # as if nothing had been imported yet
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, lacks, None)  # what import makes of a package that is not there
     assert f"{lacks} is not installed, which this needs: pip install 'sparrow-fl{extra}'" in fails(
@@ -233,7 +233,7 @@ def test_a_part_that_is_not_installed_is_named_with_its_extra(fails, monkeypatch
     )
 
 
-@pytest.mark.parametrize("name", [name for name, part in PARTS.items() if part.trains])
+@pytest.mark.parametrize("name", [name for name, source in COMMANDS.items() if source.trains])
 def test_a_device_without_torch_cannot_train(fails, monkeypatch, name):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert "this device cannot train, because PyTorch is not installed" in fails(Exit.CANNOT, name)
@@ -440,7 +440,7 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(capsys):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_can_be_interrupted_while_its_part_is_loaded(fails, monkeypatch, name):
     def interrupt(module):
         raise KeyboardInterrupt

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparrow.main import PARTS, main
+from sparrow.main import COMMANDS, main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 TOKENS = ("create", "list", "revoke")
@@ -33,8 +33,8 @@ def help_of(capsys, *words):
 def test_sparrow_lists_its_commands_on_a_screen_of_24_lines(capsys):
     text = help_of(capsys)
     assert len(text.splitlines()) <= 24
-    for name, part in PARTS.items():
-        assert re.search(rf"^ +{name} +{re.escape(part.help)}$", text, re.MULTILINE)
+    for name, source in COMMANDS.items():
+        assert re.search(rf"^ +{name} +{re.escape(source.help)}$", text, re.MULTILINE)
     assert main_without_arguments(capsys) == text
 
 
@@ -45,7 +45,7 @@ def main_without_arguments(capsys):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_commands_help_fits_fifty_lines(name, capsys):
     text = help_of(capsys, name)
     assert len(text.splitlines()) <= 50
@@ -58,9 +58,9 @@ def test_so_do_those_of_commands_within_commands(words, capsys):
     assert len(help_of(capsys, *words).splitlines()) <= 50
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_python_m_of_its_module_is_the_same_command(name):
-    module = importlib.import_module(PARTS[name].module)
+    module = importlib.import_module(COMMANDS[name].module)
     assert module.main == module.COMMAND.main
     called = module.COMMAND.name
     assert called in (f"sparrow {name}", "edge_sdk.join")

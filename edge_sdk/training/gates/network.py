@@ -39,7 +39,7 @@ from edge_sdk.protocol.blocks import BlockTable, Selection
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.tracing.coupling import DefaultsTracer
 from edge_sdk.training.gates import layers as gates_layers
-from edge_sdk.training.gates.tensors import Batch, BlockedTensor, Vectors, Wanted, adapt
+from edge_sdk.training.gates.tensors import Batch, BlockedTensor, Needed, Vectors, adapt
 from edge_sdk.training.gates.values import Partial, like
 
 
@@ -110,11 +110,11 @@ def check_gated(model: nn.Module, example: torch.Tensor) -> None:
     table = BlockTable({name: (parameter.numel(),) for name, parameter in model.named_parameters()})
     try:
         with torch.no_grad():
-            wanted = model(example)
+            needed = model(example)
             found = GatedModel(model, table)(example, torch.ones(len(table.sizes)), np.ones(len(table.sizes), bool))
     except Exception as error:  # the user's forward runs on stand-ins; what they cannot do may be any exception
         raise CannotGate(f"the model cannot be run with some of its blocks alone ({error})") from error
-    if found.shape != wanted.shape or not torch.allclose(found, wanted, rtol=1e-3, atol=1e-4):
+    if found.shape != needed.shape or not torch.allclose(found, needed, rtol=1e-3, atol=1e-4):
         raise CannotGate("run block by block, the model answers something else")
 
 
@@ -222,11 +222,11 @@ class _Run(fx.Interpreter):
         columns = {name: rows[of].repeated(times) for name, (of, times) in self._sources.items()}
         foreseen = [columns[name] if name in columns and len(columns[name].off) else None for name in cuts]
         biases = {name: bias for name, (_, bias) in self._layers.items() if bias is not None}
-        wanted = Wanted(list(cuts.values()), foreseen)
+        needed = Needed(list(cuts.values()), foreseen)
         if self._vectors.sizes:
             order = self._vectors.order([(bias, cuts[name].rows) for name, bias in biases.items()])
-            wanted = replace(wanted, vectors=self._vectors, order=order)
-        made = iter(adapt(batch, wanted))
+            needed = replace(needed, vectors=self._vectors, order=order)
+        made = iter(adapt(batch, needed))
         weights = [next(made) for _ in cuts]
         of_columns = [None if channels is None else next(made) for channels in foreseen]
         parts: dict[str, Sequence[torch.Tensor]] = {}

@@ -209,7 +209,7 @@ class BlockedTensor:
         """Return θ' in the parameter's own shape."""
         rows = Channels(np.ones(self.rows, dtype=bool), self.flat.device)
         cut = Cut(self, batch.selected[self.first : self.first + len(self.leaves)], rows)
-        (made,) = adapt(batch, Wanted([cut], [None], own=False))
+        (made,) = adapt(batch, Needed([cut], [None], own=False))
         return made.view(self.parameter.shape)
 
 
@@ -301,7 +301,7 @@ class Vectors:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Needed:
     """The θ' that a batch needs.
 
     Of every one of ``cuts`` [rows, ...]; of those with ``columns`` then these columns of it, again; where there are
@@ -316,11 +316,11 @@ class Wanted:
     own: bool = True
 
 
-def adapt(batch: Batch, wanted: Wanted) -> tuple[torch.Tensor, ...]:
-    """Return θ' as ``wanted``."""
-    leaves = [leaf for cut in wanted.cuts for leaf in cut.leaves]
-    of_vectors, sizes = wanted.vectors.trained(batch) if wanted.vectors is not None else ([], [])
-    made = _Adapt.apply(batch, batch.gates, wanted, sizes, *leaves, *of_vectors)  # type: ignore[no-untyped-call]
+def adapt(batch: Batch, needed: Needed) -> tuple[torch.Tensor, ...]:
+    """Return θ' as ``needed``."""
+    leaves = [leaf for cut in needed.cuts for leaf in cut.leaves]
+    of_vectors, sizes = needed.vectors.trained(batch) if needed.vectors is not None else ([], [])
+    made = _Adapt.apply(batch, batch.gates, needed, sizes, *leaves, *of_vectors)  # type: ignore[no-untyped-call]
     return cast(tuple[torch.Tensor, ...], made)
 
 
@@ -333,36 +333,36 @@ class _Adapt(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, batch: Batch, gates: torch.Tensor, wanted: Wanted, sizes: list[int], *leaves: torch.Tensor
+        ctx: Any, batch: Batch, gates: torch.Tensor, needed: Needed, sizes: list[int], *leaves: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.batch, ctx.wanted, ctx.sizes = batch, wanted, sizes
-        saved = [cut.values() for cut in wanted.cuts]
-        made = [cut.adapted(batch, values) for cut, values in zip(wanted.cuts, saved, strict=True)]
+        ctx.batch, ctx.needed, ctx.sizes = batch, needed, sizes
+        saved = [cut.values() for cut in needed.cuts]
+        made = [cut.adapted(batch, values) for cut, values in zip(needed.cuts, saved, strict=True)]
         made += [
             columns.computed(weight, 1)
-            for columns, weight in zip(wanted.columns, made, strict=True)
+            for columns, weight in zip(needed.columns, made, strict=True)
             if columns is not None
         ]
-        if wanted.vectors is not None:
-            assert wanted.order is not None
-            values = wanted.vectors.values()
-            scales = gates.index_select(0, wanted.vectors.blocks).to(values.dtype)
+        if needed.vectors is not None:
+            assert needed.order is not None
+            values = needed.vectors.values()
+            scales = gates.index_select(0, needed.vectors.blocks).to(values.dtype)
             scaled = values * scales
-            made += [scaled, scaled.index_select(0, wanted.order)]
+            made += [scaled, scaled.index_select(0, needed.order)]
             saved += [values, scales]
         ctx.save_for_backward(*saved)
         return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        batch, wanted, saved = ctx.batch, ctx.wanted, ctx.saved_tensors
+        batch, needed, saved = ctx.batch, ctx.needed, ctx.saved_tensors
         blocks, products, parts = [], [], list[torch.Tensor | None]()
-        further = iter(gradients[len(wanted.cuts) :])
-        for cut, columns, values, gradient in zip(wanted.cuts, wanted.columns, saved, gradients, strict=False):
+        further = iter(gradients[len(needed.cuts) :])
+        for cut, columns, values, gradient in zip(needed.cuts, needed.columns, saved, gradients, strict=False):
             of_columns = None if columns is None else next(further)
             if gradient is not None:
-                own = gradient.contiguous() if wanted.own else gradient.clone(memory_format=torch.contiguous_format)
+                own = gradient.contiguous() if needed.own else gradient.clone(memory_format=torch.contiguous_format)
             elif of_columns is not None:
                 own = of_columns.new_zeros(len(cut.rows.on), *cut.tensor.parameter.shape[1:])
             else:
@@ -373,16 +373,16 @@ class _Adapt(torch.autograd.Function):
             blocks.append(cut.segments.blocks)
             products.append(cut.products(own, values))
             parts += cut.gradients(batch, own)
-        if wanted.vectors is not None:
+        if needed.vectors is not None:
             values, scales = saved[-2:]
             gradient, in_order = further
             if in_order is not None:
                 gradient = torch.zeros_like(values) if gradient is None else gradient
-                gradient = gradient.index_add(0, wanted.order, in_order)
+                gradient = gradient.index_add(0, needed.order, in_order)
             if gradient is None:
                 parts += [None] * (len(ctx.sizes) // 2)
             else:
-                blocks.append(wanted.vectors.blocks)
+                blocks.append(needed.vectors.blocks)
                 products.append(gradient * values)
                 parts += torch.split_with_sizes(gradient * scales, ctx.sizes)[1::2]
         for_gates = total(batch, torch.cat(blocks), torch.cat(products)) if blocks else None
