@@ -134,7 +134,7 @@ class FederationSettings(_Request):
     )
     robust: Literal["trimmed_mean", "median", "krum"] | None = Field(
         default=None,
-        description="In place of the weighted mean, a rule that withstands a few wrong updates: trimmed_mean, median, krum",
+        description="In place of the weighted mean, a rule that resists a few bad updates: trimmed_mean, median, krum",
     )
     robust_share: float = Field(
         default=0.2,
