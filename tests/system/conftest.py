@@ -187,7 +187,7 @@ class Device:
 
 NURSERY = """
 import json, os, sys, traceback
-import edge_sdk.simulation.fleet, edge_sdk.join, edge_sdk.tasks.digits, edge_sdk.device.transport
+import edge_sdk.simulation.simulate, edge_sdk.join, edge_sdk.tasks.digits, edge_sdk.device.transport
 
 # After many kills they would be away for long.
 edge_sdk.device.transport.FIRST_WAIT, edge_sdk.device.transport.LONGEST_WAIT = 0.1, 1.0
@@ -205,7 +205,7 @@ for line in sys.stdin:
         status = 70
         try:
             edge_sdk.device.transport.RESUMED = order["resumed"] or edge_sdk.device.transport.RESUMED
-            program = {"join": edge_sdk.join, "fleet": edge_sdk.simulation.fleet}[order["program"]]
+            program = {"join": edge_sdk.join, "fleet": edge_sdk.simulation.simulate}[order["program"]]
             status = program.main(order["arguments"])
         except BaseException:
             traceback.print_exc()
