@@ -25,7 +25,7 @@ SdkError
 │   └── NoCoordinator            what answers there is not a coordinator: check the address
 ├── BadArgument                  an argument cannot work: found before anything was done
 │   ├── WrongSettings            a federation cannot be created with these settings: correct them
-│   └── DoesNotFit               the budget needs more memory than there is (``budget.preparing``)
+│   └── DoesNotFit               the budget needs more memory than there is (``budget.preparation``)
 ├── BadCertificate               a certificate or key cannot be used (``protocol.tls``)
 ├── DataError                    the device's data cannot be used (``tasks.loading``)
 │   ├── BadOption                what was said of the data cannot work, whatever the data are
@@ -58,7 +58,7 @@ SdkError
 └── MissingPart                  a package or program is not installed
 
 Three more never leave the functions above, because their callers go on without: ``ReadError``
-(``sparrow.devices.readings``), ``Paused`` (``device.watchdog``) and ``Unpredictable`` (``budget.footprint``).
+(``sparrow.devices.readings``), ``Paused`` (``device.watchdog``) and ``Unpredictable`` (``budget.memory``).
 """
 
 from __future__ import annotations

@@ -79,9 +79,14 @@ def predict_memory(rehearsal: Rehearsal, effort: Effort, held_before: Callable[[
 def predict_training(rehearsal: Rehearsal, effort: Effort) -> int:
     """Predict the bytes that training adds at its peak.
 
-    Two steps, since what an optimiser remembers exists from the second on. Raises as ``predict_memory``.
+    Two steps, since what an optimiser remembers exists from the second on. A gate computes other blocks for other
+    samples, so that its steps cannot be compared; the step of the whole model, which takes about as much, stands for
+    them. Raises as ``predict_memory``.
     """
-    return _peak(rehearsal, lambda few: effort.train(2, few), rehearsal.samples)
+    try:
+        return _peak(rehearsal, lambda few: effort.train(2, few), rehearsal.samples)
+    except Unpredictable:
+        return _peak(rehearsal, lambda few: rehearsal.train(2, samples=few), rehearsal.samples)
 
 
 def predict_evaluation(rehearsal: Rehearsal) -> int:

@@ -75,7 +75,7 @@ def test_three_methods_on_ones_own_npz_end_with_a_page_and_a_table(data, form, c
 def test_a_task_of_an_installed_package_is_compared_by_its_name(tmp_path, monkeypatch):
     (tmp_path / "ownlab.py").write_text(
         "import torch\nfrom torch import nn\n"
-        "from edge_sdk.tasks.loading import Arrays, classification\n\n"
+        "from edge_sdk.tasks import build_seeded\nfrom edge_sdk.tasks.loading import Arrays, classification\n\n"
         "def load(data, *, device, seed, batch_size):\n"
         "    assert data == f'table{device[-1]}', data\n"
         "    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(int(device[-1])))\n"
