@@ -47,7 +47,7 @@ PLAYED = {
     *(f"coordinator/test_{name}" for name in ("prepared", "private", "rollback")),
     *("coordinator/api/test_contract", "benchmarks/test_runner", "sparrow/test_names", "sparrow/test_track"),
     *(f"edge_sdk/test_{name}" for name in ("best_model", "describing", "publish", "skeleton")),
-    *("export/test_cli", "sparrow/test_library"),
+    *("edge_sdk/test_profile", "export/test_cli", "export/test_compact", "sparrow/test_library"),
 }
 """Modules whose tests play whole federations in one process, or trace many models: a third of the suite's seconds."""
 SERVERS = {"postgresql", "s3"}
