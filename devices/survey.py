@@ -63,7 +63,7 @@ class Survey:
         """Return the sensors that are missing, and how to get them."""
         said = [f"{each.name}: {each.note}" for each in sensors if each.reading.value is None and each.note]
         if not self._sources:
-            said.append("power: no sensor and no known board; give edge_sdk.join --watts IDLE:MAX for an estimate")
+            said.append("power: no sensor and no known board; give sparrow join --watts IDLE:MAX for an estimate")
         if self.board.kind == "linux" and self.board.name == "x86" and not any("RAPL" in s.name for s in self._sources):
             said.append("power: the processor's counters are not there; virtual machines and containers hide them")
         return list(dict.fromkeys(said))

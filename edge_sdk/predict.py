@@ -351,7 +351,8 @@ def _read(path: Path) -> Array:
     except FileNotFoundError:
         raise NoSuchFile(f"there is no input file {path}") from None
     except (OSError, ValueError, EOFError) as error:
-        raise PredictError(f"{path} is not an array that numpy.save wrote: {error}") from error
+        why = "it holds Python objects" if "pickle" in str(error) else str(error)
+        raise PredictError(f"{path} is not an array that numpy.save wrote: {why}") from error
     if not isinstance(loaded, np.ndarray):
         raise PredictError(f"{path} holds several arrays; save the samples alone with numpy.save")
     return loaded

@@ -70,6 +70,8 @@ def export_model(
     model by default, on samples and drawn inputs. doing: called with each step. What was at ``output`` stays where this
     fails. Raises ExportError, NotTheSame among them.
     """
+    if output.is_dir():
+        raise ExportError(f"{output} is a folder; give the name of a file in it")
     output.parent.mkdir(parents=True, exist_ok=True)
     # beside the output, so that it can be moved into place in one step
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".export-") as folder:
@@ -127,6 +129,8 @@ def _smallest(
                 accuracy_limit=options.accuracy_limit,
                 doing=doing,
             )
+            if not built.steps and mode != modes[-1]:
+                continue  # nothing was gained: the dense model is as small
             path.write_bytes(built.model.SerializeToString(deterministic=True))
             doing("comparing")
             return built, _check_parity(path, built, reference), tuple(notes)

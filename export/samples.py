@@ -43,7 +43,8 @@ def read_samples(path: Path, model: ModelProto) -> Samples:
     except FileNotFoundError:
         raise NotThere(f"there is no {path}; give another --data") from None
     except (OSError, ValueError, EOFError, AttributeError, TypeError) as error:
-        raise ExportError(f"{path} is not a file that numpy.savez wrote: {error}") from None
+        why = "it holds Python objects" if "pickle" in str(error) else str(error)
+        raise ExportError(f"{path} is not a file of plain arrays that numpy.savez wrote: {why}") from None
     names = ("inputs", "labels") if "inputs" in arrays else ("x_test", "y_test")
     if names[0] not in arrays:
         raise ExportError(f"{path} has no 'inputs' and no 'x_test'; write numpy.savez(path, inputs=x, labels=y)")

@@ -360,7 +360,13 @@ def load_method(name: str) -> CoordinatorMethod:
         raise UnknownMethod(
             f"method: {name!r} is not installed here{nearest(name, found)}; there are {', '.join(sorted(found))}"
         )
-    method = found[name].load()
+    try:
+        method = found[name].load()
+    except (ImportError, AttributeError) as error:
+        raise UnknownMethod(
+            f"method: {name!r} is registered as {found[name].value}, which cannot be imported ({error}); correct or "
+            f"install that package anew"
+        ) from error
     if not isinstance(method, CoordinatorMethod):
         raise UnknownMethod(
             f"method: {name!r} is registered as {found[name].value}, which is not a CoordinatorMethod; register the "

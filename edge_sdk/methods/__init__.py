@@ -282,7 +282,13 @@ def load_method(name: str) -> DeviceMethod:
             f"method: {name!r} is not installed here{nearest(name, found)}; there are {', '.join(sorted(found))}; "
             f"update this SDK, or install the package that provides it"
         )
-    method = found[name].load()
+    try:
+        method = found[name].load()
+    except (ImportError, AttributeError) as error:
+        raise UnknownMethod(
+            f"method: {name!r} is registered as {found[name].value}, which cannot be imported ({error}); correct or "
+            f"install that package anew"
+        ) from error
     if not isinstance(method, DeviceMethod):
         raise UnknownMethod(
             f"method: {name!r} is registered as {found[name].value}, which is not a DeviceMethod; register the record "

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 from edge_sdk.device.transport import Transport, token_of
 from edge_sdk.errors import BadArgument, Refused, translated
 from edge_sdk.protocol import tls
-from edge_sdk.publish import add_method_set, load_to_publish, publish, read_setting, read_settings
+from edge_sdk.publish import PATIENCE_SECONDS, add_method_set, load_to_publish, publish, read_setting, read_settings
 from edge_sdk.simulation import in_process
 from edge_sdk.simulation.cluster import run_on_ray
 from edge_sdk.simulation.fleet import Result, connect_to, run_fleet
@@ -65,8 +65,8 @@ def simulate(
     """Simulate ``devices`` devices until their federation has ended, and return what they did.
 
     server: the coordinator's address; or app: its ASGI application, or the name of one such as
-    ``coordinator.main:app``, which runs in this process. task: creates the federation unless there is the same one
-    already: the name of an installed task, or a function from a device's number to its Task. Without it the federation
+    ``sparrow.coordinator.main:app``, which runs in this process with its data in ``COORDINATOR_DATA_DIR``. task:
+    creates the federation unless there is the same one already: the name of an installed task, or a function from a device's number to its Task. Without it the federation
     must be there. settings: of that federation, fields of ``FederationSettings``; ``min_devices`` is ``devices`` unless
     given. new: how many more devices only adapt the finished model. data: the data of a task known by name, as
     ``--data`` of ``sparrow fleet`` has it. budgets: shares of a full training step; the first devices have the first
@@ -78,8 +78,13 @@ def simulate(
 
     Raises SdkError; KeyboardInterrupt once every device has finished the step it was in.
     """
+    if isinstance(task, Task) or not (task is None or isinstance(task, str) or callable(task)):
+        raise BadArgument("task: give the name of a task, or a function from a device's number to its Task")
+    if not isinstance(devices, int) or devices < 0:
+        raise BadArgument(f"devices: {devices!r} cannot work; give a whole number")
     if task is None and settings:
         raise BadArgument(f"{', '.join(settings)}: settings belong to a new federation; give a task as well")
+    read_settings(settings, known=("patience_seconds", "processes", "state_dir", "in_memory", "accelerator"))
     if (server is None) == (app is None):
         raise BadArgument("give the coordinator's address or its application, and not both")
     plan = Plan(
@@ -124,7 +129,9 @@ def _create(
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect_to(server, app, trust))
         if "min_devices" not in given:  # a further fleet joins the federation that the first one has created
-            transport = Transport(client, patience_seconds=patience_seconds)
+            transport = Transport(
+                client, patience_seconds=PATIENCE_SECONDS if patience_seconds is None else patience_seconds
+            )
             transport.token = token_of("admin", "observer", "enrolment")
             with contextlib.suppress(Refused):
                 settings["min_devices"] = transport.federation(plan.federation).settings.min_devices
@@ -136,8 +143,11 @@ def _load_app(text: str) -> Any:
     module, _, attribute = text.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute or "app")
-    except (ImportError, AttributeError) as error:
-        raise BadArgument(f"the application {text} cannot be loaded ({error}); give coordinator.main:app") from error
+    except (Exception, SystemExit) as error:  # a file of the caller's that has the same name may do anything
+        raise BadArgument(
+            f"the application {text} cannot be loaded ({type(error).__name__}: {error}); give "
+            f"sparrow.coordinator.main:app"
+        ) from error
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

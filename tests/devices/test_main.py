@@ -67,7 +67,7 @@ def run(capsys):
                 "battery  -  unavailable: unreliable_current_unit, device",
                 "battery  96 %  measured; status charging, plugged ac, health good",
                 "- battery: Android tells no current in a known unit",
-                "- power: no sensor and no known board; give edge_sdk.join --watts IDLE:MAX for an estimate",
+                "- power: no sensor and no known board; give sparrow join --watts IDLE:MAX for an estimate",
             ],
         ),
     ],

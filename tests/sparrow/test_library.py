@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -148,3 +149,17 @@ def test_a_few_lines_simulate_devices(tmp_path):
     assert (done.devices, done.device_rounds) == (3, 3)
     assert done.ended is not None
     assert simulate(app=app, task=lambda index: task(), federation="own", devices=2, **brief).device_rounds == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"task": 5, "devices": 3}, "a function from a device's number to its Task"),
+        ({"task": "digits", "devices": "3"}, "devices: '3' cannot work"),
+        ({"task": "digits", "devices": 3, "patience": 2}, "patience: there is no such setting"),
+        ({"server": None, "app": "nowhere:app", "task": "digits", "devices": 3}, "give sparrow.coordinator.main:app"),
+    ],
+)
+def test_simulate_says_at_once_what_cannot_work(given, said):
+    with pytest.raises(SdkError, match=re.escape(said)):
+        simulate(**{"server": "http://127.0.0.1:1", **given})
