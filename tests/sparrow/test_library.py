@@ -156,7 +156,7 @@ def test_a_few_lines_simulate_devices(tmp_path):
     [
         ({"task": 5, "devices": 3}, "a function from a device's number to its Task"),
         ({"task": "digits", "devices": "3"}, "devices: '3' cannot work"),
-        ({"task": "digits", "devices": 3, "patience": 2}, "patience: there is no such setting"),
+        ({"task": "digits", "devices": 3, "patiense_seconds": 2}, "did you mean patience_seconds?"),
         ({"server": None, "app": "nowhere:app", "task": "digits", "devices": 3}, "give sparrow.coordinator.main:app"),
     ],
 )
