@@ -67,14 +67,15 @@ def simulate(
     server: the coordinator's address; or app: its ASGI application, or the name of one such as
     ``sparrow.coordinator.main:app``, which runs in this process with its data in ``COORDINATOR_DATA_DIR``. task:
     creates the federation unless there is the same one already: the name of an installed task, or a function from a
-    device's number to its Task. Without it the federation must be there. settings: of that federation, fields of ``FederationSettings``; ``min_devices`` is ``devices`` unless
-    given. new: how many more devices only adapt the finished model. data: the data of a task known by name, as
-    ``--data`` of ``sparrow fleet`` has it. budgets: shares of a full training step; the first devices have the first
-    one, and so on, in equal parts; empty for what each device's board can afford. boards: likewise, the boards whose
-    seconds and joules the devices report (``load_boards``). accelerator, bfloat16, trust, patience_seconds: as in
-    ``join``. processes: how many host the devices, one per core by default. ray: the address of a Ray cluster that
-    hosts them instead, with this number of workers. state_dir: where devices keep their state; a second call with the
-    same folder continues. in_memory: keep it in memory, and forget it in the end.
+    device's number to its Task. Without it the federation must be there. settings: of that federation, fields of
+    ``FederationSettings``; ``min_devices`` is ``devices`` unless given. new: how many more devices only adapt the
+    finished model. data: the data of a task known by name, as ``--data`` of ``sparrow fleet`` has it. budgets:
+    shares of a full training step; the first devices have the first one, and so on, in equal parts; empty for what
+    each device's board can afford. boards: likewise, the boards whose seconds and joules the devices report
+    (``load_boards``). accelerator, bfloat16, trust, patience_seconds: as in ``join``. processes: how many host the
+    devices, one per core by default. ray: the address of a Ray cluster that hosts them instead, with this number of
+    workers. state_dir: where devices keep their state; a second call with the same folder continues. in_memory:
+    keep it in memory, and forget it in the end.
 
     Raises SdkError; KeyboardInterrupt once every device has finished the step it was in.
     """
