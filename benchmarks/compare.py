@@ -7,7 +7,6 @@ stopping included, alike for all methods.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from sparrow.benchmarks.experiment import DEFAULT, Experiment, MethodRun, Value,
 from sparrow.benchmarks.files import PLACES, files_of_devices
 from sparrow.command_line.command import WrongUsage
 from sparrow.command_line.faults import faults
+from sparrow.command_line.installed import installed
 from sparrow.command_line.nearest import nearest
 from sparrow.coordinator.methods import load_method
 
@@ -123,16 +123,15 @@ def _partition(text: str) -> tuple[str, dict[str, Value]]:
 
 
 def _methods(text: str, settings: FederationSettings) -> Iterator[MethodRun]:
-    installed = sorted(entry.name for entry in entry_points(group="sparrow.device_methods"))
+    known = list(installed("sparrow.device_methods"))
     labels = [part.strip() for part in text.split(",")]
     for label in labels:
         if labels.count(label) > 1:
             raise WrongUsage(f"--methods {text}: {label} is named twice; name it once")
         name = label.removesuffix(FINE_TUNED)
-        if name not in installed:
+        if name not in known:
             raise UnknownMethod(
-                f"--methods {label}: there is no such method{nearest(name, installed)}; installed are "
-                f"{', '.join(installed)}"
+                f"--methods {label}: there is no such method{nearest(name, known)}; installed are {', '.join(known)}"
             )
         method = load_method(name)
         tuned: dict[str, Any] = {"finetune_epochs": 1} if label != name else {}

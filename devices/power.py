@@ -14,9 +14,10 @@ machine without a sensor has none: a wrong default would be worse than no figure
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Protocol
 
+from edge_sdk.protocol.errors import MissingPart
+from sparrow.command_line.installed import installed, load
 from sparrow.devices.battery import find_batteries
 from sparrow.devices.board import find_board
 from sparrow.devices.estimate import Estimate, PowerModel, board_model
@@ -107,8 +108,8 @@ class Together:
 @cache  # looking through the installed packages takes milliseconds
 def installed_sources() -> tuple[Callable[[System], Source | None], ...]:
     """Return the finders that other packages register under ``sparrow.power_sources``, by name."""
-    found = sorted(entry_points(group="sparrow.power_sources"), key=lambda entry: entry.name)
-    return tuple(entry.load() for entry in found)
+    found = installed("sparrow.power_sources").values()
+    return tuple(load(entry, MissingPart, what="power source") for entry in found)
 
 
 def find_sources(system: System, model: PowerModel | None, cpu_seconds: Callable[[], float]) -> list[Source]:

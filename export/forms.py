@@ -8,11 +8,11 @@ none: every device's personal model is exported without it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import cast
 
 from onnx import ModelProto
 
+from sparrow.command_line.installed import installed, load
 from sparrow.export.errors import ExportError
 from sparrow.export.source import Source
 
@@ -29,10 +29,10 @@ def load_form(source: Source) -> DynamicForm:
             "--mode dynamic needs a device's whole state folder, with the federation.json that joining writes; "
             "join once more, or leave --mode out"
         )
-    found = {entry.name: entry for entry in entry_points(group=GROUP)}
+    found = installed(GROUP)
     if source.method not in found:
         raise ExportError(
-            f"--mode dynamic is for {' and '.join(sorted(found))}, whose devices choose sample by sample; "
+            f"--mode dynamic is for {' and '.join(found)}, whose devices choose sample by sample; "
             f"{source.method} has one model, leave --mode out"
         )
-    return cast(DynamicForm, found[source.method].load())
+    return cast(DynamicForm, load(found[source.method], ExportError, what="dynamic export"))

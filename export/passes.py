@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
-
 import onnx.checker
 from onnx import ModelProto
 
+from sparrow.command_line.installed import installed, load
 from sparrow.export.errors import ExportError
 
 
@@ -15,8 +14,8 @@ def installed_passes(model: ModelProto) -> ModelProto:
 
     Raises ExportError, naming the pass, for one that leaves no valid ONNX model.
     """
-    for entry in sorted(entry_points(group="sparrow.export_passes"), key=lambda entry: entry.name):
-        model = entry.load()(model)
+    for entry in installed("sparrow.export_passes").values():
+        model = load(entry, ExportError, what="export pass")(model)
         try:
             onnx.checker.check_model(model)
         except onnx.checker.ValidationError as error:

@@ -56,7 +56,7 @@ def test_what_is_no_record_is_refused_by_name(monkeypatch):
         def load(self):
             return object
 
+    monkeypatch.setattr("sparrow.command_line.installed.entry_points", lambda group: [Entry()])
     for module, record in ((device, "DeviceMethod"), (server, "CoordinatorMethod")):
-        monkeypatch.setattr(module, "entry_points", lambda group: [Entry()])
         with pytest.raises(module.UnknownMethod, match=f"registered as mylab.device:Odd, which is not a {record}"):
             module.load_method.__wrapped__("odd")

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -23,7 +22,7 @@ from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import FederationSettings, Kind
-from sparrow.command_line.nearest import nearest
+from sparrow.command_line.installed import load_method_record
 from sparrow.coordinator.errors import BadContent, UnknownMethod
 from sparrow.coordinator.rounds.sums import MaskedSums, Sums
 
@@ -355,21 +354,4 @@ def any_budget(settings: FederationSettings) -> float:
 @cache  # looking through the installed packages takes milliseconds
 def load_method(name: str) -> CoordinatorMethod:
     """Return the server half registered as ``name``. Raises UnknownMethod, which names what is installed."""
-    found = {entry.name: entry for entry in entry_points(group="sparrow.coordinator_methods")}
-    if name not in found:
-        raise UnknownMethod(
-            f"method: {name!r} is not installed here{nearest(name, found)}; there are {', '.join(sorted(found))}"
-        )
-    try:
-        method = found[name].load()
-    except (ImportError, AttributeError) as error:
-        raise UnknownMethod(
-            f"method: {name!r} is registered as {found[name].value}, which cannot be imported ({error}); correct or "
-            f"install that package anew"
-        ) from error
-    if not isinstance(method, CoordinatorMethod):
-        raise UnknownMethod(
-            f"method: {name!r} is registered as {found[name].value}, which is not a CoordinatorMethod; register the "
-            f"record in that package's pyproject.toml"
-        )
-    return method
+    return load_method_record("sparrow.coordinator_methods", name, CoordinatorMethod, UnknownMethod)

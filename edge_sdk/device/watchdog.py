@@ -15,14 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime
 from functools import cache
-from importlib.metadata import entry_points
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from edge_sdk.arguments import MIB
 from edge_sdk.device.policy import Policy
 from edge_sdk.errors import SdkError
+from edge_sdk.protocol.errors import MissingPart
 from edge_sdk.protocol.messages import PauseReason
+from sparrow.command_line.installed import installed, load
 from sparrow.devices.conditions import Conditions
 from sparrow.devices.readings import Reading, Reason
 
@@ -63,8 +64,8 @@ def installed_conditions() -> tuple[Callable[..., Objection | None], ...]:
 
     Each is called with the ``Conditions`` and ``working``, and returns an objection or None.
     """
-    found = sorted(entry_points(group="sparrow.device_conditions"), key=lambda entry: entry.name)
-    return tuple(entry.load() for entry in found)
+    found = installed("sparrow.device_conditions").values()
+    return tuple(load(entry, MissingPart, what="device condition") for entry in found)
 
 
 def judge(

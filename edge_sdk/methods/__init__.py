@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,7 +32,7 @@ from edge_sdk.training.local import derive_seed
 from edge_sdk.training.narrow import check_narrow
 from edge_sdk.training.rehearsal import Effort, MaskedEffort, Rehearsal
 from sparrow.command_line.exits import Exit
-from sparrow.command_line.nearest import nearest
+from sparrow.command_line.installed import load_method_record
 
 
 class MethodSettings(BaseModel):
@@ -276,22 +275,5 @@ class UnknownMethod(SdkError):
 @cache  # looking through the installed packages takes 20 ms: a device-round of a fleet
 def load_method(name: str) -> DeviceMethod:
     """Return the device half registered as ``name``. Raises UnknownMethod, which names what is installed."""
-    found = {entry.name: entry for entry in entry_points(group="sparrow.device_methods")}
-    if name not in found:
-        raise UnknownMethod(
-            f"method: {name!r} is not installed here{nearest(name, found)}; there are {', '.join(sorted(found))}; "
-            f"update this SDK, or install the package that provides it"
-        )
-    try:
-        method = found[name].load()
-    except (ImportError, AttributeError) as error:
-        raise UnknownMethod(
-            f"method: {name!r} is registered as {found[name].value}, which cannot be imported ({error}); correct or "
-            f"install that package anew"
-        ) from error
-    if not isinstance(method, DeviceMethod):
-        raise UnknownMethod(
-            f"method: {name!r} is registered as {found[name].value}, which is not a DeviceMethod; register the record "
-            f"in that package's pyproject.toml"
-        )
-    return method
+    advice = "; update this SDK, or install the package that provides it"
+    return load_method_record("sparrow.device_methods", name, DeviceMethod, UnknownMethod, advice=advice)

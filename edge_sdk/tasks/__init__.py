@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.metadata import entry_points
 from inspect import signature
 from typing import Protocol
 
@@ -19,6 +18,7 @@ from torch import nn
 from edge_sdk.errors import BadArgument, SdkError
 from edge_sdk.tasks.compute import USUAL, Compute
 from sparrow.command_line.exits import Exit
+from sparrow.command_line.installed import installed, load
 from sparrow.command_line.nearest import nearest
 
 
@@ -133,11 +133,11 @@ def load_task(name: str, data: str | None, *, device: str, seed: int, batch_size
 @cache
 def _find_loader(task: str) -> Callable[..., Task]:
     """Kept, because a fleet loads a task a thousand times and looking through all installed packages is slow."""
-    found = {entry.name: entry for entry in entry_points(group="sparrow.tasks")}
+    found = installed("sparrow.tasks")
     if task not in found:
         raise UnknownTask(
-            f"there is no task {task!r} here{nearest(task, found)}; there are {', '.join(sorted(found))}; one of "
+            f"there is no task {task!r} here{nearest(task, found)}; there are {', '.join(found)}; one of "
             f"your own is joined from Python, or installed (docs/own-model.md)"
         )
-    loader: TaskLoader = found[task].load()
+    loader: TaskLoader = load(found[task], UnknownTask, what="task")
     return loader

@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.metadata import entry_points
 from typing import Literal, Protocol, cast, get_type_hints
 
 import numpy as np
@@ -25,6 +24,7 @@ from edge_sdk.tasks.corruption import check_corruption, check_severity
 from edge_sdk.tasks.datasets import Dataset
 from edge_sdk.tasks.loading import BadOption, DataError
 from edge_sdk.tasks.partition import Index, Split, shifted, split
+from sparrow.command_line.installed import installed, load
 from sparrow.command_line.nearest import nearest
 
 DEVICES = 10
@@ -207,12 +207,10 @@ def find_partition(name: str) -> Partition:
 
     Kept, because looking through all installed packages takes longer than loading a device's share.
     """
-    found = {entry.name: entry for entry in entry_points(group="sparrow.partitions")}
+    found = installed("sparrow.partitions")
     if name not in found:
-        raise BadOption(
-            f"--data: there is no partition {name!r}{nearest(name, found)}; there are {', '.join(sorted(found))}"
-        )
-    return cast(Partition, found[name].load())
+        raise BadOption(f"--data: there is no partition {name!r}{nearest(name, found)}; there are {', '.join(found)}")
+    return cast(Partition, load(found[name], BadOption, what="--data: partition"))
 
 
 def _option_types(rule: Callable[..., object]) -> dict[str, type]:
