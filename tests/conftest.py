@@ -13,7 +13,6 @@ import struct
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 # Tests run as many at a time as there are cores, and start processes of their own: threads of each for every core
@@ -42,23 +41,13 @@ os.fsync = lambda descriptor: None
 
 INTEGRATION = {"system", "deploy"}
 """Folders whose tests start real coordinators, devices, browsers or programs of others (make test-integration)."""
-PLAYED = {
-    *(f"coordinator/test_{name}" for name in ("dmpfl", "dropout", "fedsgc", "methods", "pfedgate")),
-    *(f"coordinator/test_{name}" for name in ("prepared", "private", "rollback")),
-    *("coordinator/api/test_contract", "benchmarks/test_runner", "sparrow/test_names", "sparrow/test_track"),
-    *(f"edge_sdk/test_{name}" for name in ("best_model", "describing", "publish", "skeleton")),
-    *("edge_sdk/test_profile", "export/test_cli", "export/test_compact", "sparrow/test_library"),
-}
-"""Modules whose tests play whole federations in one process, or trace many models: a third of the suite's seconds."""
 SERVERS = {"postgresql", "s3"}
 """Fixtures that start such a program."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        module = item.path.relative_to(Path(__file__).parent).with_suffix("").as_posix()
-        real = item.path.parent.name in INTEGRATION or SERVERS & set(getattr(item, "fixturenames", ()))
-        if real or module in PLAYED:
+        if item.path.parent.name in INTEGRATION or SERVERS & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.integration)
 
 

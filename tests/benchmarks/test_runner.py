@@ -17,6 +17,8 @@ from sparrow.benchmarks.__main__ import main
 from sparrow.benchmarks.experiment import FOLDER, BadExperiment, load_experiment, trials, tuning_trials
 from sparrow.command_line.exits import Exit
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 TINY = """
 title = "Tiny"
 task = "digits"

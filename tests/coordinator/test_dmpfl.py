@@ -24,6 +24,8 @@ from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import Situation, load_method
 from sparrow.coordinator.methods.dmpfl import Stage, stages
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 DIGITS = load_builtin("digits").manifest
 CIFAR = load_builtin("cifar10:dmpfl").manifest
 DENSITY = 0.5

@@ -18,6 +18,8 @@ from edge_sdk.protocol.messages import ChangeDevice, UpdateReport
 from edge_sdk.protocol.neurons import active_count_up, first_neurons
 from sparrow.coordinator.errors import BadContent
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 DIGITS = load_builtin("digits").manifest
 WHOLE = 4 * DIGITS.shared_values
 SPARE = 1500

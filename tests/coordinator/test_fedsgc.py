@@ -28,6 +28,8 @@ from sparrow.coordinator.models.global_models import Models
 
 from .sessions import CoordinatorWithDevices
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 DIGITS = load_builtin("digits").manifest
 DENSITY = 0.3
 COUNTS = layer_counts(DIGITS, DENSITY)

@@ -21,6 +21,8 @@ from edge_sdk.protocol.messages import (
 from sparrow.coordinator.errors import BadContent, WrongMediaType, WrongState
 from sparrow.coordinator.rounds.acceptance import JSON_TYPE
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 DIGITS = load_builtin("digits").manifest
 
 SOON = {"early_stopping": "validation", "min_participations": 1, "min_improvement": 0.99}

@@ -28,6 +28,8 @@ from sparrow.coordinator.storage.tables import Device
 
 from .sessions import CoordinatorWithDevices
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 DIGITS = load_builtin("digits").manifest
 CIFAR = load_builtin("cifar10:pfedgate").manifest
 PFEDGATE = load_method("pfedgate")

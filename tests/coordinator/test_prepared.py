@@ -17,6 +17,8 @@ from sparrow.coordinator.methods import GlobalModel, Situation, load_method
 from sparrow.coordinator.methods.prunefl import SquaredGradientSums
 from sparrow.coordinator.rounds.sums import OneUpdate
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 DIGITS = load_builtin("digits").manifest
 WEIGHTS = sum(spec.size for spec in DIGITS.maskable)
 OTHERS = DIGITS.shared_values - WEIGHTS

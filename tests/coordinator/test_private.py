@@ -18,6 +18,8 @@ from sparrow.coordinator.errors import BadContent, CoordinatorError
 from sparrow.coordinator.methods import load_method
 from sparrow.export.source import Source
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 DIGITS = load_builtin("digits").manifest
 HEAD = {"out.weight", "out.bias"}
 LINEAR = {"fc1.weight", "fc1.bias", *HEAD}

@@ -14,6 +14,8 @@ from sparrow.coordinator.errors import BadContent, NotFound, WrongState
 from .fakes import LocalCoordinator
 from .sessions import CoordinatorWithDevices
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 
 @pytest.fixture
 def coordinator(tmp_path, clock):

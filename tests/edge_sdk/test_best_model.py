@@ -26,6 +26,8 @@ from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.export.source import read_source
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 FLAT = {"local_steps": 1, "min_devices": 1, "cohort": 1, "evaluation_interval": 0, "early_stopping": "off"}
 
 

@@ -30,6 +30,8 @@ from sparrow.coordinator.main import create_app
 from sparrow.coordinator.methods import load_method as coordinator_half
 from sparrow.coordinator.settings import Settings
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 WORDS, CLASSES = 30, 3
 
 

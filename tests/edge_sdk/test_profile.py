@@ -28,6 +28,8 @@ from sparrow.command_line.exits import Exit
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 
 def rehearse(task, batch, **settings):
     subject = profile.Subject(task, FederationSettings(method="fedspu", batch_size=batch, **settings))

@@ -18,6 +18,8 @@ from edge_sdk.tasks import Task
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 
 @pytest.fixture
 def client(tmp_path):

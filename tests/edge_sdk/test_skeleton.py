@@ -10,6 +10,8 @@ from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.tracing.coupling import UnsupportedLayer, describe
 from edge_sdk.tracing.skeleton import make_skeleton
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 
 class Residual(nn.Module):
     def __init__(self):

@@ -32,6 +32,8 @@ from sparrow.export.__main__ import main
 from sparrow.export.samples import draw_inputs, read_samples
 from sparrow.export.skeleton import fill
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 DIGITS = load_builtin("digits")
 
 

@@ -20,6 +20,8 @@ from sparrow.export.compact import compact
 from sparrow.export.errors import ExportError
 from sparrow.export.skeleton import fill
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 
 def predict(model, x):
     options = onnxruntime.SessionOptions()

@@ -22,6 +22,8 @@ from sparrow.command_line.exits import Exit
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 DOWN = "http://127.0.0.1:9"
 
 

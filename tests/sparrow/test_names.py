@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 NAMES = ("benchmarks", "command_line", "coordinator", "export")
 ROOT = Path(__file__).parents[2]
 INSIDE = "theirs was imported by Sparrow"

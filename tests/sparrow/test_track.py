@@ -19,6 +19,8 @@ from ..coordinator.fakes import DIGITS as MANIFEST
 from ..coordinator.fakes import LocalCoordinator
 from ..disks import fill, small_disk
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 __all__ = ["small_disk"]  # a fixture
 
 JUDGED = Receipt(

@@ -32,6 +32,8 @@ from sparrow.coordinator.api.problems import STATUS
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 
+pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
+
 DIGITS = load_builtin("digits")
 BUNDLE = {"Content-Type": bundle.MEDIA_TYPE}
 JSON = {"Content-Type": "application/json"}
