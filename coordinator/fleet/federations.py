@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -103,10 +104,8 @@ class Federations:
         settings = completed(request.settings)
         published_as = {"settings": settings.model_dump(mode="json"), "model_digest": manifest.model_digest}
         method = _check_model(settings.method, manifest)
-        check_robust(method, settings)
         manifest = method.manifest(manifest, settings)
-        check_privacy(method, manifest, settings)
-        check_buffer(method, settings)
+        check_settings(method, manifest, settings)
         if hashlib.sha256(skeleton).hexdigest() != manifest.skeleton_sha256:
             raise BadContent("skeleton_sha256 of the manifest is not that of the skeleton sent; publish both together")
         if published is not None:
@@ -142,6 +141,7 @@ class Federations:
                 model_version=0,
                 created_at=self._clock(),
                 published=published_as,
+                noise_key=secrets.token_bytes(32),
             )
             db.add(federation)
             db.flush()
@@ -164,9 +164,11 @@ class Federations:
             changed = request.model_dump(exclude={"action", "model_version"}, exclude_none=True)
             federation.settings = {**federation.settings, **changed}
             try:
-                settings_of(federation)
+                settings = settings_of(federation)
             except ValidationError as error:
                 raise BadContent(explain(error)) from None
+            if changed:
+                check_settings(load_method(federation.method), self._models.manifest(federation), settings)
             if (request.action == "rollback") != (request.model_version is not None):
                 raise BadContent("model_version: give it with the action rollback, and with no other")
             if request.model_version is not None:
@@ -305,15 +307,12 @@ class Federations:
         """Return the newest global model, or one that is kept, as a checkpoint. Raises NoGlobalModel, NotFound."""
         with self._store.reading() as db:
             federation = find(db, name)
-        self._check_usable(federation)
-        try:
-            return self._models.file(federation.id, federation.model_version if version is None else version)
-        except FileNotFoundError:
-            if version is None:
-                raise
-            raise NotFound(
-                f"model {version} of {name} is not kept; GET /v1/federations/{name}/models lists those that are"
-            ) from None
+            self._check_usable(federation)
+            if version is not None and version not in rollback.kept_models(db, federation, self._models):
+                raise NotFound(
+                    f"model {version} of {name} is not kept; GET /v1/federations/{name}/models lists those that are"
+                )
+        return self._models.file(federation.id, federation.model_version if version is None else version)
 
     def model_onnx(self, name: str) -> bytes:
         """Return the global model as ONNX. Raises NoGlobalModel."""
@@ -361,6 +360,13 @@ def completed(settings: FederationSettings) -> FederationSettings:
         wrong = "; ".join(f"method_settings.{name}: {text}" for name, text in faults(error, settings_type.model_fields))
         raise BadContent(f"{wrong}; {settings.method} takes {known}") from None
     return settings.model_copy(update={"method_settings": own.model_dump(mode="json")})
+
+
+def check_settings(method: CoordinatorMethod, manifest: Manifest, settings: FederationSettings) -> None:
+    """Raise BadContent for settings that together cannot keep what they promise: at creation and at every change."""
+    check_robust(method, settings)
+    check_privacy(method, manifest, settings)
+    check_buffer(method, settings)
 
 
 def _check_model(name: str, manifest: Manifest) -> CoordinatorMethod:

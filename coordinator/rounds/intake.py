@@ -96,10 +96,13 @@ def _bytes_of(decoded: bundle.Bundle) -> int:
     return decoded.values.nbytes + (0 if decoded.gradients is None else decoded.gradients.nbytes)
 
 
-def sums_of(method: CoordinatorMethod, model: GlobalModel, situation: Situation, folder: Path) -> Sums:
+def sums_of(
+    method: CoordinatorMethod, model: GlobalModel, situation: Situation, folder: Path, noise_key: bytes = b""
+) -> Sums:
     """Return the sums that a round's updates are folded into: the method's, or those of the federation's settings.
 
-    What one device prepares (round 0) comes through as it is: there is nobody to compare it with.
+    What one device prepares (round 0) comes through as it is: there is nobody to compare it with. noise_key: that of
+    the federation, of which only a private one makes use.
     """
     sums, settings = method.sums(model, situation), situation.settings
     if isinstance(sums, OneUpdate):
@@ -107,7 +110,7 @@ def sums_of(method: CoordinatorMethod, model: GlobalModel, situation: Situation,
     if settings.robust is not None:
         return RobustSums(situation.manifest, settings.robust, settings.robust_share, folder)
     if settings.noise_multiplier is not None:
-        return PrivateSums(situation.manifest, model.tensors, settings)
+        return PrivateSums(situation.manifest, model.tensors, settings, noise_key, situation.round)
     return sums
 
 
@@ -237,7 +240,7 @@ class Folding:
         self._exponent = situation.settings.staleness_exponent
         self.round = situation.round
         self.intake = Intake(
-            sums_of(load_method(federation.method), self._model, situation, store.folder),
+            sums_of(load_method(federation.method), self._model, situation, store.folder, federation.noise_key),
             situation.settings,
             situation.manifest,
             self._model.tensors,

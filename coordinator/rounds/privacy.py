@@ -11,18 +11,26 @@ arXiv:1710.06963, with what makes it true here:
 - Noise comes also where nothing came of a drawn cohort: a model that stays would say so.
 - The draw must not depend on anybody's data. So each device is drawn by itself, by the hash of its name and the
   round, with the same chance, cohort / enrolled: one that is away, or hands back, moves nobody else in or out.
-- That draw follows from names and a seed that devices know. So no amplification by sampling is claimed: the event is a
-  Gaussian mechanism for every round in which a device was drawn. epsilon is that of the device drawn most often, an
-  upper bound by Rényi accounting (Mironov 2017), for neighbours that differ in everything that one device sends.
-- Noise comes from a generator seeded by the operating system, never from the federation's seed.
+- Cohorts are known to devices and observers. So no amplification by sampling is claimed: the event is a Gaussian
+  mechanism for every round in which a device was drawn. epsilon is that of the device drawn most often, an upper bound
+  by Rényi accounting (Mironov 2017). A device is counted by its name: revoked and enrolled again it is the same one.
+- Two runs are neighbours if one device's updates differ (``privacy_adjacency``): they are others, of its own choice
+  (replacement), or count as zeros (zero_out; Kairouz and others, "Practical and Private (Deep) Learning without Sampling
+  or Shuffling", ICML 2021, arXiv:2103.00039). The device is drawn for the same rounds in both. One replaced update of
+  norm C at most moves the sum by 2 C, one that becomes zeros by C. The noise is measured in C, so for replacement it
+  counts half: z = 1 there is what z = 0.5 is here.
+- Noise comes from a key of 256 random bits that the operating system gave and that never leaves the records, never from
+  the federation's seed. It follows from the key, the round and the round's sum. So a round that is closed again,
+  because a commit failed or the process was killed, gives the same model: who sees both cannot average the noise away.
+  Two different sums never get the same noise, of which the difference of two models would be free.
 
 Numbers are doubles, which a perfect Gaussian is not (Mironov, CCS 2012); this is not defended against.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable
+import hashlib
+import hmac
 from functools import lru_cache
 from typing import Any
 
@@ -36,22 +44,33 @@ from edge_sdk.protocol.messages import FederationSettings, Kind, PrivacySpent
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import CoordinatorMethod
 from sparrow.coordinator.rounds.sums import difference
-from sparrow.coordinator.storage.tables import Assignment
+from sparrow.coordinator.storage.tables import Assignment, Device
 
-Noise = Callable[[int], np.ndarray[Any, np.dtype[np.float64]]]
-"""So many independent draws of the standard normal distribution."""
+SENSITIVITY = {"zero_out": 1.0, "replacement": 2.0}
+"""The most that a sum of clipped updates differs between neighbours, in C."""
+
+Float64s = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def system_noise(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return noise from a generator that the operating system's secure one seeds anew at every call."""
-    return np.random.Generator(np.random.PCG64(secrets.randbits(256))).standard_normal(count)
+def noise_of(key: bytes, round_number: int, sums: Float64s) -> Float64s:
+    """Return a round's noise: independent draws of the standard normal distribution, as many as ``sums`` has values.
+
+    The same for the same key, round and sums; for any others as good as independent (HMAC-SHA256 as a pseudo-random
+    function, and PCG64 on its 256 bits).
+    """
+    query = round_number.to_bytes(8, "little") + hashlib.sha256(sums.tobytes()).digest()
+    seed = int.from_bytes(hmac.digest(key, query, "sha256"), "little")
+    return np.random.Generator(np.random.PCG64(seed)).standard_normal(len(sums))
 
 
 class PrivateSums:
-    """The sums Σ clip(Δ_c, C) of one round's updates, with a noisy mean; memory is about one model in float64."""
+    """The sums Σ clip(Δ_c, C) of one round's updates, with a noisy mean; memory is about one model in float64.
+
+    key: the federation's noise key, 32 random bytes. round_number: the round's.
+    """
 
     def __init__(
-        self, manifest: Manifest, sent: Tensors, settings: FederationSettings, noise: Noise = system_noise
+        self, manifest: Manifest, sent: Tensors, settings: FederationSettings, key: bytes, round_number: int
     ) -> None:
         assert settings.update_clip is not None
         assert settings.noise_multiplier is not None, "its settings ask for both"
@@ -60,7 +79,7 @@ class PrivateSums:
         self._longest = settings.update_clip
         self._deviation = settings.noise_multiplier * settings.update_clip
         self._cohort = settings.cohort
-        self._noise = noise
+        self._key, self._round = key, round_number
         self.clipped_sum = np.zeros(manifest.shared_values)
         self._parts: dict[str, Any] = unpack_whole(manifest, self.clipped_sum)
         self.updates = 0
@@ -79,7 +98,8 @@ class PrivateSums:
 
     def mean(self, previous: Tensors) -> Tensors:
         """Return the next global values: name -> float32, all of them noisy."""
-        moved = (self.clipped_sum + self._deviation * self._noise(len(self.clipped_sum))) / self._cohort
+        noise = self._deviation * noise_of(self._key, self._round, self.clipped_sum)
+        moved = (self.clipped_sum + noise) / self._cohort
         values = pack(self._manifest, previous, None).astype(np.float64) + moved
         return unpack_whole(self._manifest, values.astype(np.float32))
 
@@ -131,15 +151,21 @@ def check_privacy(method: CoordinatorMethod, manifest: Manifest, settings: Feder
             f"{buffers}: running statistics would get noise, and variances fall below 0; take a model without batch "
             f"norm, or, with a method that keeps personal models, publish with --running-statistics personal"
         )
-    epsilon(settings.noise_multiplier, settings.privacy_delta, 1)
+    epsilon(settings, 1)
 
 
-@lru_cache(maxsize=1024)
-def epsilon(noise_multiplier: float, delta: float, times: int) -> float:
-    """Return epsilon of ``times`` Gaussian mechanisms on one device's data, z = ``noise_multiplier``; 0.0 for none.
+def epsilon(settings: FederationSettings, times: int) -> float:
+    """Return epsilon at ``privacy_delta`` of the models of a federation that drew a device ``times`` times.
 
     Raises BadContent where the accountant is not installed.
     """
+    assert settings.noise_multiplier is not None, "the federation promises something"
+    return _epsilon(settings.noise_multiplier / SENSITIVITY[settings.privacy_adjacency], settings.privacy_delta, times)
+
+
+@lru_cache(maxsize=1024)
+def _epsilon(noise: float, delta: float, times: int) -> float:
+    """Return epsilon of ``times`` Gaussian mechanisms, their noise measured in sensitivities; 0.0 for none."""
     try:
         from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
         from dp_accounting.rdp import RdpAccountant
@@ -151,7 +177,7 @@ def epsilon(noise_multiplier: float, delta: float, times: int) -> float:
     if not times:
         return 0.0
     accountant = RdpAccountant()
-    accountant.compose(SelfComposedDpEvent(GaussianDpEvent(noise_multiplier), times))
+    accountant.compose(SelfComposedDpEvent(GaussianDpEvent(noise), times))
     return float(accountant.get_epsilon(delta))
 
 
@@ -161,17 +187,20 @@ def spent(db: Session, federation_id: int, number: int, settings: FederationSett
         return None
     draws = (
         select(func.count())
+        .select_from(Assignment)
+        .join(Device, Device.id == Assignment.device_id)
         .where(
             Assignment.federation_id == federation_id,
             Assignment.kind == Kind.train.value,
             Assignment.round <= number,
         )
-        .group_by(Assignment.device_id)
+        .group_by(Device.name)
         .subquery()
     )
     times = db.scalar(select(func.max(draws.c[0]))) or 0
     return PrivacySpent(
-        epsilon=epsilon(settings.noise_multiplier, settings.privacy_delta, times),
+        epsilon=epsilon(settings, times),
         delta=settings.privacy_delta,
+        adjacency=settings.privacy_adjacency,
         most_draws=times,
     )

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 def ask(db: Session, federation: Federation, models: Models, version: int) -> None:
     """Go back to ``version``: now, or, while a round is open, when it has closed. Raises NotFound, WrongState."""
-    if version not in models.kept(federation):
-        kept = ", ".join(str(each) for each in models.kept(federation))
+    if version not in kept_models(db, federation, models):
+        kept = ", ".join(str(each) for each in kept_models(db, federation, models))
         raise NotFound(f"model_version: {federation.name} has no model {version} any more; it has {kept}")
     method, current = load_method(federation.method), open_round(db, federation)
     if method.prepares and version == 0:
@@ -66,6 +66,14 @@ def newest_version(db: Session, federation: Federation) -> int:
     return max(federation.model_version, of_rounds or 0)
 
 
+def kept_models(db: Session, federation: Federation, models: Models) -> dict[int, int]:
+    """Return the global models that are kept and in the records, oldest first, with the bytes of each.
+
+    A file whose commit failed is none of them: it was never the federation's model."""
+    newest = newest_version(db, federation)
+    return {version: size for version, size in models.kept(federation).items() if version <= newest}
+
+
 def list_models(db: Session, federation: Federation, models: Models) -> list[ModelInfo]:
     """Return the global models that are kept, oldest first."""
     made: dict[int | None, Round] = {}
@@ -80,7 +88,7 @@ def list_models(db: Session, federation: Federation, models: Models) -> list[Mod
             undone=version in made and made[version].undone,
             current=version == federation.model_version,
         )
-        for version, size in models.kept(federation).items()
+        for version, size in kept_models(db, federation, models).items()
     ]
 
 

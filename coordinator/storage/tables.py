@@ -22,7 +22,8 @@ class Federation(Base):
     rounds; ``model_version`` the global models, 0 being w^0; ``rollback_version`` is one to go back to when the open
     round has closed. ``warning`` is what its method found wrong, last. ``published_bytes`` is the size of its
     publication, 0 for a built-in task; ``published``: its settings as they were asked for, completed, and the digest of
-    its model. ``arrivals`` numbers the updates of buffered rounds. An ``id`` is never given twice.
+    its model. ``arrivals`` numbers the updates of buffered rounds. ``noise_key`` is what a private federation's
+    noise follows from. An ``id`` is never given twice.
     """
 
     __tablename__ = "federations"
@@ -46,6 +47,7 @@ class Federation(Base):
     created_at: Mapped[float]
     finished_at: Mapped[float | None]
     published: Mapped[dict[str, Any] | None] = mapped_column(JSON, deferred=True)  # only who publishes again asks
+    noise_key: Mapped[bytes] = mapped_column(LargeBinary(32))
 
 
 class DeletedFederation(Base):

@@ -151,6 +151,10 @@ class FederationSettings(_Request):
     privacy_delta: float = Field(
         default=1e-5, gt=0, lt=1, description="Delta at which the models' epsilon is told; below 1 / devices"
     )
+    privacy_adjacency: Literal["replacement", "zero_out"] = Field(
+        default="replacement",
+        description="What epsilon tells apart: a device's updates or any others; or (half the distance) or zeros",
+    )
     early_stopping: Literal["validation", "paper", "off"] = Field(
         default="validation",
         description="When a device leaves training for good: once its smoothed validation loss no longer falls; paper: "
@@ -322,6 +326,9 @@ class PrivacySpent(Answer):
 
     epsilon: float = Field(description="Upper bound, of the models alone; see docs/privacy.md for what is outside it")
     delta: float
+    adjacency: Literal["replacement", "zero_out"] = Field(
+        description="What the models hardly tell apart: a device's updates from any others, or from zeros"
+    )
     most_draws: int = Field(description="Rounds for which the device drawn most often was drawn")
 
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+import sqlite3
+import statistics
 import sys
 
 import numpy as np
 import pytest
+from sqlalchemy import event
 
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import Manifest, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
-from edge_sdk.protocol.messages import FederationSettings
-from sparrow.coordinator.errors import BadContent
+from edge_sdk.protocol.messages import ChangeDevice, ChangeFederation, FederationSettings
+from sparrow.coordinator.errors import BadContent, NotFound
 from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, any_budget, load_method
 from sparrow.coordinator.reports.metrics import Metrics
-from sparrow.coordinator.rounds import intake
 from sparrow.coordinator.rounds.cohort import choose_each
-from sparrow.coordinator.rounds.privacy import PrivateSums, check_privacy, epsilon, system_noise
+from sparrow.coordinator.rounds import privacy
+from sparrow.coordinator.rounds.privacy import SENSITIVITY, PrivateSums, check_privacy, epsilon, noise_of
 
 from .fakes import LocalCoordinator
 from .test_intake import send
@@ -28,17 +33,22 @@ PRIVATE = {"update_clip": 1.0, "noise_multiplier": 1.0, "early_stopping": "off"}
 accountant = pytest.mark.skipif("not __import__('importlib').util.find_spec('dp_accounting')")
 
 
-def silent(count):
-    return np.zeros(count)
-
-
-def private_sums(manifest, noise=silent, **changes):
+def private_sums(manifest, round_number=1, key=bytes(32), **changes):
     sent = initial_values(manifest, 0)
     settings = FederationSettings(**{**PRIVATE, "cohort": 4, **changes})
-    return PrivateSums(manifest, sent, settings, noise), sent, pack(manifest, sent, None).astype(np.float64)
+    sums = PrivateSums(manifest, sent, settings, key, round_number)
+    return sums, sent, pack(manifest, sent, None).astype(np.float64)
 
 
-def test_differences_are_clipped_alike_whatever_examples_and_divided_by_the_cohort(small):
+@pytest.fixture
+def quiet(monkeypatch):
+    """No noise, and how much of it was asked for."""
+    asked = []
+    monkeypatch.setattr(privacy, "noise_of", lambda key, number, sums: asked.append(len(sums)) or np.zeros(len(sums)))
+    return asked
+
+
+def test_differences_are_clipped_alike_whatever_examples_and_divided_by_the_cohort(small, quiet):
     sums, sent, base = private_sums(small)
     chance = np.random.default_rng(0)
     wanted = np.zeros(len(base))
@@ -65,8 +75,9 @@ def test_no_update_moves_the_sum_by_more_than_the_clip(small):
 
 def test_the_noise_has_the_deviation_that_is_accounted_for(small):
     """2000 means of nothing: deviation z C / m on every coordinate, within 5 standard errors; never twice the same."""
-    sums, sent, base = private_sums(small, system_noise, update_clip=0.3, noise_multiplier=2.0, cohort=3)
-    drawn = np.stack([pack(small, sums.mean(sent), None) - base for _ in range(2000)])
+    settings = {"update_clip": 0.3, "noise_multiplier": 2.0, "cohort": 3}
+    rounds = [private_sums(small, number, **settings) for number in range(2000)]
+    drawn = np.stack([pack(small, sums.mean(sent), None) - base for sums, sent, base in rounds])
     wanted, count = 2.0 * 0.3 / 3, drawn.size
     assert drawn.std() == pytest.approx(wanted, rel=5 / (2 * count) ** 0.5)
     assert abs(drawn.mean()) < 5 * wanted / count**0.5
@@ -75,13 +86,65 @@ def test_the_noise_has_the_deviation_that_is_accounted_for(small):
     assert len({row.tobytes() for row in drawn}) == 2000
 
 
+def test_a_round_has_one_noise_however_often_it_is_closed(small):
+    def noisy(*args):
+        sums, sent, base = private_sums(small, *args)
+        return (pack(small, sums.mean(sent), None) - base).tobytes()
+
+    assert len({noisy() for _ in range(60)}) == 1
+    assert len({noisy(), noisy(2), noisy(1, bytes(31) + b"1")}) == 3
+
+
+def test_two_sums_of_a_round_have_nothing_of_their_noise_in_common(small):
+    """An update that comes or goes between two attempts to close a round must not lie open in their difference."""
+    one, other = np.zeros(5000), np.zeros(5000)
+    other[7] = 1e-12
+    first, second = noise_of(bytes(32), 1, one), noise_of(bytes(32), 1, other)
+    assert abs(np.corrcoef(first, second)[0, 1]) < 5 / 5000**0.5
+
+
+def closed_form(z, times):
+    """Epsilon at 1e-5 of Gaussian mechanisms in closed form (Balle and Wang, ICML 2018, theorem 8), by bisection."""
+    normal, mu = statistics.NormalDist(), times**0.5 / z
+
+    def delta(found):
+        return normal.cdf(mu / 2 - found / mu) - math.exp(found) * normal.cdf(-mu / 2 - found / mu)
+
+    low, high = 0.0, 200.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if delta(middle) > 1e-5 else (low, middle)
+    return high
+
+
 @accountant
-def test_epsilon_is_a_known_accountants():
-    """Gaussian mechanisms in closed form (Balle and Wang 2018): 4.3772 and 17.8566; Rényi accounting lies above."""
-    assert 4.3772 < epsilon(1.0, 1e-5, 1) < 4.75
-    assert 17.8566 < epsilon(1.0, 1e-5, 10) < 19.1
-    assert epsilon(1.0, 1e-5, 0) == 0.0
-    assert epsilon(4.0, 1e-5, 16) == pytest.approx(epsilon(1.0, 1e-5, 1), rel=0.01), "16 times at 4 are one at 1"
+@pytest.mark.parametrize(("adjacency", "sensitivity"), [("zero_out", 1), ("replacement", 2)])
+@pytest.mark.parametrize(("z", "times"), [(1.0, 1), (1.0, 10), (4.0, 16), (8.0, 3)])
+def test_epsilon_is_that_of_the_largest_difference_between_neighbours(adjacency, sensitivity, z, times):
+    """Rényi accounting lies a little above what is exact."""
+    settings = FederationSettings(**{**PRIVATE, "noise_multiplier": z}, privacy_adjacency=adjacency)
+    exact = closed_form(z / sensitivity, times)
+    assert exact < epsilon(settings, times) < 1.1 * exact
+    assert epsilon(settings, 0) == 0.0
+
+
+@accountant
+def test_epsilon_of_one_round_at_one():
+    found = {each: epsilon(FederationSettings(**PRIVATE, privacy_adjacency=each), 1) for each in SENSITIVITY}
+    assert found == {"zero_out": pytest.approx(4.73, abs=0.01), "replacement": pytest.approx(10.73, abs=0.01)}
+    assert FederationSettings().privacy_adjacency == "replacement"
+
+
+@pytest.mark.parametrize(("adjacency", "sensitivity"), [("zero_out", 1), ("replacement", 2)])
+def test_neighbours_differ_by_no_more_than_is_accounted_for(small, adjacency, sensitivity):
+    """The worst replacement turns an update round; a device that sends nothing counts as zeros."""
+    (one, sent, base), (other, _, _) = private_sums(small, update_clip=0.5), private_sums(small, update_clip=0.5)
+    one.fold_in_place(np.full(len(base), 1e6, np.float32), None, 1)
+    if adjacency == "replacement":
+        other.fold_in_place(np.full(len(base), -1e6, np.float32), None, 1)
+    distance = np.linalg.norm(one.clipped_sum - other.clipped_sum)
+    assert distance == pytest.approx(SENSITIVITY[adjacency] * 0.5, rel=1e-4)
+    assert SENSITIVITY[adjacency] == sensitivity
 
 
 REFUSED = {
@@ -134,7 +197,7 @@ def test_methods_of_a_plain_mean_may(small, name):
 
 
 def test_without_an_accountant_nothing_is_promised(small, monkeypatch):
-    epsilon.cache_clear()
+    privacy._epsilon.cache_clear()
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(BadContent, match=r"pip install 'sparrow-fl\[privacy\]'"):
         check_privacy(load_method("fedspu"), without_norm(small), completed(FederationSettings(**PRIVATE)))
@@ -156,16 +219,6 @@ def flat(coordinator):
     return pack(MNIST, checkpoint.load(coordinator.model())[0], None).astype(np.float64)
 
 
-@pytest.fixture
-def quiet(monkeypatch):
-    """No noise, and how much of it was asked for."""
-    asked = []
-    monkeypatch.setattr(
-        intake, "PrivateSums", lambda *known: PrivateSums(*known, lambda count: asked.append(count) or np.zeros(count))
-    )
-    return asked
-
-
 @accountant
 def test_a_round_costs_what_the_device_drawn_most_often_pays(coordinator, quiet):
     coordinator.create(task="mnist", **CALM)
@@ -181,8 +234,8 @@ def test_a_round_costs_what_the_device_drawn_most_often_pays(coordinator, quiet)
             "three of length 1, over three"
         )
         cost = coordinator.record(number).privacy
-        assert (cost.most_draws, cost.delta) == (number, 1e-5)
-        assert cost.epsilon == pytest.approx(epsilon(1.0, 1e-5, number))
+        assert (cost.most_draws, cost.delta, cost.adjacency) == (number, 1e-5, "replacement")
+        assert cost.epsilon == pytest.approx(epsilon(coordinator.info().settings, number))
         assert coordinator.info().privacy == cost
     metrics = Metrics()
     metrics.observe_records(coordinator.store)
@@ -220,3 +273,71 @@ def test_each_device_is_drawn_by_itself(coordinator, clock):
     assert len({len(cohort) for cohort in cohorts}) > 2, "not always two"
     for number, cohort in enumerate(cohorts, 1):  # those who missed a round are away when the next one opens
         assert set(cohort) <= set(choose_each("abcd", 2 / 4, job="f:0", round_number=number))
+
+
+@accountant
+def test_a_device_that_is_revoked_and_enrols_again_goes_on_paying(coordinator, quiet):
+    coordinator.create(task="mnist", **CALM)
+    devices = coordinator.enrol("a", "b", "c")
+    for number in (1, 2, 3):
+        coordinator.rounds.advance()
+        coordinator.devices.change(devices[0].id, ChangeDevice(revoked=True))
+        for device in devices[1:]:
+            send(coordinator, device, 1.0, MNIST)
+        devices[0].enrol()
+        coordinator.rounds.advance()
+        assert coordinator.record(number).privacy.most_draws == number
+    told = {each.device: each for each in coordinator.records.reports("f", 3)}
+    assert "a" not in told, "it never answered, and pays for being asked"
+
+
+@accountant
+@pytest.mark.parametrize("again", ["goes on", "restarts"])
+def test_a_model_whose_commit_fails_is_no_model_and_its_retries_draw_no_fresh_noise(tmp_path, clock, again):
+    """Sixty draws of noise would average away."""
+    coordinator = LocalCoordinator(tmp_path / "data", clock, keep_models=5)
+    coordinator.create(task="mnist", **CALM)
+    devices = coordinator.enrol("a", "b", "c")
+    coordinator.rounds.advance()
+    for device in devices:
+        send(coordinator, device, 1.0, MNIST)
+    made = set()
+
+    def fail(connection):
+        made.update(hashlib.sha256(path.read_bytes()).hexdigest() for path in files(tmp_path) - before)
+        raise sqlite3.OperationalError("disk I/O error")
+
+    before = files(tmp_path)
+    event.listen(coordinator.store.engine, "commit", fail)
+    for _ in range(5):
+        coordinator.rounds.advance()
+        assert coordinator.info().model_version == 0
+        assert [each.version for each in coordinator.federations.models("f")] == [0]
+        with pytest.raises(NotFound, match="model 1 of f is not kept"):
+            coordinator.federations.model("f", 1)
+        with pytest.raises(NotFound, match="has no model 1"):
+            coordinator.change(action="rollback", model_version=1)
+    assert len(made) == 1
+    event.remove(coordinator.store.engine, "commit", fail)
+    if again == "restarts":
+        coordinator.store.close()
+        coordinator = LocalCoordinator(tmp_path / "data", clock, keep_models=5)
+    coordinator.rounds.advance()
+    assert coordinator.info().model_version == 1
+    assert {hashlib.sha256(coordinator.model()).hexdigest()} == made
+    coordinator.store.close()
+
+
+def files(folder):
+    return {path for path in folder.rglob("models/*.safetensors")}
+
+
+@accountant
+def test_a_change_is_held_to_what_creation_is(coordinator):
+    coordinator.create(task="mnist", **{**CALM, "privacy_delta": 1e-3})
+    with pytest.raises(BadContent, match="privacy_delta: noise_multiplier promises"):
+        coordinator.change(cohort=2000)
+    assert coordinator.info().settings.cohort == 3
+    coordinator.create("robust", robust="median", cohort=5)
+    with pytest.raises(BadContent, match="cannot tell who lies"):
+        coordinator.federations.change("robust", ChangeFederation(cohort=2))

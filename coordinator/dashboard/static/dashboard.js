@@ -155,7 +155,7 @@ function tilesOf({ federation, doing, evaluating, everything_bytes: everything }
     everything > 0 && ["Everything, bytes", bytes(Math.max(everything, sent)), "with evaluation, publication and all other calls"],
     measured > 0 && ["Energy, measured", joules(measured), "training and transfer"],
     estimated > 0 && ["Energy, estimated", joules(estimated), "training and transfer"],
-    federation.privacy && ["Privacy spent", `ε ≤ ${federation.privacy.epsilon.toPrecision(3)}`, `δ = ${federation.privacy.delta}`],
+    federation.privacy && ["Privacy spent", `ε ≤ ${federation.privacy.epsilon.toPrecision(3)}`, `δ = ${federation.privacy.delta}, ${federation.privacy.adjacency.replace("_", "-")}`],
   ].filter(Boolean);
 }
 
