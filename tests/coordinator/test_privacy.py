@@ -21,8 +21,8 @@ from sparrow.coordinator.errors import BadContent, NotFound
 from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, any_budget, load_method
 from sparrow.coordinator.reports.metrics import Metrics
-from sparrow.coordinator.rounds.cohort import choose_each
 from sparrow.coordinator.rounds import privacy
+from sparrow.coordinator.rounds.cohort import choose_each
 from sparrow.coordinator.rounds.privacy import SENSITIVITY, PrivateSums, check_privacy, epsilon, noise_of
 
 from .fakes import LocalCoordinator
@@ -197,10 +197,12 @@ def test_methods_of_a_plain_mean_may(small, name):
 
 
 def test_without_an_accountant_nothing_is_promised(small, monkeypatch):
-    privacy._epsilon.cache_clear()
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(BadContent, match=r"pip install 'sparrow-fl\[privacy\]'"):
-        check_privacy(load_method("fedspu"), without_norm(small), completed(FederationSettings(**PRIVATE)))
+        settings = completed(
+            FederationSettings(**{**PRIVATE, "noise_multiplier": 1.2345})
+        )  # not remembered from before
+        check_privacy(load_method("fedspu"), without_norm(small), settings)
 
 
 # --- a whole federation ------------------------------------------------------------------------------------------
