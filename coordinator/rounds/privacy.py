@@ -16,9 +16,9 @@ arXiv:1710.06963, with what makes it true here:
   by Rényi accounting (Mironov 2017). A device is counted by its name: revoked and enrolled again it is the same one.
 - Two runs are neighbours if one device's updates differ (``privacy_adjacency``): they are others, of its own choice
   (replacement), or count as zeros (zero_out; Kairouz and others, "Practical and Private (Deep) Learning without
-  Sampling or Shuffling", ICML 2021, arXiv:2103.00039). The device is drawn for the same rounds in both. One replaced update of
-  norm C at most moves the sum by 2 C, one that becomes zeros by C. The noise is measured in C, so for replacement it
-  counts half: z = 1 there is what z = 0.5 is here.
+  Sampling or Shuffling", ICML 2021, arXiv:2103.00039). The device is drawn for the same rounds in both. One replaced
+  update of norm C at most moves the sum by 2 C, one that becomes zeros by C. The noise is measured in C, so for
+  replacement it counts half: z = 1 there is what z = 0.5 is here.
 - Noise comes from a key of 256 random bits that the operating system gave and that never leaves the records, never from
   the federation's seed. It follows from the key, the round and the round's sum. So a round that is closed again,
   because a commit failed or the process was killed, gives the same model: who sees both cannot average the noise away.

@@ -138,7 +138,7 @@ def test_epsilon_of_one_round_at_one():
 @pytest.mark.parametrize(("adjacency", "sensitivity"), [("zero_out", 1), ("replacement", 2)])
 def test_neighbours_differ_by_no_more_than_is_accounted_for(small, adjacency, sensitivity):
     """The worst replacement turns an update round; a device that sends nothing counts as zeros."""
-    (one, sent, base), (other, _, _) = private_sums(small, update_clip=0.5), private_sums(small, update_clip=0.5)
+    (one, _, base), (other, _, _) = private_sums(small, update_clip=0.5), private_sums(small, update_clip=0.5)
     one.fold_in_place(np.full(len(base), 1e6, np.float32), None, 1)
     if adjacency == "replacement":
         other.fold_in_place(np.full(len(base), -1e6, np.float32), None, 1)
@@ -331,7 +331,7 @@ def test_a_model_whose_commit_fails_is_no_model_and_its_retries_draw_no_fresh_no
 
 
 def files(folder):
-    return {path for path in folder.rglob("models/*.safetensors")}
+    return set(folder.rglob("models/*.safetensors"))
 
 
 @accountant
