@@ -198,10 +198,9 @@ def test_methods_of_a_plain_mean_may(small, name):
 
 def test_without_an_accountant_nothing_is_promised(small, monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    unknown = {**PRIVATE, "noise_multiplier": 1.2345}  # whose epsilon is not remembered from before
+    settings = completed(FederationSettings(**unknown))
     with pytest.raises(BadContent, match=r"pip install 'sparrow-fl\[privacy\]'"):
-        settings = completed(
-            FederationSettings(**{**PRIVATE, "noise_multiplier": 1.2345})
-        )  # not remembered from before
         check_privacy(load_method("fedspu"), without_norm(small), settings)
 
 
