@@ -32,8 +32,10 @@ from sparrow.coordinator.errors import (
     NameTaken,
     NoGlobalModel,
     NotFound,
+    Unreadable,
     WrongState,
     explain,
+    parsed,
 )
 from sparrow.coordinator.methods import CoordinatorMethod, Situation, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
@@ -75,7 +77,7 @@ class Federations:
 
     def publish(self, body: bytes) -> FederationInfo:
         """Create a federation of a user's own model: a checkpoint as ``CreateFederation`` describes it."""
-        request = CreateFederation.model_validate_json(checkpoint.read_note(body))
+        request = parsed(CreateFederation, checkpoint.read_note(body))
         tensors, _ = checkpoint.load(body)
         if request.task is not None:
             raise BadContent("task: leave it out where a manifest is published")
@@ -84,7 +86,7 @@ class Federations:
             skeleton = tensors.pop("sparrow.skeleton").tobytes()
         except KeyError as missing:
             raise BadContent(f"the checkpoint lacks {missing}; publish with sparrow publish") from None
-        manifest = Manifest.model_validate_json(manifest_json)
+        manifest = parsed(Manifest, manifest_json)
         manifest.check_tensors(tensors, what="the published weights", only_shared=True)
         return self._create(request, manifest, skeleton, tensors, len(body))
 
@@ -164,7 +166,7 @@ class Federations:
             changed = request.model_dump(exclude={"action", "model_version"}, exclude_none=True)
             federation.settings = {**federation.settings, **changed}
             try:
-                settings_of(federation)
+                FederationSettings.model_validate(federation.settings)
             except ValidationError as error:
                 raise BadContent(explain(error)) from None
             if (request.action == "rollback") != (request.model_version is not None):
@@ -250,9 +252,15 @@ class Federations:
             return rollback.list_models(db, find(db, name), self._models)
 
     def list(self) -> list[FederationInfo]:
-        """Return every federation, by age."""
+        """Return every federation that can be read, by age."""
+        found = []
         with self._store.reading() as db:
-            return [self.describe(db, federation) for federation in db.scalars(select(Federation))]
+            for federation in db.scalars(select(Federation)):
+                try:
+                    found.append(self.describe(db, federation))
+                except Unreadable as error:  # asking for it alone tells why
+                    log.error("%s", error)
+        return found
 
     def get(self, name: str) -> FederationInfo:
         """Return one federation. Raises NotFound."""

@@ -14,7 +14,7 @@ from sparrow.coordinator.reports.overview import MOST_POINTS, span_of
 from sparrow.coordinator.reports.records import bottom_decile
 from sparrow.coordinator.storage.tables import Round
 
-from .fakes import DIGITS
+from .fakes import DIGITS, STOPS
 from .grown import grow
 
 
@@ -92,7 +92,7 @@ def test_a_buffered_round_counts_what_has_arrived_and_waits_for_whoever_trains(c
 
 
 def test_every_device_says_what_it_is_doing_or_why_it_does_not_train(coordinator, answer):
-    coordinator.create(cohort=3, rounds=5, evaluation_interval=1)
+    coordinator.create(cohort=3, rounds=5, evaluation_interval=1, **STOPS)
     one, two, away, paused, revoked, resting = coordinator.enrol(*"abcdef")
     coordinator.devices.change(away.id, ChangeDevice(conditions=Conditions(available=False)))
     reason = PauseReason.heat

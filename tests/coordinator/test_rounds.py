@@ -40,7 +40,7 @@ from sparrow.coordinator.rounds.cohort import Candidate, choose
 from sparrow.coordinator.rounds.dispatch import REST_SECONDS
 from sparrow.coordinator.storage.store import Store
 
-from .fakes import CALM, DIGITS, FakeDevice, LocalCoordinator, answering, playing
+from .fakes import CALM, DIGITS, STOPS, FakeDevice, LocalCoordinator, answering, playing
 
 
 @pytest.fixture
@@ -327,7 +327,7 @@ def test_a_device_that_takes_its_leave_is_not_drawn_until_it_asks(coordinator, a
 
 def test_v5_pool_stopped_devices_are_never_drawn_again_and_the_last_one_ends_the_job(coordinator, answer):
     """Card V5: C = {X, Z}, m = 10. X stops and is aggregated, C = {Z}; Z stops, C = {}: the job ends."""
-    coordinator.create(rounds=100, cohort=10)
+    coordinator.create(rounds=100, cohort=10, **STOPS)
     x, z = coordinator.enrol("X", "Z")
     coordinator.rounds.advance()
     assert coordinator.record(1).cohort == ("X", "Z")
@@ -356,7 +356,7 @@ def test_v5_pool_stopped_devices_are_never_drawn_again_and_the_last_one_ends_the
 
 
 def test_evaluation_is_asked_of_all_who_are_there_stopped_or_not(coordinator, answer):
-    coordinator.create(rounds=4, evaluation_interval=2, global_evaluation_interval=2)
+    coordinator.create(rounds=4, evaluation_interval=2, global_evaluation_interval=2, **STOPS)
     devices = a, b, c = coordinator.enrol("a", "b", "c")
     coordinator.rounds.advance()
     answer(a, stopped=True)

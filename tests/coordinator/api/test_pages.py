@@ -11,7 +11,11 @@ from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator.dashboard import OWN
 
 SETTINGS = FederationSettings(rounds=2, evaluation_interval=0)
-TOKENS = {"admin_token": "chief", "observer_token": "eye", "enrolment_token": "way in"}
+TOKENS = {
+    "admin_token": "the-chief-s-secret",
+    "observer_token": "an-observer-s-secret",
+    "enrolment_token": "the enrolment token",
+}
 PAGES = ["/", *(f"/page/{path.name}" for path in OWN.iterdir())]
 
 
@@ -61,9 +65,9 @@ def test_a_browser_asks_its_user_for_a_token_and_sends_it_as_a_password(open_app
         assert answer.headers["www-authenticate"].startswith('Basic realm="Sparrow')
     assert client.get("/v1/federations").headers["www-authenticate"] == "Bearer"
     for path in (*PAGES, "/docs", "/v1/federations", "/v1/federations/default/overview", "/metrics"):
-        assert client.get(path, headers=basic("eye")).status_code == 200
-    assert client.get("/admin", headers=basic("chief")).status_code == 200
-    refused = client.get("/admin", headers=basic("eye"))
+        assert client.get(path, headers=basic("an-observer-s-secret")).status_code == 200
+    assert client.get("/admin", headers=basic("the-chief-s-secret")).status_code == 200
+    refused = client.get("/admin", headers=basic("an-observer-s-secret"))
     assert (refused.status_code, refused.headers["www-authenticate"][:5]) == (401, "Basic")
 
 
@@ -77,10 +81,20 @@ def test_what_is_no_password_is_none(open_app, sent):
 def test_the_page_knows_whether_its_user_may_change_things(open_app):
     client = open_app(**TOKENS)
     path = "/v1/federations/default/overview"
-    assert client.get(path, headers=basic("eye")).json()["may_change"] is False
-    assert client.get(path, headers=basic("chief")).json()["may_change"] is True
-    assert client.patch("/v1/federations/default", json={"action": "pause"}, headers=basic("eye")).status_code == 401
-    assert client.patch("/v1/federations/default", json={"action": "pause"}, headers=basic("chief")).status_code == 200
+    assert client.get(path, headers=basic("an-observer-s-secret")).json()["may_change"] is False
+    assert client.get(path, headers=basic("the-chief-s-secret")).json()["may_change"] is True
+    assert (
+        client.patch(
+            "/v1/federations/default", json={"action": "pause"}, headers=basic("an-observer-s-secret")
+        ).status_code
+        == 401
+    )
+    assert (
+        client.patch(
+            "/v1/federations/default", json={"action": "pause"}, headers=basic("the-chief-s-secret")
+        ).status_code
+        == 200
+    )
 
 
 @pytest.mark.parametrize("tokens", [{}, TOKENS])
@@ -96,7 +110,7 @@ def test_the_page_knows_whether_its_user_may_change_things(open_app):
 )
 def test_a_page_of_another_site_changes_nothing(open_app, tokens, headers, status):
     client = open_app(**tokens)
-    sent = {**headers, **(basic("chief") if tokens else {})}
+    sent = {**headers, **(basic("the-chief-s-secret") if tokens else {})}
     answer = client.patch("/v1/federations/default", json={"action": "pause"}, headers=sent)
     assert answer.status_code == status
     assert client.get("/", headers=sent).status_code == 200, "to look is no change"

@@ -27,7 +27,11 @@ from sparrow.coordinator.storage.tables import Assignment, Device, Round
 
 MANIFEST = load_builtin("digits").manifest
 SETTINGS = FederationSettings(rounds=5, evaluation_interval=1, deadline_seconds=600, early_stopping="off")
-TOKENS = {"admin_token": "key-secret", "observer_token": "eye-secret", "enrolment_token": "door-secret"}
+TOKENS = {
+    "admin_token": "key-secret-0123456",
+    "observer_token": "eye-secret-0123456",
+    "enrolment_token": "door-secret-0123456",
+}
 
 
 def bearer(token):
@@ -129,7 +133,7 @@ def test_an_answer_names_its_request(open_app):
 def test_no_secret_is_ever_logged(open_app, train):
     with logging_to(JsonFormatter()) as lines:
         client = open_app(**TOKENS)
-        one, two = (enrol(client, name, **bearer("door-secret")) for name in ("one", "two"))
+        one, two = (enrol(client, name, **bearer("door-secret-0123456")) for name in ("one", "two"))
         headers = bearer(one["token"])
         renewed = client.post(f"/v1/devices/{one['device_id']}/token", headers=headers).json()["token"]
         work = ask(client, bearer(renewed))
@@ -138,9 +142,9 @@ def test_no_secret_is_ever_logged(open_app, train):
         for token in (*TOKENS.values(), one["token"], "wrong-secret"):
             for path in ("/v1/federations", "/metrics", "/v1/federations/default/assignment", "/v1/nonsense"):
                 client.get(path, headers=bearer(token))
-        client.post("/v1/federations", json={"name": "../", "task": "digits"}, headers=bearer("key-secret"))
-        enrol(client, "../", **bearer("door-secret"))
-        client.patch(f"/v1/devices/{two['device_id']}", json={"revoked": True}, headers=bearer("key-secret"))
+        client.post("/v1/federations", json={"name": "../", "task": "digits"}, headers=bearer("key-secret-0123456"))
+        enrol(client, "../", **bearer("door-secret-0123456"))
+        client.patch(f"/v1/devices/{two['device_id']}", json={"revoked": True}, headers=bearer("key-secret-0123456"))
     text = "\n".join(lines)
     assert "round 1 opens" in text
     keys = [name.ljust(32, "k") for name in ("one", "two", "../")]
@@ -301,4 +305,4 @@ def test_unknown_callers_are_not_told_why_it_is_not_ready(open_app, tmp_path, mo
     answer = client.get("/readyz")
     assert answer.status_code == 503
     assert "cannot use" not in answer.text
-    assert "cannot use its data folder" in client.get("/readyz", headers=bearer("eye-secret")).text
+    assert "cannot use its data folder" in client.get("/readyz", headers=bearer("eye-secret-0123456")).text
