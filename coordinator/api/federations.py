@@ -66,7 +66,7 @@ async def create_federation(request: Request, coordinator: TheCoordinator) -> Fe
             return await run_in_threadpool(coordinator.federations.create, parsed(CreateFederation, body))
         case checkpoint.MEDIA_TYPE:
             body = await read_body(request, coordinator.settings.max_model_bytes)
-            return await run_in_threadpool(coordinator.federations.publish, body)
+            return await run_in_threadpool(coordinator.federations.publish, body, coordinator.settings.max_model_bytes)
         case other:
             raise WrongMediaType(f"send application/json or {checkpoint.MEDIA_TYPE}, not {other!r}")
 

@@ -32,6 +32,7 @@ from sparrow.coordinator.errors import (
     NameTaken,
     NoGlobalModel,
     NotFound,
+    TooLarge,
     Unreadable,
     WrongState,
     explain,
@@ -61,6 +62,9 @@ from sparrow.export.metadata import properties
 
 log = logging.getLogger(__name__)
 
+LARGEST_NOTE = 64 * 1024
+LARGEST_MANIFEST = 64 * 1024**2
+
 
 class Federations:
     """Every federation of this coordinator."""
@@ -75,9 +79,16 @@ class Federations:
         task = _built_in(request.task)
         return self._create(request, task.manifest, task.skeleton, None)
 
-    def publish(self, body: bytes) -> FederationInfo:
-        """Create a federation of a user's own model: a checkpoint as ``CreateFederation`` describes it."""
-        request = parsed(CreateFederation, checkpoint.read_note(body))
+    def publish(self, body: bytes, largest: int = 2**31) -> FederationInfo:
+        """Create a federation of a user's own model: a checkpoint as ``CreateFederation`` describes it.
+
+        largest: of the model, in bytes: a manifest of a few lines may describe values without end. Raises BadContent,
+        NameTaken, TooLarge.
+        """
+        note = checkpoint.read_note(body)
+        if len(note) > LARGEST_NOTE:
+            raise TooLarge(f"the note has {len(note)} characters, nothing valid is longer than {LARGEST_NOTE}")
+        request = parsed(CreateFederation, note)
         tensors, _ = checkpoint.load(body)
         if request.task is not None:
             raise BadContent("task: leave it out where a manifest is published")
@@ -86,7 +97,11 @@ class Federations:
             skeleton = tensors.pop("sparrow.skeleton").tobytes()
         except KeyError as missing:
             raise BadContent(f"the checkpoint lacks {missing}; publish with sparrow publish") from None
+        if len(manifest_json) > LARGEST_MANIFEST:
+            raise TooLarge(f"the manifest has {len(manifest_json)} bytes, at most {LARGEST_MANIFEST} are accepted")
         manifest = parsed(Manifest, manifest_json)
+        if 4 * manifest.shared_values > largest:
+            raise TooLarge(f"the model has {4 * manifest.shared_values} bytes, this coordinator takes up to {largest}")
         manifest.check_tensors(tensors, what="the published weights", only_shared=True)
         return self._create(request, manifest, skeleton, tensors, len(body))
 

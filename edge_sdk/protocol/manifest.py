@@ -193,6 +193,8 @@ class Manifest(_Record):
                 described = sum(sizes[segment.group] * segment.repeat for segment in segments)
                 if segments and described != length:
                     raise ValueError(f"{tensor.name}: axis {axis} has length {length}, its segments add to {described}")
+        if sum(sizes.values()) > sum(sum(tensor.shape) for tensor in self.tensors):
+            raise ValueError(f"{sum(sizes.values())} neurons in all are more than rows and columns; publish it again")
         names = {tensor.name for tensor in self.tensors}
         for layer in self.layers:
             for name in layer.tensors:

@@ -25,6 +25,7 @@ MOST_SECONDS = 1e9
 """Thirty years."""
 MOST_JOULES = 1e12
 """A kilowatt for as long."""
+CELSIUS = (-273.15, 1000.0)
 MOST_COUNT = 2**43
 """8.8e12: of bytes, 8 TiB. What one device counts in one round; a million of them fit 64 bits."""
 MOST_FLOPS = 10**21
@@ -50,6 +51,11 @@ class _Request(BaseModel):
         for name, value in self.__dict__.items():
             check_text(name, value)
         return self
+
+
+def bounded(loss: float) -> float:
+    """Return a finite loss as a report may tell it: one beyond float32 is the largest there is."""
+    return max(-LARGEST_SCORE, min(LARGEST_SCORE, loss))
 
 
 def check_text(name: str, value: object) -> None:
@@ -620,7 +626,7 @@ class Phase(_Request):
     seconds: Seconds = 0.0
     paused_seconds: Seconds = 0.0
     throttled_seconds: Seconds | None = None
-    celsius_peak: float | None = Field(default=None, ge=-273.15, le=1000)
+    celsius_peak: float | None = Field(default=None, ge=CELSIUS[0], le=CELSIUS[1])
     bytes_down: Count = 0
     bytes_up: Count = 0
     joules: Joules | None = None
