@@ -10,6 +10,7 @@ breaks, indented, so that none of its lines looks like another event.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Iterator
@@ -42,6 +43,12 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line. A traceback that another handler's formatter has written in the record is left alone."""
+        record = copy.copy(record)
+        record.exc_text = None
+        return super().format(record)
+
     def formatException(self, ei: Any) -> str:  # noqa: N802  the standard library's name
         """Return a traceback, indented."""
         return _indented(super().formatException(ei))

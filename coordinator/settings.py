@@ -116,8 +116,8 @@ class Settings(BaseSettings):
     @field_validator("admin_token", "observer_token", "enrolment_token")
     @classmethod
     def _hard_to_guess(cls, token: SecretStr | None) -> SecretStr | None:
-        secret = token.get_secret_value() if token else None
-        if secret is not None and (len(secret) < SHORTEST_TOKEN or len(set(secret)) < FEWEST_CHARACTERS):
+        secret = "" if token is None else token.get_secret_value()
+        if token is not None and (len(secret) < SHORTEST_TOKEN or len(set(secret)) < FEWEST_CHARACTERS):
             raise ValueError(
                 f"too easy to guess; give at least {SHORTEST_TOKEN} characters, {FEWEST_CHARACTERS} of them different, "
                 f"as openssl rand -hex 24 prints them"

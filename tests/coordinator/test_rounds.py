@@ -1023,3 +1023,41 @@ def test_joules_per_point_are_those_since_the_last_evaluation(coordinator):
     )
     assert [each.joules_per_point_measured for each in found] == [None, None, pytest.approx(5), None, pytest.approx(2)]
     assert [each.joules_per_point_estimated for each in found] == [None, None, pytest.approx(2), None, None]
+
+
+# --- who may stop ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"early_stopping": "off"}, "no device stops early here"),
+        ({}, "asked to train 1 times, and stops at the earliest after 15 "),
+        ({"min_participations": 1}, "asked to train 1 times, and stops at the earliest after 10 "),
+        ({"early_stopping": "paper", "patience": 2}, "asked to train 1 times, and stops at the earliest after 2 "),
+    ],
+)
+def test_no_device_ends_a_federation_before_its_rule_could(coordinator, answer, play, settings, said):
+    coordinator.create(rounds=3, **settings)
+    devices = coordinator.enrol("a", "b")
+    coordinator.rounds.advance()
+    for device in devices:
+        with pytest.raises(BadContent, match=said):
+            answer(device, stopped=True)
+    coordinator.rounds.advance()
+    info = coordinator.info()
+    assert (info.status, info.devices_stopped, info.round) == ("running", 0, 0)
+    play(coordinator, devices)
+    info = coordinator.info()
+    assert (info.reason, info.round, coordinator.record(1).updates) == ("max_rounds", 3, 2)
+
+
+def test_a_device_may_stop_once_its_rule_could(coordinator, answer):
+    coordinator.create(rounds=5, early_stopping="paper", patience=2)
+    devices = coordinator.enrol("a", "b")
+    coordinator.rounds.advance()
+    for stopped in (False, True):
+        for device in devices:
+            answer(device, stopped=stopped)
+        coordinator.rounds.advance()
+    assert coordinator.record(2).stopped == ("a", "b")
