@@ -199,7 +199,9 @@ def get_model(
     name: str,
     coordinator: TheCoordinator,
     request: Request,
-    version: Annotated[int | None, Query(ge=0, description="One that is kept; the newest where left out")] = None,
+    version: Annotated[
+        int | None, Query(ge=0, lt=2**31, description="One that is kept; the newest where left out")
+    ] = None,
 ) -> Response:
     """Return the global model: a safetensors file with tensors by name."""
     return ranged(request, coordinator.federations.model(name, version), checkpoint.MEDIA_TYPE)

@@ -178,6 +178,7 @@ class Federations:
         """Pause, resume, stop or reopen a federation, or change settings from the next round on."""
         with self._store.writing() as db:
             federation = find(db, name)
+            settings_of(federation)  # can be read
             changed = request.model_dump(exclude={"action", "model_version"}, exclude_none=True)
             federation.settings = {**federation.settings, **changed}
             try:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from sqlalchemy import event, select, update
+from sqlalchemy import event, select, text, update
 
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons
@@ -304,6 +304,21 @@ def test_nor_does_anything_else_that_cannot_be_read(coordinator, play):
     with coordinator.store.writing() as db:  # what was made of the facts before
         db.execute(update(Round).values(summary={"round": 1, "status": "closed"}, stale=False))
     assert coordinator.records.rounds("f") == before
+
+
+def test_damaged_text_in_a_record_hides_no_other(coordinator, play):
+    """SQLite alone: PostgreSQL stores no text that is not JSON."""
+    coordinator.create(rounds=2, evaluation_interval=1)
+    play(coordinator, coordinator.enrol("a", "b"))
+    if coordinator.store.engine.dialect.name != "sqlite":
+        pytest.skip("a server checks it")
+    with coordinator.store.writing() as db:
+        db.execute(text("UPDATE assignments SET report = substr(report, 9) WHERE round = 1 AND kind = 'train'"))
+        db.execute(text("UPDATE devices SET profile = '{' WHERE name = 'a'"))
+        db.execute(text("UPDATE rounds SET stale = 1"))
+    assert coordinator.records.rounds("f")[0].unreadable == ("a", "b")
+    assert [info.profile.board for info in coordinator.device_lists.list("f")[0]] == ["unreadable", ""]
+    assert [point.updates for point in coordinator.overviews.look("f").points] == [2, 2]
 
 
 def test_settings_that_cannot_be_read_are_said_and_hide_no_other_federation(coordinator):

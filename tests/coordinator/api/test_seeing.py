@@ -371,6 +371,16 @@ def test_text_that_cannot_be_stored_is_refused_at_the_border(open_app):
         assert answer.json()["detail"]
 
 
+def test_a_number_without_end_is_no_fault_of_the_storage(open_app):
+    """A file's name of 400 digits is too long, and a disk that refuses it would be taken to be broken."""
+    client = open_app()
+    assert client.get(f"{ASKED}/model?version={'9' * 400}").status_code == 422
+    wanted = {"action": "rollback", "model_version": 10**400}
+    assert client.patch(ASKED, json=wanted).status_code == 422
+    assert client.get(f"{ASKED}/rounds/{'9' * 400}/reports").status_code == 404
+    assert client.get("/readyz").json() == {"status": "ready"}
+
+
 def test_costs_without_bounds_are_refused_and_every_record_stays(open_app, train):
     client = open_app()
     one, _ = (bearer(enrol(client, name)["token"]) for name in ("one", "two"))
