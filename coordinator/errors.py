@@ -20,6 +20,7 @@ CoordinatorError
 │   ├── TooSlow               the body came too slowly: send it again (``api.middleware.body_limits``)
 │   ├── Unavailable           storage does not work at the moment: try again later
 │   │   └── DiskFull          there is no room left
+│   ├── Unreadable            a record that the call needs is damaged, or another version's
 │   ├── WrongRange            ask how much of the update has arrived, and send the rest
 │   ├── LengthRequired, TooLarge, WrongMediaType      the request's envelope is wrong
 │   └── BadContent            the body breaks the contract; the text says where and what to do
@@ -39,7 +40,9 @@ CoordinatorError
 
 from __future__ import annotations
 
-from pydantic import ValidationError
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from sparrow.command_line.exits import Exit, of_status
 
@@ -150,6 +153,10 @@ class DiskFull(Unavailable):
     exit_code = Exit.FULL
 
 
+class Unreadable(RequestError):
+    """A record that the call cannot do without is damaged, or was written by a version that allows other values."""
+
+
 class WrongRange(RequestError):
     """A part of an update does not begin where the last one ended, or the whole has another digest than announced."""
 
@@ -228,6 +235,25 @@ class EvaluationRefused(EvaluationFailed):
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(f"{detail} (HTTP {status})")
         self.exit_code = of_status(status)
+
+
+Message = TypeVar("Message", bound=BaseModel)
+
+
+def parsed(kind: type[Message], text: str | bytes) -> Message:
+    """Return the message that a caller sent as JSON. Raises BadContent."""
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        raise BadContent(explain(error)) from None
+
+
+def read_stored(kind: type[Message], value: object) -> Message | None:
+    """Return what the records hold; None where it cannot be read: it is damaged, or from a version that allows more."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError:
+        return None
 
 
 def explain(error: ValidationError) -> str:

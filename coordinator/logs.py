@@ -2,10 +2,15 @@
 
 ``about`` says it for everything that is logged within, in whichever module; a line's own ``extra`` adds to it. As text
 the fields stand at its end as key=value, as JSON each line is one object.
+
+What callers sent (reasons, names, boards) may be part of any line. So no line has a character but printable ones:
+line breaks, terminal codes and marks that turn the direction of text are written as escapes. A traceback keeps its line
+breaks, indented, so that none of its lines looks like another event.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Iterator
@@ -13,6 +18,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime, timezone
 from typing import Any, Literal
+
+from sparrow.command_line.table import printable
 
 FIELDS = ("federation", "round", "device", "request")
 
@@ -35,26 +42,48 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     return {key: known[key] for key in FIELDS if key in known}
 
 
-class TextFormatter(logging.Formatter):
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line. A traceback that another handler's formatter has written in the record is left alone."""
+        record = copy.copy(record)
+        record.exc_text = None
+        return super().format(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802  the standard library's name
+        """Return a traceback, indented."""
+        return _indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:  # noqa: N802
+        """Return a stack, indented."""
+        return _indented(super().formatStack(stack_info))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {printable(line)}" for line in text.split("\n"))
+
+
+class TextFormatter(_Formatter):
     """Time, level, logger, message, and the fields as key=value."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the standard library's name
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """Return the line without its traceback, which follows it."""
         fields = "".join(f" {key}={value}" for key, value in fields_of(record).items())
-        return super().formatMessage(record) + fields
+        return printable(super().formatMessage(record) + fields)
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(_Formatter):
     """One JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
         when = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
-        line = {"time": when, "level": record.levelname, "logger": record.name, "message": record.getMessage()}
-        line |= fields_of(record)
+        line = {"time": when, "level": record.levelname, "logger": record.name}
+        line["message"] = printable(record.getMessage())
+        fields = fields_of(record).items()
+        line |= {key: printable(value) if isinstance(value, str) else value for key, value in fields}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)

@@ -19,6 +19,7 @@ from sparrow.coordinator.api.middleware.authentication import Authentication, Un
 from sparrow.coordinator.api.middleware.body_limits import SlowBodies, SmallBodies
 from sparrow.coordinator.api.middleware.cross_site import CrossSite
 from sparrow.coordinator.api.middleware.open_calls import MissingTokenWarning
+from sparrow.coordinator.api.middleware.plain_text import PlainText
 from sparrow.coordinator.api.middleware.rate_limits import AddressLimits, CallerLimits
 from sparrow.coordinator.api.middleware.request_ids import RequestIds
 from sparrow.coordinator.app import Coordinator
@@ -70,7 +71,7 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
     app.add_middleware(SmallBodies)
     app.add_middleware(SlowBodies, settings=settings)
     app.add_middleware(MissingTokenWarning, settings=settings)
-    for middleware in (UnknownCallers, CallerLimits, Authentication, AddressLimits, CrossSite, RequestIds):
+    for middleware in (UnknownCallers, CallerLimits, Authentication, AddressLimits, CrossSite, PlainText, RequestIds):
         app.add_middleware(middleware)
     for module in (devices, federations, status, pages):  # looked through in this order: devices call most often
         app.include_router(module.router)

@@ -18,6 +18,10 @@ from sparrow.coordinator.fleet.access import KINDS, Kind
 
 PREFIX = "COORDINATOR_"
 
+SHORTEST_TOKEN = 16
+FEWEST_CHARACTERS = 6
+"""Different ones of a token; of 16 random hexadecimal digits fewer in one of 30,000."""
+
 DATA_DIR = Path("~/.local/state/sparrow-coordinator")
 """The same from whichever folder the coordinator is started: else it would begin anew in each, without a word."""
 
@@ -28,7 +32,7 @@ SERVICE = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UD
 class Settings(BaseSettings):
     """The settings: data folder, tokens, limits, and the federation of the first start."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore", hide_input_in_errors=True)
 
     data_dir: Path = Field(
         default=DATA_DIR,
@@ -108,6 +112,27 @@ class Settings(BaseSettings):
             return folder.expanduser().absolute()
         except RuntimeError:
             raise ValueError("this user has no home folder; set it to another folder") from None
+
+    @field_validator("admin_token", "observer_token", "enrolment_token")
+    @classmethod
+    def _hard_to_guess(cls, token: SecretStr | None) -> SecretStr | None:
+        secret = "" if token is None else token.get_secret_value()
+        if token is not None and (len(secret) < SHORTEST_TOKEN or len(set(secret)) < FEWEST_CHARACTERS):
+            raise ValueError(
+                f"too easy to guess; give at least {SHORTEST_TOKEN} characters, {FEWEST_CHARACTERS} of them different, "
+                f"as openssl rand -hex 24 prints them"
+            )
+        return token
+
+    @model_validator(mode="after")
+    def _tokens_differ(self) -> Settings:
+        """Refuse one token for two kinds: every device would have the operator's."""
+        kinds = {token: kind for kind, token in self.tokens().items()}
+        for kind, token in self.tokens().items():
+            if kinds[token] != kind:
+                names = " and ".join(f"{PREFIX}{each.upper()}_TOKEN" for each in (kind, kinds[token]))
+                raise ValueError(f"{names} are the same; give each kind a token of its own")
+        return self
 
     @model_validator(mode="after")
     def _no_others(self) -> Settings:

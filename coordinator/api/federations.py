@@ -39,7 +39,7 @@ from sparrow.coordinator.api.access import (
 from sparrow.coordinator.api.bodies import LARGEST_REQUEST, ranged, read_body
 from sparrow.coordinator.api.live import follow, seen_by
 from sparrow.coordinator.api.middleware.authentication import Identity, identify, secret_of
-from sparrow.coordinator.errors import WrongMediaType
+from sparrow.coordinator.errors import WrongMediaType, parsed
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
 
@@ -63,11 +63,10 @@ async def create_federation(request: Request, coordinator: TheCoordinator) -> Fe
     match request.headers.get("content-type", "").split(";")[0].strip():
         case "application/json":
             body = await read_body(request, LARGEST_REQUEST)
-            wanted = CreateFederation.model_validate_json(body)
-            return await run_in_threadpool(coordinator.federations.create, wanted)
+            return await run_in_threadpool(coordinator.federations.create, parsed(CreateFederation, body))
         case checkpoint.MEDIA_TYPE:
             body = await read_body(request, coordinator.settings.max_model_bytes)
-            return await run_in_threadpool(coordinator.federations.publish, body)
+            return await run_in_threadpool(coordinator.federations.publish, body, coordinator.settings.max_model_bytes)
         case other:
             raise WrongMediaType(f"send application/json or {checkpoint.MEDIA_TYPE}, not {other!r}")
 
@@ -200,7 +199,9 @@ def get_model(
     name: str,
     coordinator: TheCoordinator,
     request: Request,
-    version: Annotated[int | None, Query(ge=0, description="One that is kept; the newest where left out")] = None,
+    version: Annotated[
+        int | None, Query(ge=0, lt=2**31, description="One that is kept; the newest where left out")
+    ] = None,
 ) -> Response:
     """Return the global model: a safetensors file with tensors by name."""
     return ranged(request, coordinator.federations.model(name, version), checkpoint.MEDIA_TYPE)

@@ -8,13 +8,11 @@ from http import HTTPStatus
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import Problem
 from sparrow.coordinator import errors
-from sparrow.coordinator.errors import explain
 from sparrow.export.errors import SkeletonError
 
 log = logging.getLogger(__name__)
@@ -22,6 +20,7 @@ log = logging.getLogger(__name__)
 MEDIA_TYPE = "application/problem+json"
 
 PAGES = ("/", "/admin", "/docs")
+MOST_DETAIL = 2000
 RETRY_SECONDS = 5
 """The pause before a retry after a failure that passes by itself or that an operator repairs."""
 
@@ -47,6 +46,7 @@ STATUS: dict[type[Exception], int] = {
     errors.TooManyRequests: 429,
     errors.Unavailable: 503,
     errors.DiskFull: 507,
+    errors.Unreadable: 503,
     ProtocolError: 422,
     SkeletonError: 422,
 }
@@ -57,7 +57,6 @@ def install(app: FastAPI) -> None:
     for kind, status in STATUS.items():
         app.add_exception_handler(kind, _domain(status))
     app.add_exception_handler(RequestValidationError, _invalid_request)
-    app.add_exception_handler(ValidationError, _invalid_content)
     app.add_exception_handler(HTTPException, _framework)
     app.add_exception_handler(Exception, _unforeseen)
 
@@ -70,7 +69,11 @@ def challenge(path: str) -> dict[str, str]:
 
 
 def problem(status: int, title: str, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """Return a problem document. ``title`` is the kind of problem in CamelCase; its type URI is derived from it."""
+    """Return a problem document. ``title`` is the kind of problem in CamelCase; its type URI is derived from it.
+
+    detail: may repeat what a caller sent: it is cut off at ``MOST_DETAIL`` characters, and made valid UTF-8.
+    """
+    detail = detail[:MOST_DETAIL].encode(errors="replace").decode()
     document = Problem(type=f"urn:sparrow:problem:{title}", title=title, status=status, detail=detail)
     return JSONResponse(
         document.model_dump(exclude_none=True), status_code=status, media_type=MEDIA_TYPE, headers=headers
@@ -92,11 +95,6 @@ async def _invalid_request(_: Request, error: Exception) -> JSONResponse:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     return problem(422, "InvalidRequest", f"{where}: {first['msg']}; the OpenAPI page at /docs shows what is expected")
-
-
-async def _invalid_content(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, ValidationError)
-    return problem(422, "BadContent", explain(error))
 
 
 async def _framework(request: Request, error: Exception) -> JSONResponse:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterator
+from html import escape
+from typing import Any
 
 from fastapi import APIRouter, Response
-from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import generate_latest
 from starlette.requests import Request
 
+from sparrow.coordinator import dashboard
 from sparrow.coordinator.api.access import ObserverOnly, TheCoordinator, TheIdentity
 from sparrow.coordinator.api.problems import problem
 from sparrow.coordinator.fleet.access import KINDS
@@ -46,12 +50,33 @@ def metrics(coordinator: TheCoordinator) -> Response:
 
 
 @router.get("/docs", include_in_schema=False, dependencies=[ObserverOnly])
-def docs() -> HTMLResponse:
-    """Return the page that shows the OpenAPI document."""
-    return get_swagger_ui_html(openapi_url="/openapi.json", title="Sparrow coordinator")
+def docs(request: Request) -> HTMLResponse:
+    """Return a page of all calls and messages: the OpenAPI document, without a script of anybody's."""
+    return HTMLResponse("\n".join(_lines(request.app.openapi())), headers=dashboard.HEADERS)
 
 
 @router.get("/openapi.json", include_in_schema=False, dependencies=[ObserverOnly])
 def openapi(request: Request) -> JSONResponse:
     """Return the OpenAPI document."""
     return JSONResponse(request.app.openapi())
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    """Yield an OpenAPI document as HTML."""
+    title = escape(document["info"]["title"])
+    yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+    yield f'<link rel="stylesheet" href="/page/dashboard.css"><main><h1>{title}</h1>'
+    yield '<p><a href="/openapi.json">openapi.json</a> says the same to programs.</p><h2>Calls</h2>'
+    for path, calls in document["paths"].items():
+        for method, call in calls.items():
+            yield f"<h3>{method.upper()} {escape(path)}</h3><p>{escape(call.get('description', ''))}</p>"
+            yield _details({key: call[key] for key in ("parameters", "requestBody", "responses") if key in call})
+    yield "<h2>Messages</h2>"
+    for name, schema in document["components"]["schemas"].items():
+        yield f'<h3 id="{escape(name)}">{escape(name)}</h3><p>{escape(schema.get("description", ""))}</p>'
+        yield _details({key: value for key, value in schema.items() if key not in ("description", "title")})
+    yield "</main></html>"
+
+
+def _details(value: dict[str, Any]) -> str:
+    return f"<details><summary>Fields</summary><pre>{escape(json.dumps(value, indent=2))}</pre></details>"

@@ -30,7 +30,7 @@ from sqlalchemy import select
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from sparrow.coordinator.api.bodies import LARGEST_REQUEST, read_body
+from sparrow.coordinator.api.bodies import read_body
 from sparrow.coordinator.errors import BadContent, LengthRequired, TooLarge, WrongRange
 from sparrow.coordinator.rounds.acceptance import Acceptance
 from sparrow.coordinator.storage.blobs import read_file
@@ -98,7 +98,7 @@ class Uploads:
         """
         accept, declared = self._acceptance.accept_update, request.headers.get("content-length", "")
         if "content-range" not in request.headers:
-            limit = LARGEST_REQUEST
+            limit = GATHERED_BYTES
             if declared.isdigit() and int(declared) > limit:
                 limit = await run_in_threadpool(self._acceptance.check_envelope, assignment_id, device_id, media_type)
             body = await read_body(request, limit)

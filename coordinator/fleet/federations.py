@@ -33,8 +33,11 @@ from sparrow.coordinator.errors import (
     NameTaken,
     NoGlobalModel,
     NotFound,
+    TooLarge,
+    Unreadable,
     WrongState,
     explain,
+    parsed,
 )
 from sparrow.coordinator.methods import CoordinatorMethod, Situation, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
@@ -60,6 +63,9 @@ from sparrow.export.metadata import properties
 
 log = logging.getLogger(__name__)
 
+LARGEST_NOTE = 64 * 1024
+LARGEST_MANIFEST = 64 * 1024**2
+
 
 class Federations:
     """Every federation of this coordinator."""
@@ -74,9 +80,16 @@ class Federations:
         task = _built_in(request.task)
         return self._create(request, task.manifest, task.skeleton, None)
 
-    def publish(self, body: bytes) -> FederationInfo:
-        """Create a federation of a user's own model: a checkpoint as ``CreateFederation`` describes it."""
-        request = CreateFederation.model_validate_json(checkpoint.read_note(body))
+    def publish(self, body: bytes, largest: int = 2**31) -> FederationInfo:
+        """Create a federation of a user's own model: a checkpoint as ``CreateFederation`` describes it.
+
+        largest: of the model, in bytes: a manifest of a few lines may describe values without end. Raises BadContent,
+        NameTaken, TooLarge.
+        """
+        note = checkpoint.read_note(body)
+        if len(note) > LARGEST_NOTE:
+            raise TooLarge(f"the note has {len(note)} characters, nothing valid is longer than {LARGEST_NOTE}")
+        request = parsed(CreateFederation, note)
         tensors, _ = checkpoint.load(body)
         if request.task is not None:
             raise BadContent("task: leave it out where a manifest is published")
@@ -85,7 +98,11 @@ class Federations:
             skeleton = tensors.pop("sparrow.skeleton").tobytes()
         except KeyError as missing:
             raise BadContent(f"the checkpoint lacks {missing}; publish with sparrow publish") from None
-        manifest = Manifest.model_validate_json(manifest_json)
+        if len(manifest_json) > LARGEST_MANIFEST:
+            raise TooLarge(f"the manifest has {len(manifest_json)} bytes, at most {LARGEST_MANIFEST} are accepted")
+        manifest = parsed(Manifest, manifest_json)
+        if 4 * manifest.shared_values > largest:
+            raise TooLarge(f"the model has {4 * manifest.shared_values} bytes, this coordinator takes up to {largest}")
         manifest.check_tensors(tensors, what="the published weights", only_shared=True)
         return self._create(request, manifest, skeleton, tensors, len(body))
 
@@ -161,10 +178,11 @@ class Federations:
         """Pause, resume, stop or reopen a federation, or change settings from the next round on."""
         with self._store.writing() as db:
             federation = find(db, name)
+            settings_of(federation)  # can be read
             changed = request.model_dump(exclude={"action", "model_version"}, exclude_none=True)
             federation.settings = {**federation.settings, **changed}
             try:
-                settings = settings_of(federation)
+                settings = FederationSettings.model_validate(federation.settings)
             except ValidationError as error:
                 raise BadContent(explain(error)) from None
             if changed:
@@ -252,9 +270,15 @@ class Federations:
             return rollback.list_models(db, find(db, name), self._models)
 
     def list(self) -> list[FederationInfo]:
-        """Return every federation, by age."""
+        """Return every federation that can be read, by age."""
+        found = []
         with self._store.reading() as db:
-            return [self.describe(db, federation) for federation in db.scalars(select(Federation))]
+            for federation in db.scalars(select(Federation)):
+                try:
+                    found.append(self.describe(db, federation))
+                except Unreadable as error:  # asking for it alone tells why
+                    log.error("%s", error)
+        return found
 
     def get(self, name: str) -> FederationInfo:
         """Return one federation. Raises NotFound."""

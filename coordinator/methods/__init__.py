@@ -32,7 +32,7 @@ Plan = Mapping[str, bool | int | float | str]
 class MethodSettings(BaseModel):
     """The settings of a method beyond those of every federation; this one has none."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 Own = TypeVar("Own", bound=MethodSettings)

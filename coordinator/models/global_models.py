@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from pydantic import ValidationError
 from sqlalchemy import select
 
 from edge_sdk.protocol import bundle, checkpoint
@@ -26,7 +27,7 @@ from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind
 from edge_sdk.protocol.neurons import fits_ratio, mask_digest, mask_from_file, mask_to_file
-from sparrow.coordinator.errors import NotFound
+from sparrow.coordinator.errors import NotFound, Unreadable, explain
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method
 from sparrow.coordinator.models.payloads import Packed, Payloads
 from sparrow.coordinator.storage.store import Store
@@ -47,8 +48,19 @@ class Retention:
 
 
 def settings_of(federation: Federation) -> FederationSettings:
-    """Return the federation's settings, checked when they were stored."""
-    return FederationSettings.model_validate(federation.settings)
+    """Return the federation's settings, checked when they were stored. Raises Unreadable."""
+    try:
+        return FederationSettings.model_validate(federation.settings)
+    except ValidationError as error:
+        raise unreadable(federation, "settings", error) from None
+
+
+def unreadable(federation: Federation, what: str, error: ValidationError) -> Unreadable:
+    """Return the error for a part of a federation's record that pydantic refuses."""
+    return Unreadable(
+        f"the {what} of federation {federation.name!r} in the records cannot be read: {explain(error)}. Bring back a "
+        f"backup (sparrow restore), or run the version that wrote them"
+    )
 
 
 def job_of(federation: Federation) -> str:
@@ -67,11 +79,14 @@ class Models:
         self._payloads = Payloads()
 
     def manifest(self, federation: Federation) -> Manifest:
-        """Return the federation's manifest."""
+        """Return the federation's manifest. Raises Unreadable."""
         if federation.id not in self._manifests:
             with self._store.reading() as db:
                 text = db.scalars(select(Federation.manifest).where(Federation.id == federation.id)).one()
-            self._manifests[federation.id] = Manifest.model_validate_json(text)
+            try:
+                self._manifests[federation.id] = Manifest.model_validate_json(text)
+            except ValidationError as error:
+                raise unreadable(federation, "manifest", error) from None
         return self._manifests[federation.id]
 
     def add(self, federation_id: int, manifest: Manifest, skeleton: bytes) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Array, Manifest
-from edge_sdk.protocol.messages import Evaluation
+from edge_sdk.protocol.messages import Evaluation, bounded
 from sparrow.coordinator.errors import BadContent
 
 CHUNK = 256
@@ -35,11 +35,14 @@ def judge(model: bytes, manifest: Manifest, body: bytes) -> Evaluation:
     for start in range(0, len(inputs), CHUNK):
         (answer,) = session.run(None, {taken.name: inputs[start : start + CHUNK]})
         scores, classes = np.asarray(answer, dtype=np.float64), targets[start : start + CHUNK]
-        highest = scores.max(axis=1)
-        total = highest + np.log(np.exp(scores - highest[:, None]).sum(axis=1))
-        loss += float((total - scores[np.arange(len(classes)), classes]).sum())
+        with np.errstate(invalid="ignore"):  # of infinite scores
+            highest = scores.max(axis=1)
+            total = highest + np.log(np.exp(scores - highest[:, None]).sum(axis=1))
+            loss += float((total - scores[np.arange(len(classes)), classes]).sum())
         right += int((scores.argmax(axis=1) == classes).sum())
-    return Evaluation(num_examples=len(inputs), loss=loss / len(inputs), accuracy=right / len(inputs))
+    if not np.isfinite(loss):
+        raise BadContent("inputs: what the model answers to them is not finite; scale them as in training")
+    return Evaluation(num_examples=len(inputs), loss=bounded(loss / len(inputs)), accuracy=right / len(inputs))
 
 
 def _read(body: bytes, manifest: Manifest, dtype: np.dtype[np.generic]) -> tuple[Array, Array]:

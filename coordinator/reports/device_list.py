@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from enum import Enum
+from typing import Literal, TypeVar, get_args
 
 from sqlalchemy import ColumnElement, case, func, or_, select
 from sqlalchemy.orm import Session, undefer
 
-from edge_sdk.protocol.messages import DeviceInfo, DeviceProfile, Doing, Moved
+from edge_sdk.protocol.messages import BudgetLimit, DeviceInfo, DeviceProfile, Doing, Moved, PauseReason
+from sparrow.coordinator.errors import read_stored
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.reports.records import iso
 from sparrow.coordinator.rounds.assignments import COHORT_KINDS
@@ -100,11 +102,19 @@ def _info(device: Device, doing: Doing) -> DeviceInfo:
         stopped_round=device.stopped_round,
         doing=doing,
         present=device.present,
-        paused=device.paused,
+        paused=_word(PauseReason, device.paused),
         budget=device.budget,
-        limited_by=device.limited_by,
-        profile=DeviceProfile.model_validate(device.profile),
-        everything=Moved(bytes_down=device.bytes_down, bytes_up=device.bytes_up),
+        limited_by=_word(BudgetLimit, device.limited_by),
+        profile=read_stored(DeviceProfile, device.profile) or DeviceProfile(board="unreadable"),
+        everything=read_stored(Moved, {"bytes_down": device.bytes_down, "bytes_up": device.bytes_up}) or Moved(),
         enrolled_at=iso(device.enrolled_at),
         seen_at=iso(device.seen_at),
     )
+
+
+Word = TypeVar("Word", bound=Enum)
+
+
+def _word(kind: type[Word], stored: str | None) -> Word | None:
+    """Return a stored word; None where there is none, or this version does not know it."""
+    return next((word for word in kind if word.value == stored), None)

@@ -17,6 +17,7 @@ from sqlalchemy import func, literal_column, select
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol.messages import FederationSettings, PrivacySpent
+from sparrow.coordinator.errors import Unreadable, read_stored
 from sparrow.coordinator.models.global_models import settings_of
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
@@ -156,7 +157,10 @@ class _Records(Collector):
                 rounds.add_metric([federation.name], federation.round)
                 for status in STATUSES:
                     devices.add_metric([federation.name, status], counts.get((federation.id, status), 0))
-                settings = settings_of(federation)
+                try:
+                    settings = settings_of(federation)
+                except Unreadable:  # the list of federations has it in the log
+                    continue
                 for model, value in _accuracies(db, federation, settings).items():
                     accuracy.add_metric([federation.name, model], value)
                 spent = _privacy(db, federation, settings)
@@ -171,7 +175,7 @@ def _privacy(db: Session, federation: Federation, settings: FederationSettings) 
         return None
     last = select(Round.notes).where(Round.federation_id == federation.id, Round.number == federation.round)
     notes = db.scalars(last).first() or {}
-    return PrivacySpent.model_validate(notes["privacy"]) if "privacy" in notes else None
+    return read_stored(PrivacySpent, notes.get("privacy"))
 
 
 def _accuracies(db: Session, federation: Federation, settings: FederationSettings) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The record of each round, summed from the reports of its assignments.
 
 A record is made when somebody looks, and remembered until another fact comes (an evaluation, the cost of an upload).
+What cannot be read of the facts is left out and named (``RoundRecord.unreadable``); it hides nothing else.
 Bytes, seconds and joules are sums over devices; joules that were measured and joules that were estimated stay apart.
 """
 
@@ -28,13 +29,16 @@ from edge_sdk.protocol.messages import (
     RoundRecord,
     UpdateReport,
 )
-from sparrow.coordinator.errors import NotFound
+from sparrow.coordinator.errors import NotFound, read_stored
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.fleet.last_seen import LastSeen
 from sparrow.coordinator.methods import load_method
 from sparrow.coordinator.rounds.assignments import COHORT_KINDS, UNCOUNTED
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Round
+
+MOST_NAMES = 50
+"""Different names of counts in a record, as devices choose these names."""
 
 RECORDS_AT_A_TIME = 10
 """Records made in one transaction: of a long training that nobody looked at there are many, and all who write wait."""
@@ -57,7 +61,7 @@ class Records:
         federation_id = self.refresh(federation_name)
         with self._store.reading() as db:
             rounds = db.scalars(select(Round).where(Round.federation_id == federation_id).order_by(Round.number))
-            found = [_look(db, item) if item.stale else RoundRecord.model_validate(item.summary) for item in rounds]
+            found = [_known(item) or _look(db, item) for item in rounds]
         return with_joules_per_point(found)
 
     def refresh(self, federation_name: str) -> int:
@@ -76,7 +80,10 @@ class Records:
         return federation_id
 
     def reports(self, federation_name: str, number: int) -> list[DeviceReport]:
-        """Return the report of each device in round ``number``, training first, by name. Raises NotFound."""
+        """Return the report of each device in round ``number``, training first, by name. Raises NotFound.
+
+        A report that cannot be read is left out; the round's record names its device.
+        """
         self._bring()
         with self._store.reading() as db:
             federation = find(db, federation_name)
@@ -96,11 +103,11 @@ class Records:
                 )
                 .order_by(Assignment.kind.desc(), Device.name)
             ).all()
+        found = [(assignment, name, report_of(assignment)) for assignment, name in rows]
         return [
-            DeviceReport(
-                device=name, kind=Kind(assignment.kind), report=report_of(assignment), upload=_upload(assignment)
-            )
-            for assignment, name in rows
+            DeviceReport(device=name, kind=Kind(assignment.kind), report=report, upload=_upload(assignment))
+            for assignment, name, report in found
+            if report is not None
         ]
 
     def open_work(self, federation_name: str) -> OpenWork:
@@ -140,10 +147,16 @@ class Records:
         )
 
 
-def report_of(assignment: Assignment) -> UpdateReport | Receipt:
-    """Return the report of an assignment that is done."""
-    kind = UpdateReport if assignment.kind in COHORT_KINDS else Receipt
-    return kind.model_validate(assignment.report)
+def report_of(assignment: Assignment) -> UpdateReport | Receipt | None:
+    """Return the report of an assignment that is done; None if it cannot be read."""
+    if assignment.kind in COHORT_KINDS:
+        return read_stored(UpdateReport, assignment.report)
+    return read_stored(Receipt, assignment.report)
+
+
+def _known(item: Round) -> RoundRecord | None:
+    """Return the record of a round that was made before; None if a fact has come since, or it cannot be read."""
+    return None if item.stale else read_stored(RoundRecord, item.summary)
 
 
 def _look(db: Session, item: Round) -> RoundRecord:
@@ -175,10 +188,15 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
     training = [(assignment, name) for assignment, name in rows if assignment.kind in COHORT_KINDS]
     done = [(each, name) for each, name in training if each.status == "done" and _counts(each, item)]
     training = [(assignment, name) for assignment, name in training if assignment.round == item.number]
-    reports = [UpdateReport.model_validate(assignment.report) for assignment, _ in done]
-    uploads = [_upload(assignment) for assignment, _ in done]
-    judged = [assignment for assignment, _ in rows if assignment.kind == "evaluate" and assignment.status == "done"]
-    receipts = [Receipt.model_validate(assignment.report) for assignment in judged]
+    trained = [(each, name, read_stored(UpdateReport, each.report)) for each, name in done]
+    reports = [report for _, _, report in trained if report]
+    uploads = [_upload(assignment) for assignment, _, report in trained if report]
+    judged = [
+        (each, name, read_stored(Receipt, each.report))
+        for each, name in rows
+        if each.kind == "evaluate" and each.status == "done"
+    ]
+    receipts = [receipt for _, _, receipt in judged if receipt]
     personal = [receipt.personal for receipt in receipts if receipt.personal]
     shared = [receipt.global_model for receipt in receipts if receipt.global_model]
     examples = sum(report.num_examples for report in reports)
@@ -187,13 +205,13 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
     evaluation_phases = [
         phase for receipt in receipts for phase in (receipt.telemetry.download, receipt.telemetry.train)
     ]
-    evaluation_uploads = [_upload(assignment) for assignment in judged]
+    evaluation_uploads = [_upload(assignment) for assignment, _, receipt in judged if receipt]
     return RoundRecord(
         round=item.number,
         status="closed" if item.status == "closed" else "open",
         cohort=tuple(name for _, name in training),
         updates=len(done),
-        stopped=tuple(name for (_, name), report in zip(done, reports, strict=True) if report.status == "stopped"),
+        stopped=tuple(name for _, name, report in trained if report and report.status == "stopped"),
         handed_back=sum(assignment.status == "returned" for assignment, _ in training),
         expired=sum(assignment.status == "expired" for assignment, _ in training),
         num_examples=examples,
@@ -208,9 +226,11 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         bytes_down=sum(report.telemetry.download.bytes_down for report in reports),
         bytes_up=sum(upload.bytes_up for upload in uploads),
         parts_down=_add_counts(report.received for report in reports),
-        parts_up=item.parts or {},
-        notes={**_add_counts(report.counts for report in reports), **notes},
-        privacy=PrivacySpent.model_validate(privacy) if privacy else None,
+        parts_up=_whole_numbers(item.parts),
+        counts=_add_counts(report.counts for report in reports),
+        notes=_whole_numbers(notes),
+        unreadable=tuple(name for _, name, report in (*trained, *judged) if report is None),
+        privacy=read_stored(PrivacySpent, privacy) if privacy else None,
         left_out={name: left_out[assignment.id] for assignment, name in done if assignment.id in left_out},
         evaluation_bytes_down=sum(phase.bytes_down for phase in evaluation_phases),
         evaluation_bytes_up=sum(upload.bytes_up for upload in evaluation_uploads),
@@ -258,16 +278,23 @@ def iso(seconds: float) -> str:
 
 def _upload(assignment: Assignment) -> Phase:
     """Return the cost of an upload; until the device reports it, at least the bytes that arrived."""
-    if assignment.upload_cost is not None:
-        return Phase.model_validate(assignment.upload_cost)
-    return Phase(bytes_up=assignment.update_bytes or 0)
+    known = None if assignment.upload_cost is None else read_stored(Phase, assignment.upload_cost)
+    return known or Phase(bytes_up=assignment.update_bytes or 0)
 
 
 def _add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return sums by name; of more than ``MOST_NAMES`` names, of those that most devices gave."""
     total: Counter[str] = Counter()
+    devices: Counter[str] = Counter()
     for each in counts:
         total.update(each)
-    return dict(total)
+        devices.update(each.keys())
+    names = sorted(devices, key=lambda name: (-devices[name], name))[:MOST_NAMES]
+    return {name: total[name] for name in names}
+
+
+def _whole_numbers(stored: Mapping[str, object] | None) -> dict[str, int]:
+    return {name: value for name, value in (stored or {}).items() if isinstance(value, int)}
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 from pydantic import ValidationError
-from sqlalchemy import Table, bindparam, update
+from sqlalchemy import Table, bindparam, func, select, update
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import bundle
@@ -31,7 +31,7 @@ from sparrow.coordinator.errors import (
 )
 from sparrow.coordinator.methods import Situation, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
-from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, owned, touch, update_key
+from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, COHORT_KINDS, owned, touch, update_key
 from sparrow.coordinator.rounds.buffered import number_arrival
 from sparrow.coordinator.rounds.cleanup import drop_unneeded
 from sparrow.coordinator.rounds.intake import DecodedUpdates
@@ -125,6 +125,8 @@ class Acceptance:
         if self._settled(assignment, digest):
             return False
         report, decoded, chosen = self._check_update(federation, device, assignment, mask, body)
+        if isinstance(report, wire.UpdateReport) and report.status == "stopped":
+            self._check_stop(federation, assignment)
         changed: dict[str, Any] = {}
         keys: list[str] = []
         if assignment.kind in BUNDLE_KINDS:
@@ -167,6 +169,29 @@ class Acceptance:
         if not new:
             drop_unneeded(self._store, federation.id, keys)
         return new
+
+    def _check_stop(self, federation: Federation, assignment: Assignment) -> None:
+        """Raise BadContent unless a device may stop training for good with this assignment.
+
+        A federation whose devices have all stopped is over: no device may say so before its rule could."""
+        settings = settings_of(federation)
+        if settings.early_stopping == "off" or assignment.kind == wire.Kind.prepare:
+            raise BadContent(
+                "status: no device stops early here (early_stopping is off, or the model is only being prepared); "
+                "send the update as active, and update this SDK"
+            )
+        least = settings.min_participations if settings.early_stopping == "validation" else 1
+        with self._store.reading() as db:
+            given = db.scalar(
+                select(func.count()).where(
+                    Assignment.device_id == assignment.device_id, Assignment.kind.in_(COHORT_KINDS)
+                )
+            )
+        if (given or 0) < max(least, settings.stop_patience):
+            raise BadContent(
+                f"status: this device was asked to train {given} times, and stops at the earliest after "
+                f"{max(least, settings.stop_patience)} (min_participations, patience); send the update as active"
+            )
 
     @staticmethod
     def _settled(assignment: Assignment, digest: str) -> bool:

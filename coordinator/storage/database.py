@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from pathlib import Path
 from typing import Any, cast
@@ -105,10 +106,21 @@ def _sqlite(path: Path) -> Engine:
         connect_args={"timeout": BUSY_SECONDS},
         pool_size=CONNECTIONS,
         pool_use_lifo=True,
+        json_deserializer=_read_json,
     )
     event.listen(engine, "connect", _prepare)
     event.listen(engine, "begin", _begin)
     return engine
+
+
+def _read_json(text: str) -> Any:
+    """Return the value of a JSON column; None for damaged text, which is a fault of its own row alone.
+
+    PostgreSQL checks such columns itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _postgresql(address: str) -> Engine:

@@ -49,6 +49,8 @@ from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, same_mask
 from edge_sdk.protocol.messages import (
+    MOST_COUNT,
+    MOST_FLOPS,
     Assignment,
     ChangeDevice,
     Conditions,
@@ -65,6 +67,7 @@ from edge_sdk.protocol.messages import (
     Telemetry,
     UpdateReport,
     UploadCost,
+    bounded,
 )
 from edge_sdk.protocol.neurons import mask_digest, mask_from_file, mask_to_file
 from edge_sdk.protocol.quantization import Quantised
@@ -787,11 +790,11 @@ def _report(job: Job, trained: Trained, download: Phase, train: Phase) -> str:
         num_examples=trained.num_examples,
         status="stopped" if trained.stopped else "active",
         steps=trained.steps,
-        training_flops=trained.flops,
-        train_loss=trained.train_loss,
+        training_flops=min(trained.flops, MOST_FLOPS),
+        train_loss=bounded(trained.train_loss),
         validation_loss=trained.validation.loss if trained.validation else None,
-        stop_loss=trained.stop_loss,
-        counts=dict(trained.counts),
+        stop_loss=None if trained.stop_loss is None else bounded(trained.stop_loss),
+        counts={name: min(count, MOST_COUNT) for name, count in trained.counts.items()},
         received=dict(job.received.parts) if job.received else {},
         telemetry=Telemetry(download=download, train=train),
     )

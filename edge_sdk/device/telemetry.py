@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from edge_sdk.device.transport import Traffic
-from edge_sdk.protocol.messages import Phase
+from edge_sdk.protocol.messages import CELSIUS, MOST_JOULES, MOST_SECONDS, Phase
+from sparrow.command_line.table import printable
 from sparrow.devices import EnergyMeter
 from sparrow.devices.conditions import Conditions
 from sparrow.devices.simulation import Board
@@ -40,8 +40,9 @@ class _Heat:
 
     def _look(self, now: float) -> None:
         conditions = self._read()
-        if conditions.temperature.value is not None:
-            self.peak = max(conditions.temperature.value, self.peak or -math.inf)
+        celsius = _within(conditions.temperature.value, *CELSIUS)
+        if celsius is not None:
+            self.peak = celsius if self.peak is None else max(celsius, self.peak)
         throttled = None if conditions.throttled.value is None else conditions.throttled.value > 0
         if throttled is not None and self._was_throttled is not None:
             # Half of the time between a look that saw it and one that did not.
@@ -104,17 +105,23 @@ class Telemetry:
         finally:
             self._heat = None
         energy = phase.energy
+        joules = _within(energy.joules, 0.0, MOST_JOULES)
         measured.cost = Phase(
-            seconds=max(0.0, self._clock() - begin),
-            paused_seconds=self._paused,
-            throttled_seconds=heat.throttled if heat else None,
+            seconds=min(max(0.0, self._clock() - begin), MOST_SECONDS),
+            paused_seconds=min(self._paused, MOST_SECONDS),
+            throttled_seconds=_within(heat.throttled if heat else None, 0.0, MOST_SECONDS),
             celsius_peak=heat.peak if heat else None,
             bytes_down=self._traffic.down - down,
             bytes_up=self._traffic.up - up,
-            joules=energy.joules,
-            quality=energy.quality.value,
-            source=(energy.source or energy.reason or "")[:300],
+            joules=joules,
+            quality="unavailable" if joules is None else energy.quality.value,
+            source=printable(energy.source or energy.reason or "")[:300],
         )
+
+
+def _within(value: float | None, least: float, most: float) -> float | None:
+    """Return a sensor's value; None where it cannot be true, as a coordinator would refuse the whole report."""
+    return value if value is not None and least <= value <= most else None
 
 
 class SimulatedTelemetry(Telemetry):

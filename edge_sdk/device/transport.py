@@ -64,6 +64,7 @@ from edge_sdk.protocol.messages import (
     UploadCost,
 )
 from sparrow.command_line.nearest import nearest
+from sparrow.command_line.table import printable
 
 UPLOAD_PART = 64 * 1024
 RESUMED = 1024 * 1024
@@ -291,7 +292,7 @@ class Transport:
 
     def hand_back(self, assignment_id: str, reason: PauseReason | str) -> None:
         """Hand an assignment back."""
-        said = reason if isinstance(reason, PauseReason) else reason[:500]
+        said = reason if isinstance(reason, PauseReason) else printable(reason)[:500]
         self._call("DELETE", f"/v1/assignments/{assignment_id}", **_json(HandBack(reason=said)))
 
     def heartbeat(self, assignment_id: str) -> bool:

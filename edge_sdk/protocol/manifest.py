@@ -42,12 +42,12 @@ Tensors = dict[str, Array]
 MAX_TENSOR_VALUES = 2**33
 """Largest tensor accepted, in values: beyond it a shape is a mistake or an attack."""
 
-Name = Annotated[str, Field(min_length=1, max_length=200)]
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
 Size = Annotated[int, Field(ge=1, le=2**31)]
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class NeuronGroup(_Record):
@@ -193,6 +193,8 @@ class Manifest(_Record):
                 described = sum(sizes[segment.group] * segment.repeat for segment in segments)
                 if segments and described != length:
                     raise ValueError(f"{tensor.name}: axis {axis} has length {length}, its segments add to {described}")
+        if sum(sizes.values()) > sum(sum(tensor.shape) for tensor in self.tensors):
+            raise ValueError(f"{sum(sizes.values())} neurons in all are more than rows and columns; publish it again")
         names = {tensor.name for tensor in self.tensors}
         for layer in self.layers:
             for name in layer.tensors:
@@ -311,9 +313,9 @@ class Manifest(_Record):
 
 
 def _no_repeats(what: str, names: list[str]) -> None:
-    repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if repeated:
-        raise ValueError(f"the {what} {repeated[0]!r} stands twice")
+    repeated = min((name for name, count in Counter(names).items() if count > 1), default=None)
+    if repeated is not None:
+        raise ValueError(f"the {what} {repeated!r} stands twice")
 
 
 def initial_values(manifest: Manifest, seed: int, published: Tensors | None = None) -> Tensors:

@@ -2,6 +2,10 @@
 
 A model here is what crosses the wire; it checks itself when made. What one side sends, the other may not know yet, so
 answers ignore unknown fields and requests refuse them: a misspelt setting must not pass in silence.
+
+Every number of a request has an upper bound that no honest device reaches, such that what the coordinator adds up, over
+a million devices and a million rounds, is finite, and whole numbers over a million devices fit 64 bits. Text of a
+request may hold anything but NUL, which PostgreSQL does not store, and halves of surrogate pairs, which are no UTF-8.
 """
 
 from __future__ import annotations
@@ -17,13 +21,65 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 FederationName = Annotated[str, Field(pattern=NAME_PATTERN)]
 DeviceName = FederationName
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, le=2**53)]
-Score = Annotated[float, Field(allow_inf_nan=False)]
+MOST_SECONDS = 1e9
+"""Thirty years."""
+MOST_JOULES = 1e12
+"""A kilowatt for as long."""
+CELSIUS = (-273.15, 1000.0)
+MOST_COUNT = 2**43
+"""8.8e12: of bytes, 8 TiB. What one device counts in one round; a million of them fit 64 bits."""
+MOST_FLOPS = 10**21
+"""What the largest computer of today does in a quarter of an hour. No column of the records holds a sum of them."""
+LARGEST_SCORE = 3.4028234663852886e38
+"""The largest float32."""
+Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
+Joules = Annotated[float, Field(ge=0, le=MOST_JOULES)]
+Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
+Flops = Annotated[int, Field(ge=0, le=MOST_FLOPS)]
+Total = Annotated[int, Field(ge=0, le=2**53)]
+"""What one device counts in all its life."""
+Score = Annotated[float, Field(ge=-LARGEST_SCORE, le=LARGEST_SCORE)]
+Limit = Annotated[float, Field(gt=0, le=1e12)]
+OwnSetting = bool | Annotated[int, Field(ge=-(2**53), le=2**53)] | float | Annotated[str, Field(max_length=200)]
 
 
 class _Request(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _storable(self) -> _Request:
+        for name, value in self.__dict__.items():
+            check_text(name, value)
+        return self
+
+
+def bounded(loss: float) -> float:
+    """Return a finite loss as a report may tell it: one beyond float32 is the largest there is."""
+    return max(-LARGEST_SCORE, min(LARGEST_SCORE, loss))
+
+
+def check_text(name: str, value: object) -> None:
+    """Raise ValueError for text that cannot be stored, also in a collection: with NUL, or with half a surrogate pair.
+
+    Models within are left out, as each looks at its own fields.
+    """
+    if isinstance(value, str):
+        if "\0" in value or not (value.isascii() or _is_unicode(value)):
+            raise ValueError(f"{name}: text with a NUL character or half a surrogate pair cannot be stored; remove it")
+    elif isinstance(value, tuple | list):
+        for each in value:
+            check_text(name, each)
+    elif isinstance(value, dict):
+        for each in (*value, *value.values()):
+            check_text(name, each)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Answer(BaseModel):
@@ -35,8 +91,8 @@ class Answer(BaseModel):
 class Moved(_Request):
     """Bytes of HTTP bodies, repetitions included."""
 
-    bytes_down: Count = 0
-    bytes_up: Count = 0
+    bytes_down: Total = 0
+    bytes_up: Total = 0
 
     def plus(self, down: int, up: int) -> Moved:
         """Return the sum with so many more."""
@@ -111,25 +167,17 @@ class FederationSettings(_Request):
     local_steps: int | None = Field(
         default=None, ge=1, le=10_000_000, description="Local steps per round, instead of local_epochs"
     )
-    clip: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="Largest 2-norm of a step's gradient; none where unset"
-    )
-    update_norm_limit: float | None = Field(
+    clip: Limit | None = Field(default=None, description="Largest 2-norm of a step's gradient; none where unset")
+    update_norm_limit: Limit | None = Field(
         default=None,
-        gt=0,
-        allow_inf_nan=False,
         description="Largest 2-norm of an update less what was sent to the device; a larger one is refused (422)",
     )
-    update_clip: float | None = Field(
+    update_clip: Limit | None = Field(
         default=None,
-        gt=0,
-        allow_inf_nan=False,
         description="Largest 2-norm of an update less what was sent, as it counts: a larger one is scaled down to it",
     )
-    outlier_mads: float | None = Field(
+    outlier_mads: Limit | None = Field(
         default=None,
-        gt=0,
-        allow_inf_nan=False,
         description="Deviations (1.4826 MAD) from the round's median size beyond which an update is left out; e.g. 5",
     )
     robust: Literal["trimmed_mean", "median", "krum"] | None = Field(
@@ -144,8 +192,8 @@ class FederationSettings(_Request):
     )
     noise_multiplier: float | None = Field(
         default=None,
-        gt=0,
-        allow_inf_nan=False,
+        ge=1e-3,
+        le=1e6,
         description="Central differential privacy: deviation of the noise on a round's sum, times update_clip",
     )
     privacy_delta: float = Field(
@@ -223,7 +271,7 @@ class FederationSettings(_Request):
         description="Local epochs that turn the finished global model into a personal one, judged beside it at every "
         "evaluation; for methods that end with one global model",
     )
-    method_settings: dict[str, bool | int | float | str] = Field(
+    method_settings: dict[Annotated[str, Field(max_length=64)], OwnSetting] = Field(
         default_factory=dict, max_length=100, description="What only this method knows; see docs/methods.md"
     )
 
@@ -293,7 +341,9 @@ class ChangeFederation(_Request):
     """``PATCH /v1/federations/{name}``."""
 
     action: Literal["pause", "resume", "stop", "reopen", "rollback"] | None = None
-    model_version: int | None = Field(default=None, ge=0, description="With rollback: the global model to go back to")
+    model_version: int | None = Field(
+        default=None, ge=0, lt=2**31, description="With rollback: the global model to go back to"
+    )
     rounds: int | None = Field(default=None, ge=1, le=1_000_000)
     cohort: int | None = Field(default=None, ge=1, le=1_000_000)
     deadline_seconds: float | None = Field(default=None, gt=0, le=7 * 86400)
@@ -510,7 +560,7 @@ class Kind(str, Enum):
 class Payload(Answer):
     """The bundle that belongs to an assignment, at ``GET /v1/assignments/{id}/payload``."""
 
-    bytes: Count
+    bytes: Total
     sha256: str
 
 
@@ -583,10 +633,10 @@ class Phase(_Request):
     seconds: Seconds = 0.0
     paused_seconds: Seconds = 0.0
     throttled_seconds: Seconds | None = None
-    celsius_peak: float | None = Field(default=None, ge=-273.15, le=1000, allow_inf_nan=False)
+    celsius_peak: float | None = Field(default=None, ge=CELSIUS[0], le=CELSIUS[1])
     bytes_down: Count = 0
     bytes_up: Count = 0
-    joules: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    joules: Joules | None = None
     quality: Literal["measured", "derived", "estimated", "unavailable"] = "unavailable"
     source: str = Field(default="", max_length=300)
 
@@ -621,7 +671,7 @@ class UpdateReport(_Request):
     num_examples: int = Field(ge=1, le=2**40)
     status: Literal["active", "stopped"] = "active"
     steps: Count
-    training_flops: Count = Field(default=0, description="What local training computed, from shapes and masks")
+    training_flops: Flops = Field(default=0, description="What local training computed, from shapes and masks")
     train_loss: Score
     validation_loss: Score | None = None
     stop_loss: Score | None = None
@@ -709,10 +759,11 @@ class RoundRecord(Answer):
     of training as the devices counted them; evaluation is apart. ``parts_down`` and ``parts_up`` say what the payloads
     and updates that counted consist of, bytes by part of a bundle. ``accuracy`` and ``loss`` are means over devices,
     unweighted, of the evaluation that followed the round; ``None`` where there was none. ``accuracy_personal_decile``
-    is that of the floor(N/10)-th worst of N devices. ``notes`` are the method's own counts: those of its devices added
-    up, and what became of the model. Round 0 is the one that prepares the model. ``privacy`` is what the models up to
-    this round's have cost. ``left_out`` says which devices' updates, acknowledged all the same, its model is without,
-    and why.
+    is that of the floor(N/10)-th worst of N devices. ``counts`` are those of the method's device halves, added up:
+    what devices say. ``notes`` are what the coordinator and the method's server half counted. Round 0 is the one that
+    prepares the model. ``privacy`` is what the models up to this round's have cost. ``unreadable`` names devices whose
+    stored reports cannot be read, which are missing in all sums and means. ``left_out`` says which devices' updates,
+    acknowledged all the same, its model is without, and why.
     ``joules_per_point_*``: training's joules, transfers included, since the last evaluation before this one, for each
     percentage point that ``accuracy_personal`` (else ``accuracy_global``) has risen by; None where it has not risen.
     """
@@ -737,7 +788,9 @@ class RoundRecord(Answer):
     bytes_up: int
     parts_down: dict[str, int] = {}
     parts_up: dict[str, int] = {}
+    counts: dict[str, int] = {}
     notes: dict[str, int] = {}
+    unreadable: tuple[str, ...] = ()
     left_out: dict[str, str] = {}
     privacy: PrivacySpent | None = None
     evaluation_bytes_down: int

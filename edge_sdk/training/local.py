@@ -21,7 +21,7 @@ from torch import nn
 from edge_sdk.errors import SdkError
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.messages import Evaluation, FederationSettings
+from edge_sdk.protocol.messages import Evaluation, FederationSettings, bounded
 from edge_sdk.tasks import Batches, Task
 from edge_sdk.tracing.modes import evaluating
 from edge_sdk.training.freezing import Freezing
@@ -217,7 +217,7 @@ def evaluate(
     if not math.isfinite(loss_sum):
         raise TrainingDiverged("the loss on held-out data is not finite; lower the learning rate or set a clip")
     accuracy = correct / seen if task.classification else None
-    return Evaluation(num_examples=seen, loss=loss_sum / seen, accuracy=accuracy)
+    return Evaluation(num_examples=seen, loss=bounded(loss_sum / seen), accuracy=accuracy)
 
 
 def evaluate_held_out(model: nn.Module, task: Task) -> tuple[Evaluation, Evaluation]:

@@ -17,6 +17,8 @@ from sparrow.coordinator.errors import Finished
 from sparrow.coordinator.settings import Settings
 
 DIGITS = load_builtin("digits").manifest
+STOPS = {"min_participations": 1, "patience": 1}
+"""A device may stop with the first round."""
 CALM = {"deadline_seconds": 100, "evaluation_interval": 0, "silence_seconds": 59}
 """With the second that a device without work may pause, a device is silent after a minute."""
 

@@ -12,7 +12,7 @@ from sparrow.coordinator.commands.backup import blobs_named
 from sparrow.coordinator.errors import BadContent, RoundClosed
 from sparrow.coordinator.methods import load_method
 
-from .fakes import DIGITS
+from .fakes import DIGITS, STOPS
 
 
 @pytest.fixture
@@ -292,7 +292,7 @@ def test_stopping_takes_what_came_and_refuses_the_rest(coordinator, answer, trai
 
 
 def test_when_all_have_stopped_what_waits_still_counts(coordinator, answer):
-    coordinator.create(buffer=2, cohort=3, min_devices=3, rounds=10)
+    coordinator.create(buffer=2, cohort=3, min_devices=3, rounds=10, **STOPS)
     devices = coordinator.enrol(*"abc")
     coordinator.rounds.advance()
     for device in devices:

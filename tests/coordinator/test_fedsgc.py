@@ -412,14 +412,14 @@ def test_the_mask_keeps_its_numbers_and_its_places_change(coordinator, method, t
         assert (replaced > 0) == adjusting
         assert record.notes["union"] >= sum(COUNTS.values()) + replaced - 1
         assert (record.notes["union"] > sum(COUNTS.values())) == adjusting
-        assert record.notes.get("adjusted", 0) == (2 if adjusting else 0), "both devices, once"
+        assert record.counts.get("adjusted", 0) == (2 if adjusting else 0), "both devices, once"
         assert ("mask" in record.parts_up) == adjusting
         # What goes down: the mask at first and after it changed, directions where they are wanted.
         assert ("mask" in record.parts_down) == (record.round in (1, 3, 5))
         assert ("signs" in record.parts_down) == (adjusting and method == "fedsgc")
         if adjusting:
-            assert record.notes["dropped"] > 0
-            assert (record.notes["grown_guided"] + record.notes["dropped_guided"] > 0) == (method == "fedsgc")
+            assert record.counts["dropped"] > 0
+            assert (record.counts["grown_guided"] + record.counts["dropped_guided"] > 0) == (method == "fedsgc")
     forms = [header(body, take_apart).form for body in sessions[0].transport.received]
     assert forms == ["elements", "known", "changed", "known", "changed", "known", "known", "known"]
 
@@ -682,7 +682,8 @@ def test_who_stops_with_a_round_counts_in_it_once(coordinator, new_coordinator):
     """n is of all who were enrolled in the round: a device is not among those who rest because it stops with it."""
 
     def two_of_three(coordinator, status):
-        sessions = start(coordinator, names="abc", own={"rest": "all"}, cohort=2)
+        stops = {"early_stopping": "validation", "min_participations": 1, "patience": 1}
+        sessions = start(coordinator, names="abc", own={"rest": "all"}, cohort=2, **stops)
         coordinator.rounds.advance()
         model = coordinator.model()
         cohort = [session for session in sessions if assigned(coordinator, session)]

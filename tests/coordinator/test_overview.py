@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
-from sqlalchemy import event, update
+from sqlalchemy import event, select, text, update
 
-from edge_sdk.protocol.messages import ChangeDevice, Conditions, DeviceProfile, Doing, Enrol, PauseReason
-from sparrow.coordinator.errors import NotFound
+from edge_sdk.protocol import bundle
+from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons
+from edge_sdk.protocol.messages import (
+    ChangeDevice,
+    Conditions,
+    DeviceProfile,
+    Doing,
+    Enrol,
+    Kind,
+    PauseReason,
+    UpdateReport,
+)
+from sparrow.coordinator.errors import NotFound, Unreadable
 from sparrow.coordinator.reports.device_list import DeviceQuery
 from sparrow.coordinator.reports.overview import MOST_POINTS, span_of
 from sparrow.coordinator.reports.records import bottom_decile
-from sparrow.coordinator.storage.tables import Round
+from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 
-from .fakes import DIGITS
+from .fakes import DIGITS, STOPS
 from .grown import grow
 
 
@@ -92,7 +104,7 @@ def test_a_buffered_round_counts_what_has_arrived_and_waits_for_whoever_trains(c
 
 
 def test_every_device_says_what_it_is_doing_or_why_it_does_not_train(coordinator, answer):
-    coordinator.create(cohort=3, rounds=5, evaluation_interval=1)
+    coordinator.create(cohort=3, rounds=5, evaluation_interval=1, **STOPS)
     one, two, away, paused, revoked, resting = coordinator.enrol(*"abcdef")
     coordinator.devices.change(away.id, ChangeDevice(conditions=Conditions(available=False)))
     reason = PauseReason.heat
@@ -235,3 +247,113 @@ def test_records_that_nobody_made_yet_are_made_a_few_at_a_time(coordinator):
     assert len(written) == 3, "between them others write"
     coordinator.records.rounds("f")
     assert len(written) == 3
+
+
+# --- what was stored can be read -------------------------------------------------------------------------------------
+
+
+def spoil(coordinator, table, column, value, *those):
+    """Have other things in the records than this version writes."""
+    with coordinator.store.writing() as db:
+        for item in db.scalars(select(table).where(*those)):
+            stored = value(getattr(item, column)) if callable(value) else value
+            setattr(item, column, stored)
+        db.execute(update(Round).values(stale=True))
+
+
+ENDLESS = {"seconds": 1.7e308, "quality": "unavailable"}
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        lambda report: {**report, "telemetry": {"download": ENDLESS, "train": ENDLESS}},
+        lambda report: {**report, "news": 1},
+        lambda report: {**report, "train_loss": None},
+        {},
+        [],
+        "rubbish",
+        None,
+    ],
+)
+def test_a_report_that_cannot_be_read_hides_no_other(coordinator, play, report):
+    coordinator.create(rounds=2, evaluation_interval=1)
+    play(coordinator, coordinator.enrol("a", "b"))
+    whole = coordinator.records.rounds("f")
+    of_a = Assignment.device_id == select(Device.id).where(Device.name == "a").scalar_subquery()
+    spoil(coordinator, Assignment, "report", report, of_a, Assignment.round == 1, Assignment.kind == "train")
+    first, second = coordinator.records.rounds("f")
+    assert (first.unreadable, first.updates, first.num_examples, second) == (("a",), 2, 10, whole[1])
+    assert [each.device for each in coordinator.records.reports("f", 1) if each.kind is Kind.train] == ["b"]
+    assert [point.updates for point in coordinator.overviews.look("f").points] == [2, 2]
+
+
+def test_nor_does_anything_else_that_cannot_be_read(coordinator, play):
+    coordinator.create(rounds=2, evaluation_interval=1)
+    play(coordinator, coordinator.enrol("a", "b"))
+    before = coordinator.records.rounds("f")
+    of_a = Device.name == "a"
+    spoil(coordinator, Device, "profile", {"cores": 0}, of_a)
+    spoil(coordinator, Device, "paused", "moonlight", of_a)
+    spoil(coordinator, Device, "limited_by", "moonlight", of_a)
+    spoil(coordinator, Device, "bytes_up", 2**60, of_a)
+    spoil(coordinator, Assignment, "upload_cost", {"seconds": -1}, Assignment.kind == "train")
+    assert [each.name for each in coordinator.device_lists.list("f")[0]] == ["a", "b"]
+    assert coordinator.device_lists.list("f")[0][0].profile.board == "unreadable"
+    assert [record.updates for record in coordinator.records.rounds("f")] == [2, 2]
+    with coordinator.store.writing() as db:  # what was made of the facts before
+        db.execute(update(Round).values(summary={"round": 1, "status": "closed"}, stale=False))
+    assert coordinator.records.rounds("f") == before
+
+
+def test_damaged_text_in_a_record_hides_no_other(coordinator, play):
+    """SQLite alone: PostgreSQL stores no text that is not JSON."""
+    coordinator.create(rounds=2, evaluation_interval=1)
+    play(coordinator, coordinator.enrol("a", "b"))
+    if coordinator.store.engine.dialect.name != "sqlite":
+        pytest.skip("a server checks it")
+    with coordinator.store.writing() as db:
+        db.execute(text("UPDATE assignments SET report = substr(report, 9) WHERE round = 1 AND kind = 'train'"))
+        db.execute(text("UPDATE devices SET profile = '{' WHERE name = 'a'"))
+        db.execute(text("UPDATE rounds SET stale = 1"))
+    assert coordinator.records.rounds("f")[0].unreadable == ("a", "b")
+    assert [info.profile.board for info in coordinator.device_lists.list("f")[0]] == ["unreadable", ""]
+    assert [point.updates for point in coordinator.overviews.look("f").points] == [2, 2]
+
+
+def test_settings_that_cannot_be_read_are_said_and_hide_no_other_federation(coordinator):
+    coordinator.create()
+    coordinator.create(name="other")
+    spoil(coordinator, Federation, "settings", lambda settings: {**settings, "rounds": -1}, Federation.name == "f")
+    assert [info.name for info in coordinator.federations.list()] == ["other"]
+    with pytest.raises(Unreadable, match=r"the settings of federation 'f' in the records cannot be read: rounds: .*"):
+        coordinator.federations.get("f")
+    assert not coordinator.rounds.advance(), "and the others go on"
+
+
+def test_devices_counts_are_apart_from_the_coordinators_notes(coordinator, answer):
+    """They choose the names: none of theirs is taken for the coordinator's own, and there are never many."""
+    coordinator.create(rounds=1, cohort=3, min_devices=3, update_clip=1.0)
+    devices = coordinator.enrol(*"abc")
+    coordinator.rounds.advance()
+    for device in devices[:2]:
+        own = {f"{device.name}{number}": 1 for number in range(28)}
+        counts = {"updates_clipped": 2**40, "updates_left_out": 7, "left_out": 1, "privacy": 1, **own}
+        send_counts(device, counts)
+    answer(devices[2])
+    coordinator.rounds.advance()
+    record = coordinator.record(1)
+    assert (record.notes["updates_clipped"], record.left_out, record.privacy) == (3, {}, None)
+    assert "updates_left_out" not in record.notes or record.notes["updates_left_out"] == 0
+    assert record.counts["updates_clipped"] == 2**41
+    assert len(record.counts) == 50
+
+
+def send_counts(device, counts):
+    assignment = device.ask()
+    work = assignment.work
+    draw = NeuronDraw(work.job, work.round, work.device, work.ratio)
+    mask = draw_neurons(DIGITS, draw)
+    values = np.ones(count_values(DIGITS, mask), np.float32)
+    report = UpdateReport(num_examples=10, steps=1, train_loss=0.5, counts=counts).model_dump_json()
+    assert device.send(assignment, bundle.encode(DIGITS, values, mask, draw=draw, report=report))

@@ -40,7 +40,7 @@ from sparrow.coordinator.rounds.cohort import Candidate, choose
 from sparrow.coordinator.rounds.dispatch import REST_SECONDS
 from sparrow.coordinator.storage.store import Store
 
-from .fakes import CALM, DIGITS, FakeDevice, LocalCoordinator, answering, playing
+from .fakes import CALM, DIGITS, STOPS, FakeDevice, LocalCoordinator, answering, playing
 
 
 @pytest.fixture
@@ -327,7 +327,7 @@ def test_a_device_that_takes_its_leave_is_not_drawn_until_it_asks(coordinator, a
 
 def test_v5_pool_stopped_devices_are_never_drawn_again_and_the_last_one_ends_the_job(coordinator, answer):
     """Card V5: C = {X, Z}, m = 10. X stops and is aggregated, C = {Z}; Z stops, C = {}: the job ends."""
-    coordinator.create(rounds=100, cohort=10)
+    coordinator.create(rounds=100, cohort=10, **STOPS)
     x, z = coordinator.enrol("X", "Z")
     coordinator.rounds.advance()
     assert coordinator.record(1).cohort == ("X", "Z")
@@ -356,7 +356,7 @@ def test_v5_pool_stopped_devices_are_never_drawn_again_and_the_last_one_ends_the
 
 
 def test_evaluation_is_asked_of_all_who_are_there_stopped_or_not(coordinator, answer):
-    coordinator.create(rounds=4, evaluation_interval=2, global_evaluation_interval=2)
+    coordinator.create(rounds=4, evaluation_interval=2, global_evaluation_interval=2, **STOPS)
     devices = a, b, c = coordinator.enrol("a", "b", "c")
     coordinator.rounds.advance()
     answer(a, stopped=True)
@@ -1023,3 +1023,41 @@ def test_joules_per_point_are_those_since_the_last_evaluation(coordinator):
     )
     assert [each.joules_per_point_measured for each in found] == [None, None, pytest.approx(5), None, pytest.approx(2)]
     assert [each.joules_per_point_estimated for each in found] == [None, None, pytest.approx(2), None, None]
+
+
+# --- who may stop ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"early_stopping": "off"}, "no device stops early here"),
+        ({}, "asked to train 1 times, and stops at the earliest after 15 "),
+        ({"min_participations": 1}, "asked to train 1 times, and stops at the earliest after 10 "),
+        ({"early_stopping": "paper", "patience": 2}, "asked to train 1 times, and stops at the earliest after 2 "),
+    ],
+)
+def test_no_device_ends_a_federation_before_its_rule_could(coordinator, answer, play, settings, said):
+    coordinator.create(rounds=3, **settings)
+    devices = coordinator.enrol("a", "b")
+    coordinator.rounds.advance()
+    for device in devices:
+        with pytest.raises(BadContent, match=said):
+            answer(device, stopped=True)
+    coordinator.rounds.advance()
+    info = coordinator.info()
+    assert (info.status, info.devices_stopped, info.round) == ("running", 0, 0)
+    play(coordinator, devices)
+    info = coordinator.info()
+    assert (info.reason, info.round, coordinator.record(1).updates) == ("max_rounds", 3, 2)
+
+
+def test_a_device_may_stop_once_its_rule_could(coordinator, answer):
+    coordinator.create(rounds=5, early_stopping="paper", patience=2)
+    devices = coordinator.enrol("a", "b")
+    coordinator.rounds.advance()
+    for stopped in (False, True):
+        for device in devices:
+            answer(device, stopped=stopped)
+        coordinator.rounds.advance()
+    assert coordinator.record(2).stopped == ("a", "b")

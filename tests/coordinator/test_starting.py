@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from sparrow.command_line.command import WrongUsage
 from sparrow.coordinator.commands.starting import Listening, by_uvicorn, forgotten, introduction
-from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.settings import Settings, read_settings
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +99,26 @@ def test_where_uvicorn_listens_is_read_from_its_command_line(monkeypatch):
     assert by_uvicorn(["uvicorn", "coordinator.main:app"]) == Listening("127.0.0.1", 9001)
     for unknown in (["uvicorn", "a:b", "--uds", "s"], ["uvicorn", "a:b", "--port", "0"], ["uvicorn"], ["pytest"]):
         assert by_uvicorn(unknown) is None
+
+
+@pytest.mark.parametrize("weak", ["", "secret", "a" * 64, "abababababababababab", "fifteen-letters"])
+@pytest.mark.parametrize("kind", ["ADMIN", "OBSERVER", "ENROLMENT"])
+def test_a_token_that_is_easy_to_guess_is_refused_and_not_repeated(monkeypatch, kind, weak):
+    monkeypatch.setenv(f"COORDINATOR_{kind}_TOKEN", weak)
+    with pytest.raises(
+        WrongUsage, match=rf"^COORDINATOR_{kind}_TOKEN: too easy to guess; give at least 16 "
+    ) as refused:
+        read_settings()
+    with pytest.raises(ValidationError) as plain:  # as uvicorn coordinator.main:app says it
+        Settings()
+    assert not weak or weak not in f"{refused.value} {plain.value}"
+
+
+def test_one_token_is_not_for_two_kinds(monkeypatch):
+    """Each device would hold the operator's."""
+    for kind in ("ADMIN", "ENROLMENT"):
+        monkeypatch.setenv(f"COORDINATOR_{kind}_TOKEN", "0123456789abcdef")
+    with pytest.raises(WrongUsage, match="COORDINATOR_ADMIN_TOKEN and COORDINATOR_ENROLMENT_TOKEN are the same"):
+        read_settings()
+    monkeypatch.setenv("COORDINATOR_ADMIN_TOKEN", "fedcba9876543210")
+    assert len(read_settings().tokens()) == 2

@@ -174,7 +174,7 @@ def test_it_works_as_printed_in_an_empty_environment_without_and_with_tokens(tmp
     reader.folder = second
     reader.do("pip install 'sparrow-fl[completion]'")  # what commands advise, of which a message names the extra
     reader.do("sparrow completion bash")
-    admin, enrolment = "an-admin-token", "an-enrolment-token"
+    admin, enrolment = "an-admin-token-0123", "an-enrolment-token"
     printed = reader.follow(
         second,
         installs=False,

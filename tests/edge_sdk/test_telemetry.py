@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 
 from edge_sdk.device.telemetry import SAMPLE_SECONDS, Telemetry
 from edge_sdk.device.transport import Traffic
+from edge_sdk.protocol.messages import MOST_SECONDS
 from sparrow.devices import EnergyMeter
-from sparrow.devices.readings import Reason
+from sparrow.devices.energy import Energy
+from sparrow.devices.readings import Quality, Reason
 from sparrow.devices.system import System
 
 from .conditions import conditions
@@ -62,3 +68,32 @@ def test_sensors_are_not_asked_at_every_step_nor_in_transfers(tmp_path):
     with device.telemetry.phase("download") as download:
         device.work(10)
     assert (device.looks, download.cost.celsius_peak) == (looks, None)
+
+
+@pytest.mark.parametrize("celsius", [math.nan, math.inf, -math.inf, -1e300, 1e300, -274.0])
+def test_what_a_sensor_cannot_mean_is_left_out_and_the_rest_is_told(tmp_path, celsius):
+    """A coordinator would refuse the whole report, again and again."""
+    device = Device(tmp_path, temperature=celsius)
+    with device.telemetry.phase("train") as train:
+        device.work(10)
+        device.work(10, temperature=60.0)
+        device.work(10, temperature=celsius)
+    assert (train.cost.celsius_peak, train.cost.seconds) == (60, 30)
+    with device.telemetry.phase("train") as train:
+        device.work(1e300)
+    assert (train.cost.celsius_peak, train.cost.seconds) == (None, MOST_SECONDS)
+
+
+def test_joules_beyond_reason_are_none(tmp_path, monkeypatch):
+    device = Device(tmp_path)
+    meter = device.telemetry._meter
+
+    @contextmanager
+    def phase(name):
+        yield SimpleNamespace(energy=Energy(1e300, Quality.MEASURED, "a\0 broken\x1b sensor", "board", 1.0, 1.0))
+
+    monkeypatch.setattr(meter, "phase", phase)
+    with device.telemetry.phase("train") as train:
+        device.work(10)
+    assert (train.cost.joules, train.cost.quality) == (None, "unavailable")
+    assert train.cost.source == r"a\x00 broken\x1b sensor"

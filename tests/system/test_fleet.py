@@ -461,17 +461,23 @@ def test_a_fleet_that_is_killed_takes_its_processes_along(coordinator, command):
 def test_where_the_coordinator_asks_for_tokens(tmp_path):
     guarded = Coordinator(
         tmp_path / "guarded",
-        COORDINATOR_ADMIN_TOKEN="boss",
-        COORDINATOR_OBSERVER_TOKEN="eyes",
-        COORDINATOR_ENROLMENT_TOKEN="door",
+        COORDINATOR_ADMIN_TOKEN="the-chief-s-secret",
+        COORDINATOR_OBSERVER_TOKEN="an-observer-s-secret",
+        COORDINATOR_ENROLMENT_TOKEN="the-enrolment-token",
     )
     guarded.start()
     try:
-        publish(guarded.url, NAME, "digits", admin_token="boss", **SETTINGS)
+        publish(guarded.url, NAME, "digits", admin_token="the-chief-s-secret", **SETTINGS)
         with pytest.raises(Refused, match="observer token is needed"):
-            run_fleet(guarded.url, PLAN, processes=1, in_memory=True, quiet=True, enrolment_token="door")
+            run_fleet(guarded.url, PLAN, processes=1, in_memory=True, quiet=True, enrolment_token="the-enrolment-token")
         result = run_fleet(
-            guarded.url, PLAN, processes=1, in_memory=True, quiet=True, enrolment_token="door", observer_token="eyes"
+            guarded.url,
+            PLAN,
+            processes=1,
+            in_memory=True,
+            quiet=True,
+            enrolment_token="the-enrolment-token",
+            observer_token="an-observer-s-secret",
         )
     finally:
         guarded.close()

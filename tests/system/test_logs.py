@@ -11,7 +11,7 @@ import pytest
 
 from .conftest import Coordinator, environment
 
-TOKENS = {"ADMIN": "first-secret", "OBSERVER": "second-secret", "ENROLMENT": "third-secret"}
+TOKENS = {"ADMIN": "first-secret-0123", "OBSERVER": "second-secret-0123", "ENROLMENT": "third-secret-0123"}
 
 
 @pytest.fixture

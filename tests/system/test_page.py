@@ -282,33 +282,37 @@ def test_a_change_that_cannot_be_made_is_said(coordinator, open_page):
 
 
 def test_a_user_signs_in_with_a_token_and_only_an_administrator_sees_the_actions(new_coordinator, open_page):
-    secrets = {"ADMIN": "chief", "OBSERVER": "eye", "ENROLMENT": "way-in"}
+    secrets = {"ADMIN": "the-chief-s-secret", "OBSERVER": "an-observer-s-secret", "ENROLMENT": "the-enrolment-token"}
     server = new_coordinator(**{f"COORDINATOR_{kind}_TOKEN": secret for kind, secret in secrets.items()})
     server.start()
     create = {"name": "lab", "task": "digits"}
-    headers = {"Authorization": "Bearer chief"}
+    headers = {"Authorization": "Bearer the-chief-s-secret"}
     server.http.post("/v1/federations", json=create, headers=headers).raise_for_status()
-    page = open_page(server.url, http_credentials={"username": "me", "password": "eye"})
+    page = open_page(server.url, http_credentials={"username": "me", "password": "an-observer-s-secret"})
     playwright.expect(page.locator("#connection")).to_have_text("live")
     playwright.expect(page.locator("#name")).to_have_text("lab")
     assert not page.locator("#admin").is_visible()
     assert page.get_by_role("link", name="Administer").is_visible()
-    chief = open_page(f"{server.url}/admin", http_credentials={"username": "me", "password": "chief"})
+    chief = open_page(f"{server.url}/admin", http_credentials={"username": "me", "password": "the-chief-s-secret"})
     chief.get_by_role("button", name="Pause").click()
     playwright.expect(chief.locator("#status")).to_have_text("paused")
     playwright.expect(page.locator("#status")).to_have_text("paused")
 
 
 def test_a_user_whose_token_is_good_for_nothing_any_more_is_told_so(new_coordinator, open_page):
-    server = new_coordinator(COORDINATOR_ADMIN_TOKEN="chief", COORDINATOR_OBSERVER_TOKEN="eye")
+    server = new_coordinator(
+        COORDINATOR_ADMIN_TOKEN="the-chief-s-secret", COORDINATOR_OBSERVER_TOKEN="an-observer-s-secret"
+    )
     server.start()
     create = {"name": "lab", "task": "digits"}
-    server.http.post("/v1/federations", json=create, headers={"Authorization": "Bearer chief"}).raise_for_status()
-    page = open_page(server.url, http_credentials={"username": "me", "password": "eye"})
+    server.http.post(
+        "/v1/federations", json=create, headers={"Authorization": "Bearer the-chief-s-secret"}
+    ).raise_for_status()
+    page = open_page(server.url, http_credentials={"username": "me", "password": "an-observer-s-secret"})
     expect = playwright.expect
     expect(page.locator("#connection")).to_have_text("live")
     server.kill()
-    server.settings["COORDINATOR_OBSERVER_TOKEN"] = "another"
+    server.settings["COORDINATOR_OBSERVER_TOKEN"] = "another-observer-s-secret"
     server.start()
     expect(page.locator("#connection")).to_have_text("not connected: load this page again")
     expect(page.get_by_role("alert")).to_contain_text("an observer token is needed here")
@@ -316,12 +320,14 @@ def test_a_user_whose_token_is_good_for_nothing_any_more_is_told_so(new_coordina
 
 
 def test_the_way_to_the_actions_leads_to_the_federation_that_is_shown(new_coordinator, open_page):
-    server = new_coordinator(COORDINATOR_ADMIN_TOKEN="chief")
+    server = new_coordinator(COORDINATOR_ADMIN_TOKEN="the-chief-s-secret")
     server.start()
     for name in ("old", "new"):
-        body, headers = {"name": name, "task": "digits"}, {"Authorization": "Bearer chief"}
+        body, headers = {"name": name, "task": "digits"}, {"Authorization": "Bearer the-chief-s-secret"}
         server.http.post("/v1/federations", json=body, headers=headers).raise_for_status()
-    page = open_page(f"{server.url}/?federation=old", http_credentials={"username": "me", "password": "chief"})
+    page = open_page(
+        f"{server.url}/?federation=old", http_credentials={"username": "me", "password": "the-chief-s-secret"}
+    )
     page.get_by_role("link", name="Administer").click()
     page.get_by_role("button", name="Pause").wait_for()
     playwright.expect(page.locator("#name")).to_have_text("old")

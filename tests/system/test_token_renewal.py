@@ -18,7 +18,11 @@ from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 
 ALWAYS = 1e-9
-TOKENS = {"admin_token": "key", "observer_token": "eye", "enrolment_token": "door"}
+TOKENS = {
+    "admin_token": "the-chief-s-secret",
+    "observer_token": "an-observer-s-secret",
+    "enrolment_token": "the-enrolment-token",
+}
 
 
 @pytest.fixture
@@ -40,7 +44,7 @@ def folder(tmp_path):
         yield folder
 
 
-def session(client, folder, token="door"):
+def session(client, folder, token="the-enrolment-token"):
     transport = Transport(client, patience_seconds=60, sleep=lambda seconds: None)
     transport.token = token
 

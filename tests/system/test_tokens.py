@@ -14,7 +14,7 @@ from edge_sdk.tasks import load_task
 
 from .conftest import Coordinator
 
-TOKENS = {kind: f"{kind}-secret" for kind in ("admin", "observer", "enrolment")}
+TOKENS = {kind: f"{kind}-secret-0123" for kind in ("admin", "observer", "enrolment")}
 NAMES = ("pi-1", "pi-2")
 
 

@@ -59,11 +59,17 @@ class SmallBodies:
             answer = problem(
                 411, "LengthRequired", "declare the body's length: send Content-Length, not a chunked body"
             )
-        elif int(headers.get(b"content-length", b"0")) > LARGEST_REQUEST:
+        elif not 0 <= _declared(headers) <= LARGEST_REQUEST:
             answer = problem(413, "TooLarge", f"nothing valid here is longer than {LARGEST_REQUEST} bytes; send less")
         else:
             return await self._app(scope, receive, send)
         return await answer(scope, receive, send)
+
+
+def _declared(headers: dict[bytes, bytes]) -> int:
+    """Return the length that a call declares; -1 for one that is no number."""
+    text = headers.get(b"content-length", b"0")
+    return int(text) if text.isdigit() and len(text) <= 18 else -1
 
 
 class SlowBodies:

@@ -273,11 +273,13 @@ def test_a_lifetime_that_ends_before_tokens_are_renewed_is_refused(tmp_path):
 
 
 def test_a_stolen_token_reaches_nothing_of_another_device(open_app):
-    client = open_app(admin_token="key", observer_token="observer", enrolment_token="enroller")
+    client = open_app(
+        admin_token="the-chief-s-secret", observer_token="an-observer-s-secret", enrolment_token="the-enrolment-token"
+    )
     wanted = {"name": "night", "task": "digits"}
-    assert client.post("/v1/federations", json=wanted, headers=bearer("key")).status_code == 201
-    thief, other = (enrol(client, name, "enroller").json() for name in ("thief", "other"))
-    unknown = enrol(client, "far", "enroller", "night").json()
+    assert client.post("/v1/federations", json=wanted, headers=bearer("the-chief-s-secret")).status_code == 201
+    thief, other = (enrol(client, name, "the-enrolment-token").json() for name in ("thief", "other"))
+    unknown = enrol(client, "far", "the-enrolment-token", "night").json()
     work = client.get("/v1/federations/default/assignment", params={"wait": 20}, headers=bearer(other["token"])).json()
     path = f"/v1/assignments/{work['assignment_id']}"
     for token in (thief["token"], unknown["token"]):
@@ -346,8 +348,13 @@ def test_addresses_are_counted_by_customer(host, key):
 
 
 def test_who_calls_too_often_is_asked_to_wait_and_others_are_not(open_app):
-    client = open_app(limit_loopback=True, device_calls_per_second=0.5, address_calls_per_second=3, enrolment_token="d")
-    one, two = (enrol(client, name, "d").json()["token"] for name in ("one", "two"))
+    client = open_app(
+        limit_loopback=True,
+        device_calls_per_second=0.5,
+        address_calls_per_second=3,
+        enrolment_token="the-enrolment-token",
+    )
+    one, two = (enrol(client, name, "the-enrolment-token").json()["token"] for name in ("one", "two"))
     path = "/v1/federations/default"
     answers = [client.get(path, headers=bearer(one)) for _ in range(8)]
     assert {answer.status_code for answer in answers[:5]} == {200}
@@ -359,8 +366,8 @@ def test_who_calls_too_often_is_asked_to_wait_and_others_are_not(open_app):
 
 
 def test_guessing_costs_more_and_keeps_known_devices_from_nothing(open_app):
-    client = open_app(limit_loopback=True, address_calls_per_second=5, enrolment_token="d")
-    device = enrol(client, "one", "d").json()["token"]
+    client = open_app(limit_loopback=True, address_calls_per_second=5, enrolment_token="the-enrolment-token")
+    device = enrol(client, "one", "the-enrolment-token").json()["token"]
     path = "/v1/federations/default/assignment"
     assert client.get(path, headers=bearer(device)).status_code == 204
     statuses = [client.get(path, headers=bearer(f"guess {number}")).status_code for number in range(8)]

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.integration  # plays whole federations, or traces or ex
 DIGITS = load_builtin("digits")
 BUNDLE = {"Content-Type": bundle.MEDIA_TYPE}
 JSON = {"Content-Type": "application/json"}
-ADMIN, OBSERVER, ENROLMENT = "admin-secret", "observer-secret", "enrolment-secret"
+ADMIN, OBSERVER, ENROLMENT = "admin-secret-0123", "observer-secret-0123", "enrolment-secret-0123"
 TOKENS = {"admin_token": ADMIN, "observer_token": OBSERVER, "enrolment_token": ENROLMENT}
 SETTINGS = FederationSettings(rounds=2, evaluation_interval=0, deadline_seconds=600)
 
@@ -144,7 +144,7 @@ def test_every_error_of_the_coordinator_has_a_status():
     found = set(subclasses(errors.RequestError)) - {TooSlow}  # which is answered as the framework's own errors are
     assert len(found) >= 12
     assert found - set(STATUS) == set()
-    unavailable = {errors.Unavailable, *subclasses(errors.Unavailable)}
+    unavailable = {errors.Unreadable, errors.Unavailable, *subclasses(errors.Unavailable)}
     assert all((status >= 500) == (kind in unavailable) for kind, status in STATUS.items())
     for kind in found:
         assert kind.__name__ in errors.__doc__, f"{kind.__name__} is missing in the tree of coordinator.errors"

@@ -78,9 +78,11 @@ def test_a_model_that_is_none_by_itself_is_not_judged(client, digits):
 
 
 def test_it_takes_an_admin(tmp_path, digits):
-    app = create_app(Settings(data_dir=tmp_path, admin_token="admin", observer_token="observer"))
+    app = create_app(
+        Settings(data_dir=tmp_path, admin_token="the-chief-s-secret", observer_token="an-observer-s-secret")
+    )
     with inprocess.running(app) as client:
-        for token, status in (("observer", 401), ("admin", 200)):
+        for token, status in (("an-observer-s-secret", 401), ("the-chief-s-secret", 200)):
             headers = {**FILE, "Authorization": f"Bearer {token}"}
             assert client.post(PATH, content=checkpoint.save(digits), headers=headers).status_code == status
 

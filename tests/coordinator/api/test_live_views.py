@@ -73,7 +73,7 @@ def test_a_page_that_waits_is_sent_home_when_the_process_stops(coordinator):
 
 
 def test_an_evaluation_of_long_ago_is_told_and_nothing_else(coordinator, answer, play):
-    coordinator.create(cohort=3, rounds=15, evaluation_interval=1)
+    coordinator.create(cohort=3, rounds=15, evaluation_interval=1, min_participations=1, patience=1)
     one, two, slow = coordinator.enrol("a", "b", "c")
     coordinator.rounds.advance()
     for device in (one, two, slow):

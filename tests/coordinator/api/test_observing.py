@@ -118,14 +118,16 @@ def test_a_wait_ends_when_the_federation_does(client):
 
 @pytest.mark.parametrize("path", ["assignments", "rounds/1/reports"])
 def test_unknown_callers_do_not_look_at_work_and_reports(open_app, path):
-    client = open_app(observer_token="eye", enrolment_token="door", admin_token="key")
+    client = open_app(
+        observer_token="an-observer-s-secret", enrolment_token="the-enrolment-token", admin_token="the-chief-s-secret"
+    )
     url = f"/v1/federations/default/{path}"
-    _, device = enrol(client, "one", **bearer("door"))
-    for headers in ({}, bearer("door"), bearer("nonsense"), device):
+    _, device = enrol(client, "one", **bearer("the-enrolment-token"))
+    for headers in ({}, bearer("the-enrolment-token"), bearer("nonsense"), device):
         refused = client.get(url, headers=headers)
         assert refused.status_code == 401
         assert "an observer token" in refused.json()["detail"]
-    for headers in (bearer("eye"), bearer("key")):
+    for headers in (bearer("an-observer-s-secret"), bearer("the-chief-s-secret")):
         assert client.get(url, headers=headers).status_code == 200
 
 
@@ -194,14 +196,16 @@ def uses(client, headers, assignment_id):
 
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_revoked_devices_token_stops_working_at_once(open_app, warm):
-    client = open_app(observer_token="eye", admin_token="key")
+    client = open_app(observer_token="an-observer-s-secret", admin_token="the-chief-s-secret")
     device_id, headers = enrol(client, "one")
     _, other = enrol(client, "two")
     assignment = ask(client, other)
     if warm:
         assert ask(client, headers).kind == "train"
         assert client.get("/v1/federations/default/model", headers=headers).status_code == 200
-    client.patch(f"/v1/devices/{device_id}", json={"revoked": True}, headers=bearer("key")).raise_for_status()
+    client.patch(
+        f"/v1/devices/{device_id}", json={"revoked": True}, headers=bearer("the-chief-s-secret")
+    ).raise_for_status()
     assert uses(client, headers, assignment.assignment_id) == [401] * 4
     assert client.get("/v1/federations/default/model", headers=headers).status_code == 401, "nor may it look any more"
     assert client.patch(f"/v1/devices/{device_id}", json={"budget": 0.5}, headers=headers).status_code == 401

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections import namedtuple
 from contextlib import closing, contextmanager
+from urllib.parse import quote
 
 import pytest
 from prometheus_client import generate_latest
@@ -17,7 +18,7 @@ from sqlalchemy import event, text
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.messages import Assignment as Work
-from edge_sdk.protocol.messages import CreateFederation, FederationSettings
+from edge_sdk.protocol.messages import CreateFederation, FederationSettings, Phase, Telemetry
 from sparrow.coordinator.fleet.federations import Federations, find
 from sparrow.coordinator.logs import JsonFormatter, TextFormatter, about
 from sparrow.coordinator.models.global_models import Models
@@ -27,7 +28,11 @@ from sparrow.coordinator.storage.tables import Assignment, Device, Round
 
 MANIFEST = load_builtin("digits").manifest
 SETTINGS = FederationSettings(rounds=5, evaluation_interval=1, deadline_seconds=600, early_stopping="off")
-TOKENS = {"admin_token": "key-secret", "observer_token": "eye-secret", "enrolment_token": "door-secret"}
+TOKENS = {
+    "admin_token": "key-secret-0123456",
+    "observer_token": "eye-secret-0123456",
+    "enrolment_token": "door-secret-0123456",
+}
 
 
 def bearer(token):
@@ -129,7 +134,7 @@ def test_an_answer_names_its_request(open_app):
 def test_no_secret_is_ever_logged(open_app, train):
     with logging_to(JsonFormatter()) as lines:
         client = open_app(**TOKENS)
-        one, two = (enrol(client, name, **bearer("door-secret")) for name in ("one", "two"))
+        one, two = (enrol(client, name, **bearer("door-secret-0123456")) for name in ("one", "two"))
         headers = bearer(one["token"])
         renewed = client.post(f"/v1/devices/{one['device_id']}/token", headers=headers).json()["token"]
         work = ask(client, bearer(renewed))
@@ -138,9 +143,9 @@ def test_no_secret_is_ever_logged(open_app, train):
         for token in (*TOKENS.values(), one["token"], "wrong-secret"):
             for path in ("/v1/federations", "/metrics", "/v1/federations/default/assignment", "/v1/nonsense"):
                 client.get(path, headers=bearer(token))
-        client.post("/v1/federations", json={"name": "../", "task": "digits"}, headers=bearer("key-secret"))
-        enrol(client, "../", **bearer("door-secret"))
-        client.patch(f"/v1/devices/{two['device_id']}", json={"revoked": True}, headers=bearer("key-secret"))
+        client.post("/v1/federations", json={"name": "../", "task": "digits"}, headers=bearer("key-secret-0123456"))
+        enrol(client, "../", **bearer("door-secret-0123456"))
+        client.patch(f"/v1/devices/{two['device_id']}", json={"revoked": True}, headers=bearer("key-secret-0123456"))
     text = "\n".join(lines)
     assert "round 1 opens" in text
     keys = [name.ljust(32, "k") for name in ("one", "two", "../")]
@@ -301,4 +306,96 @@ def test_unknown_callers_are_not_told_why_it_is_not_ready(open_app, tmp_path, mo
     answer = client.get("/readyz")
     assert answer.status_code == 503
     assert "cannot use" not in answer.text
-    assert "cannot use its data folder" in client.get("/readyz", headers=bearer("eye-secret")).text
+    assert "cannot use its data folder" in client.get("/readyz", headers=bearer("eye-secret-0123456")).text
+
+
+# --- what a caller says cannot be read as something else -------------------------------------------------------------
+
+NASTY = "hot\n2026-01-01 CRITICAL root: all is lost\r\x1b[2J\x9b1m\u202egnp.exe\u2028\x7f\u200b"
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
+def test_no_line_of_the_log_is_a_callers(open_app, formatter):
+    with logging_to(formatter) as lines:
+        client = open_app()
+        one, two = (enrol(client, name) for name in ("one", "two"))
+        headers = bearer(one["token"])
+        work = ask(client, headers)
+        path = f"/v1/assignments/{work.assignment_id}"
+        assert client.request("DELETE", path, json={"reason": NASTY}, headers=headers).status_code == 204
+        gone = {"conditions": {"available": False, "reason": NASTY}}
+        assert (
+            client.patch(f"/v1/devices/{two['device_id']}", json=gone, headers=bearer(two["token"])).status_code == 204
+        )
+        client.get("/v1/federations/default" + quote(NASTY))
+        logging.getLogger("sparrow").info("%s", "x", extra={"device": NASTY, "round": 3})
+        try:
+            raise ValueError(NASTY)
+        except ValueError:
+            logging.getLogger("sparrow").exception("failed")
+    assert sum("all is lost" in line for line in lines) >= 3
+    for line in lines:
+        first, *rest = line.split("\n")
+        assert first.isprintable()
+        assert all(each.isprintable() and each.startswith("    ") for each in rest), "a traceback, which is indented"
+        if isinstance(formatter, JsonFormatter):
+            said = json.loads(line)
+            assert all(each.isprintable() for each in (said["message"], said.get("device", "")))
+
+
+ASKED = "/v1/federations/default"
+
+
+UNSTORABLE = [
+    ("GET", f"{ASKED}%00", {}),
+    ("GET", "/v1/devices%00", {}),
+    ("GET", f"{ASKED}/devices?search=%00", {}),
+    ("GET", f"{ASKED}/devices?%00=1", {}),
+    ("GET", ASKED, {"headers": {"If-None-Match": b"a\0b"}}),
+    ("POST", f"{ASKED}/devices", {"json": {"name": "a", "enrolment_key": "k" * 32, "profile": {"board": "a\0"}}}),
+    ("POST", f"{ASKED}/devices", {"json": {"name": "a", "enrolment_key": "k" * 31 + "\ud800"}}),
+    ("POST", f"{ASKED}/devices", {"json": {"name": "a", "enrolment_key": "k" * 32, "\ud800": 1}}),
+    ("POST", f"{ASKED}/comparison", {"json": {"task": "a\0"}}),
+    ("POST", "/v1/federations", {"json": {"name": "f", "task": "a\ud800"}}),
+    ("POST", "/v1/federations", {"json": {"name": "f", "task": "digits", "settings": {"method": "\0"}}}),
+]
+
+
+def test_text_that_cannot_be_stored_is_refused_at_the_border(open_app):
+    client = open_app()
+    for method, path, more in UNSTORABLE:
+        if "json" in more:
+            more = {"content": json.dumps(more["json"]), "headers": {"Content-Type": "application/json"}}
+        answer = client.request(method, path, **more)
+        assert answer.status_code == 422, f"{method} {path}: {answer.text}"
+        assert answer.json()["detail"]
+
+
+def test_a_number_without_end_is_no_fault_of_the_storage(open_app):
+    """A file's name of 400 digits is too long, and a disk that refuses it would be taken to be broken."""
+    client = open_app()
+    assert client.get(f"{ASKED}/model?version={'9' * 400}").status_code == 422
+    wanted = {"action": "rollback", "model_version": 10**400}
+    assert client.patch(ASKED, json=wanted).status_code == 422
+    assert client.get(f"{ASKED}/rounds/{'9' * 400}/reports").status_code == 404
+    assert client.get("/readyz").json() == {"status": "ready"}
+
+
+def test_costs_without_bounds_are_refused_and_every_record_stays(open_app, train):
+    client = open_app()
+    one, _ = (bearer(enrol(client, name)["token"]) for name in ("one", "two"))
+    endless = Phase.model_construct(seconds=1.7e308)
+    work = ask(client, one)
+    body = train(MANIFEST, work, telemetry=Telemetry.model_construct(download=endless, train=endless))
+    answer = put(client, one, work, body)
+    assert answer.status_code == 422
+    assert "seconds" in answer.json()["detail"]
+    put(client, one, work, train(MANIFEST, work)).raise_for_status()
+    cost = {"assignment_id": work.assignment_id, "upload": {"seconds": 1.7e308}}
+    headers = {**one, "Sparrow-Upload-Cost": json.dumps(cost)}
+    assert client.get(f"{ASKED}/assignment", headers=headers).status_code in (200, 204), (
+        "telemetry keeps nobody from work"
+    )
+    for path in ("/rounds", "/rounds?format=csv", "/rounds/1/reports", "/overview", "/devices"):
+        assert client.get(ASKED + path).status_code == 200
+    assert client.get(f"{ASKED}/rounds").json()[0]["updates"] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 
 import numpy as np
 import pytest
@@ -180,3 +181,30 @@ def test_a_skeleton_changes_the_digest(small):
     assert named.with_skeleton(b"other graph").digest != named.digest
     assert named.tensors == small.tensors
     assert Manifest.model_validate_json(named.model_dump_json()).digest == named.digest
+
+
+def test_names_that_stand_twice_are_found_in_one_pass():
+    names = [f"t{number}" for number in range(2_000)]
+    tensors = [{"name": name, "shape": [1]} for name in (*names, *names)]
+    counted = 0
+
+    def count(frame, event, called):
+        nonlocal counted
+        counted += event == "c_call" and called.__name__ == "count"
+
+    sys.setprofile(count)
+    try:
+        with pytest.raises(ValidationError, match="the tensor 't0' stands twice"):
+            Manifest.model_validate({"task": "x", "input_shape": [1], "output_shape": [1], "tensors": tensors})
+    finally:
+        sys.setprofile(None)
+    assert counted == 0, "each such call looks through all names"
+
+
+def test_there_are_no_more_neurons_than_rows_and_columns():
+    """A line of text would else make a mask of gigabytes."""
+    tensors, groups = [{"name": "w", "shape": [4, 4]}], [{"name": "g", "size": 2**31}]
+    with pytest.raises(ValidationError, match="more than rows and columns"):
+        Manifest.model_validate(
+            {"task": "x", "input_shape": [4], "output_shape": [4], "tensors": tensors, "groups": groups}
+        )

@@ -8,8 +8,11 @@ import math
 import pytest
 from pydantic import ValidationError
 
+from edge_sdk.protocol import messages
 from edge_sdk.protocol.messages import (
     ChangeDevice,
+    ChangeFederation,
+    CompareFederation,
     Conditions,
     CreateFederation,
     DeviceProfile,
@@ -19,9 +22,12 @@ from edge_sdk.protocol.messages import (
     FederationSettings,
     HandBack,
     Phase,
+    Receipt,
     UpdateReport,
+    UploadCost,
 )
 
+REQUESTS = (CreateFederation, CompareFederation, ChangeFederation, Enrol, ChangeDevice, HandBack, UpdateReport, Receipt)
 KEY = "k" * 32
 
 
@@ -188,3 +194,64 @@ def test_an_accuracy_is_a_share(accuracy):
     assert Evaluation(num_examples=1, loss=0).accuracy is None
     with pytest.raises(ValidationError):
         Evaluation(num_examples=1, loss=0, accuracy=accuracy)
+
+
+def parts(schema, at=""):
+    """Every part of a JSON schema, with where it is."""
+    if isinstance(schema, dict):
+        yield at, schema
+    for key, inner in (
+        schema.items() if isinstance(schema, dict) else enumerate(schema) if isinstance(schema, list) else ()
+    ):
+        yield from parts(inner, f"{at}/{key}")
+
+
+@pytest.mark.parametrize("model", [*REQUESTS, UploadCost])
+def test_every_number_and_text_of_a_request_has_an_end(model):
+    for at, part in parts(model.model_json_schema()):
+        if part.get("type") in ("integer", "number") and not at.endswith("/anyOf/2"):  # a method's own float
+            assert {"maximum", "exclusiveMaximum"} & set(part), f"{model.__name__}{at}"
+        if part.get("type") == "string" and "default" not in at:
+            assert {"maxLength", "pattern", "enum", "const"} & set(part), f"{model.__name__}{at}"
+
+
+def test_what_the_largest_fleet_reports_adds_up_to_a_finite_number():
+    devices = rounds = 10**6
+    report = UpdateReport(num_examples=2**40, steps=0, train_loss=messages.LARGEST_SCORE)
+    assert math.isfinite(report.train_loss * report.num_examples * devices * rounds)
+    for most in (messages.MOST_SECONDS, messages.MOST_JOULES, float(messages.MOST_FLOPS)):
+        assert math.isfinite(most * devices * rounds * 1e6)
+    assert messages.MOST_COUNT * devices < 2**63
+    assert 2**40 * devices < 2**63
+
+
+@pytest.mark.parametrize("value", [1.7e308, -1, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize(
+    "field", ["seconds", "paused_seconds", "throttled_seconds", "bytes_up", "joules", "celsius_peak"]
+)
+def test_a_cost_that_no_device_can_have_is_refused(field, value):
+    more = {"quality": "measured"} if field == "joules" else {}
+    if (field, value) == ("celsius_peak", -1):
+        value = -300
+    with pytest.raises(ValidationError, match=field):
+        Phase.model_validate({field: value, **more})
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\ud800", "x\udfff"])
+def test_text_that_cannot_be_stored_is_refused_wherever_it_stands(text):
+    report = {"num_examples": 1, "steps": 1, "train_loss": 0.5}
+    profile = {"sensors": ["ok", text]}
+    for model, value in (
+        (HandBack, {"reason": text}),
+        (ChangeDevice, {"conditions": {"reason": text}}),
+        (DeviceProfile, {"board": text}),
+        (Enrol, {"name": "a", "enrolment_key": KEY, "profile": profile}),
+        (CreateFederation, {"name": "f", "task": text}),
+        (FederationSettings, {"method_settings": {"x": text}}),
+        (FederationSettings, {"method_settings": {text: 1}}),
+        (UpdateReport, {**report, "counts": {text: 1}}),
+        (UpdateReport, {**report, "telemetry": {"train": {"source": text}}}),
+    ):
+        for read in (model.model_validate, lambda value, model=model: model.model_validate_json(json.dumps(value))):
+            with pytest.raises(ValidationError):
+                read(value)
