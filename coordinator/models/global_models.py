@@ -29,6 +29,7 @@ from edge_sdk.protocol.neurons import fits_ratio, mask_digest, mask_from_file, m
 from sparrow.coordinator.errors import NotFound
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method
 from sparrow.coordinator.models.payloads import Packed, Payloads
+from sparrow.coordinator.rounds.draws import neuron_key
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 
@@ -49,11 +50,6 @@ class Retention:
 def settings_of(federation: Federation) -> FederationSettings:
     """Return the federation's settings, checked when they were stored."""
     return FederationSettings.model_validate(federation.settings)
-
-
-def job_of(federation: Federation) -> str:
-    """Return the name used in this federation's draws: its name and seed."""
-    return f"{federation.name}:{settings_of(federation).seed}"
 
 
 class Models:
@@ -196,7 +192,7 @@ class Models:
         neurons = method.neurons(manifest, assignment.ratio)
         if neurons is not None:
             return neurons, None
-        draw = NeuronDraw(job_of(federation), assignment.round, device.name, assignment.ratio)
+        draw = NeuronDraw(neuron_key(federation.secret, assignment.round, device.name), assignment.ratio)
         return draw_neurons(manifest, draw), draw
 
     def payload(self, federation: Federation, device: Device, assignment: Assignment) -> Packed:

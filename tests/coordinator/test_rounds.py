@@ -15,6 +15,7 @@ from edge_sdk.protocol.messages import (
     BudgetLimit,
     ChangeDevice,
     Conditions,
+    FederationSettings,
     FederationStatus,
     HandBack,
     PauseReason,
@@ -36,8 +37,8 @@ from sparrow.coordinator.errors import (
     WrongState,
 )
 from sparrow.coordinator.reports.records import with_joules_per_point
-from sparrow.coordinator.rounds.cohort import Candidate, choose
 from sparrow.coordinator.rounds.dispatch import REST_SECONDS
+from sparrow.coordinator.rounds.draws import Candidate, choose, new_secret
 from sparrow.coordinator.storage.store import Store
 
 from .fakes import CALM, DIGITS, FakeDevice, LocalCoordinator, answering, playing
@@ -100,11 +101,11 @@ def test_the_global_model_is_the_weighted_mean_of_the_updates(coordinator, answe
 
 def test_the_cohort_is_the_documented_draw(coordinator, answer):
     coordinator.create(cohort=2, min_devices=6, seed=7)
-    names = [f"dev-{number}" for number in range(6)]
+    names, secret = [f"dev-{number}" for number in range(6)], new_secret("f", FederationSettings(seed=7, draws="seed"))
     devices = {device.name: device for device in coordinator.enrol(*names)}
     for number in (1, 2, 3):
         coordinator.rounds.advance()
-        drawn = choose([Candidate(name) for name in names], 2, job="f:7", round_number=number)
+        drawn = choose([Candidate(name) for name in names], 2, secret=secret, round_number=number)
         assert list(coordinator.record(number).cohort) == drawn
         for name, device in devices.items():
             assert (answer(device) is not None) == (name in drawn)
@@ -126,10 +127,11 @@ def test_budgets_decide_who_is_drawn_where_that_is_the_policy(coordinator, answe
     coordinator.create(cohort=1, rounds=4, min_devices=2, cohort_policy="budget")
     devices = coordinator.enrol("weak", "strong", weak=0.1)
     known = [Candidate("weak", 0.1), Candidate("strong", 1.0)]
+    secret = new_secret("f", FederationSettings(draws="seed"))
     for number in range(1, 5):
         coordinator.rounds.advance()
         assert list(coordinator.record(number).cohort) == choose(
-            known, 1, job="f:0", round_number=number, policy="budget"
+            known, 1, secret=secret, round_number=number, policy="budget"
         )
         for device in devices:
             answer(device)
@@ -151,12 +153,12 @@ def test_the_first_payload_is_the_whole_model_and_later_ones_only_the_mask(coord
     coordinator.rounds.advance()
     tensors, _ = checkpoint.load(coordinator.model())
     assignment = small.ask()
-    assert (assignment.round, assignment.work.ratio, assignment.work.job) == (2, 0.3, "f:0")
-    mask = draw_neurons(DIGITS, NeuronDraw("f:0", 2, "a", 0.3))
+    assert (assignment.round, assignment.work.ratio) == (2, 0.3)
+    mask = draw_neurons(DIGITS, NeuronDraw(assignment.work.key, 0.3))
     received = bundle.decode(small.payload(assignment), DIGITS)
     assert len(received.values) == count_values(DIGITS, mask) < DIGITS.shared_values / 4
     assert received.values.tolist() == pack(DIGITS, tensors, mask).tolist()
-    assert received.draw == NeuronDraw("f:0", 2, "a", 0.3)
+    assert received.draw == NeuronDraw(assignment.work.key, 0.3)
 
 
 def test_a_device_that_never_answered_is_sent_the_whole_model_again(coordinator, clock, answer):
@@ -638,7 +640,7 @@ def test_the_same_update_again_is_no_new_one_and_another_is_refused(coordinator,
 
 
 def broken_updates(train, assignment):
-    mask = draw_neurons(DIGITS, NeuronDraw("f:0", 1, "a", 0.5))
+    mask = draw_neurons(DIGITS, NeuronDraw(assignment.work.key, 0.5))
     values = np.zeros(count_values(DIGITS, mask), dtype=np.float32)
     report = UpdateReport(num_examples=1, steps=1, train_loss=0).model_dump_json()
     fewer = NeuronMask({group: neurons[:-1] for group, neurons in mask.active.items()})

@@ -519,7 +519,7 @@ def bad_updates(assignment, train, sign, take_apart):
     """name -> (status, what is said, body)."""
     manifest = DIGITS.manifest
     good = train(manifest, assignment)
-    draw = NeuronDraw(assignment.work.job, assignment.work.round, assignment.work.device, assignment.work.ratio)
+    draw = NeuronDraw(assignment.work.key, assignment.work.ratio)
     mask = draw_neurons(manifest, draw)
     report = UpdateReport(num_examples=5, steps=1, train_loss=0.5).model_dump_json()
 
@@ -531,7 +531,7 @@ def bad_updates(assignment, train, sign, take_apart):
     infinite = sign(header, np.float32(np.inf).tobytes() + data[4:])
     short = json.loads(json.dumps(header))
     short["values"].update(shape=[10], data_offsets=[0, 40])
-    next_round = draw_neurons(manifest, NeuronDraw(draw.job, draw.round + 1, draw.device, draw.ratio))
+    next_round = draw_neurons(manifest, NeuronDraw(draw.key[::-1], draw.ratio))
     fewer = NeuronMask({group: neurons[:-1] for group, neurons in mask.active.items()})
     other_model = manifest.model_copy(update={"task": "other"})
     other_model = type(manifest).model_validate(other_model.model_dump())
@@ -688,7 +688,7 @@ def sparse_update(client, headers, assignment, *, known=None, change=lambda mask
         values = np.zeros(count_values(DIGITS.manifest, mask), dtype=np.float32)
     if assignment.work is not None:  # FedSPU sends a part of the whole model
         work = assignment.work
-        draw = NeuronDraw(work.job, work.round, work.device, work.ratio)
+        draw = NeuronDraw(work.key, work.ratio)
         mask = draw_neurons(DIGITS.manifest, draw)
         values = np.zeros(count_values(DIGITS.manifest, mask), dtype=np.float32)
     report = UpdateReport(num_examples=10, steps=1, train_loss=0.5).model_dump_json()

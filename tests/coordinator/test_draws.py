@@ -4,40 +4,42 @@ from __future__ import annotations
 
 from collections import Counter
 
-from sparrow.coordinator.rounds.cohort import Candidate, choose, choose_each
+from sparrow.coordinator.rounds.draws import Candidate, choose, choose_each
 
 NAMES = [f"dev-{number}" for number in range(20)]
 
 
-def draw(names, size, *, job, round_number):
-    return choose([Candidate(name) for name in names], size, job=job, round_number=round_number)
+def draw(names, size, *, secret, round_number):
+    return choose([Candidate(name) for name in names], size, secret=secret, round_number=round_number)
 
 
 def test_a_cohort_has_the_size_asked_for_without_repeats_sorted():
-    cohort = draw(NAMES, 5, job="j", round_number=1)
+    cohort = draw(NAMES, 5, secret=b"j", round_number=1)
     assert len(set(cohort)) == 5
     assert set(cohort) <= set(NAMES)
     assert cohort == sorted(cohort)
 
 
 def test_too_few_devices_all_take_part():
-    assert draw(["b", "a"], 10, job="j", round_number=1) == ["a", "b"]
-    assert draw([], 10, job="j", round_number=1) == []
+    assert draw(["b", "a"], 10, secret=b"j", round_number=1) == ["a", "b"]
+    assert draw([], 10, secret=b"j", round_number=1) == []
 
 
 def test_the_order_of_enrolment_does_not_matter():
-    assert draw(reversed(NAMES), 5, job="j", round_number=1) == draw(NAMES, 5, job="j", round_number=1)
+    assert draw(reversed(NAMES), 5, secret=b"j", round_number=1) == draw(NAMES, 5, secret=b"j", round_number=1)
 
 
-def test_the_same_job_and_round_draw_the_same_and_others_do_not():
-    cohorts = [draw(NAMES, 5, job=job, round_number=number) for job in ("a:0", "a:1") for number in (1, 2)]
-    assert cohorts == [draw(NAMES, 5, job=job, round_number=number) for job in ("a:0", "a:1") for number in (1, 2)]
+def test_the_same_secret_and_round_draw_the_same_and_others_do_not():
+    cohorts = [draw(NAMES, 5, secret=secret, round_number=number) for secret in (b"a", b"b") for number in (1, 2)]
+    assert cohorts == [
+        draw(NAMES, 5, secret=secret, round_number=number) for secret in (b"a", b"b") for number in (1, 2)
+    ]
     assert len({tuple(cohort) for cohort in cohorts}) == 4
 
 
 def test_devices_that_leave_do_not_change_the_rank_of_the_others():
-    first = draw(NAMES, 5, job="j", round_number=1)
-    without = draw([name for name in NAMES if name != first[0]], 5, job="j", round_number=1)
+    first = draw(NAMES, 5, secret=b"j", round_number=1)
+    without = draw([name for name in NAMES if name != first[0]], 5, secret=b"j", round_number=1)
     assert set(first[1:]) < set(without)
 
 
@@ -45,7 +47,7 @@ def test_the_draw_is_uniform_over_devices_and_pairs():
     rounds = 4000
     alone, together = Counter(), Counter()
     for number in range(rounds):
-        cohort = draw(NAMES, 5, job="j", round_number=number)
+        cohort = draw(NAMES, 5, secret=b"j", round_number=number)
         alone.update(cohort)
         together.update((one, other) for one in cohort for other in cohort if one < other)
     # Five standard deviations of a binomial around the expected share.
@@ -60,15 +62,15 @@ def test_those_who_took_part_longest_ago_come_first():
     seen = []
     for number in range(1, 9):
         candidates = [Candidate(name, last_round=last[name]) for name in NAMES]
-        cohort = choose(candidates, 5, job="j", round_number=number, policy="least_recently")
+        cohort = choose(candidates, 5, secret=b"j", round_number=number, policy="least_recently")
         seen.append(cohort)
         last.update(dict.fromkeys(cohort, number))
     for start in (0, 4):
         assert sorted(name for cohort in seen[start : start + 4] for name in cohort) == sorted(NAMES), (
             "each once in four"
         )
-    first = [choose([Candidate(name) for name in NAMES], 5, job="j", round_number=1, policy="least_recently")]
-    assert first == seen[:1] == [draw(NAMES, 5, job="j", round_number=1)], (
+    first = [choose([Candidate(name) for name in NAMES], 5, secret=b"j", round_number=1, policy="least_recently")]
+    assert first == seen[:1] == [draw(NAMES, 5, secret=b"j", round_number=1)], (
         "chance decides among those who waited as long"
     )
 
@@ -79,7 +81,7 @@ def test_chances_grow_with_budgets():
     rounds = 4000
     drawn = Counter()
     for number in range(rounds):
-        drawn.update(choose(candidates, 1, job="j", round_number=number, policy="budget"))
+        drawn.update(choose(candidates, 1, secret=b"j", round_number=number, policy="budget"))
     for each in candidates:
         spread = 5 * (rounds * each.budget * (1 - each.budget)) ** 0.5
         assert abs(drawn[each.name] - rounds * each.budget) < spread
@@ -89,7 +91,7 @@ def test_a_larger_budget_never_takes_a_device_out_of_a_round():
     for number in range(200):
         others = [Candidate(name, 0.5) for name in NAMES[1:]]
         cohorts = [
-            choose([Candidate(NAMES[0], budget), *others], 5, job="j", round_number=number, policy="budget")
+            choose([Candidate(NAMES[0], budget), *others], 5, secret=b"j", round_number=number, policy="budget")
             for budget in (0.1, 0.3, 0.5, 0.9)
         ]
         drawn = [NAMES[0] in cohort for cohort in cohorts]
@@ -100,11 +102,11 @@ def test_drawn_each_by_itself_nobody_is_moved_by_another():
     rounds, chance = 4000, 0.25
     drawn = Counter()
     for number in range(rounds):
-        cohort = choose_each(NAMES, chance, job="j", round_number=number)
+        cohort = choose_each(NAMES, chance, secret=b"j", round_number=number)
         drawn.update(cohort)
-        without = choose_each(NAMES[1:], chance, job="j", round_number=number)
+        without = choose_each(NAMES[1:], chance, secret=b"j", round_number=number)
         assert without == [name for name in cohort if name != NAMES[0]]
     spread = 5 * (rounds * chance * (1 - chance)) ** 0.5
     assert len(drawn) == len(NAMES)
     assert all(abs(count - rounds * chance) < spread for count in drawn.values())
-    assert choose_each(NAMES, 1.0, job="j", round_number=1) == sorted(NAMES)
+    assert choose_each(NAMES, 1.0, secret=b"j", round_number=1) == sorted(NAMES)
