@@ -1,4 +1,4 @@
-"""What chance decides in a federation: the cohort of a round, and which neurons each device trains.
+"""Random draws of a federation: the cohort of a round, and the neurons that each device trains.
 
 All of it is HMAC-SHA256 of purpose, round and name under the federation's secret: 32 random bytes that stay in the
 records. So a restarted coordinator, or another process of it, draws the same, in whatever order devices enrolled; and

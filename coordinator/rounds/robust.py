@@ -1,9 +1,9 @@
 """Robust rules that a few malicious devices cannot bend, by coordinate, in place of a round's weighted mean.
 
-Of n devices drawn for a round up to f = max(1, floor(share n)) are assumed to lie: to send any values, under any mask
-that is accepted, in agreement with each other. f counts those of the round, not of a coordinate's senders: who lies
-asks for a budget of 1 and sends every coordinate, while of the honest devices few send the same one. It counts devices
-that were drawn, not those that answered: who lies is never late.
+Of n devices drawn for a round up to f = max(1, floor(share n)) are assumed to be malicious: to send any values, under
+any mask that is accepted, in agreement with each other. f is counted among the round's devices, not among a
+coordinate's senders: malicious devices ask for a budget of 1 and send every coordinate, while of the honest devices few
+send the same one. It is counted among those that were drawn, not those that answered: malicious devices are never late.
 
     trimmed_mean   of a coordinate's values the f smallest and the f largest are left out, and the rest averaged
     median         the middle value, or the mean of both     (both: Yin, Chen, Ramchandran, Bartlett, ICML 2018,
@@ -12,21 +12,21 @@ that were drawn, not those that answered: who lies is never late.
                    Blanchard, El Mhamdi, Guerraoui, Stainer, NIPS 2017, arXiv:1703.02757)
 
 Before any rule each value is cut to the bound of its tensor: its distance from the old model becomes at most the lower
-median, over the updates that sent some of this tensor, of the largest distance in it. That is no further than some
-honest device moved one of this tensor's values, while at most half of these updates lie.
+median, over the updates that sent some of this tensor, of the largest distance in it. As long as at most half of these
+updates are malicious, an honest device moved one of this tensor's values that far.
 
-Guarantees, for each coordinate, against up to f devices that lie:
+Guarantees, for each coordinate, with up to f malicious devices:
 
     trimmed_mean, median   A coordinate of fewer than 2f + 1 senders (at least three) keeps its old value. Any other
                            comes to lie between the smallest and the largest of the values, cut to the bound, that
                            honest devices sent for it.
-    krum                   A coordinate moves by at most its bound: an update may be near to the others, and far off in
-                           one coordinate (El Mhamdi, Guerraoui, Rouault, ICML 2018), so Krum alone promises nothing
-                           for one. A round of fewer than 2f + 3 updates leaves the model as it was. Only for methods
-                           whose devices all send the same coordinates: updates of different parts have no distance.
+    krum                   A coordinate moves by at most its bound. Krum itself promises nothing for a single one: an
+                           update may be near to the others, and far off in one coordinate (El Mhamdi, Guerraoui,
+                           Rouault, ICML 2018). A round of fewer than 2f + 3 updates leaves the model as it was. Methods
+                           whose devices send different parts of the model are refused: no distance compares these.
 
-Where more than f lie, but at most half of the updates, the bound still holds. Values count alike whatever examples a
-device claims, which it could claim without end.
+With more than f, but at most half of the updates, the bound still holds. Values count alike whatever examples a device
+claims, which it could claim without end.
 
 All updates of a round are needed at once. Each is written to a file without a name, 4 bytes for each value of the whole
 model, and read back in slices of coordinates. Memory: a slice of all updates has as many values as one model (or 2^20,
@@ -84,27 +84,31 @@ def check_robust(method: CoordinatorMethod, settings: FederationSettings) -> Non
         raise BadContent(f"robust: {settings.method} cannot do with {rule}: {reason}; leave robust out")
     if settings.buffer is not None:
         raise BadContent(
-            "buffer: a round takes the updates that come first, and those who lie can be the quickest, more than "
-            "robust_share of it; leave buffer or robust out"
+            "buffer: a round takes the updates that come first, and malicious devices can be the quickest, more of it "
+            "than robust_share; leave buffer or robust out"
+        )
+    if settings.cohort_policy != "uniform":
+        raise BadContent(
+            f"cohort_policy: under {settings.cohort_policy} a device raises its own chance to be drawn, with a budget "
+            f"or a name that it chooses, and more of a round than robust_share may be malicious; leave it uniform"
         )
     drawn = math.ceil(settings.cohort * (1 + settings.over_selection) - ACCIDENT)
     updates, least = math.ceil(settings.quorum * settings.cohort - ACCIDENT), fewest(rule, settings.robust_share, drawn)
     if updates < least:
         raise BadContent(
-            f"cohort: of {drawn} devices drawn {lying(settings.robust_share, drawn)} may lie, and a round closes with "
-            f"{updates} updates, of which {rule} cannot tell who lies; it takes {least}: raise cohort or quorum, or "
-            f"lower robust_share"
+            f"cohort: a round closes with {updates} updates of {drawn} devices, of which {rule} cannot tell who lies; "
+            f"it takes {least}: raise cohort or quorum, or lower robust_share"
         )
 
 
-def lying(share: float, drawn: int) -> int:
-    """Return f: how many of ``drawn`` devices may lie."""
+def malicious_of(share: float, drawn: int) -> int:
+    """Return f: how many of ``drawn`` devices are assumed to be malicious."""
     return max(1, math.floor(share * drawn + ACCIDENT))
 
 
 def fewest(rule: Rule, share: float, drawn: int) -> int:
     """Return how many updates, or senders of a coordinate, a rule needs to move it."""
-    return max(FEWEST, 2 * lying(share, drawn) + (3 if rule == "krum" else 1))
+    return max(FEWEST, 2 * malicious_of(share, drawn) + (3 if rule == "krum" else 1))
 
 
 class RobustSums:
@@ -166,8 +170,8 @@ class RobustSums:
         return unpack_whole(self._manifest, new)
 
     @property
-    def _lying(self) -> int:
-        return lying(self._share, max(self.drawn, self.updates))
+    def _malicious(self) -> int:
+        return malicious_of(self._share, max(self.drawn, self.updates))
 
     @property
     def _fewest(self) -> int:
@@ -177,7 +181,7 @@ class RobustSums:
         """Return how many of a coordinate's values are left out at each end, by how many there are."""
         if self._rule == "median":
             return (counts - 1) // 2
-        return np.full_like(counts, self._lying if self._rule == "trimmed_mean" else 0)
+        return np.full_like(counts, self._malicious if self._rule == "trimmed_mean" else 0)
 
     def _bounds(self, old: NDArray[np.float32]) -> tuple[Sum, NDArray[np.intp]]:
         """Return how far from the old model a value of each tensor may lie, and where each tensor ends."""
@@ -195,7 +199,7 @@ class RobustSums:
 
     def _nearest(self, old: NDArray[np.float32]) -> NDArray[np.intp]:
         """Return the updates that multi-Krum keeps, sorted."""
-        count, malicious = self.updates, self._lying
+        count, malicious = self.updates, self._malicious
         squares = np.zeros((count, count))
         for place, rows in self._slices():
             # From the old model, near which all lie: differences of large squares would lose what they differ by.

@@ -30,7 +30,7 @@ class Federation(Base):
 
     id: Mapped[int] = mapped_column(primary_key=True)
     uid: Mapped[str] = mapped_column(String(32), unique=True)
-    secret: Mapped[bytes] = mapped_column(LargeBinary(32))
+    secret: Mapped[bytes] = mapped_column(LargeBinary(32), nullable=True)  # SQLite adds no other to a table
     name: Mapped[str] = mapped_column(String(64), unique=True)
     task: Mapped[str] = mapped_column(String(200))
     method: Mapped[str] = mapped_column(String(64))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from sparrow.coordinator.rounds.draws import Candidate, choose, choose_each
+from edge_sdk.protocol.messages import FederationSettings
+from sparrow.coordinator.rounds.draws import Candidate, choose, choose_each, neuron_key, new_secret
 
 NAMES = [f"dev-{number}" for number in range(20)]
 
@@ -110,3 +111,24 @@ def test_drawn_each_by_itself_nobody_is_moved_by_another():
     assert len(drawn) == len(NAMES)
     assert all(abs(count - rounds * chance) < spread for count in drawn.values())
     assert choose_each(NAMES, 1.0, secret=b"j", round_number=1) == sorted(NAMES)
+
+
+def test_a_secret_is_random_unless_it_is_to_follow_from_the_seed():
+    usual, seeded = FederationSettings(seed=1), FederationSettings(seed=1, draws="seed")
+    assert len({new_secret("f", usual), new_secret("f", usual), new_secret("f", seeded)}) == 3
+    assert new_secret("f", seeded) == new_secret("f", seeded)
+    other_seed = FederationSettings(seed=2, draws="seed")
+    assert len({new_secret("f", seeded), new_secret("g", seeded), new_secret("f", other_seed)}) == 3
+
+
+def test_keys_are_of_one_secret_round_and_device():
+    keys = [neuron_key(secret, number, name) for secret in (b"a", b"b") for number in (1, 2) for name in ("c", "d")]
+    assert len(set(keys)) == 8
+    assert keys == [neuron_key(secret, number, name) for secret in (b"a", b"b") for number in (1, 2) for name in "cd"]
+
+
+def test_those_who_evaluate_are_drawn_apart_from_the_cohort():
+    candidates = [Candidate(name) for name in NAMES]
+    cohorts = [choose(candidates, 5, secret=b"j", round_number=number) for number in range(9)]
+    others = [choose(candidates, 5, secret=b"j", round_number=number, purpose="evaluation") for number in range(9)]
+    assert all(cohort != other for cohort, other in zip(cohorts, others, strict=True))

@@ -109,13 +109,22 @@ def moved_by(manifest, device, assignment, tensors, precision, chance, lies):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
-@pytest.mark.parametrize("liars", [1, 2, 3])
+@pytest.mark.parametrize("malicious", [1, 2, 3])
 @pytest.mark.parametrize(("method", "rule"), [("fedspu", "trimmed_mean"), ("fedspu", "median"), ("fedavg", "krum")])
-def test_liars_of_ten_devices_move_no_value_further_than_honest_ones(coordinator, method, rule, liars, precision):
-    """Budgets from 0.2 to 1; who lies asks for 1, so that few others send what it sends."""
-    many = {**CALM, "min_devices": 10, "cohort": 10, "robust": rule, "robust_share": liars / 10, "precision": precision}
+def test_malicious_devices_of_ten_move_no_value_further_than_honest_ones(
+    coordinator, method, rule, malicious, precision
+):
+    """Budgets are from 0.2 to 1; malicious devices ask for 1, so that few others send what they send."""
+    many = {
+        **CALM,
+        "min_devices": 10,
+        "cohort": 10,
+        "robust": rule,
+        "robust_share": malicious / 10,
+        "precision": precision,
+    }
     coordinator.create(**many, method=method)
-    budgets = {name: 1.0 if number < liars else 0.2 * (number % 5 + 1) for number, name in enumerate(TEN)}
+    budgets = {name: 1.0 if number < malicious else 0.2 * (number % 5 + 1) for number, name in enumerate(TEN)}
     devices = coordinator.enrol(*TEN, **(budgets if method == "fedspu" else {}))
     coordinator.rounds.advance()
     tensors, _ = checkpoint.load(coordinator.model())
@@ -123,7 +132,7 @@ def test_liars_of_ten_devices_move_no_value_further_than_honest_ones(coordinator
     chance, sent = np.random.default_rng(0), []
     for number, device in enumerate(devices):
         assignment = device.ask()
-        body, mask = moved_by(DIGITS, device, assignment, tensors, precision, chance, number < liars)
+        body, mask = moved_by(DIGITS, device, assignment, tensors, precision, chance, number < malicious)
         assert device.send(assignment, body)
         decoded = bundle.decode(body, DIGITS).values
         if precision == "int8":
@@ -135,9 +144,9 @@ def test_liars_of_ten_devices_move_no_value_further_than_honest_ones(coordinator
         sent.append(row)
     coordinator.rounds.advance()
     new = pack(DIGITS, checkpoint.load(coordinator.model())[0], None)
-    honest = np.array(sent[liars:])
+    honest = np.array(sent[malicious:])
     senders = (~np.isnan(sent)).sum(axis=0)
-    enough = senders >= max(3, 2 * liars + 1)
+    enough = senders >= max(3, 2 * malicious + 1)
     assert new[~enough].tobytes() == old[~enough].tobytes()
     assert (new != old).mean() > (0.9 if method == "fedavg" else 0.1), "and it learns"
     assert coordinator.record(1).notes["values_held_back"] == (~enough).sum()

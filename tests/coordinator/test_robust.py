@@ -119,7 +119,7 @@ def test_where_all_send_the_same_krum_is_the_papers_with_the_bound(model, tmp_pa
 
 
 def lie(how, rows, honest, truth):
-    """The values that those who lie agree on, [P]; they know those of all the others."""
+    """Return the values that malicious devices agree on, [P]; they know those of all the others."""
     match how:
         case "a million":
             return np.full_like(truth, 1e6)
@@ -137,19 +137,19 @@ def lie(how, rows, honest, truth):
 LIES = ("a million", "as far as numbers go", "the other way", "just beyond the others", "one value alone")
 
 
-@pytest.mark.parametrize("liars", [1, 2, 3])
+@pytest.mark.parametrize("malicious", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["whole", "neurons", "elements", "blocks"])
 @pytest.mark.parametrize("how", LIES)
-def test_liars_of_ten_move_no_coordinate_beyond_the_guarantee(model, tmp_path, how, kind, liars):
+def test_malicious_updates_of_ten_move_no_coordinate_beyond_the_guarantee(model, tmp_path, how, kind, malicious):
     """All of them send everything, or all the same part that few others have; what they send, they agree on."""
     old = flat(model, initial_values(model, 0))
     truth = old + np.float32(0.01)
-    rows = truth + np.float32(0.05) * dense(model, 10, seed=liars)
-    lying, honest = list(range(liars)), list(range(liars, 10))
+    rows = truth + np.float32(0.05) * dense(model, 10, seed=malicious)
+    lying, honest = list(range(malicious)), list(range(malicious, 10))
     rows[lying] = lie(how, rows, honest, truth)
     own = [masked(model, kind, number) for number in range(10)]
     for part in (None, own[0]):
-        masks = [*[part if kind != "whole" else None] * liars, *own[liars:]]
+        masks = [*[part if kind != "whole" else None] * malicious, *own[malicious:]]
         held = np.stack([sent_by(model, mask) for mask in masks])
         inside, _ = cut(model, rows, held, old)
         low = np.where(held[honest], inside[honest], np.inf).min(axis=0)
@@ -157,35 +157,37 @@ def test_liars_of_ten_move_no_coordinate_beyond_the_guarantee(model, tmp_path, h
         far = np.where(held[honest], np.abs(rows[honest] - old), 0)
         ends = np.cumsum([spec.size for spec in model.shared])[:-1]
         honest_most = np.repeat([part.max() for part in np.split(far, ends, axis=1)], [s.size for s in model.shared])
-        enough = held.sum(axis=0) >= max(3, 2 * liars + 1)
+        enough = held.sum(axis=0) >= max(3, 2 * malicious + 1)
         for rule in ("trimmed_mean", "median"):
-            found, _ = fold(model, rule, list(zip(rows, masks, strict=True)), tmp_path, liars / 10, drawn=10)
+            found, _ = fold(model, rule, list(zip(rows, masks, strict=True)), tmp_path, malicious / 10, drawn=10)
             assert found[~enough].tobytes() == old[~enough].tobytes()
             assert (found[enough] >= low[enough] - 1e-6).all(), rule
             assert (found[enough] <= high[enough] + 1e-6).all(), rule
             assert (np.abs(found - old) <= honest_most + 1e-6).all(), rule
         if part is None and kind == "whole":
-            found, _ = fold(model, "krum", list(zip(rows, masks, strict=True)), tmp_path, liars / 10, drawn=10)
+            found, _ = fold(model, "krum", list(zip(rows, masks, strict=True)), tmp_path, malicious / 10, drawn=10)
             assert (np.abs(found - old) <= honest_most + 1e-6).all()
             assert np.abs(found - truth).mean() < 0.1, "most values are honest ones"
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("liars", [3, 4, 5])
-def test_more_liars_than_expected_still_move_nothing_further_than_honest_devices_move(model, tmp_path, rule, liars):
-    """By chance a cohort has more of them than the federation: up to half of its updates, the bound holds."""
+@pytest.mark.parametrize("malicious", [3, 4, 5])
+def test_more_malicious_updates_than_expected_still_move_nothing_further_than_honest_ones(
+    model, tmp_path, rule, malicious
+):
+    """A cohort may by chance hold more of them than its share: up to half of its updates, the bound holds."""
     old = flat(model, initial_values(model, 0))
     rows = old + np.float32(0.05) * dense(model, 10)
-    rows[:liars] = 1e6
+    rows[:malicious] = 1e6
     masks = [None] * 10
     if rule != "krum":
-        masks[liars:] = [masked(model, "neurons", number) for number in range(liars, 10)]
+        masks[malicious:] = [masked(model, "neurons", number) for number in range(malicious, 10)]
     found, _ = fold(model, rule, list(zip(rows, masks, strict=True)), tmp_path, drawn=10)
-    assert np.abs(found - old).max() <= np.abs(rows[liars:] - old).max() + 1e-6
+    assert np.abs(found - old).max() <= np.abs(rows[malicious:] - old).max() + 1e-6
 
 
-def test_who_does_not_answer_leaves_no_majority_to_those_who_lie(model, tmp_path):
-    """Ten are drawn, two of whom lie at once; of the others two answer before the deadline, or three."""
+def test_devices_that_do_not_answer_leave_no_majority_to_malicious_ones(model, tmp_path):
+    """Ten are drawn, of which two are malicious and quick; of the others two answer before the deadline, or three."""
     old = flat(model, initial_values(model, 0))
     rows = old + np.float32(0.05) * dense(model, 5)
     rows[:2] = 1e6
@@ -334,9 +336,17 @@ def test_rounds_in_which_nobody_could_tell_are_refused(rule, least, settings):
         check_robust(load_method("fedavg"), FederationSettings(method="fedavg", robust=rule, **settings))
 
 
-def test_rounds_of_whoever_is_quickest_are_refused():
-    with pytest.raises(BadContent, match="the quickest, more than robust_share of it"):
-        check_robust(load_method("fedavg"), FederationSettings(method="fedavg", robust="median", buffer=5))
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"buffer": 5}, "the quickest, more of it than robust_share"),
+        ({"cohort_policy": "budget"}, "a device raises its own chance to be drawn"),
+        ({"cohort_policy": "least_recently"}, "a device raises its own chance to be drawn"),
+    ],
+)
+def test_rounds_that_devices_can_crowd_are_refused(settings, said):
+    with pytest.raises(BadContent, match=said):
+        check_robust(load_method("fedavg"), FederationSettings(method="fedavg", robust="median", **settings))
 
 
 def test_what_one_device_prepares_comes_through_as_it_is(model, tmp_path):

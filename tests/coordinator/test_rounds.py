@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -25,6 +25,8 @@ from edge_sdk.protocol.messages import (
     UpdateReport,
     UploadCost,
 )
+from sparrow.coordinator.commands.backup import back_up
+from sparrow.coordinator.commands.restore import bring_back
 from sparrow.coordinator.errors import (
     BadContent,
     DifferentUpdate,
@@ -39,6 +41,7 @@ from sparrow.coordinator.errors import (
 from sparrow.coordinator.reports.records import with_joules_per_point
 from sparrow.coordinator.rounds.dispatch import REST_SECONDS
 from sparrow.coordinator.rounds.draws import Candidate, choose, new_secret
+from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.store import Store
 
 from .fakes import CALM, DIGITS, FakeDevice, LocalCoordinator, answering, playing
@@ -109,6 +112,68 @@ def test_the_cohort_is_the_documented_draw(coordinator, answer):
         assert list(coordinator.record(number).cohort) == drawn
         for name, device in devices.items():
             assert (answer(device) is not None) == (name in drawn)
+
+
+def told(coordinator, devices, rounds=3):
+    """The cohorts of some rounds, and the keys that its devices are told."""
+    found = []
+    for number in range(1, rounds + 1):
+        coordinator.rounds.advance()
+        asked = [device.ask() for device in devices]
+        found.append((coordinator.record(number).cohort, [each and each.work.key for each in asked]))
+        for device, each in zip(devices, asked, strict=True):
+            if each:
+                device.hand_back(each)
+        coordinator.clock.pass_seconds(REST_SECONDS)
+    return found
+
+
+def test_what_is_drawn_follows_from_nothing_that_a_device_knows(open_coordinator, tmp_path, clock):
+    """Two federations of one name, one seed and the same devices draw as they like, unless the seed is to decide."""
+    found = {}
+    for draws in ("secret", "seed"):
+        for place in ("one", "two"):
+            coordinator = LocalCoordinator(tmp_path / draws / place, clock)
+            with closing(coordinator.store):
+                coordinator.create(cohort=4, rounds=3, min_devices=12, draws=draws)
+                found[draws, place] = told(coordinator, coordinator.enrol(*"abcdefghijkl"))
+    assert found["seed", "one"] == found["seed", "two"]
+    mine, others = found["secret", "one"], found["secret", "two"]
+    assert [cohort for cohort, _ in mine] != [cohort for cohort, _ in others]
+    keys = [key for _, keys in (*mine, *others) for key in keys if key]
+    assert len(keys) == len(set(keys)) == 24, "of one device and one round each"
+
+
+def test_a_restarted_coordinator_and_one_from_a_backup_keep_the_secret_and_a_deletion_forgets_it(
+    open_coordinator, tmp_path, clock
+):
+    coordinator = open_coordinator()
+    coordinator.create(draws="secret", min_devices=1)
+    (device,) = coordinator.enrol("a")
+    coordinator.rounds.advance()
+    key = device.ask().work.key
+    back_up(Settings(data_dir=tmp_path / "data", default_task=""), tmp_path / "copy")
+    bring_back(Settings(data_dir=tmp_path / "new", default_task=""), tmp_path / "copy")
+    restored = LocalCoordinator(tmp_path / "new", clock)
+    with closing(restored.store):
+        device.coordinator = restored
+        assert device.ask().work.key == key
+    device.coordinator = coordinator = open_coordinator()
+    assert device.ask().work.key == key
+    coordinator.change(action="stop")
+    coordinator.federations.delete("f")
+    coordinator.create(draws="secret", min_devices=1)
+    (device,) = coordinator.enrol("a")
+    coordinator.rounds.advance()
+    assert device.ask().work.key != key
+
+
+def test_a_promise_that_draws_of_the_seed_cannot_keep_is_told(coordinator):
+    usual = {"cohort": 10, "robust": "median"}
+    coordinator.create("one", **usual)
+    assert "outside of simulations leave draws at secret" in coordinator.info("one").warning
+    coordinator.create("two", **usual, draws="secret")
+    assert coordinator.info("two").warning is None
 
 
 def test_those_who_took_part_longest_ago_are_drawn_first_where_that_is_the_policy(coordinator, answer):

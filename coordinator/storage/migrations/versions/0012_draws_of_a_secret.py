@@ -1,4 +1,4 @@
-"""What a federation draws follows from a secret of its own"""
+"""A secret of each federation, from which its draws follow"""
 
 import secrets
 
@@ -18,10 +18,8 @@ def upgrade() -> None:
     for (federation,) in connection.execute(sa.select(federations.c.id)).all():
         of_it = sa.update(federations).where(federations.c.id == federation)
         connection.execute(of_it.values(secret=secrets.token_bytes(32)))
-    with op.batch_alter_table("federations") as batch:
-        batch.alter_column("secret", existing_type=sa.LargeBinary(32), nullable=False)
 
 
 def downgrade() -> None:
-    with op.batch_alter_table("federations") as batch:
+    with op.batch_alter_table("federations") as batch:  # SQLite drops no column in place
         batch.drop_column("secret")
