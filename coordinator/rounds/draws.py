@@ -37,13 +37,13 @@ def new_secret(federation: str, settings: FederationSettings) -> bytes:
 
 
 def why_predictable(settings: FederationSettings) -> str | None:
-    """Return why a federation's settings promise more than its draws can keep, or None."""
-    promise = "robust" if settings.robust else "noise_multiplier" if settings.noise_multiplier is not None else None
-    if settings.draws != "seed" or promise is None:
+    """Return why malicious devices have an advantage that ``robust`` does not count with, or None."""
+    if settings.draws != "seed" or settings.robust is None:
         return None
     return (
-        f"draws: seed lets every device compute whom each round draws and what they train, against which {promise} "
-        f"protects less; outside of simulations leave draws at secret"
+        f"draws: seed lets every device compute whom each round draws and what they train, and choose its name by it, "
+        f"so that more of a round may be malicious than {settings.robust} bears; outside of simulations leave draws at "
+        f"secret"
     )
 
 

@@ -101,7 +101,7 @@ def moved_by(manifest, device, assignment, tensors, precision, chance, lies):
     mask = None if draw is None else draw_neurons(manifest, draw)
     start = pack(manifest, tensors, mask)
     moves = 0.05 * chance.normal(size=len(start)).astype(np.float32) if not lies else np.full_like(start, 6e4)
-    report = UpdateReport(num_examples=2**40 if lies else 10, steps=1, train_loss=0.5).model_dump_json()
+    report = UpdateReport(num_examples=1000 if lies else 10, steps=1, train_loss=0.5).model_dump_json()
     values = quantise(moves, row_lengths(manifest, mask), 0) if precision == "int8" else start + moves
     if precision == "fp16":
         values = np.clip(values, -6e4, 6e4)
@@ -149,12 +149,12 @@ def test_malicious_devices_of_ten_move_no_value_further_than_honest_ones(
     enough = senders >= max(3, 2 * malicious + 1)
     assert new[~enough].tobytes() == old[~enough].tobytes()
     assert (new != old).mean() > (0.9 if method == "fedavg" else 0.1), "and it learns"
-    assert coordinator.record(1).notes["values_held_back"] == (~enough).sum()
     assert np.abs(new - old).max() <= np.nanmax(np.abs(honest - old)) + 1e-6
     if rule != "krum":
         low, high = np.nanmin(honest[:, enough], axis=0), np.nanmax(honest[:, enough], axis=0)
         assert (new[enough] >= np.minimum(low, old[enough]) - 1e-6).all()
         assert (new[enough] <= np.maximum(high, old[enough]) + 1e-6).all()
+    assert coordinator.record(1).notes["values_held_back"] == (~enough).sum()
 
 
 class Kept:
