@@ -124,7 +124,7 @@ def cases(manifest: Manifest) -> dict[str, tuple[Callable[[], Sums], list[Mask |
     counts = layer_counts(manifest, DENSITY)
     held = random_mask(manifest, counts, 0)
     own = [random_mask(manifest, counts, seed) for seed in range(1, UPDATES + 1)]
-    drawn = [draw_neurons(manifest, NeuronDraw("benchmark", 1, f"device-{n}", ratio)) for n in range(UPDATES)]
+    drawn = [draw_neurons(manifest, NeuronDraw(f"device-{n}", ratio)) for n in range(UPDATES)]
     for mask in (held, *own):
         _ = mask.digest, mask.index  # what decoding an update has found out already
     return {

@@ -100,6 +100,7 @@ def run(folder: Path, server: str, seed: int, **settings: Any) -> dict[str, Any]
         evaluation_interval=2,
         global_evaluation_interval=2,
         seed=seed,
+        draws="seed",
         **settings,
     )
     with devices(folder, server, seed) as processes:

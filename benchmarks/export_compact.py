@@ -44,7 +44,7 @@ SAME = 1e-5
 def files(name: str, ratio: float) -> dict[str, bytes]:
     """Return the three ONNX files of a task; compact and small ones are checked against the masked dense one."""
     task = load_builtin(name)
-    mask = draw_neurons(task.manifest, NeuronDraw("benchmark", 0, "device", ratio))
+    mask = draw_neurons(task.manifest, NeuronDraw("device-0", ratio))
     weights = random_weights(task.manifest)
     masked = onnx.load_from_string(fill(task.skeleton, task.manifest, zero_outside(task.manifest, weights, mask)))
     found = {

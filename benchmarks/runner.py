@@ -168,7 +168,7 @@ def run_trial(trials: Sequence[Trial], where: Where) -> list[Recorded]:
     found: list[list[Evaluated]] = []
     with coordinator(folder) as server:
         task = load_to_publish(trial.task, plan.data_of(0), trial.settings, device=plan.name(0))
-        publish(server, FEDERATION, task, exist_ok=True, **trial.settings)
+        publish(server, FEDERATION, task, exist_ok=True, **{"draws": "seed", **trial.settings})
         run_fleet(server, plan, processes=where.processes, state_dir=folder / "devices")
         seconds = time.monotonic() - begin
         recorded = [collect(server, each, seconds) for each in trials]

@@ -67,7 +67,7 @@ class Setting:
 
     def mask(self, budget: float) -> NeuronMask:
         """Return FedSPU's mask at a budget."""
-        return draw_neurons(self.manifest, NeuronDraw("benchmark", 1, "device", budget))
+        return draw_neurons(self.manifest, NeuronDraw("device", budget))
 
     def network(self) -> nn.Module:
         """Return a copy to train."""

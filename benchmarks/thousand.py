@@ -33,6 +33,7 @@ def run(data: Path, devices: int, folder: Path, *, rounds: int = 20, cohort: int
             batch_size=50,
             early_stopping="off",
             evaluation_interval=0,
+            draws="seed",
         )
         plan = Plan(
             "thousand",

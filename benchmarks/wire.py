@@ -227,7 +227,7 @@ def compare(masks: str, density: float, ours: Side, other: Side, tensors: Tensor
     sizes = {}
     for number in range(repetitions):
         for name, side in sides.items():
-            draw = NeuronDraw(f"wire:{name}", number, "device", density)
+            draw = NeuronDraw(f"device-{number}", density)
             spent, sizes[name] = one_pass(side, tensors, draw)
             passes[name].append(spent)
     medians = {

@@ -170,11 +170,11 @@ def _train(
     salt: str = "",
     telemetry: Telemetry | None = None,
 ) -> bytes:
-    """The update that a device sends for ``assignment``: values drawn from the device's name and the round."""
+    """The update that a device sends for ``assignment``: values drawn from its key."""
     work = assignment.work
-    draw = NeuronDraw(work.job, work.round, work.device, work.ratio)
+    draw = NeuronDraw(work.key, work.ratio)
     mask = draw_neurons(manifest, draw)
-    key = hashlib.sha256(f"{work.device}|{work.round}|{salt}".encode()).digest()
+    key = hashlib.sha256(f"{work.key}|{salt}".encode()).digest()
     values = np.random.default_rng(list(key)).normal(size=count_values(manifest, mask)).astype(np.float32)
     report = UpdateReport(
         num_examples=examples, status=status, steps=3, train_loss=0.5, telemetry=telemetry or Telemetry()

@@ -82,6 +82,7 @@ def _run(server: str, samples: Any, test: Any, rounds: int, processes: int, seed
         early_stopping="off",
         evaluation_interval=0,
         seed=seed,
+        draws="seed",
     )
     plan = Plan("speed", devices=work.DEVICES, make_task=make_task)
     run_fleet(server, plan, processes=processes, in_memory=True, quiet=True, on_step=note)

@@ -47,6 +47,7 @@ from sparrow.coordinator.rounds.assignments import extend_deadlines, forget_adap
 from sparrow.coordinator.rounds.buffered import check_buffer
 from sparrow.coordinator.rounds.candidates import what_is_missing, why_over
 from sparrow.coordinator.rounds.cleanup import clear_deleted
+from sparrow.coordinator.rounds.draws import new_secret, why_predictable
 from sparrow.coordinator.rounds.privacy import check_privacy, spent
 from sparrow.coordinator.rounds.robust import check_robust
 from sparrow.coordinator.storage.store import Store
@@ -133,7 +134,7 @@ class Federations:
             check_skeleton(skeleton, manifest)
         situation = Situation(manifest, settings)
         model = method.start(initial_values(manifest, settings.seed, published or {}), situation)
-        warning = method.warning(model, situation)
+        warning = method.warning(model, situation) or why_predictable(settings)
         if warning:
             log.warning("%s: %s", request.name, warning)
         with self._store.writing() as db:
@@ -145,6 +146,7 @@ class Federations:
             federation = Federation(
                 id=_next_id(db),
                 uid=uuid.uuid4().hex,
+                secret=new_secret(request.name, settings),
                 name=request.name,
                 task=manifest.task,
                 method=settings.method,

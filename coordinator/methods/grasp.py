@@ -19,6 +19,7 @@ from edge_sdk.protocol.sparsity import weight_budget
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, DeviceMasks, GlobalModel, Situation
 from sparrow.coordinator.methods.prepared import (
+    BELIEVED,
     ONE_DEVICE,
     PreparedSettings,
     check_prepared,
@@ -57,7 +58,7 @@ GRASP = CoordinatorMethod(
     aggregation=Aggregation(
         sums=sums_of_prepared,
         close=close_prepared,
-        why_mean_only=None,
+        why_mean_only=BELIEVED,
         why_not_private=ONE_DEVICE,
     ),
 )

@@ -15,6 +15,9 @@ from sparrow.coordinator.methods import GlobalModel, MethodSettings, Situation, 
 from sparrow.coordinator.methods.sparse import check_maskable
 from sparrow.coordinator.rounds.sums import ElementSums, OneUpdate, Sums
 
+BELIEVED = "one device alone prepares the model, with nobody to compare it with"
+"""The reason why no robust rule can take the mean's place."""
+
 ONE_DEVICE = "which weights exist follows from the data of the one device that prepares, without noise"
 """The reason why noise on the mean does not make such a method differentially private."""
 

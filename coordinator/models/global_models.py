@@ -30,6 +30,7 @@ from edge_sdk.protocol.neurons import fits_ratio, mask_digest, mask_from_file, m
 from sparrow.coordinator.errors import NotFound, Unreadable, explain
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method
 from sparrow.coordinator.models.payloads import Packed, Payloads
+from sparrow.coordinator.rounds.draws import neuron_key
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 
@@ -61,11 +62,6 @@ def unreadable(federation: Federation, what: str, error: ValidationError) -> Unr
         f"the {what} of federation {federation.name!r} in the records cannot be read: {explain(error)}. Bring back a "
         f"backup (sparrow restore), or run the version that wrote them"
     )
-
-
-def job_of(federation: Federation) -> str:
-    """Return the name used in this federation's draws: its name and seed."""
-    return f"{federation.name}:{settings_of(federation).seed}"
 
 
 class Models:
@@ -211,7 +207,7 @@ class Models:
         neurons = method.neurons(manifest, assignment.ratio)
         if neurons is not None:
             return neurons, None
-        draw = NeuronDraw(job_of(federation), assignment.round, device.name, assignment.ratio)
+        draw = NeuronDraw(neuron_key(federation.secret, assignment.round, device.name), assignment.ratio)
         return draw_neurons(manifest, draw), draw
 
     def payload(self, federation: Federation, device: Device, assignment: Assignment) -> Packed:

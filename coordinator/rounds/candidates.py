@@ -10,9 +10,9 @@ from sqlalchemy.orm import Session
 
 from edge_sdk.protocol.manifest import Manifest
 from sparrow.coordinator.methods import Situation, load_method
-from sparrow.coordinator.models.global_models import job_of, settings_of
+from sparrow.coordinator.models.global_models import settings_of
 from sparrow.coordinator.rounds.assignments import COHORT_KINDS, Drawable, open_round
-from sparrow.coordinator.rounds.cohort import Candidate, choose, choose_each
+from sparrow.coordinator.rounds.draws import Candidate, choose, choose_each
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 
 SLACK = 1e-9
@@ -72,11 +72,11 @@ def reaches(budget: float, smallest: float) -> bool:
 
 def draw(db: Session, federation: Federation, active: Sequence[Drawable], size: int, number: int) -> list[str]:
     """Return the names of a round's cohort, sorted; ``cohort`` and ``privacy`` describe the draw."""
-    settings, job = settings_of(federation), job_of(federation)
+    settings, secret = settings_of(federation), federation.secret
     if settings.noise_multiplier is not None:
         enrolled = len(devices_of(db, federation, ("active", "stopped")))
         names = [device.name for device in active]
-        return choose_each(names, min(1.0, size / enrolled), job=job, round_number=number)
+        return choose_each(names, min(1.0, size / enrolled), secret=secret, round_number=number)
     last: dict[str, int] = {}
     if settings.cohort_policy == "least_recently":
         drawn = select(Assignment.device_id, func.max(Assignment.round)).where(
@@ -84,7 +84,7 @@ def draw(db: Session, federation: Federation, active: Sequence[Drawable], size: 
         )
         last = {row[0]: row[1] for row in db.execute(drawn.group_by(Assignment.device_id))}
     candidates = [Candidate(device.name, device.budget, last.get(device.id, -1)) for device in active]
-    return choose(candidates, size, job=job, round_number=number, policy=settings.cohort_policy)
+    return choose(candidates, size, secret=secret, round_number=number, policy=settings.cohort_policy)
 
 
 def why_over(db: Session, federation: Federation) -> str | None:

@@ -11,10 +11,11 @@ from sqlalchemy import select, update
 from edge_sdk.protocol import messages as wire
 from sparrow.coordinator.errors import Finished, NotFound, RoundClosed
 from sparrow.coordinator.methods import Situation, load_method
-from sparrow.coordinator.models.global_models import Models, job_of, settings_of
+from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.models.payloads import Packed
 from sparrow.coordinator.rounds.assignments import assign, missed_work, oldest_open, owned, touch
 from sparrow.coordinator.rounds.candidates import reaches, situation_of, smallest_budget
+from sparrow.coordinator.rounds.draws import neuron_key
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 
@@ -177,7 +178,8 @@ class Dispatch:
             payload = wire.Payload(bytes=len(packed.body), sha256=packed.sha256)
         work = None
         if assignment.ratio is not None:
-            work = wire.Work(job=job_of(federation), round=assignment.round, device=device.name, ratio=assignment.ratio)
+            key = neuron_key(federation.secret, assignment.round, device.name)
+            work = wire.Work(key=key, ratio=assignment.ratio)
         return wire.Assignment(
             assignment_id=assignment.id,
             kind=wire.Kind(assignment.kind),

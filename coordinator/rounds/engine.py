@@ -472,7 +472,7 @@ class Rounds:
         self._costs.write()
         version, digest = federation.model_version, federation.model_sha256
         method, warning = load_method(federation.method), federation.warning
-        folding.intake.finish()
+        folding.intake.finish(folding.position)
         sums, notes = folding.intake.sums, folding.intake.notes()
         if settings_of(federation).buffer is not None:
             notes |= {"stale_updates": sum(map(bool, folding.behind)), "most_stale": max(folding.behind, default=0)}

@@ -13,10 +13,10 @@ from sqlalchemy.orm import Session
 
 from edge_sdk.protocol.messages import Kind
 from sparrow.coordinator.methods import load_method
-from sparrow.coordinator.models.global_models import job_of, settings_of
+from sparrow.coordinator.models.global_models import settings_of
 from sparrow.coordinator.rounds.assignments import assign
 from sparrow.coordinator.rounds.candidates import devices_of
-from sparrow.coordinator.rounds.cohort import Candidate, choose
+from sparrow.coordinator.rounds.draws import Candidate, choose
 from sparrow.coordinator.storage.tables import Device, Federation
 
 
@@ -39,8 +39,9 @@ def ask_for_evaluation(
             choose(
                 [Candidate(device.name) for device in present],
                 settings.global_evaluation_devices,
-                job=f"{job_of(federation)}|evaluation",
+                secret=federation.secret,
                 round_number=federation.round,
+                purpose="evaluation",
             )
         )
     asked = [device for device in present if device.name in sample or (method.personal_models and device.holds_model)]

@@ -157,8 +157,10 @@ class Intake:
             moved = difference(self._manifest, self._sent, update.values, update.mask)
             self._measured.append((assignment_id, key, float(np.sqrt(np.mean(moved * moved)))))
 
-    def finish(self) -> None:
-        """Fold the updates that were only measured, except outliers, when all have come."""
+    def finish(self, drawn: int) -> None:
+        """Fold the updates that were only measured, except outliers, when all of ``drawn`` devices' have come."""
+        if isinstance(self.sums, RobustSums):
+            self.sums.drawn = drawn
         if self._mads is None or not self._measured:
             return
         median, spread = centre([size for _, _, size in self._measured])
@@ -179,12 +181,16 @@ class Intake:
         return bool(self.sums.updates) or (isinstance(self.sums, PrivateSums) and drawn > 0)
 
     def notes(self) -> dict[str, Any]:
-        """Return notes for the round's record: how many updates were clipped and left out, and assignment id -> why."""
+        """Return notes for the round's record: how many updates were clipped and left out, assignment id -> why.
+
+        And how many values a robust rule held back."""
         found: dict[str, Any] = {}
         if self._clip is not None:
             found["updates_clipped"] = self._clipped
         if self._mads is not None:
             found |= {"updates_left_out": len(self._left_out), "left_out": self._left_out}
+        if isinstance(self.sums, RobustSums):
+            found["values_held_back"] = self.sums.held_back
         return found
 
     def _fold(self, update: Update) -> None:

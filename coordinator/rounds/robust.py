@@ -1,23 +1,38 @@
 """Robust rules that a few malicious devices cannot bend, by coordinate, in place of a round's weighted mean.
 
-    trimmed_mean   of the k values of a coordinate the ceil(share k) smallest and largest are left out, and the rest
-                   averaged; at least one or two are left               (Yin, Chen, Ramchandran, Bartlett, ICML 2018,
-    median         the middle value, or the mean of both                 arXiv:1803.01498)
-    krum           with f = floor(share n) malicious updates among n updates, the n - f whose n - f - 2 nearest others
-                   lie nearest are averaged (multi-Krum; Blanchard, El Mhamdi, Guerraoui, Stainer, NIPS 2017,
-                   arXiv:1703.02757)
+Of n devices drawn for a round up to f = max(1, floor(share n)) are assumed to be malicious: to send any values, under
+any mask that is accepted, in agreement with each other. f is counted among the round's devices, not among a
+coordinate's senders: malicious devices ask for a budget of 1 and send every coordinate, while of the honest devices few
+send the same one. It is counted among those that were drawn, not those that answered: malicious devices are never late.
 
-Values count alike whatever examples a device claims, which it could claim without end. A coordinate is judged among
-those that sent it. By the first two rules one that fewer than three sent keeps its old value: of one or two nobody can
-say which one lies.
-Krum measures two updates by the mean squared difference over what both sent, which makes masks of unequal sizes
-comparable; those that share nothing are infinitely far. It needs n >= 2f + 3: with less, f falls, but not below 1, so
-that a round of fewer than five leaves the model as it was.
+    trimmed_mean   of a coordinate's values the f smallest and the f largest are left out, and the rest averaged
+    median         the middle value, or the mean of both     (both: Yin, Chen, Ramchandran, Bartlett, ICML 2018,
+                                                              arXiv:1803.01498)
+    krum           of n updates the n - f whose n - f - 2 nearest others lie nearest are averaged (multi-Krum;
+                   Blanchard, El Mhamdi, Guerraoui, Stainer, NIPS 2017, arXiv:1703.02757)
+
+Before any rule each value is cut to the bound of its tensor: its distance from the old model becomes at most the lower
+median, over the updates that sent some of this tensor, of the largest distance in it. As long as at most half of these
+updates are malicious, an honest device moved one of this tensor's values that far.
+
+Guarantees, for each coordinate, with up to f malicious devices:
+
+    trimmed_mean, median   A coordinate of fewer than 2f + 1 senders (at least three) keeps its old value. Any other
+                           comes to lie between the smallest and the largest of the values, cut to the bound, that
+                           honest devices sent for it.
+    krum                   A coordinate moves by at most its bound. Krum itself promises nothing for a single one: an
+                           update may be near to the others, and far off in one coordinate (El Mhamdi, Guerraoui,
+                           Rouault, ICML 2018). A round of fewer than 2f + 3 updates leaves the model as it was. Methods
+                           whose devices send different parts of the model are refused: no distance compares these.
+
+With more than f, but at most half of the updates, the bound still holds. Values count alike whatever examples a device
+claims, which it could claim without end.
 
 All updates of a round are needed at once. Each is written to a file without a name, 4 bytes for each value of the whole
 model, and read back in slices of coordinates. Memory: a slice of all updates has as many values as one model (or 2^20,
-where that is more) and takes 4 bytes each, and five times 8 while it is sorted; beside it the old and the new model.
-That is about 13 models in float32, whatever the cohort; and two numbers for each pair of updates for Krum.
+where that is more) and takes 4 bytes each, and five times 8 while it is sorted; beside it the old and the new model,
+and how many sent each value. That is about 14 models in float32, whatever the cohort; and two numbers for each pair of
+updates for Krum.
 """
 
 from __future__ import annotations
@@ -44,10 +59,13 @@ from sparrow.coordinator.rounds.sums import Sum
 Rule = Literal["trimmed_mean", "median", "krum"]
 
 FEWEST = 3
-"""Devices that must have sent a coordinate for the trimmed mean or the median to move it."""
+"""Devices that must have sent a coordinate for any rule to move it: of one or two nobody can say which one lies."""
 
-FEWEST_KRUM = 5
-"""Updates that Krum needs to suspect one of them."""
+ACCIDENT = 1e-9
+"""The error of binary floats: 0.29 * 100 is 28.999999999999996."""
+
+FAR = 1e100
+"""The distance of a value that is infinite, whose square is not."""
 
 SMALLEST_SLICE = 2**20
 """Values that are read at a time, at least."""
@@ -55,16 +73,42 @@ SMALLEST_SLICE = 2**20
 
 def check_robust(method: CoordinatorMethod, settings: FederationSettings) -> None:
     """Raise BadContent for a federation whose rule could not work."""
-    if settings.robust is None:
+    rule = settings.robust
+    if rule is None:
         return
     reason = method.why_mean_only(settings)
+    if reason is None and rule == "krum" and (method.active or method.masks):
+        reason = "its devices train different parts of the model, and krum compares updates of the same"
+        raise BadContent(f"robust: {settings.method} cannot do with krum: {reason}; take trimmed_mean or median")
     if reason:
-        raise BadContent(f"robust: {settings.method} cannot do with {settings.robust}: {reason}; leave robust out")
-    fewest = FEWEST_KRUM if settings.robust == "krum" else FEWEST
-    if settings.cohort < fewest:
+        raise BadContent(f"robust: {settings.method} cannot do with {rule}: {reason}; leave robust out")
+    if settings.buffer is not None:
         raise BadContent(
-            f"cohort: among {settings.cohort} devices {settings.robust} cannot tell who lies; draw at least {fewest}"
+            "buffer: a round takes the updates that come first, and malicious devices can be the quickest, more of it "
+            "than robust_share; leave buffer or robust out"
         )
+    if settings.cohort_policy != "uniform":
+        raise BadContent(
+            f"cohort_policy: under {settings.cohort_policy} a device raises its own chance to be drawn, with a budget "
+            f"or a name that it chooses, and more of a round than robust_share may be malicious; leave it uniform"
+        )
+    drawn = math.ceil(settings.cohort * (1 + settings.over_selection) - ACCIDENT)
+    updates, least = math.ceil(settings.quorum * settings.cohort - ACCIDENT), fewest(rule, settings.robust_share, drawn)
+    if updates < least:
+        raise BadContent(
+            f"cohort: a round closes with {updates} updates of {drawn} devices, of which {rule} cannot tell who lies; "
+            f"it takes {least}: raise cohort or quorum, or lower robust_share"
+        )
+
+
+def malicious_of(share: float, drawn: int) -> int:
+    """Return f: how many of ``drawn`` devices are assumed to be malicious."""
+    return max(1, math.floor(share * drawn + ACCIDENT))
+
+
+def fewest(rule: Rule, share: float, drawn: int) -> int:
+    """Return how many updates, or senders of a coordinate, a rule needs to move it."""
+    return max(FEWEST, 2 * malicious_of(share, drawn) + (3 if rule == "krum" else 1))
 
 
 class RobustSums:
@@ -75,11 +119,14 @@ class RobustSums:
         self._rule = rule
         self._share = share
         self._touched = np.zeros(len(manifest.block_table.sizes), dtype=bool)
+        self._senders = np.zeros(manifest.shared_values, dtype=np.uint32)
         descriptor, name = tempfile.mkstemp(dir=folder, prefix="round-", suffix=".partial")
         os.unlink(name)  # gone with this object, or with the process
         self._file = descriptor
         weakref.finalize(self, os.close, descriptor)
         self.updates = 0
+        self.drawn = 0
+        """Devices that were drawn for the round, told before its mean is asked for; at least all that sent updates."""
 
     def fold_in_place(
         self, values: Array, mask: Mask | None, num_examples: int, gradients: Array | None = None
@@ -89,6 +136,7 @@ class RobustSums:
         whole = unpack_whole(self._manifest, row)
         for spec, block, part in unpack(self._manifest, values, mask):
             block.put(whole[spec.name], part)
+        self._senders += ~np.isnan(row)
         _write(self._file, row, self.updates * row.nbytes)
         self._touched[slice(None) if not isinstance(mask, BlockMask) else mask.on] = True
         self.updates += 1
@@ -98,50 +146,68 @@ class RobustSums:
         """Return the blocks that any device sent, [L]."""
         return self._touched
 
+    @property
+    def held_back(self) -> int:
+        """Return how many values were sent, but by too few to be moved."""
+        return int(np.count_nonzero(self._senders) - np.count_nonzero(self._senders >= self._fewest))
+
     def mean(self, previous: Tensors) -> Tensors:
         """Return the next global values: name -> float32; values that too few sent are those of ``previous``."""
         old = pack(self._manifest, previous, None)
         new = old.copy()
-        chosen = self._nearest(old) if self._rule == "krum" else np.arange(self.updates)
-        least = 1 if self._rule == "krum" else FEWEST
-        if len(chosen) < least:
+        if self.updates < self._fewest:
             return unpack_whole(self._manifest, new)
+        bounds, ends = self._bounds(old)
+        chosen = self._nearest(old) if self._rule == "krum" else np.arange(self.updates)
         for place, rows in self._slices():
+            bound = bounds[np.searchsorted(ends, np.arange(place.start, place.stop), side="right")]
             kept = rows[chosen].astype(np.float64)
+            np.clip(kept, old[place] - bound, old[place] + bound, out=kept)  # what is NaN, not sent, stays so
+            moves = self._senders[place] >= self._fewest
             counts = len(chosen) - np.count_nonzero(np.isnan(kept), axis=0)
-            mean = middle_mean(kept, counts, self._trimmed(counts))
-            np.copyto(new[place], mean, where=counts >= least, casting="same_kind")
+            mean = middle_mean(kept, counts, np.where(moves, self._trimmed(counts), 0))
+            np.copyto(new[place], mean, where=moves, casting="same_kind")
         return unpack_whole(self._manifest, new)
 
+    @property
+    def _malicious(self) -> int:
+        return malicious_of(self._share, max(self.drawn, self.updates))
+
+    @property
+    def _fewest(self) -> int:
+        return fewest(self._rule, self._share, max(self.drawn, self.updates))
+
     def _trimmed(self, counts: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return how many values are cut at each end, by how many there are."""
-        most = np.maximum(counts - 1, 0) // 2
-        if self._rule == "krum":
-            return np.zeros_like(counts)
+        """Return how many of a coordinate's values are left out at each end, by how many there are."""
         if self._rule == "median":
-            return most
-        # Less an accident of binary floats: 0.2 * 15 is 3.0000000000000004.
-        wanted: NDArray[np.intp] = np.minimum(np.ceil(self._share * counts - 1e-9).astype(np.intp), most)
-        return wanted
+            return (counts - 1) // 2
+        return np.full_like(counts, self._malicious if self._rule == "trimmed_mean" else 0)
+
+    def _bounds(self, old: NDArray[np.float32]) -> tuple[Sum, NDArray[np.intp]]:
+        """Return how far from the old model a value of each tensor may lie, and where each tensor ends."""
+        ends = np.cumsum([spec.size for spec in self._manifest.shared])
+        farthest = np.full((self.updates, len(ends)), np.nan)
+        for place, rows in self._slices():
+            moved = np.abs(rows.astype(np.float64) - old[place])
+            first, last = np.searchsorted(ends, (place.start, place.stop - 1), side="right")
+            cuts = np.concatenate(([place.start], ends[first:last])) - place.start
+            there = farthest[:, first : last + 1]
+            np.fmax(there, np.fmax.reduceat(moved, cuts, axis=1), out=there)  # of NaN and a number the number
+        farthest.sort(axis=0)  # NaN, of what an update has not sent, to the end
+        middle = np.maximum(np.count_nonzero(~np.isnan(farthest), axis=0) - 1, 0) // 2
+        return np.nan_to_num(farthest[middle, np.arange(len(ends))], nan=0.0, posinf=np.inf), ends
 
     def _nearest(self, old: NDArray[np.float32]) -> NDArray[np.intp]:
-        """Return the updates that multi-Krum keeps, sorted; none if there are too few."""
-        count = self.updates
-        malicious = min(max(1, math.floor(self._share * count + 1e-9)), (count - 3) // 2)
-        if malicious < 1:
-            return np.zeros(0, dtype=np.intp)
-        squares, overlap = np.zeros((2, count, count))
+        """Return the updates that multi-Krum keeps, sorted."""
+        count, malicious = self.updates, self._malicious
+        squares = np.zeros((count, count))
         for place, rows in self._slices():
-            sent = ~np.isnan(rows)
             # From the old model, near which all lie: differences of large squares would lose what they differ by.
-            moved = np.where(sent, rows.astype(np.float64) - old[place], 0.0)
-            both = sent.astype(np.float64)
-            power = (moved * moved) @ both.T
-            squares += power + power.T - 2 * (moved @ moved.T)
-            overlap += both @ both.T
-        apart = np.divide(squares, overlap, out=np.full_like(squares, np.inf), where=overlap > 0)
-        np.fill_diagonal(apart, np.inf)  # nobody vouches for himself
-        scores = np.sort(apart, axis=1)[:, : count - malicious - 2].sum(axis=1)
+            moved = np.nan_to_num(rows.astype(np.float64) - old[place], posinf=FAR, neginf=-FAR)  # not sent: by none
+            power = (moved * moved).sum(axis=1)
+            squares += power + power[:, None] - 2 * (moved @ moved.T)
+        np.fill_diagonal(squares, np.inf)  # nobody vouches for himself
+        scores = np.sort(squares, axis=1)[:, : count - malicious - 2].sum(axis=1)
         return np.sort(np.argsort(scores, kind="stable")[: count - malicious])
 
     def _slices(self) -> Iterator[tuple[slice, NDArray[np.float32]]]:

@@ -20,16 +20,18 @@ class Federation(Base):
 
     ``uid`` tells it from another of the same name on a coordinator that was set up anew. ``round`` counts closed
     rounds; ``model_version`` the global models, 0 being w^0; ``rollback_version`` is one to go back to when the open
-    round has closed. ``warning`` is what its method found wrong, last. ``published_bytes`` is the size of its
-    publication, 0 for a built-in task; ``published``: its settings as they were asked for, completed, and the digest of
-    its model. ``arrivals`` numbers the updates of buffered rounds. ``noise_key`` is what a private federation's
-    noise follows from. An ``id`` is never given twice.
+    round has closed. ``warning`` is what its method found wrong, last. ``secret`` is what its draws follow from
+    (``rounds.draws``), ``noise_key`` what a private federation's noise follows from; both leave the records in backups
+    alone. ``published_bytes`` is the size of its publication, 0 for a built-in task; ``published``: its settings as
+    they were asked for, completed, and the digest of its model. ``arrivals`` numbers the updates of buffered rounds. An
+    ``id`` is never given twice.
     """
 
     __tablename__ = "federations"
 
     id: Mapped[int] = mapped_column(primary_key=True)
     uid: Mapped[str] = mapped_column(String(32), unique=True)
+    secret: Mapped[bytes] = mapped_column(LargeBinary(32), nullable=True)  # SQLite adds no other to a table
     name: Mapped[str] = mapped_column(String(64), unique=True)
     task: Mapped[str] = mapped_column(String(200))
     method: Mapped[str] = mapped_column(String(64))

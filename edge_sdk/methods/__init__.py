@@ -94,10 +94,7 @@ class Job:
         return replace(self, assignment=self.assignment.model_copy(update={"settings": settings}))
 
     def seed(self, purpose: str) -> int:
-        """Return a seed for torch that follows from federation, its seed, device, round and ``purpose`` alone.
-
-        The first two are written as the draws of masks write their job, ``masks.NeuronDraw``.
-        """
+        """Return a seed for torch that follows from federation, its seed, device, round and ``purpose`` alone."""
         assignment = self.assignment
         return derive_seed(f"{self.federation}:{assignment.settings.seed}", self.device, assignment.round, purpose)
 

@@ -24,7 +24,7 @@ from edge_sdk.training.narrow import Narrow
 
 def sample_drawn(manifest: Manifest, budget: float) -> NeuronMask:
     """Return a mask as rounds at ``budget`` draw it: which neurons changes from round to round, how many does not."""
-    return draw_neurons(manifest, NeuronDraw("sample", 1, "sample", budget))
+    return draw_neurons(manifest, NeuronDraw("sample", budget))
 
 
 def drawn(job: Job) -> NeuronDraw:

@@ -12,7 +12,7 @@ Metadata, all strings as safetensors wants them:
 
     sparrow   version of this format, "1"
     manifest  digest of the manifest that gives the values their names and shapes
-    mask      {"form": "full"} | of neurons: {"form": "draw", job, round, device, ratio}, {"form": "bits"},
+    mask      {"form": "full"} | of neurons: {"form": "draw", key, ratio}, {"form": "bits"},
               {"form": "index"}, {"form": "first", counts} | of elements: {"form": "known", digest},
               {"form": "elements"}, {"form": "changed", digest} | of blocks: {"form": "blocks"}
     report    JSON that travels with the values (an update's ``UpdateReport``), or ""
@@ -474,11 +474,11 @@ def _decode_mask(
             return None, None
         case {"form": "first", "counts": list(counts)} if len(description) == 2:
             return _mask_of_first(manifest, counts), None
-        case {"form": "draw", "job": str(job), "round": int(number), "device": str(device), "ratio": float() | int()}:
-            if len(description) != 5 or isinstance(number, bool):
-                raise BundleError("a draw has exactly job, round, device and ratio; encode with protocol.bundle")
+        case {"form": "draw", "key": str(key), "ratio": float() | int()}:
+            if len(description) != 3:
+                raise BundleError("a draw has exactly key and ratio; encode with protocol.bundle")
             try:
-                draw = NeuronDraw(job, number, device, float(description["ratio"]))
+                draw = NeuronDraw(key, float(description["ratio"]))
                 return draw_neurons(manifest, draw), draw
             except (ValueError, OverflowError) as error:
                 raise BundleError(f"the mask cannot be drawn: {error}") from None

@@ -9,9 +9,9 @@ Methods that train one sparse model have an ``ElementMask`` in its place (see ``
 tensor are *points*, packed in the same order. Where a method uses some blocks of the model, a ``BlockMask`` names them
 (see ``blocks``): what they hold of a tensor are *runs*.
 
-Seed form: both sides can draw a mask themselves from a ``NeuronDraw`` (FedSPU's method card, 4.7): the active neurons
-of a group are the ``a = max(1, floor(ratio * n))`` ones with the smallest SHA-256 of
-``fedspu|job|round|device|group|i``.
+Seed form: both sides can draw a mask themselves from a ``NeuronDraw`` (after FedSPU's method card, 4.7): the active
+neurons of a group are the ``a = max(1, floor(ratio * n))`` ones with the smallest SHA-256 of ``fedspu|key|group|i``.
+The key comes with the assignment: nobody can compute the draw of another device, or of a later round.
 """
 
 from __future__ import annotations
@@ -36,21 +36,19 @@ FULL_RATIO = 0.99
 
 @dataclass(frozen=True)
 class NeuronDraw:
-    """The seed form of a mask: whoever knows these five values draws the same neurons.
+    """The seed form of a mask: whoever knows both values draws the same neurons.
 
-    ``job`` is the federation's name and seed, ``device`` the device's name, ``ratio`` the active ratio p_k in (0, 1].
+    ``key`` is the assignment's (``messages.Work``), ``ratio`` the active ratio p_k in (0, 1].
     """
 
-    job: str
-    round: int
-    device: str
+    key: str
     ratio: float
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
             raise ValueError(f"ratio is {self.ratio}; the active ratio must lie in (0, 1]")
-        if "|" in self.job or "|" in self.device:
-            raise ValueError("job and device may not contain '|', which separates the fields of the draw")
+        if "|" in self.key:
+            raise ValueError("the key may not contain '|', which separates the fields of the draw")
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ def draw_group(draw: NeuronDraw, group: str, size: int) -> Index:
     count = active_count(size, draw.ratio)
     if count == size:
         return np.arange(size)
-    prefix = hashlib.sha256(f"fedspu|{draw.job}|{draw.round}|{draw.device}|{group}|".encode())
+    prefix = hashlib.sha256(f"fedspu|{draw.key}|{group}|".encode())
     digests = []
     for index in range(size):
         hasher = prefix.copy()

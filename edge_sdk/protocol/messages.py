@@ -262,7 +262,12 @@ class FederationSettings(_Request):
         default=0,
         ge=0,
         lt=2**63,
-        description="Decides initial weights (of own models: of `Seeded` ones), cohorts, masks, batches",
+        description="Decides initial weights (of own models: of `Seeded` ones), batches, and with draws seed the rest",
+    )
+    draws: Literal["secret", "seed"] = Field(
+        default="secret",
+        description="What cohorts and drawn neurons follow from: random bytes that no device can know, or name and "
+        "seed, which make a simulation repeatable and let every device compute the draws of all",
     )
     finetune_epochs: int = Field(
         default=0,
@@ -567,9 +572,7 @@ class Payload(Answer):
 class Work(Answer):
     """The neurons to train, in seed form: ``masks.NeuronDraw`` of these values. None where all are trained."""
 
-    job: str
-    round: int
-    device: str
+    key: str = Field(pattern=r"^[0-9a-f]{32}$", description="Of this device and round alone")
     ratio: Share
 
 

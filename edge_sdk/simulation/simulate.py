@@ -68,10 +68,10 @@ def simulate(
     ``sparrow.coordinator.main:app``, which runs in this process with its data in ``COORDINATOR_DATA_DIR``. task:
     creates the federation unless there is the same one already: the name of an installed task, or a function from a
     device's number to its Task. Without it the federation must be there. settings: of that federation, fields of
-    ``FederationSettings``; ``min_devices`` is ``devices`` unless given. new: how many more devices only adapt the
-    finished model. data: the data of a task known by name, as ``--data`` of ``sparrow fleet`` has it. budgets:
-    shares of a full training step; the first devices have the first one, and so on, in equal parts; empty for what
-    each device's board can afford. boards: likewise, the boards whose seconds and joules the devices report
+    ``FederationSettings``; ``min_devices`` is ``devices`` and ``draws`` "seed" unless given. new: how many more devices
+    only adapt the finished model. data: the data of a task known by name, as ``--data`` of ``sparrow fleet`` has it.
+    budgets: shares of a full training step; the first devices have the first one, and so on, in equal parts; empty for
+    what each device's board can afford. boards: likewise, the boards whose seconds and joules the devices report
     (``load_boards``). accelerator, bfloat16, trust, patience_seconds: as in ``join``. processes: how many host the
     devices, one per core by default. ray: the address of a Ray cluster that hosts them instead, with this number of
     workers. state_dir: where devices keep their state; a second call with the same folder continues. in_memory:
@@ -125,17 +125,19 @@ def _create(
     patience_seconds: float | None,
 ) -> None:
     """Create the federation, unless there is the same one already; a task that is not built in is that of device 0."""
-    settings = {"min_devices": plan.devices, **given}
+    settings = {"min_devices": plan.devices, "draws": "seed", **given}
     made = load_to_publish(task, plan.data_of(0), settings, device=plan.name(0)) if isinstance(task, str) else task(0)
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connect_to(server, app, trust))
-        if "min_devices" not in given:  # a further fleet joins the federation that the first one has created
+        left_out = [name for name in ("min_devices", "draws") if name not in given]
+        if left_out:  # a further fleet joins the federation that the first one has created
             transport = Transport(
                 client, patience_seconds=PATIENCE_SECONDS if patience_seconds is None else patience_seconds
             )
             transport.token = token_of("admin", "observer", "enrolment")
             with contextlib.suppress(Refused):
-                settings["min_devices"] = transport.federation(plan.federation).settings.min_devices
+                has = transport.federation(plan.federation).settings
+                settings |= {name: getattr(has, name) for name in left_out}
         publish(server or in_process.ADDRESS, plan.federation, made, exist_ok=True, client=client, **settings)
 
 

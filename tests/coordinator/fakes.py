@@ -33,7 +33,7 @@ class LocalCoordinator(Coordinator):
 
     def create(self, name="f", task="digits", **settings):
         self.federations.create(
-            CreateFederation(name=name, task=task, settings=FederationSettings(**{**CALM, **settings}))
+            CreateFederation(name=name, task=task, settings=FederationSettings(**{**CALM, "draws": "seed", **settings}))
         )
 
     def enrol(self, *names, federation="f", **budgets):

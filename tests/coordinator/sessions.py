@@ -123,6 +123,7 @@ class CoordinatorWithDevices(LocalCoordinator):
             "evaluation_interval": 0,
             "early_stopping": "off",
             "local_epochs": 1,
+            "draws": "seed",
         }
         settings = FederationSettings(method=method, **{**usual, **settings})
         return self.federations.create(CreateFederation(name="f", task="digits", settings=settings))

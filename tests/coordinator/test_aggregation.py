@@ -73,7 +73,7 @@ def updates_of(manifest, ratios, seed=0):
     updates = []
     for number, ratio in enumerate(ratios):
         dense = {spec.name: rng.normal(size=spec.shape).astype(np.float32) for spec in manifest.shared}
-        mask = None if ratio is None else draw_neurons(manifest, NeuronDraw("j:0", seed, f"dev-{number}", ratio))
+        mask = None if ratio is None else draw_neurons(manifest, NeuronDraw(f"{seed}-dev-{number}", ratio))
         updates.append((dense, mask, int(rng.integers(1, 5000))))
     return updates
 

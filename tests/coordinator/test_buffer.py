@@ -231,8 +231,9 @@ def test_a_restart_makes_the_same_model_of_what_had_arrived(open_coordinator, cl
         coordinator.rounds.advance()
         for device in (devices[2], devices[0], devices[3], devices[1]):
             assignment = device.ask()
-            # Not of the name of the federation, which differs.
-            body = train(DIGITS, assignment.model_copy(update={"assignment_id": device.name}))
+            # Not of the key, which the name of the federation decides.
+            work = assignment.work.model_copy(update={"key": device.name})
+            body = train(DIGITS, assignment.model_copy(update={"work": work}))
             device.send(assignment, body)
             if restarts:
                 coordinator = open_coordinator()

@@ -155,7 +155,9 @@ def test_on_postgresql_too(postgresql, tmp_path, clock, play):
 
 
 def wanted(task="digits", model=None, **settings):
-    return CompareFederation(task=task, model_digest=model, settings=FederationSettings(**{**CALM, **settings}))
+    return CompareFederation(
+        task=task, model_digest=model, settings=FederationSettings(**{**CALM, "draws": "seed", **settings})
+    )
 
 
 def test_the_same_federation_is_found(coordinator):

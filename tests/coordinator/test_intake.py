@@ -10,8 +10,9 @@ import pytest
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import initial_values
-from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
+from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack, unpack, unpack_whole
 from edge_sdk.protocol.messages import FederationSettings, UpdateReport
+from edge_sdk.protocol.quantization import quantise, row_lengths
 from sparrow.coordinator.rounds.intake import Intake, Update, centre, clip
 
 from .fakes import LocalCoordinator
@@ -33,7 +34,7 @@ def send(coordinator, device, moved, manifest=DIGITS):
     tensors = checkpoint.load(coordinator.model())[0]
     report = UpdateReport(num_examples=10, steps=1, train_loss=0.5).model_dump_json()
     work = assignment.work
-    draw = NeuronDraw(work.job, work.round, work.device, work.ratio)
+    draw = NeuronDraw(work.key, work.ratio)
     mask = draw_neurons(manifest, draw)
     values = pack(manifest, tensors, mask) + np.float32(moved)
     assert device.send(assignment, bundle.encode(manifest, values, mask, draw=draw, report=report))
@@ -90,6 +91,72 @@ def test_robust_rules_in_a_whole_round(coordinator):
     assert coordinator.record(1).updates == 5
 
 
+TEN = tuple("abcdefghij")
+
+
+def moved_by(manifest, device, assignment, tensors, precision, chance, lies):
+    """The update of a device whose values move at random, or by a million in agreement with others."""
+    work = assignment.work
+    draw = None if work is None else NeuronDraw(work.key, work.ratio)
+    mask = None if draw is None else draw_neurons(manifest, draw)
+    start = pack(manifest, tensors, mask)
+    moves = 0.05 * chance.normal(size=len(start)).astype(np.float32) if not lies else np.full_like(start, 6e4)
+    report = UpdateReport(num_examples=1000 if lies else 10, steps=1, train_loss=0.5).model_dump_json()
+    values = quantise(moves, row_lengths(manifest, mask), 0) if precision == "int8" else start + moves
+    if precision == "fp16":
+        values = np.clip(values, -6e4, 6e4)
+    return bundle.encode(manifest, values, mask, draw=draw, precision=precision, report=report), mask
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
+@pytest.mark.parametrize("malicious", [1, 2, 3])
+@pytest.mark.parametrize(("method", "rule"), [("fedspu", "trimmed_mean"), ("fedspu", "median"), ("fedavg", "krum")])
+def test_malicious_devices_of_ten_move_no_value_further_than_honest_ones(
+    coordinator, method, rule, malicious, precision
+):
+    """Budgets are from 0.2 to 1; malicious devices ask for 1, so that few others send what they send."""
+    many = {
+        **CALM,
+        "min_devices": 10,
+        "cohort": 10,
+        "robust": rule,
+        "robust_share": malicious / 10,
+        "precision": precision,
+    }
+    coordinator.create(**many, method=method)
+    budgets = {name: 1.0 if number < malicious else 0.2 * (number % 5 + 1) for number, name in enumerate(TEN)}
+    devices = coordinator.enrol(*TEN, **(budgets if method == "fedspu" else {}))
+    coordinator.rounds.advance()
+    tensors, _ = checkpoint.load(coordinator.model())
+    old = pack(DIGITS, tensors, None)
+    chance, sent = np.random.default_rng(0), []
+    for number, device in enumerate(devices):
+        assignment = device.ask()
+        body, mask = moved_by(DIGITS, device, assignment, tensors, precision, chance, number < malicious)
+        assert device.send(assignment, body)
+        decoded = bundle.decode(body, DIGITS).values
+        if precision == "int8":
+            decoded = decoded + pack(DIGITS, tensors, mask)
+        row = np.full_like(old, np.nan)
+        whole = unpack_whole(DIGITS, row)
+        for spec, block, part in unpack(DIGITS, decoded, mask):
+            block.put(whole[spec.name], part)
+        sent.append(row)
+    coordinator.rounds.advance()
+    new = pack(DIGITS, checkpoint.load(coordinator.model())[0], None)
+    honest = np.array(sent[malicious:])
+    senders = (~np.isnan(sent)).sum(axis=0)
+    enough = senders >= max(3, 2 * malicious + 1)
+    assert new[~enough].tobytes() == old[~enough].tobytes()
+    assert (new != old).mean() > (0.9 if method == "fedavg" else 0.1), "and it learns"
+    assert np.abs(new - old).max() <= np.nanmax(np.abs(honest - old)) + 1e-6
+    if rule != "krum":
+        low, high = np.nanmin(honest[:, enough], axis=0), np.nanmax(honest[:, enough], axis=0)
+        assert (new[enough] >= np.minimum(low, old[enough]) - 1e-6).all()
+        assert (new[enough] <= np.maximum(high, old[enough]) + 1e-6).all()
+    assert coordinator.record(1).notes["values_held_back"] == (~enough).sum()
+
+
 class Kept:
     """Sums that keep what they are given."""
 
@@ -109,7 +176,7 @@ def take_all(small, moves, mads):
     for key, update in updates.items():
         intake.take(f"id-{key}", key, update)
     assert intake.sums.updates == 0, "not before all have come"
-    intake.finish()
+    intake.finish(len(moves))
     return intake
 
 

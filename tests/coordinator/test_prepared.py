@@ -218,7 +218,7 @@ def test_what_is_prepared_has_a_mask_of_elements(coordinator, method):
     with pytest.raises(BadContent, match="says what exists of it; send it with its mask"):
         send(coordinator, name, assignment, None)
     with pytest.raises(BadContent, match="mask: it is not the one of round 0"):
-        send(coordinator, name, assignment, draw_neurons(DIGITS, NeuronDraw("f:0", 0, name, 0.5)))
+        send(coordinator, name, assignment, draw_neurons(DIGITS, NeuronDraw(name, 0.5)))
     with pytest.raises(BadContent, match="without gradients"):
         send(coordinator, name, assignment, mask_of((72, 504, 1500, 640)), gradients=np.zeros(WEIGHTS, np.float32))
     assert send(coordinator, name, assignment, mask_of((72, 504, 1500, 640)))

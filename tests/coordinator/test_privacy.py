@@ -22,7 +22,7 @@ from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, any_budget, load_method
 from sparrow.coordinator.reports.metrics import Metrics
 from sparrow.coordinator.rounds import privacy
-from sparrow.coordinator.rounds.cohort import choose_each
+from sparrow.coordinator.rounds.draws import choose_each, new_secret
 from sparrow.coordinator.rounds.privacy import SENSITIVITY, PrivateSums, check_privacy, epsilon, noise_of
 
 from .fakes import LocalCoordinator
@@ -65,7 +65,7 @@ def test_differences_are_clipped_alike_whatever_examples_and_divided_by_the_coho
 def test_no_update_moves_the_sum_by_more_than_the_clip(small):
     for ratio in (None, 0.2, 0.5):
         sums, sent, _ = private_sums(small, update_clip=0.5, cohort=1)
-        mask = None if ratio is None else draw_neurons(small, NeuronDraw("j", 1, "d", ratio))
+        mask = None if ratio is None else draw_neurons(small, NeuronDraw("d", ratio))
         count = len(pack(small, sent, mask))
         sums.fold_in_place(np.full(count, 1e6, np.float32), mask, 2**40)
         moved = sums.clipped_sum
@@ -272,8 +272,9 @@ def test_each_device_is_drawn_by_itself(coordinator, clock):
             device.ask()  # all are back
     cohorts = [record.cohort for record in coordinator.records.rounds("f")]
     assert len({len(cohort) for cohort in cohorts}) > 2, "not always two"
+    secret = new_secret("f", FederationSettings(draws="seed"))
     for number, cohort in enumerate(cohorts, 1):  # those who missed a round are away when the next one opens
-        assert set(cohort) <= set(choose_each("abcd", 2 / 4, job="f:0", round_number=number))
+        assert set(cohort) <= set(choose_each("abcd", 2 / 4, secret=secret, round_number=number))
 
 
 @accountant

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from edge_sdk.protocol.messages import (
     BudgetLimit,
     ChangeDevice,
     Conditions,
+    FederationSettings,
     FederationStatus,
     HandBack,
     PauseReason,
@@ -24,6 +25,8 @@ from edge_sdk.protocol.messages import (
     UpdateReport,
     UploadCost,
 )
+from sparrow.coordinator.commands.backup import back_up
+from sparrow.coordinator.commands.restore import bring_back
 from sparrow.coordinator.errors import (
     BadContent,
     DifferentUpdate,
@@ -36,8 +39,9 @@ from sparrow.coordinator.errors import (
     WrongState,
 )
 from sparrow.coordinator.reports.records import with_joules_per_point
-from sparrow.coordinator.rounds.cohort import Candidate, choose
 from sparrow.coordinator.rounds.dispatch import REST_SECONDS
+from sparrow.coordinator.rounds.draws import Candidate, choose, new_secret
+from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.store import Store
 
 from .fakes import CALM, DIGITS, STOPS, FakeDevice, LocalCoordinator, answering, playing
@@ -100,14 +104,76 @@ def test_the_global_model_is_the_weighted_mean_of_the_updates(coordinator, answe
 
 def test_the_cohort_is_the_documented_draw(coordinator, answer):
     coordinator.create(cohort=2, min_devices=6, seed=7)
-    names = [f"dev-{number}" for number in range(6)]
+    names, secret = [f"dev-{number}" for number in range(6)], new_secret("f", FederationSettings(seed=7, draws="seed"))
     devices = {device.name: device for device in coordinator.enrol(*names)}
     for number in (1, 2, 3):
         coordinator.rounds.advance()
-        drawn = choose([Candidate(name) for name in names], 2, job="f:7", round_number=number)
+        drawn = choose([Candidate(name) for name in names], 2, secret=secret, round_number=number)
         assert list(coordinator.record(number).cohort) == drawn
         for name, device in devices.items():
             assert (answer(device) is not None) == (name in drawn)
+
+
+def told(coordinator, devices, rounds=3):
+    """The cohorts of some rounds, and the keys that its devices are told."""
+    found = []
+    for number in range(1, rounds + 1):
+        coordinator.rounds.advance()
+        asked = [device.ask() for device in devices]
+        found.append((coordinator.record(number).cohort, [each and each.work.key for each in asked]))
+        for device, each in zip(devices, asked, strict=True):
+            if each:
+                device.hand_back(each)
+        coordinator.clock.pass_seconds(REST_SECONDS)
+    return found
+
+
+def test_what_is_drawn_follows_from_nothing_that_a_device_knows(open_coordinator, tmp_path, clock):
+    """Two federations of one name, one seed and the same devices draw as they like, unless the seed is to decide."""
+    found = {}
+    for draws in ("secret", "seed"):
+        for place in ("one", "two"):
+            coordinator = LocalCoordinator(tmp_path / draws / place, clock)
+            with closing(coordinator.store):
+                coordinator.create(cohort=4, rounds=3, min_devices=12, draws=draws)
+                found[draws, place] = told(coordinator, coordinator.enrol(*"abcdefghijkl"))
+    assert found["seed", "one"] == found["seed", "two"]
+    mine, others = found["secret", "one"], found["secret", "two"]
+    assert [cohort for cohort, _ in mine] != [cohort for cohort, _ in others]
+    keys = [key for _, keys in (*mine, *others) for key in keys if key]
+    assert len(keys) == len(set(keys)) == 24, "of one device and one round each"
+
+
+def test_a_restarted_coordinator_and_one_from_a_backup_keep_the_secret_and_a_deletion_forgets_it(
+    open_coordinator, tmp_path, clock
+):
+    coordinator = open_coordinator()
+    coordinator.create(draws="secret", min_devices=1)
+    (device,) = coordinator.enrol("a")
+    coordinator.rounds.advance()
+    key = device.ask().work.key
+    back_up(Settings(data_dir=tmp_path / "data", default_task=""), tmp_path / "copy")
+    bring_back(Settings(data_dir=tmp_path / "new", default_task=""), tmp_path / "copy")
+    restored = LocalCoordinator(tmp_path / "new", clock)
+    with closing(restored.store):
+        device.coordinator = restored
+        assert device.ask().work.key == key
+    device.coordinator = coordinator = open_coordinator()
+    assert device.ask().work.key == key
+    coordinator.change(action="stop")
+    coordinator.federations.delete("f")
+    coordinator.create(draws="secret", min_devices=1)
+    (device,) = coordinator.enrol("a")
+    coordinator.rounds.advance()
+    assert device.ask().work.key != key
+
+
+def test_a_promise_that_draws_of_the_seed_cannot_keep_is_told(coordinator):
+    usual = {"cohort": 10, "robust": "median"}
+    coordinator.create("one", **usual)
+    assert "outside of simulations leave draws at secret" in coordinator.info("one").warning
+    coordinator.create("two", **usual, draws="secret")
+    assert coordinator.info("two").warning is None
 
 
 def test_those_who_took_part_longest_ago_are_drawn_first_where_that_is_the_policy(coordinator, answer):
@@ -126,10 +192,11 @@ def test_budgets_decide_who_is_drawn_where_that_is_the_policy(coordinator, answe
     coordinator.create(cohort=1, rounds=4, min_devices=2, cohort_policy="budget")
     devices = coordinator.enrol("weak", "strong", weak=0.1)
     known = [Candidate("weak", 0.1), Candidate("strong", 1.0)]
+    secret = new_secret("f", FederationSettings(draws="seed"))
     for number in range(1, 5):
         coordinator.rounds.advance()
         assert list(coordinator.record(number).cohort) == choose(
-            known, 1, job="f:0", round_number=number, policy="budget"
+            known, 1, secret=secret, round_number=number, policy="budget"
         )
         for device in devices:
             answer(device)
@@ -151,12 +218,12 @@ def test_the_first_payload_is_the_whole_model_and_later_ones_only_the_mask(coord
     coordinator.rounds.advance()
     tensors, _ = checkpoint.load(coordinator.model())
     assignment = small.ask()
-    assert (assignment.round, assignment.work.ratio, assignment.work.job) == (2, 0.3, "f:0")
-    mask = draw_neurons(DIGITS, NeuronDraw("f:0", 2, "a", 0.3))
+    assert (assignment.round, assignment.work.ratio) == (2, 0.3)
+    mask = draw_neurons(DIGITS, NeuronDraw(assignment.work.key, 0.3))
     received = bundle.decode(small.payload(assignment), DIGITS)
     assert len(received.values) == count_values(DIGITS, mask) < DIGITS.shared_values / 4
     assert received.values.tolist() == pack(DIGITS, tensors, mask).tolist()
-    assert received.draw == NeuronDraw("f:0", 2, "a", 0.3)
+    assert received.draw == NeuronDraw(assignment.work.key, 0.3)
 
 
 def test_a_device_that_never_answered_is_sent_the_whole_model_again(coordinator, clock, answer):
@@ -638,7 +705,7 @@ def test_the_same_update_again_is_no_new_one_and_another_is_refused(coordinator,
 
 
 def broken_updates(train, assignment):
-    mask = draw_neurons(DIGITS, NeuronDraw("f:0", 1, "a", 0.5))
+    mask = draw_neurons(DIGITS, NeuronDraw(assignment.work.key, 0.5))
     values = np.zeros(count_values(DIGITS, mask), dtype=np.float32)
     report = UpdateReport(num_examples=1, steps=1, train_loss=0).model_dump_json()
     fewer = NeuronMask({group: neurons[:-1] for group, neurons in mask.active.items()})

@@ -174,7 +174,7 @@ def assert_as_masked(name, optimise, ratios=(0.2, 0.5, 0.9)):
         channels_last = name in IMAGES and ratio != 0.5
         model, manifest, inputs = made(name, channels_last)
         targets = torch.arange(len(inputs)) % 4
-        mask = draw_neurons(manifest, NeuronDraw("job", round(10 * ratio), name, ratio))
+        mask = draw_neurons(manifest, NeuronDraw(f"{name}-{round(10 * ratio)}", ratio))
         trained = active_values(manifest, mask)
         reference, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
         train_masked(reference, trained, inputs, targets, optimise, steps=3)
@@ -189,7 +189,7 @@ def assert_as_masked(name, optimise, ratios=(0.2, 0.5, 0.9)):
 @pytest.mark.parametrize("name", NETS)
 def test_the_optimiser_keeps_state_for_active_values_only(name):
     model, manifest, inputs = made(name)
-    mask = draw_neurons(manifest, NeuronDraw("job", 1, name, 0.4))
+    mask = draw_neurons(manifest, NeuronDraw(name, 0.4))
     optimise = OPTIMISERS["adam"]
     leaves, optimizer = train_frozen(model, manifest, mask, inputs, torch.arange(len(inputs)) % 4, optimise, 1)
     wanted = sum(block_of(manifest, spec, mask).size for spec in manifest.tensors if spec.trainable)
@@ -204,7 +204,7 @@ def test_what_is_frozen_is_not_computed(ratio):
     choice = MODELS["mnist"]["leaf"]
     model, inputs = choice.build(), torch.randn(4, *choice.shape)
     manifest = describe(model, inputs[:1], task="t")
-    mask = draw_neurons(manifest, NeuronDraw("job", 1, "pi", ratio))
+    mask = draw_neurons(manifest, NeuronDraw("pi", ratio))
     with Freezing(model, manifest, mask), FlopCounterMode(display=False) as counter:
         F.cross_entropy(model(inputs), torch.arange(4)).backward()
     silent = {name: size - len(mask.active[name]) for name, size in (("conv1", 32), ("fc1", 2048))}
@@ -219,7 +219,7 @@ def test_kept_for_the_backward_pass_are_active_columns_only():
     model = nn.Sequential(nn.Linear(100, 1000), nn.Linear(1000, 500), nn.Linear(500, 200))
     inputs = torch.randn(64, 100)
     manifest = describe(model, inputs[:1], task="t")
-    mask = draw_neurons(manifest, NeuronDraw("job", 1, "pi", 0.1))
+    mask = draw_neurons(manifest, NeuronDraw("pi", 0.1))
     kept = []
 
     def keep(tensor):
@@ -235,7 +235,7 @@ def test_layers_are_as_they_were_afterwards():
     model, manifest, inputs = made("batch norm")
     outputs = model(inputs)
     names = [name for name, _ in model.named_parameters()]
-    mask = draw_neurons(manifest, NeuronDraw("job", 1, "pi", 0.4))
+    mask = draw_neurons(manifest, NeuronDraw("pi", 0.4))
     with Freezing(model, manifest, mask):
         model(inputs)
     assert [name for name, _ in model.named_parameters()] == names

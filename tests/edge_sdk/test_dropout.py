@@ -52,7 +52,7 @@ def job_of(manifest, ratio=0.4, *, kind="train", state=None, number=1, mask=None
         round=number,
         deadline_seconds=60,
         settings=FederationSettings(**{"local_epochs": EPOCHS, "early_stopping": "off", **settings}),
-        work=Work(job="f:0", round=number, device="pi", ratio=ratio),
+        work=Work(key=f"{number:032x}", ratio=ratio),
     )
     received = decode(encode(manifest, values, mask), manifest)
     return Job(assignment, manifest, task, task.model, state or DeviceState(), received, federation="f", device="pi")
@@ -61,7 +61,7 @@ def job_of(manifest, ratio=0.4, *, kind="train", state=None, number=1, mask=None
 def expected_mask(manifest, method, trained, ratio=0.4):
     """The neurons that a method must train; of those that choose, as many as it must."""
     if method == "feddrop":
-        return draw_neurons(manifest, NeuronDraw("f:0", 1, "pi", ratio))
+        return draw_neurons(manifest, NeuronDraw(f"{1:032x}", ratio))
     if method == "fjord":
         return first_neurons(manifest, ratio)
     if method == "heterofl":
@@ -265,7 +265,7 @@ def choose(method, w1=W1, ratio=0.34, target=0.5):
         round=1,
         deadline_seconds=60,
         settings=FederationSettings(local_epochs=1, learning_rate=0.001, early_stopping="off"),
-        work=Work(job="f:0", round=1, device="pi", ratio=ratio),
+        work=Work(key="0" * 32, ratio=ratio),
     )
     received = decode(encode(manifest, pack(manifest, sent, None), None), manifest)
     set_tensors(model, {name: tensor + 100 for name, tensor in sent.items()})  # what is scored is what was received

@@ -132,7 +132,7 @@ def test_training_equals_masked_dense_training(name, pattern, optimise):
 
 def test_elements_and_frozen_neurons_together():
     model, manifest, inputs, elements = made("images", "two thirds")
-    mask = draw_neurons(manifest, NeuronDraw("job", 1, "pi", 0.5))
+    mask = draw_neurons(manifest, NeuronDraw("pi", 0.5))
     before = copy.deepcopy(model.state_dict())
     with Freezing(model, manifest, mask, elements) as freezing:
         train(model, freezing.parameters, OPTIMISERS["adamw"], inputs, freezing.collect_gradients, freezing.write_back)

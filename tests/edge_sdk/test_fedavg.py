@@ -87,7 +87,7 @@ def test_a_round_starts_from_what_is_received_sends_everything_and_keeps_nothing
 
 
 def test_a_round_is_fedspus_of_a_device_that_trains_everything(manifest):
-    whole = Work(job="f:0", round=3, device="pi", ratio=1.0)
+    whole = Work(key="0" * 32, ratio=1.0)
     settings = {"number": 3, "learning_rate": 0.1, "early_stopping": "paper", "momentum": 0.5}
     fedavg = FEDAVG.train(job_of(manifest, **settings))
     fedspu = FEDSPU.train(job_of(manifest, work=whole, **settings))
@@ -112,7 +112,7 @@ def test_other_devices_and_rounds_draw_other_batches(manifest, method):
 
 @pytest.mark.parametrize("received", ["nothing", "a part"])
 def test_a_payload_that_is_not_the_whole_model_is_refused(manifest, received):
-    mask = draw_neurons(manifest, NeuronDraw("f:0", 1, "pi", 0.4)) if received == "a part" else None
+    mask = draw_neurons(manifest, NeuronDraw("pi", 0.4)) if received == "a part" else None
     job = job_of(manifest, whole=received != "nothing", mask=mask)
     for work in (FEDAVG.train, FEDAVG.evaluate, FEDAVG.adapt, LOCAL.personalise, LOCAL.adapt):
         with pytest.raises(BundleError):

@@ -361,7 +361,7 @@ def test_a_payload_without_a_mask_of_elements_is_refused(payload):
     if payload == "nothing":
         job = dataclasses.replace(job, received=None)
     if payload == "neurons":
-        mask = draw_neurons(job.manifest, NeuronDraw("f:0", 1, "pi", 0.5))
+        mask = draw_neurons(job.manifest, NeuronDraw("pi", 0.5))
         values = np.zeros(count_values(job.manifest, mask), dtype=np.float32)
         job = dataclasses.replace(job, received=decode(encode(job.manifest, values, mask), job.manifest))
     with pytest.raises(BundleError):

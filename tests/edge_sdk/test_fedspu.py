@@ -63,7 +63,7 @@ SECOND = NeuronMask({"h": np.array([1])})
 
 def round_that_draws(index):
     """The first round in which half of the two hidden neurons is neuron ``index``."""
-    return next(r for r in range(1, 100) if draw_group(NeuronDraw("job", r, "pi", 0.5), "h", 2).tolist() == [index])
+    return next(r for r in range(1, 100) if draw_group(NeuronDraw(f"{r:032x}", 0.5), "h", 2).tolist() == [index])
 
 
 def payload(manifest, tensors, mask=None):
@@ -83,7 +83,7 @@ def v6_job(received, *, personal=PERSONAL, **settings):
         round=number,
         deadline_seconds=60,
         settings=settings,
-        work=Work(job="job", round=number, device="pi", ratio=0.5),
+        work=Work(key=f"{number:032x}", ratio=0.5),
     )
     return Job(assignment, TWO_LAYERS, task, model, DeviceState(personal), received)
 
@@ -96,7 +96,7 @@ def test_v6_one_step_by_hand(mask):
     np.testing.assert_allclose(personal["W2.weight"], [[1, 0]], atol=1e-6)
     np.testing.assert_allclose(trained.update.values, [0.95, 1.9, 0.0], atol=1e-6)
     assert trained.update.mask.active["h"].tolist() == [1]
-    assert trained.update.draw == NeuronDraw("job", round_that_draws(1), "pi", 0.5)
+    assert trained.update.draw == NeuronDraw(f"{round_that_draws(1):032x}", 0.5)
     assert trained.train_loss == pytest.approx(0.5)  # ½(3.5 - 2.5)², before the step
     assert (trained.num_examples, trained.steps, trained.stopped) == (1, 1, False)
     assert (trained.validation.num_examples, trained.stop_loss) == (1, None)
@@ -151,7 +151,7 @@ def digits_job(manifest, ratio=0.4, *, kind="train", state=None, received=None, 
     model = build_seeded(DigitsNet, 0)
     arrays = Arrays(torch.rand(30, 1, 8, 8, generator=generator), torch.arange(30) % 10)
     task = classification("digits", model, arrays, arrays, None, batch_size=8)
-    work = None if ratio is None else Work(job="job", round=number, device="pi", ratio=ratio)
+    work = None if ratio is None else Work(key=f"{number:032x}", ratio=ratio)
     assignment = Assignment(
         assignment_id="a",
         kind=kind,
@@ -197,7 +197,7 @@ def test_at_ratio_1_a_round_is_plain_training(digits_manifest, ratio):
 def test_a_round_changes_the_active_part_only_and_sends_exactly_it(digits_manifest):
     first = FEDSPU.train(digits_job(digits_manifest))
     personal = first.state.personal
-    mask = draw_neurons(digits_manifest, NeuronDraw("job", 2, "pi", 0.4))
+    mask = draw_neurons(digits_manifest, NeuronDraw(f"{2:032x}", 0.4))
     everywhere = {spec.name: np.full(spec.shape, 0.01, dtype=np.float32) for spec in digits_manifest.shared}
     received = payload(digits_manifest, everywhere, mask)
     second = FEDSPU.train(digits_job(digits_manifest, state=first.state, received=received, number=2))
@@ -216,7 +216,7 @@ def test_a_round_changes_the_active_part_only_and_sends_exactly_it(digits_manife
 
 def test_a_mask_with_every_neuron_counts_as_whole(digits_manifest):
     job = digits_job(digits_manifest, 1.0)
-    mask = draw_neurons(digits_manifest, NeuronDraw("job", 1, "pi", 1.0))
+    mask = draw_neurons(digits_manifest, NeuronDraw(f"{1:032x}", 1.0))
     received = dataclasses.replace(job.received, mask=mask)
     trained = FEDSPU.train(dataclasses.replace(job, received=received))
     alone = FEDSPU.train(digits_job(digits_manifest, 1.0))
@@ -263,7 +263,7 @@ def test_personal_and_global_model_are_judged_apart(digits_manifest):
 
 
 def test_evaluation_needs_the_whole_global_model(digits_manifest):
-    mask = draw_neurons(digits_manifest, NeuronDraw("job", 1, "pi", 0.4))
+    mask = draw_neurons(digits_manifest, NeuronDraw(f"{1:032x}", 0.4))
     job = digits_job(digits_manifest, kind="evaluate")
     partial = Bundle(pack(digits_manifest, get_tensors(job.model, digits_manifest), mask), mask, None, "fp32", "")
     with pytest.raises(BundleError, match="sends the whole model"):
@@ -275,7 +275,7 @@ def test_adapting_fine_tunes_the_global_model_under_the_mask(digits_manifest):
     start = get_tensors(job.model, digits_manifest)
     set_tensors(job.model, {name: np.zeros_like(tensor) for name, tensor in start.items()})
     state = FEDSPU.adapt(job)
-    mask = draw_neurons(digits_manifest, NeuronDraw("job", 9, "pi", 0.4))
+    mask = draw_neurons(digits_manifest, NeuronDraw(f"{9:032x}", 0.4))
     spec = next(spec for spec in digits_manifest.shared if spec.name == "conv2.weight")
     block = block_of(digits_manifest, spec, mask)
     changed = state.personal["conv2.weight"] != start["conv2.weight"]

@@ -86,7 +86,7 @@ def test_without_being_asked_zeros_move(digits, settings):
 @each_optimiser
 def test_zeros_and_frozen_neurons_together(digits, settings):
     model, manifest, _ = digits
-    mask = draw_neurons(manifest, NeuronDraw("job", 1, "pi", 0.5))
+    mask = draw_neurons(manifest, NeuronDraw("pi", 0.5))
     before = get_tensors(model, manifest)
     tune(digits, mask=mask, keep_zeros=True, **settings)
     after = get_tensors(model, manifest)

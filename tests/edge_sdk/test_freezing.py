@@ -51,7 +51,7 @@ def train(digits, mask, *, learning_rate=0.05, **settings):
 def test_frozen_parameters_are_bit_identical_and_active_ones_move(digits, settings):
     model, manifest, _ = digits
     before = get_tensors(model, manifest)
-    mask = draw_neurons(manifest, NeuronDraw("job", 1, "pi", 0.4))
+    mask = draw_neurons(manifest, NeuronDraw("pi", 0.4))
     train(digits, mask, local_epochs=2, **settings)
     after = get_tensors(model, manifest)
     for spec in manifest.tensors:
@@ -70,13 +70,13 @@ def test_frozen_parameters_are_bit_identical_and_active_ones_move(digits, settin
 def test_running_statistics_of_frozen_channels_move_too(digits):
     model, manifest, _ = digits
     before = get_tensors(model, manifest)["bn1.running_mean"]
-    train(digits, draw_neurons(manifest, NeuronDraw("job", 1, "pi", 0.4)), local_steps=2)
+    train(digits, draw_neurons(manifest, NeuronDraw("pi", 0.4)), local_steps=2)
     assert (get_tensors(model, manifest)["bn1.running_mean"] != before).all()
 
 
 def test_a_mask_does_not_outlive_its_round(digits):
     model, manifest, _ = digits
-    train(digits, draw_neurons(manifest, NeuronDraw("job", 1, "pi", 0.2)), local_steps=1)
+    train(digits, draw_neurons(manifest, NeuronDraw("pi", 0.2)), local_steps=1)
     before = get_tensors(model, manifest)["out.weight"]
     train(digits, None, local_epochs=2)
     assert (get_tensors(model, manifest)["out.weight"] != before).mean() > 0.5  # a dead unit or two apart

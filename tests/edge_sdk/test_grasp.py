@@ -217,7 +217,7 @@ def test_a_device_without_data_or_with_a_part_of_the_model_prepares_nothing():
         GRASP.prepare(job_of(batches=Batches(sizes=())))
     with pytest.raises(BundleError):
         GRASP.prepare(dataclasses.replace(job_of(), received=None))
-    some = draw_neurons(MANIFEST, NeuronDraw("f:0", 1, "pi", 0.5))
+    some = draw_neurons(MANIFEST, NeuronDraw("pi", 0.5))
     with pytest.raises(BundleError):
         GRASP.prepare(job_of(mask=some))
 

@@ -246,7 +246,7 @@ def make(name) -> tuple[nn.Module, Manifest, torch.Tensor]:
 
 
 def draw(manifest: Manifest, ratio=0.5) -> NeuronMask:
-    return draw_neurons(manifest, NeuronDraw("job", 1, "device", ratio))
+    return draw_neurons(manifest, NeuronDraw("pi", ratio))
 
 
 def active_along(manifest: Manifest, spec: TensorSpec, axis: int, mask: NeuronMask) -> np.ndarray:

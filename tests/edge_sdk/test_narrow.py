@@ -47,7 +47,7 @@ def narrow_of(build, shape, ratio, name="device"):
     model = build()
     x = torch.randn(3, *shape)
     manifest = describe(model, x, task="test")
-    mask = draw_neurons(manifest, NeuronDraw("job", 1, name, ratio))
+    mask = draw_neurons(manifest, NeuronDraw(name, ratio))
     return Narrow(zeroed(model, manifest, mask), manifest, mask, [(x, x)]), model, manifest, mask, x
 
 

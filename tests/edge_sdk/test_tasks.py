@@ -69,7 +69,7 @@ def test_a_masked_step_changes_active_values_only(task, model):
     choice = MODELS[task][model]
     manifest = load_builtin(full_name(task, model)).manifest
     network = choice.build()
-    mask = draw_neurons(manifest, NeuronDraw("job", 1, "device", 0.5))
+    mask = draw_neurons(manifest, NeuronDraw("device", 0.5))
     before = {name: value.detach().numpy().copy() for name, value in network.named_parameters()}
     with Freezing(network, manifest, mask) as freezing:
         torch.nn.functional.cross_entropy(network(torch.randn(4, *choice.shape)), torch.tensor([0, 1, 2, 3])).backward()

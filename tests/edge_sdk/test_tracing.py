@@ -236,7 +236,7 @@ def test_v2_flatten_boundary():
 
 def test_v7_wire_size_of_the_cifar_network():
     manifest = manifest_of(Cifar(), 3, 32, 32)
-    mask = draw_neurons(manifest, NeuronDraw("job-1", 3, "dev-7", 0.4))
+    mask = draw_neurons(manifest, NeuronDraw("dev-7-3", 0.4))
     assert [len(index) for index in mask.active.values()] == [2, 6, 48, 33]
     assert manifest.trainable_values == 134_902
     assert count_values(manifest, mask) == 20_558
@@ -255,15 +255,15 @@ def test_v7_wire_size_of_the_cifar_network():
 def test_payload_table_of_section_3_3(build, shape, payloads):
     manifest = manifest_of(build(), *shape)
     for ratio, payload in zip((0.2, 0.4, 0.6, 0.8, 1.0), payloads, strict=True):
-        mask = draw_neurons(manifest, NeuronDraw("job", 1, "device", ratio))
+        mask = draw_neurons(manifest, NeuronDraw("device", ratio))
         assert 4 * count_values(manifest, mask) == payload
 
 
 def test_v8_draw_names_the_layers_as_the_card_does():
     manifest = manifest_of(Cifar(), 3, 32, 32)
-    mask = draw_neurons(manifest, NeuronDraw("job-1", 3, "dev-7", 0.4))
-    assert mask.active["conv1"].tolist() == [3, 4]
-    assert mask.active["conv2"].tolist() == [0, 5, 7, 8, 14, 15]
+    mask = draw_neurons(manifest, NeuronDraw("dev-7-3", 0.4))
+    assert mask.active["conv1"].tolist() == [0, 1]
+    assert mask.active["conv2"].tolist() == [0, 3, 5, 6, 8, 10]
 
 
 # --- coupling
@@ -389,7 +389,7 @@ def test_inactive_neurons_reach_the_output_through_their_columns_alone(name, see
     model = build().eval()
     x = torch.randn(2, *shape)
     manifest = describe(model, x, task="test")
-    mask = draw_neurons(manifest, NeuronDraw("job", 1, str(seed), ratio))
+    mask = draw_neurons(manifest, NeuronDraw(str(seed), ratio))
     state = {key: value.numpy() for key, value in model.state_dict().items()}
     for spec in manifest.shared:
         if len(spec.axes) > 1 and spec.axes[1]:

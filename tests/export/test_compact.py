@@ -70,7 +70,7 @@ def zero_outside(manifest, tensors, mask):
 
 def masked_task(name, ratio, seed=0):
     task = load_builtin(name)
-    mask = draw_neurons(task.manifest, NeuronDraw("job", seed, "device", ratio))
+    mask = draw_neurons(task.manifest, NeuronDraw(f"device-{seed}", ratio))
     tensors = zero_outside(task.manifest, random_weights(task.manifest.kept, seed), mask)
     return task.manifest, mask, onnx.load_from_string(fill(task.skeleton, task.manifest, tensors))
 
@@ -315,7 +315,7 @@ def resnet():
 
 def test_resnet_18_with_half_its_channels_is_under_three_tenths_of_its_size(resnet):
     manifest, skeleton = resnet
-    mask = draw_neurons(manifest, NeuronDraw("job", 0, "device", 0.5))
+    mask = draw_neurons(manifest, NeuronDraw("device-0", 0.5))
     tensors = zero_outside(manifest, random_weights(manifest.kept, 0), mask)
     model = onnx.load_from_string(fill(skeleton, manifest.with_skeleton(skeleton), tensors))
     small = compact(model)

@@ -151,6 +151,14 @@ def test_a_few_lines_simulate_devices(tmp_path):
     assert (done.devices, done.device_rounds) == (3, 3)
     assert done.ended is not None
     assert simulate(app=app, task=lambda index: task(), federation="own", devices=2, **brief).device_rounds == 2
+    theirs = {"method": "fedavg", "rounds": 1, "local_epochs": 1, "min_devices": 2}
+    with running(app) as client:
+        made = client.post("/v1/federations", json={"name": "theirs", "task": "digits", "settings": theirs})
+    assert made.status_code == 201, made.text
+    assert simulate(app=app, task="digits", federation="theirs", devices=2, **brief).device_rounds == 2, "it joins"
+    with running(app) as client:
+        draws = {each["name"]: each["settings"]["draws"] for each in client.get("/v1/federations").json()}
+    assert draws == {"default": "seed", "own": "seed", "theirs": "secret"}
 
 
 @pytest.mark.parametrize(

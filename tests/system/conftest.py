@@ -127,7 +127,7 @@ class Coordinator:
 
     def create(self, name: str, **settings: Any) -> None:
         """Create a federation of the digits."""
-        body = {"name": name, "task": "digits", "settings": settings}
+        body = {"name": name, "task": "digits", "settings": {"draws": "seed", **settings}}
         self.http.post("/v1/federations", json=body).raise_for_status()
 
     def info(self, name: str) -> dict[str, Any]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import csv
 import hashlib
 import io
 import json
 import logging
+import re
 import shutil
 import socket
+import sqlite3
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import httpx
 import numpy as np
@@ -31,6 +34,7 @@ from sparrow.coordinator.api.middleware.body_limits import TooSlow
 from sparrow.coordinator.api.problems import STATUS
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.storage.store import RECORDS_FILE
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 
@@ -503,6 +507,30 @@ def test_what_the_last_upload_cost_comes_with_the_next_call(client, pair, train)
 # --- updates -----------------------------------------------------------------------------------------------------
 
 
+def test_the_secret_of_the_draws_is_in_no_answer_and_no_line_of_the_log(client, settings_of, pair, train, caplog):
+    caplog.set_level("DEBUG")
+    (_, headers, assignment), (_, others, other) = pair
+    assert assignment.work.key != other.work.key
+    for who, work in ((headers, assignment), (others, other)):
+        assert put(client, who, work, train(DIGITS.manifest, work)).status_code == 201
+    with closing(sqlite3.connect(settings_of().data_dir / RECORDS_FILE)) as records:
+        ((secret,),) = records.execute("SELECT secret FROM federations").fetchall()
+    names = {"name": "default", "assignment_id": assignment.assignment_id, "number": "1", "device": "one"}
+    paths = [path for path, calls in client.get("/openapi.json").json()["paths"].items() if "get" in calls]
+    seen = 0
+    for path in (*paths, "/"):
+        if "events" in path:
+            continue
+        for who in ({}, headers):
+            answer = client.get(re.sub(r"{(\w+)}", lambda found: names.get(found[1], "1"), path), headers=who)
+            seen += answer.status_code == 200
+            for form in (secret, secret.hex().encode(), base64.b64encode(secret), repr(secret).encode()):
+                assert form not in answer.content, path
+    assert seen > 10
+    assert secret.hex() not in caplog.text
+    assert assignment.work.key not in caplog.text
+
+
 def test_an_update_is_accepted_once(client, pair, train):
     (_, headers, assignment), _ = pair
     body = train(DIGITS.manifest, assignment)
@@ -519,7 +547,7 @@ def bad_updates(assignment, train, sign, take_apart):
     """name -> (status, what is said, body)."""
     manifest = DIGITS.manifest
     good = train(manifest, assignment)
-    draw = NeuronDraw(assignment.work.job, assignment.work.round, assignment.work.device, assignment.work.ratio)
+    draw = NeuronDraw(assignment.work.key, assignment.work.ratio)
     mask = draw_neurons(manifest, draw)
     report = UpdateReport(num_examples=5, steps=1, train_loss=0.5).model_dump_json()
 
@@ -531,7 +559,7 @@ def bad_updates(assignment, train, sign, take_apart):
     infinite = sign(header, np.float32(np.inf).tobytes() + data[4:])
     short = json.loads(json.dumps(header))
     short["values"].update(shape=[10], data_offsets=[0, 40])
-    next_round = draw_neurons(manifest, NeuronDraw(draw.job, draw.round + 1, draw.device, draw.ratio))
+    next_round = draw_neurons(manifest, NeuronDraw(draw.key[::-1], draw.ratio))
     fewer = NeuronMask({group: neurons[:-1] for group, neurons in mask.active.items()})
     other_model = manifest.model_copy(update={"task": "other"})
     other_model = type(manifest).model_validate(other_model.model_dump())
@@ -688,7 +716,7 @@ def sparse_update(client, headers, assignment, *, known=None, change=lambda mask
         values = np.zeros(count_values(DIGITS.manifest, mask), dtype=np.float32)
     if assignment.work is not None:  # FedSPU sends a part of the whole model
         work = assignment.work
-        draw = NeuronDraw(work.job, work.round, work.device, work.ratio)
+        draw = NeuronDraw(work.key, work.ratio)
         mask = draw_neurons(DIGITS.manifest, draw)
         values = np.zeros(count_values(DIGITS.manifest, mask), dtype=np.float32)
     report = UpdateReport(num_examples=10, steps=1, train_loss=0.5).model_dump_json()

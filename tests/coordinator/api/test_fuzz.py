@@ -53,7 +53,7 @@ def seeds(manifest):
     chance = np.random.default_rng(0)
     held = random_mask(manifest, layer_counts(manifest, 0.5), 0)
     other = random_mask(manifest, layer_counts(manifest, 0.5), 1)
-    draw = NeuronDraw("f:0", 1, "a", 0.5)
+    draw = NeuronDraw("a", 0.5)
     drawn = draw_neurons(manifest, draw)
     table = manifest.block_table
     masks = {

@@ -88,7 +88,7 @@ ADDED = {
     *("token_issued_at", "next_token_sha256"),
     *("rollback_version", "base_version", "model_version", "undone"),
     *("arrivals", "target", "extensions", "arrival", "counted_round"),
-    *("hosted", "published", "published_bytes", "bytes_down", "bytes_up", "noise_key"),
+    *("hosted", "published", "published_bytes", "bytes_down", "bytes_up", "noise_key", "secret"),
 }
 
 
@@ -114,6 +114,7 @@ def test_records_of_before_are_kept_and_have_what_is_new(from_0001):
     with Session(engine) as db:
         federation, device = db.get_one(Federation, 1), db.get_one(Device, "d")
         assert (federation.name, federation.settings, federation.warning) == ("f", {"rounds": 3}, None)
+        assert len(set(federation.secret)) > 16, "32 random bytes"
         assert (device.name, device.stopped_round, device.num_examples) == ("pi", 1, None)
         assert (device.mask, device.model) == (None, None)
         assert (device.token_issued_at, device.next_token_sha256) == (device.enrolled_at, None)

@@ -56,7 +56,7 @@ def test_digits_sizes_by_hand():
     manifest = load_builtin("digits").manifest
     assert manifest.group_sizes == {"conv1": 16, "conv2": 32, "fc1": 64}
     a, b, c = 8, 16, 32
-    half = draw_neurons(manifest, NeuronDraw("job", 1, "device", 0.5))
+    half = draw_neurons(manifest, NeuronDraw("device", 0.5))
     wanted = a * (9 + 1 + 4) + b * (9 * a + 1 + 4) + c * (4 * b + 1) + 10 * (c + 1)
     assert count_values(manifest, half) == wanted
 

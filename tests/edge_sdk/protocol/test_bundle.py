@@ -34,7 +34,7 @@ from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, check_mask, count_va
 from edge_sdk.protocol.quantization import Quantised, quantise, row_lengths
 
 PRECISIONS = ("fp32", "fp16", "bf16")
-DRAW = NeuronDraw("job:0", 3, "dev-7", 0.5)
+DRAW = NeuronDraw("dev-7-3", 0.5)
 
 
 def wide(*sizes):
@@ -99,10 +99,10 @@ def same(one: Bundle, other: Bundle):
 
 # --- there and back ----------------------------------------------------------------------------------------------
 
-LONG_NAMES = NeuronDraw("j" * 64 + ":0", 3, "d" * 64, 0.5)
+LONG_NAMES = NeuronDraw("d" * 64, 0.5)
 FORMS = {
     "full": (wide(40), None, None),
-    "draw": (wide(4000), NeuronDraw("job:0", 3, "dev-7", 0.5), "drawn"),
+    "draw": (wide(4000), NeuronDraw("dev-7-3", 0.5), "drawn"),
     "bits": (wide(40, 9), None, every(2, 40, 9)),
     "bits although drawn": (wide(40, 9), LONG_NAMES, "drawn"),
     "index": (wide(40, 4000), None, every(500, 40, 4000)),
@@ -915,7 +915,7 @@ def index(rng, body, parts, sign):
 
 
 def draws(rng, body, parts, sign):
-    form = {"form": "draw", "job": "job:0", "round": 3, "device": "dev-7", "ratio": 0.5}
+    form = {"form": "draw", "key": "dev-7-3", "ratio": 0.5}
     key = rng.choice([*form, "x"])
     odd = [*ODD, 1e-300, 0.33, 0.989, 1.0000001, -0.0, "dev-8"]
     if rng.random() < 0.7:

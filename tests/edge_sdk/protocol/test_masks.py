@@ -173,7 +173,7 @@ def test_ratios_from_099_on_count_as_one():
 
 
 def test_v7_wire_size_of_the_cifar10_model():
-    chosen = draw_neurons(CIFAR10, NeuronDraw("job", 1, "device", 0.4))
+    chosen = draw_neurons(CIFAR10, NeuronDraw("device", 0.4))
     counts = [len(chosen.active[group]) for group in CIFAR10.group_sizes]
     assert counts == [2, 6, 48, 33]
     assert trainable_values(CIFAR10, chosen) == 20542
@@ -187,25 +187,25 @@ def test_v7_wire_size_of_the_cifar10_model():
 
 
 @pytest.mark.parametrize(
-    ("round_number", "device", "layer", "size", "ratio", "active"),
+    ("key", "layer", "size", "ratio", "active"),
     [
-        (3, "dev-7", "conv1", 6, 0.4, [3, 4]),
-        (3, "dev-7", "conv2", 16, 0.4, [0, 5, 7, 8, 14, 15]),
-        (4, "dev-7", "conv1", 6, 0.4, [0, 5]),
-        (3, "dev-8", "conv1", 6, 0.4, [2, 4]),
-        (1, "dev-0", "conv1", 20, 0.2, [2, 4, 5, 17]),
-        (1, "dev-0", "conv2", 20, 0.2, [4, 11, 12, 14]),
+        ("dev-7-3", "conv1", 6, 0.4, [0, 1]),
+        ("dev-7-3", "conv2", 16, 0.4, [0, 3, 5, 6, 8, 10]),
+        ("dev-7-4", "conv1", 6, 0.4, [2, 3]),
+        ("dev-8-3", "conv1", 6, 0.4, [2, 4]),
+        ("dev-0-1", "conv1", 20, 0.2, [1, 3, 8, 10]),
+        ("dev-0-1", "conv2", 20, 0.2, [12, 13, 14, 15]),
     ],
 )
-def test_v8_deterministic_draw(round_number, device, layer, size, ratio, active):
-    assert draw_group(NeuronDraw("job-1", round_number, device, ratio), layer, size).tolist() == active
+def test_v8_deterministic_draw(key, layer, size, ratio, active):
+    assert draw_group(NeuronDraw(key, ratio), layer, size).tolist() == active
 
 
 def test_a_draw_rejects_what_would_make_it_ambiguous():
     with pytest.raises(ValueError, match="ratio is 0"):
-        NeuronDraw("job", 1, "device", 0)
+        NeuronDraw("device", 0)
     with pytest.raises(ValueError, match="may not contain"):
-        NeuronDraw("job|1", 1, "device", 0.5)
+        NeuronDraw("a|b", 0.5)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def masks_of(manifest):
     }
     return {
         "all": None,
-        "neurons": draw_neurons(manifest, NeuronDraw("job:0", 1, "pi", 0.4)),
+        "neurons": draw_neurons(manifest, NeuronDraw("pi", 0.4)),
         "all elements": everything(manifest),
         "elements": ElementMask(sparse),
         "elements without whole rows": ElementMask(gone),
