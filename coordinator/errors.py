@@ -1,6 +1,8 @@
 """The errors of the coordinator, by what the caller can do about them.
 
 ``coordinator/api/problems.py`` maps those of requests to HTTP; ``exit_code`` is how a command ends that meets one.
+Only a RequestError is the caller's to mend. Any other error in a call is the coordinator's own, and answered with 500;
+what reads a caller's data says so with ``callers_data``.
 
 CoordinatorError
 ├── RequestError          the answer to a request, whose text is for its caller
@@ -39,9 +41,14 @@ CoordinatorError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from pydantic import ValidationError
 
+from edge_sdk.protocol.errors import ProtocolError
 from sparrow.command_line.exits import Exit, of_status
+from sparrow.export.errors import SkeletonError
 
 
 class CoordinatorError(Exception):
@@ -236,3 +243,14 @@ def explain(error: ValidationError) -> str:
     where = ".".join(map(str, first["loc"])) or "body"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     return f"{where}: {first['msg']}{more}; see docs/settings.md and the OpenAPI page at /docs"
+
+
+@contextmanager
+def callers_data() -> Iterator[None]:
+    """Raise what the data of a caller break within as BadContent; the same error elsewhere is the coordinator's own."""
+    try:
+        yield
+    except ValidationError as error:
+        raise BadContent(explain(error)) from None
+    except (ProtocolError, SkeletonError) as error:
+        raise BadContent(str(error)) from None

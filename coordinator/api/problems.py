@@ -8,14 +8,10 @@ from http import HTTPStatus
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import Problem
 from sparrow.coordinator import errors
-from sparrow.coordinator.errors import explain
-from sparrow.export.errors import SkeletonError
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +43,6 @@ STATUS: dict[type[Exception], int] = {
     errors.TooManyRequests: 429,
     errors.Unavailable: 503,
     errors.DiskFull: 507,
-    ProtocolError: 422,
-    SkeletonError: 422,
 }
 
 
@@ -57,7 +51,6 @@ def install(app: FastAPI) -> None:
     for kind, status in STATUS.items():
         app.add_exception_handler(kind, _domain(status))
     app.add_exception_handler(RequestValidationError, _invalid_request)
-    app.add_exception_handler(ValidationError, _invalid_content)
     app.add_exception_handler(HTTPException, _framework)
     app.add_exception_handler(Exception, _unforeseen)
 
@@ -94,11 +87,6 @@ async def _invalid_request(_: Request, error: Exception) -> JSONResponse:
     return problem(422, "InvalidRequest", f"{where}: {first['msg']}; the OpenAPI page at /docs shows what is expected")
 
 
-async def _invalid_content(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, ValidationError)
-    return problem(422, "BadContent", explain(error))
-
-
 async def _framework(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     title = HTTPStatus(error.status_code).phrase.replace(" ", "")
@@ -111,5 +99,8 @@ async def _framework(request: Request, error: Exception) -> JSONResponse:
 async def _unforeseen(request: Request, error: Exception) -> JSONResponse:
     log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
     return problem(
-        500, "InternalError", "the coordinator failed at this call; try again, and show its operator the log"
+        500,
+        "InternalError",
+        "the coordinator failed at this call; try again, and show its operator the log",
+        {"Retry-After": str(RETRY_SECONDS)},
     )

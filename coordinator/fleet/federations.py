@@ -33,6 +33,7 @@ from sparrow.coordinator.errors import (
     NoGlobalModel,
     NotFound,
     WrongState,
+    callers_data,
     explain,
 )
 from sparrow.coordinator.methods import CoordinatorMethod, Situation, load_method
@@ -43,6 +44,7 @@ from sparrow.coordinator.rounds.assignments import extend_deadlines, forget_adap
 from sparrow.coordinator.rounds.buffered import check_buffer
 from sparrow.coordinator.rounds.candidates import what_is_missing, why_over
 from sparrow.coordinator.rounds.cleanup import clear_deleted
+from sparrow.coordinator.rounds.intake import fault_of_model
 from sparrow.coordinator.rounds.privacy import check_privacy, spent
 from sparrow.coordinator.rounds.robust import check_robust
 from sparrow.coordinator.storage.store import Store
@@ -75,8 +77,9 @@ class Federations:
 
     def publish(self, body: bytes) -> FederationInfo:
         """Create a federation of a user's own model: a checkpoint as ``CreateFederation`` describes it."""
-        request = CreateFederation.model_validate_json(checkpoint.read_note(body))
-        tensors, _ = checkpoint.load(body)
+        with callers_data():
+            request = CreateFederation.model_validate_json(checkpoint.read_note(body))
+            tensors, _ = checkpoint.load(body)
         if request.task is not None:
             raise BadContent("task: leave it out where a manifest is published")
         try:
@@ -84,8 +87,9 @@ class Federations:
             skeleton = tensors.pop("sparrow.skeleton").tobytes()
         except KeyError as missing:
             raise BadContent(f"the checkpoint lacks {missing}; publish with sparrow publish") from None
-        manifest = Manifest.model_validate_json(manifest_json)
-        manifest.check_tensors(tensors, what="the published weights", only_shared=True)
+        with callers_data():
+            manifest = Manifest.model_validate_json(manifest_json)
+            manifest.check_tensors(tensors, what="the published weights", only_shared=True)
         return self._create(request, manifest, skeleton, tensors, len(body))
 
     def _create(
@@ -104,22 +108,29 @@ class Federations:
         published_as = {"settings": settings.model_dump(mode="json"), "model_digest": manifest.model_digest}
         method = _check_model(settings.method, manifest)
         check_robust(method, settings)
-        manifest = method.manifest(manifest, settings)
-        check_privacy(method, manifest, settings)
-        check_buffer(method, settings)
-        if hashlib.sha256(skeleton).hexdigest() != manifest.skeleton_sha256:
-            raise BadContent("skeleton_sha256 of the manifest is not that of the skeleton sent; publish both together")
-        if published is not None:
-            from sparrow.export.skeleton import (
-                check_skeleton,  # onnx: 7 MB, which a coordinator of built-in tasks does without
-            )
+        with callers_data():
+            manifest = method.manifest(manifest, settings)
+            check_privacy(method, manifest, settings)
+            check_buffer(method, settings)
+            if hashlib.sha256(skeleton).hexdigest() != manifest.skeleton_sha256:
+                raise BadContent(
+                    "skeleton_sha256 of the manifest is not that of the skeleton sent; publish both together"
+                )
+            if published is not None:
+                from sparrow.export.skeleton import (
+                    check_skeleton,  # onnx: 7 MB, which a coordinator of built-in tasks does without
+                )
 
-            check_skeleton(skeleton, manifest)
-        situation = Situation(manifest, settings)
-        model = method.start(initial_values(manifest, settings.seed, published or {}), situation)
+                check_skeleton(skeleton, manifest)
+            situation = Situation(manifest, settings)
+            model = method.start(initial_values(manifest, settings.seed, published or {}), situation)
+        fault = fault_of_model(model, settings)
+        if fault is not None:
+            raise BadContent(f"{fault}; publish smaller weights, or another precision")
         warning = method.warning(model, situation)
-        if warning:
-            log.warning("%s: %s", request.name, warning)
+        for text in (warning, _unbounded(settings)):
+            if text:
+                log.warning("%s: %s", request.name, text)
         with self._store.writing() as db:
             if db.scalar(select(Federation).where(Federation.name == request.name)):
                 raise NameTaken(
@@ -276,6 +287,7 @@ class Federations:
             reason=federation.reason,
             waiting_for=what_is_missing(db, federation, self._clock()),
             warning=federation.warning,
+            notice=_unbounded(settings),
             round=federation.round,
             rounds=settings.rounds,
             devices=counts.get("active", 0) + counts.get("stopped", 0),
@@ -361,6 +373,16 @@ def completed(settings: FederationSettings) -> FederationSettings:
         wrong = "; ".join(f"method_settings.{name}: {text}" for name, text in faults(error, settings_type.model_fields))
         raise BadContent(f"{wrong}; {settings.method} takes {known}") from None
     return settings.model_copy(update={"method_settings": own.model_dump(mode="json")})
+
+
+def _unbounded(settings: FederationSettings) -> str | None:
+    """Return a notice where nothing bounds how far one device's update moves the global model; None elsewhere."""
+    if settings.robust or any((settings.update_clip, settings.update_norm_limit, settings.outlier_mads)):
+        return None
+    return (
+        "nothing bounds how far one device can move the global model: where you do not trust every device, set "
+        "update_clip or update_norm_limit, and outlier_mads or robust (docs/security.md)"
+    )
 
 
 def _check_model(name: str, manifest: Manifest) -> CoordinatorMethod:

@@ -60,11 +60,11 @@ from sparrow.coordinator.rounds.assignments import (
     update_folder,
 )
 from sparrow.coordinator.rounds.buffered import arrivals, count_in, working
-from sparrow.coordinator.rounds.candidates import draw, drawable, situation_of, why_over
+from sparrow.coordinator.rounds.candidates import draw, drawable, most_examples, situation_of, why_over
 from sparrow.coordinator.rounds.cleanup import clear
 from sparrow.coordinator.rounds.costs import UploadCosts
 from sparrow.coordinator.rounds.evaluations import ask_for_evaluation
-from sparrow.coordinator.rounds.intake import DecodedUpdates, Folding
+from sparrow.coordinator.rounds.intake import DecodedUpdates, Folding, next_model
 from sparrow.coordinator.rounds.privacy import spent
 from sparrow.coordinator.rounds.rollback import carry_out, newest_version
 from sparrow.coordinator.storage.store import Store
@@ -80,7 +80,7 @@ LOOK_SECONDS = 0.5
 updates keep coming."""
 
 MOST_SAID = 10
-"""Silent devices that a line of the log names."""
+"""Devices that a line of the log names."""
 
 GAP_SECONDS = 10.0
 """The longest gap between two looks; after a longer one silence counts anew, for the process may have stood still."""
@@ -255,8 +255,10 @@ class Rounds:
         now, (asked, free) = self._clock(), self._free(db, federation, current.number, there)
         names = draw(db, federation, list(free.values()), size, current.number) if size > 0 else []
         drop_late_work(db, [free[name].id for name in names])
-        for position, name in enumerate(names, start=asked):
-            assignment = assign(federation, free[name], work.kind, current.number, position, now)
+        drawn = [free[name] for name in names]
+        limits = most_examples(drawn, there, settings_of(federation))
+        for position, (device, most) in enumerate(zip(drawn, limits, strict=True), start=asked):
+            assignment = assign(federation, device, work.kind, current.number, position, now, most_examples=most)
             assignment.plan = dict(work.plan) or None
             db.add(assignment)
         return len(names)
@@ -344,10 +346,10 @@ class Rounds:
         folding = self._fold(federation, current)
         with self._store.reading() as db:
             busy = working(db, federation)  # before the arrivals: where nobody trains, none can come after them
-            room = None if final else max(0, current.target - folding.taken)
+            room = None if final else max(0, current.target - len(folding.taken))
             arrived = arrivals(db, federation, folding.last, room)
         folding.take_arrivals(arrived)
-        if folding.taken < current.target and not late and not stopped:
+        if len(folding.taken) < current.target and not late and not stopped:
             if len(busy) < settings.cohort and self._top_up(federation.id, number):
                 return True
             if busy:
@@ -482,10 +484,14 @@ class Rounds:
         elif folding.intake.moves(folding.position):
             with self._store.reading() as db:
                 situation, newest = self._situation(db, federation, number), newest_version(db, federation)
-            model = method.close(self._models.model(federation, version), sums, situation)
-            notes |= model.notes
-            version = newest + 1
-            warning = method.warning(model, situation)
+            made = next_model(method, self._models.model(federation, version), sums, situation)
+            if isinstance(made, str):
+                warning = f"round {number} made no model, the one before stays: {made}"
+                notes["left_out"] = {**dict.fromkeys(folding.taken, warning), **notes.get("left_out", {})}
+            else:
+                model, version = made, newest + 1
+                notes |= model.notes
+                warning = method.warning(model, situation)
             if warning and warning != federation.warning:
                 log.warning("%s: %s", federation.name, warning)
         now = self._clock()
@@ -509,6 +515,7 @@ class Rounds:
             current.notes = notes if cost is None else {**notes, "privacy": cost.model_dump()}
             current.parts = dict(folding.parts)
             count_in(db, federation, number, folding.last)
+            left_out = self._names(db, notes.get("left_out", {}))
             if method.prepares and version == 0:
                 self._withdraw(db, current)
                 federation.warning = (
@@ -524,10 +531,21 @@ class Rounds:
             *(federation.name, number, 0 if model is None else sums.updates),
             extra={"round": number},
         )
+        if left_out:
+            log.warning("%s: round %s leaves out %s", federation.name, number, left_out, extra={"round": number})
         self._on_closed(federation.name, now - current.opened_at, len(notes.get("left_out", {})))
         # Only now, with the new model in the records, may its updates be removed.
         self._decoded.forget(update_folder(federation.id))
         clear(self._store, self._models, federation.id)
+
+    @staticmethod
+    def _names(db: Session, left_out: Mapping[str, str]) -> str:
+        """Return for the log whose updates were left out, and why the first of them was."""
+        first = list(left_out)[:MOST_SAID]
+        whose = select(Assignment.id, Device.name).join(Device, Device.id == Assignment.device_id)
+        found = {row[0]: row[1] for row in db.execute(whose.where(Assignment.id.in_(first)))}
+        more = f" and {len(left_out) - MOST_SAID} more" if len(left_out) > MOST_SAID else ""
+        return f"{', '.join(found[each] for each in first)}{more}: {left_out[first[0]]}" if first else ""
 
     @staticmethod
     def _withdraw(db: Session, current: Round) -> None:

@@ -207,6 +207,7 @@ class Session:
             change = ChangeDevice(
                 budget=self.budget,
                 limited_by=self._prepared.limited_by,
+                num_examples=count_examples(self.task.train) or None,
                 conditions=Conditions(),
                 holds_model=self.personal is not None,
             )
