@@ -25,7 +25,8 @@ CoordinatorError
 │   ├── WrongRange            ask how much of the update has arrived, and send the rest
 │   ├── LengthRequired, TooLarge, WrongMediaType      the request's envelope is wrong
 │   └── BadContent            the body breaks the contract; the text says where and what to do
-│       └── UnknownMethod     the method is not installed at the coordinator
+│       └── NoSuchMethod      the method of a new federation is not installed at the coordinator
+├── UnknownMethod         the method of a federation is not installed here, or not any more
 └── OperatorError         a command, or the coordinator's start, cannot go on; its text is for the operator
     ├── BadDatabase, BadObjectStore, NetworkFolder    a setting cannot work: correct it
     ├── DataInUse, WrongBlobs                         the data belong to another coordinator
@@ -141,8 +142,12 @@ class BadContent(RequestError):
     """The body breaks the contract."""
 
 
-class UnknownMethod(BadContent):
-    """The method is not installed here."""
+class NoSuchMethod(BadContent):
+    """The method that a new federation asks for is not installed here."""
+
+
+class UnknownMethod(CoordinatorError):
+    """The method is not installed here; no fault of the devices of a federation that was made when it was."""
 
 
 class Unavailable(RequestError):

@@ -39,7 +39,7 @@ STATUS: dict[type[Exception], int] = {
     errors.WrongMediaType: 415,
     errors.WrongRange: 416,
     errors.BadContent: 422,
-    errors.UnknownMethod: 422,
+    errors.NoSuchMethod: 422,
     errors.TooManyRequests: 429,
     errors.Unavailable: 503,
     errors.DiskFull: 507,

@@ -31,7 +31,9 @@ from sparrow.coordinator.errors import (
     DifferentFederation,
     NameTaken,
     NoGlobalModel,
+    NoSuchMethod,
     NotFound,
+    UnknownMethod,
     WrongState,
     callers_data,
     explain,
@@ -365,7 +367,10 @@ def completed(settings: FederationSettings) -> FederationSettings:
 
     Raises BadContent for a method that is not installed, and for settings that are not the method's.
     """
-    settings_type = load_method(settings.method).settings_type
+    try:
+        settings_type = load_method(settings.method).settings_type
+    except UnknownMethod as error:
+        raise NoSuchMethod(str(error)) from None
     try:
         own = settings_type.model_validate(settings.method_settings)
     except ValidationError as error:

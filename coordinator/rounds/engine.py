@@ -117,6 +117,9 @@ class Rounds:
         self._advancing = threading.Lock()
         self._folding: dict[int, Folding] = {}
         self._opened: dict[int, int] = {}  # by federation: the round that this process opened last
+        self._failed_to_prepare: dict[
+            int, set[str]
+        ] = {}  # by federation: devices that did not, since the others were asked
         self._stuck: dict[int, float] = {}
         self._late_seen: dict[int, float] = {}
         self._silent_seen: dict[int, float] = {}
@@ -224,6 +227,11 @@ class Rounds:
             method = load_method(federation.method)
             if method.prepares and federation.model_version == 0:
                 number, size, work = 0, 1, Work(wire.Kind.prepare)
+                failed = self._failed_to_prepare.setdefault(federation_id, set())
+                others = [device for device in there if device.id not in failed]
+                if not others:
+                    failed.clear()
+                there = others or there
             else:
                 work = method.work(self._situation(db, federation, federation.round + 1))
                 number, size = federation.round + work.rounds, len(there) if work.everyone else settings.cohort
@@ -547,10 +555,13 @@ class Rounds:
         more = f" and {len(left_out) - MOST_SAID} more" if len(left_out) > MOST_SAID else ""
         return f"{', '.join(found[each] for each in first)}{more}: {left_out[first[0]]}" if first else ""
 
-    @staticmethod
-    def _withdraw(db: Session, current: Round) -> None:
-        """Take back a preparation that nobody answered: its round is opened anew, with the devices that are present."""
+    def _withdraw(self, db: Session, current: Round) -> None:
+        """Take back a preparation that nobody answered: its round is opened anew, with the devices that are present.
+
+        Those that were not asked yet come first, or one that never answers would be asked for ever."""
         of_round = (Assignment.federation_id == current.federation_id, Assignment.round == current.number)
+        asked = db.scalars(select(Assignment.device_id).where(*of_round)).all()
+        self._failed_to_prepare.setdefault(current.federation_id, set()).update(asked)
         db.execute(delete(Assignment).where(*of_round, Assignment.kind == wire.Kind.prepare.value))
         db.delete(current)
 
