@@ -225,11 +225,11 @@ def test_differences_that_add_up_to_infinity_are_refused_and_end_nobody_else(coo
     coordinator.rounds.advance()
     assert np.isfinite(packed(coordinator)).all()
     assert coordinator.info().model_version == 1
-    liar, *honest = devices
-    wrong = liar.ask()
+    hostile, *honest = devices
+    wrong = hostile.ask()
     with pytest.raises(BadContent, match="with this difference a value is not finite; hand the assignment back"):
-        answer(liar, wrong, moved=HUGE)
-    liar.hand_back(wrong, "refused")
+        answer(hostile, wrong, moved=HUGE)
+    hostile.hand_back(wrong, "refused")
     for device in honest:
         assignment = device.ask()
         assert device.payload(assignment)

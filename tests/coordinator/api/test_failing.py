@@ -16,7 +16,7 @@ import uvicorn
 
 from edge_sdk.device.transport import Transport
 from edge_sdk.protocol import bundle
-from edge_sdk.protocol.errors import BundleError, ManifestError
+from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator.api.headers import TimedHeaders
 from sparrow.coordinator.errors import UnknownMethod
@@ -67,7 +67,6 @@ def unreadable_settings(*_, **__):
     ("place", "fault"),
     [
         ("edge_sdk.protocol.bundle.encode", BundleError("a value is not finite: training diverged")),
-        ("sparrow.coordinator.models.global_models.draw_neurons", ManifestError("no such group")),
         ("sparrow.coordinator.rounds.dispatch.settings_of", unreadable_settings),
         ("sparrow.coordinator.models.global_models.load_method", UnknownMethod("fedspu is not installed")),
     ],
@@ -79,14 +78,14 @@ def test_a_fault_of_the_coordinator_never_ends_a_device(open_app, monkeypatch, t
     waits = []
     with monkeypatch.context() as broken:
         broken.setattr(place, fault if callable(fault) else Mock(side_effect=fault))
-        answer = client.get("/v1/federations/default/assignment", headers=first)
+        # A client for each: the server closes the connection after such an answer.
+        answer = httpx.get(f"{client.base_url}/v1/federations/default/assignment", headers=first)
         assert_problem(answer, 500, "the coordinator failed at this call; try again")
         assert answer.headers["retry-after"] == "5"
-        with httpx.Client(base_url=client.base_url) as device:  # the server has closed the connection of the other
+        with httpx.Client(base_url=client.base_url) as device:
             transport = Transport(device, sleep=lambda seconds: (waits.append(seconds), broken.undo()))
             transport.token = first["Authorization"].removeprefix("Bearer ")
             assert transport.assignment("default", 0.0, None)[0].round == 1, "it asks again, and goes on"
-    assert len(waits) == 1
     assert waits[0] >= 5
     finish_round(client, [(headers, ask(client, headers)) for headers in (first, second)], train)
 
