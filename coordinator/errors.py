@@ -1,6 +1,8 @@
 """The errors of the coordinator, by what the caller can do about them.
 
 ``coordinator/api/problems.py`` maps those of requests to HTTP; ``exit_code`` is how a command ends that meets one.
+Only a RequestError is the caller's to mend. Any other error in a call is the coordinator's own, and answered with 500;
+what reads a caller's data says so with ``callers_data``.
 
 CoordinatorError
 ├── RequestError          the answer to a request, whose text is for its caller
@@ -24,7 +26,8 @@ CoordinatorError
 │   ├── WrongRange            ask how much of the update has arrived, and send the rest
 │   ├── LengthRequired, TooLarge, WrongMediaType      the request's envelope is wrong
 │   └── BadContent            the body breaks the contract; the text says where and what to do
-│       └── UnknownMethod     the method is not installed at the coordinator
+│       └── NoSuchMethod      the method of a new federation is not installed at the coordinator
+├── UnknownMethod         the method of a federation is not installed here, or not any more
 └── OperatorError         a command, or the coordinator's start, cannot go on; its text is for the operator
     ├── BadDatabase, BadObjectStore, NetworkFolder    a setting cannot work: correct it
     ├── DataInUse, WrongBlobs                         the data belong to another coordinator
@@ -40,11 +43,15 @@ CoordinatorError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from edge_sdk.protocol.errors import ProtocolError
 from sparrow.command_line.exits import Exit, of_status
+from sparrow.export.errors import SkeletonError
 
 
 class CoordinatorError(Exception):
@@ -137,8 +144,12 @@ class BadContent(RequestError):
     """The body breaks the contract."""
 
 
-class UnknownMethod(BadContent):
-    """The method is not installed here."""
+class NoSuchMethod(BadContent):
+    """The method that a new federation asks for is not installed here."""
+
+
+class UnknownMethod(CoordinatorError):
+    """The method is not installed here; no fault of the devices of a federation that was made when it was."""
 
 
 class Unavailable(RequestError):
@@ -240,14 +251,6 @@ class EvaluationRefused(EvaluationFailed):
 Message = TypeVar("Message", bound=BaseModel)
 
 
-def parsed(kind: type[Message], text: str | bytes) -> Message:
-    """Return the message that a caller sent as JSON. Raises BadContent."""
-    try:
-        return kind.model_validate_json(text)
-    except ValidationError as error:
-        raise BadContent(explain(error)) from None
-
-
 def read_stored(kind: type[Message], value: object) -> Message | None:
     """Return what the records hold; None where it cannot be read: it is damaged, or from a version that allows more."""
     try:
@@ -262,3 +265,14 @@ def explain(error: ValidationError) -> str:
     where = ".".join(map(str, first["loc"])) or "body"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     return f"{where}: {first['msg']}{more}; see docs/settings.md and the OpenAPI page at /docs"
+
+
+@contextmanager
+def callers_data() -> Iterator[None]:
+    """Raise what the data of a caller break within as BadContent; the same error elsewhere is the coordinator's own."""
+    try:
+        yield
+    except ValidationError as error:
+        raise BadContent(explain(error)) from None
+    except (ProtocolError, SkeletonError) as error:
+        raise BadContent(str(error)) from None

@@ -41,6 +41,7 @@ SdkError
 │   ├── UnknownWork              the method has no work of this kind (``methods``)
 │   └── BudgetTooSmall           the budget is smaller than the model's smallest part (``methods``)
 ├── TrainingDiverged             a loss or weight is not finite (``training.local``): the round is handed back
+│   └── UnsoundModel             the model received gives no finite loss, before any training (``training.local``)
 ├── NothingTrained               a device comes to its end without a model of its own; its text says why
 ├── OutOfMemory                  training needs more memory than the device has: give a smaller budget
 ├── Damaged                      a download does not match its announced digest, repeatedly

@@ -225,6 +225,8 @@ def _run(options: argparse.Namespace) -> None:
         patience_seconds=options.wait,
         **settings,
     )
+    if info.notice:
+        print(f"warning: {info.notice}", file=sys.stderr)
     print(
         info.model_dump_json()
         if options.json

@@ -27,7 +27,7 @@ import pytest
 
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.manifest import Constant, Layer, Manifest, NeuronGroup, Segment, TensorSpec, Uniform
-from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons
+from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, unpack
 from edge_sdk.protocol.messages import Assignment, Telemetry, UpdateReport
 
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
@@ -176,6 +176,9 @@ def _train(
     mask = draw_neurons(manifest, draw)
     key = hashlib.sha256(f"{work.key}|{salt}".encode()).digest()
     values = np.random.default_rng(list(key)).normal(size=count_values(manifest, mask)).astype(np.float32)
+    for spec, _, part in unpack(manifest, values, mask):
+        if spec.name.endswith("running_var"):
+            np.abs(part, out=part)
     report = UpdateReport(
         num_examples=examples, status=status, steps=3, train_loss=0.5, telemetry=telemetry or Telemetry()
     )

@@ -39,7 +39,7 @@ from sparrow.coordinator.api.access import (
 from sparrow.coordinator.api.bodies import LARGEST_REQUEST, ranged, read_body
 from sparrow.coordinator.api.live import follow, seen_by
 from sparrow.coordinator.api.middleware.authentication import Identity, identify, secret_of
-from sparrow.coordinator.errors import WrongMediaType, parsed
+from sparrow.coordinator.errors import WrongMediaType, callers_data
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
 
@@ -63,7 +63,9 @@ async def create_federation(request: Request, coordinator: TheCoordinator) -> Fe
     match request.headers.get("content-type", "").split(";")[0].strip():
         case "application/json":
             body = await read_body(request, LARGEST_REQUEST)
-            return await run_in_threadpool(coordinator.federations.create, parsed(CreateFederation, body))
+            with callers_data():
+                wanted = CreateFederation.model_validate_json(body)
+            return await run_in_threadpool(coordinator.federations.create, wanted)
         case checkpoint.MEDIA_TYPE:
             body = await read_body(request, coordinator.settings.max_model_bytes)
             return await run_in_threadpool(coordinator.federations.publish, body, coordinator.settings.max_model_bytes)

@@ -10,10 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.messages import Problem
 from sparrow.coordinator import errors
-from sparrow.export.errors import SkeletonError
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +40,11 @@ STATUS: dict[type[Exception], int] = {
     errors.WrongMediaType: 415,
     errors.WrongRange: 416,
     errors.BadContent: 422,
-    errors.UnknownMethod: 422,
+    errors.NoSuchMethod: 422,
     errors.TooManyRequests: 429,
     errors.Unavailable: 503,
     errors.DiskFull: 507,
     errors.Unreadable: 503,
-    ProtocolError: 422,
-    SkeletonError: 422,
 }
 
 
@@ -109,5 +105,8 @@ async def _framework(request: Request, error: Exception) -> JSONResponse:
 async def _unforeseen(request: Request, error: Exception) -> JSONResponse:
     log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
     return problem(
-        500, "InternalError", "the coordinator failed at this call; try again, and show its operator the log"
+        500,
+        "InternalError",
+        "the coordinator failed at this call; try again, and show its operator the log",
+        {"Retry-After": str(RETRY_SECONDS)},
     )

@@ -116,7 +116,7 @@ class Devices:
                 token = secret_after("device", device.token_sha256, request.enrolment_key)
                 device.next_token_sha256 = digest_of(token)
             device.profile = request.profile.model_dump(mode="json")
-            device.budget, device.num_examples = request.budget, request.num_examples
+            device.budget, device.num_examples = request.budget, request.num_examples or device.num_examples
             device.limited_by = request.limited_by.value if request.limited_by else None
             device.hosted = request.hosted
             device.seen_at = now
@@ -211,6 +211,8 @@ class Devices:
             if request.budget is not None:
                 device.budget = request.budget
                 device.limited_by = request.limited_by.value if request.limited_by else None
+            if request.num_examples is not None:
+                device.num_examples = request.num_examples
             if request.holds_model is not None:
                 federation = db.get_one(Federation, device.federation_id)
                 # Where devices keep no personal models, only an adapted one counts, and of that the records know.

@@ -32,12 +32,14 @@ from sparrow.coordinator.errors import (
     DifferentFederation,
     NameTaken,
     NoGlobalModel,
+    NoSuchMethod,
     NotFound,
     TooLarge,
+    UnknownMethod,
     Unreadable,
     WrongState,
+    callers_data,
     explain,
-    parsed,
 )
 from sparrow.coordinator.methods import CoordinatorMethod, Situation, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
@@ -48,6 +50,7 @@ from sparrow.coordinator.rounds.buffered import check_buffer
 from sparrow.coordinator.rounds.candidates import what_is_missing, why_over
 from sparrow.coordinator.rounds.cleanup import clear_deleted
 from sparrow.coordinator.rounds.draws import new_secret, why_predictable
+from sparrow.coordinator.rounds.intake import fault_of_model
 from sparrow.coordinator.rounds.privacy import check_privacy, spent
 from sparrow.coordinator.rounds.robust import check_robust
 from sparrow.coordinator.storage.store import Store
@@ -87,11 +90,12 @@ class Federations:
         largest: of the model, in bytes: a manifest of a few lines may describe values without end. Raises BadContent,
         NameTaken, TooLarge.
         """
-        note = checkpoint.read_note(body)
-        if len(note) > LARGEST_NOTE:
-            raise TooLarge(f"the note has {len(note)} characters, nothing valid is longer than {LARGEST_NOTE}")
-        request = parsed(CreateFederation, note)
-        tensors, _ = checkpoint.load(body)
+        with callers_data():
+            note = checkpoint.read_note(body)
+            if len(note) > LARGEST_NOTE:
+                raise TooLarge(f"the note has {len(note)} characters, nothing valid is longer than {LARGEST_NOTE}")
+            request = CreateFederation.model_validate_json(note)
+            tensors, _ = checkpoint.load(body)
         if request.task is not None:
             raise BadContent("task: leave it out where a manifest is published")
         try:
@@ -101,10 +105,13 @@ class Federations:
             raise BadContent(f"the checkpoint lacks {missing}; publish with sparrow publish") from None
         if len(manifest_json) > LARGEST_MANIFEST:
             raise TooLarge(f"the manifest has {len(manifest_json)} bytes, at most {LARGEST_MANIFEST} are accepted")
-        manifest = parsed(Manifest, manifest_json)
-        if 4 * manifest.shared_values > largest:
-            raise TooLarge(f"the model has {4 * manifest.shared_values} bytes, this coordinator takes up to {largest}")
-        manifest.check_tensors(tensors, what="the published weights", only_shared=True)
+        with callers_data():
+            manifest = Manifest.model_validate_json(manifest_json)
+            if 4 * manifest.shared_values > largest:
+                raise TooLarge(
+                    f"the model has {4 * manifest.shared_values} bytes, this coordinator takes up to {largest}"
+                )
+            manifest.check_tensors(tensors, what="the published weights", only_shared=True)
         return self._create(request, manifest, skeleton, tensors, len(body))
 
     def _create(
@@ -122,21 +129,28 @@ class Federations:
         settings = completed(request.settings)
         published_as = {"settings": settings.model_dump(mode="json"), "model_digest": manifest.model_digest}
         method = _check_model(settings.method, manifest)
-        manifest = method.manifest(manifest, settings)
-        check_settings(method, manifest, settings)
-        if hashlib.sha256(skeleton).hexdigest() != manifest.skeleton_sha256:
-            raise BadContent("skeleton_sha256 of the manifest is not that of the skeleton sent; publish both together")
-        if published is not None:
-            from sparrow.export.skeleton import (
-                check_skeleton,  # onnx: 7 MB, which a coordinator of built-in tasks does without
-            )
+        with callers_data():
+            manifest = method.manifest(manifest, settings)
+            check_settings(method, manifest, settings)
+            if hashlib.sha256(skeleton).hexdigest() != manifest.skeleton_sha256:
+                raise BadContent(
+                    "skeleton_sha256 of the manifest is not that of the skeleton sent; publish both together"
+                )
+            if published is not None:
+                from sparrow.export.skeleton import (
+                    check_skeleton,  # onnx: 7 MB, which a coordinator of built-in tasks does without
+                )
 
-            check_skeleton(skeleton, manifest)
-        situation = Situation(manifest, settings)
-        model = method.start(initial_values(manifest, settings.seed, published or {}), situation)
+                check_skeleton(skeleton, manifest)
+            situation = Situation(manifest, settings)
+            model = method.start(initial_values(manifest, settings.seed, published or {}), situation)
+        fault = fault_of_model(model, settings)
+        if fault is not None:
+            raise BadContent(f"{fault}; publish smaller weights, or another precision")
         warning = method.warning(model, situation) or why_predictable(settings)
-        if warning:
-            log.warning("%s: %s", request.name, warning)
+        for text in (warning, _unbounded(settings)):
+            if text:
+                log.warning("%s: %s", request.name, text)
         with self._store.writing() as db:
             if db.scalar(select(Federation).where(Federation.name == request.name)):
                 raise NameTaken(
@@ -304,6 +318,7 @@ class Federations:
             reason=federation.reason,
             waiting_for=what_is_missing(db, federation, self._clock()),
             warning=federation.warning,
+            notice=_unbounded(settings),
             round=federation.round,
             rounds=settings.rounds,
             devices=counts.get("active", 0) + counts.get("stopped", 0),
@@ -378,7 +393,10 @@ def completed(settings: FederationSettings) -> FederationSettings:
 
     Raises BadContent for a method that is not installed, and for settings that are not the method's.
     """
-    settings_type = load_method(settings.method).settings_type
+    try:
+        settings_type = load_method(settings.method).settings_type
+    except UnknownMethod as error:
+        raise NoSuchMethod(str(error)) from None
     try:
         own = settings_type.model_validate(settings.method_settings)
     except ValidationError as error:
@@ -393,6 +411,16 @@ def check_settings(method: CoordinatorMethod, manifest: Manifest, settings: Fede
     check_robust(method, settings)
     check_privacy(method, manifest, settings)
     check_buffer(method, settings)
+
+
+def _unbounded(settings: FederationSettings) -> str | None:
+    """Return a notice where nothing bounds how far one device's update moves the global model; None elsewhere."""
+    if settings.robust or any((settings.update_clip, settings.update_norm_limit, settings.outlier_mads)):
+        return None
+    return (
+        "nothing bounds how far one device can move the global model: where you do not trust every device, set "
+        "update_clip or update_norm_limit, and outlier_mads or robust (docs/security.md)"
+    )
 
 
 def _check_model(name: str, manifest: Manifest) -> CoordinatorMethod:

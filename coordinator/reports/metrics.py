@@ -52,7 +52,7 @@ class Metrics:
         )
         self.left_out = Counter(
             "sparrow_updates_left_out",
-            "Updates acknowledged, but left out of the model as outliers",
+            "Updates acknowledged, but left out of the model",
             ["federation"],
             registry=self.registry,
         )

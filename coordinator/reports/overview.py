@@ -100,7 +100,7 @@ class Overviews:
         for reason, count in _counted(self._metrics.refused, info.name):
             yield Notice(kind="refused", text=f"Updates refused since this process began: {count} ({reason})")
         for _, count in _counted(self._metrics.left_out, info.name):
-            text = f"Updates left out of the model as outliers since this process began: {count}"
+            text = f"Updates left out of the model since this process began: {count}"
             yield Notice(kind="left_out", text=text)
         if doing.get(Doing.away):
             text = f"Devices that missed a deadline, fell silent or left, and are not back: {doing[Doing.away]}"

@@ -33,7 +33,7 @@ from sparrow.coordinator.errors import NotFound, read_stored
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.fleet.last_seen import LastSeen
 from sparrow.coordinator.methods import load_method
-from sparrow.coordinator.rounds.assignments import COHORT_KINDS, UNCOUNTED
+from sparrow.coordinator.rounds.assignments import COHORT_KINDS, UNCOUNTED, weight_of
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Round
 
@@ -199,7 +199,8 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
     receipts = [receipt for _, _, receipt in judged if receipt]
     personal = [receipt.personal for receipt in receipts if receipt.personal]
     shared = [receipt.global_model for receipt in receipts if receipt.global_model]
-    examples = sum(report.num_examples for report in reports)
+    weights = [weight_of(each.num_examples, of.most_examples) for each, (of, _) in zip(reports, done, strict=True)]
+    examples = sum(weights)
     notes = dict(item.notes or {})
     left_out, privacy = notes.pop("left_out", {}), notes.pop("privacy", None)
     evaluation_phases = [
@@ -216,7 +217,7 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         expired=sum(assignment.status == "expired" for assignment, _ in training),
         num_examples=examples,
         training_flops=sum(report.training_flops for report in reports),
-        train_loss=sum(report.train_loss * report.num_examples for report in reports) / examples if examples else None,
+        train_loss=_weighted_mean([report.train_loss for report in reports], weights),
         accuracy_personal=_mean(each.accuracy for each in personal),
         accuracy_personal_decile=bottom_decile([each.accuracy for each in personal]),
         accuracy_global=_mean(each.accuracy for each in shared),
@@ -232,6 +233,11 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         unreadable=tuple(name for _, name, report in (*trained, *judged) if report is None),
         privacy=read_stored(PrivacySpent, privacy) if privacy else None,
         left_out={name: left_out[assignment.id] for assignment, name in done if assignment.id in left_out},
+        capped={
+            name: weight
+            for (_, name), report, weight in zip(done, reports, weights, strict=True)
+            if weight < report.num_examples
+        },
         evaluation_bytes_down=sum(phase.bytes_down for phase in evaluation_phases),
         evaluation_bytes_up=sum(upload.bytes_up for upload in evaluation_uploads),
         download=_add(report.telemetry.download for report in reports),
@@ -300,6 +306,11 @@ def _whole_numbers(stored: Mapping[str, object] | None) -> dict[str, int]:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float | None:
+    total = sum(weights)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else None
 
 
 def bottom_decile(values: Iterable[float | None]) -> float | None:

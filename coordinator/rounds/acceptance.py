@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from pydantic import ValidationError
 from sqlalchemy import Table, bindparam, func, select, update
 from sqlalchemy.orm import Session
 
@@ -27,14 +26,21 @@ from sparrow.coordinator.errors import (
     RoundClosed,
     TooLarge,
     WrongMediaType,
-    explain,
+    callers_data,
 )
 from sparrow.coordinator.methods import Situation, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
-from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, COHORT_KINDS, owned, touch, update_key
+from sparrow.coordinator.rounds.assignments import (
+    BUNDLE_KINDS,
+    COHORT_KINDS,
+    owned,
+    touch,
+    update_key,
+    weight_of,
+)
 from sparrow.coordinator.rounds.buffered import number_arrival
 from sparrow.coordinator.rounds.cleanup import drop_unneeded
-from sparrow.coordinator.rounds.intake import DecodedUpdates
+from sparrow.coordinator.rounds.intake import DecodedUpdates, fault_of_update
 from sparrow.coordinator.rounds.sums import difference
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
@@ -143,8 +149,8 @@ class Acceptance:
             changed["holds_model"] = True
         if isinstance(report, wire.UpdateReport) and report.status == "stopped":
             changed |= {"status": "stopped", "stopped_round": assignment.round}
-        if isinstance(report, wire.UpdateReport) and report.num_examples != device.num_examples:
-            changed["num_examples"] = report.num_examples
+        if isinstance(report, wire.UpdateReport) and device.num_examples is None:
+            changed["num_examples"] = weight_of(report.num_examples, assignment.most_examples)
 
         def write_down(db: Session) -> bool:
             # Only while it is still open: the round may have closed since, or the same update have come twice.
@@ -217,28 +223,27 @@ class Acceptance:
     ) -> tuple[wire.UpdateReport | wire.Receipt, bundle.Bundle | None, NeuronMask | None]:
         """Return the report, the decoded bundle if it is one, and the neurons that the device has chosen, if it does.
 
-        mask: the assignment's. Raises BadContent, BundleError.
+        mask: the assignment's. Raises BadContent.
         """
-        try:
-            if assignment.kind == wire.Kind.personalise:
-                return wire.UpdateReport.model_validate_json(bytes(body)), None, None
-            if assignment.kind not in BUNDLE_KINDS:
-                return wire.Receipt.model_validate_json(bytes(body)), None, None
-            model = self._models.model(federation, assignment.model_version)
-            decoded = bundle.decode(body, self._models.manifest(federation), model.mask)
+        if assignment.kind not in BUNDLE_KINDS:
+            kind = wire.UpdateReport if assignment.kind == wire.Kind.personalise else wire.Receipt
+            with callers_data():
+                return kind.model_validate_json(bytes(body)), None, None
+        manifest = self._models.manifest(federation)
+        model = self._models.model(federation, assignment.model_version)
+        with callers_data():
+            decoded = bundle.decode(body, manifest, model.mask)
             report = wire.UpdateReport.model_validate_json(decoded.report)
-        except ValidationError as error:
-            raise BadContent(explain(error)) from None
         settings = settings_of(federation)
         precision = settings.precision_of("up", wire.Kind(assignment.kind))
         if decoded.precision != precision:
             raise BadContent(f"values: sent as {decoded.precision}, the federation's precision is {precision}")
         method, plan = load_method(federation.method), assignment.plan or {}
-        situation = Situation(self._models.manifest(federation), settings, assignment.round, plan)
+        situation = Situation(manifest, settings, assignment.round, plan)
         if assignment.kind == wire.Kind.prepare and decoded.mask is None:
             raise BadContent("mask: an update that prepares the model says what exists of it; send it with its mask")
         if method.devices_choose and mask is None and assignment.ratio is not None:
-            if not fits_ratio(situation.manifest, decoded.mask, assignment.ratio):
+            if not fits_ratio(manifest, decoded.mask, assignment.ratio):
                 raise BadContent(
                     f"mask: of the n neurons of each group a device chooses max(1, floor(p n)) at a budget of "
                     f"p = {assignment.ratio:g}, and these are not so many; fetch the assignment again"
@@ -253,12 +258,15 @@ class Acceptance:
         if (decoded.gradients is not None) != method.wants_gradients(plan) or decoded.signs is not None:
             wanted = "with" if method.wants_gradients(plan) else "without"
             raise BadContent(f"an update of this round is sent {wanted} gradients, and without signs; update this SDK")
+        fault = fault_of_update(manifest, decoded, model.tensors)
+        if fault is not None:
+            raise BadContent(f"{fault}; hand the assignment back, or train with a lower learning rate or a clip")
         limit = settings.update_norm_limit
         if limit is not None:
             if decoded.precision == "int8":
                 change = decoded.values.astype(np.float64)  # a difference already
             else:
-                change = difference(situation.manifest, model.tensors, decoded.values, decoded.mask)
+                change = difference(manifest, model.tensors, decoded.values, decoded.mask)
             norm = float(np.linalg.norm(change))
             if norm > limit:
                 raise BadContent(

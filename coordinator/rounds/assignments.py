@@ -44,7 +44,10 @@ _OLDEST_OPEN = (
 )
 _OPEN_ROUND = select(Round).where(Round.federation_id == bindparam("federation_id"), Round.status == "open")
 _COHORT = (
-    select(Assignment.id, Assignment.device_id, Assignment.kind, Assignment.status, Assignment.update_sha256)
+    select(
+        *(Assignment.id, Assignment.device_id, Assignment.kind, Assignment.status, Assignment.update_sha256),
+        Assignment.most_examples,
+    )
     .where(
         Assignment.federation_id == bindparam("federation_id"),
         Assignment.round == bindparam("number"),
@@ -88,6 +91,7 @@ class Drawable(NamedTuple):
     name: str
     budget: float
     holds_model: bool
+    num_examples: int | None
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,12 @@ class Member:
     kind: str
     status: str
     update_sha256: str | None
+    most_examples: int | None
+
+
+def weight_of(num_examples: int, most: int | None) -> int:
+    """Return the weight of an update whose device reports so many samples. most: its assignment's ``most_examples``."""
+    return num_examples if most is None else min(num_examples, most)
 
 
 def cohort_of(db: Session, federation: Federation, number: int) -> list[Member]:
@@ -116,11 +126,12 @@ def assign(
     now: float,
     *,
     whole: bool | None = None,
+    most_examples: int | None = None,
 ) -> Assignment:
     """Return a new assignment, not yet in the records; its deadline begins now.
 
     whole: whether the payload is the whole global model, and for an evaluation whether there is one; None: as the
-    device needs it to train.
+    device needs it to train. most_examples: the largest weight of its update; None for any.
     """
     method = load_method(federation.method)
     return Assignment(
@@ -134,6 +145,7 @@ def assign(
         model_version=federation.model_version,
         full=(kind not in COHORT_KINDS or not (device.holds_model or method.narrow)) if whole is None else whole,
         ratio=None if kind == Kind.evaluate else method.ratio_at(device.budget),
+        most_examples=most_examples,
         created_at=now,
         deadline_at=now + settings_of(federation).deadline_seconds,
     )

@@ -35,18 +35,25 @@ from sparrow.coordinator.storage.tables import Assignment, Federation
 
 @dataclass(frozen=True)
 class Arrival:
-    """An update that was acknowledged and counts in no round yet. model_version: the model that it was trained on."""
+    """An update that was acknowledged and counts in no round yet.
+
+    model_version: the model that it was trained on. most_examples: the largest weight that it may have; None for any.
+    """
 
     number: int
     assignment_id: str
     update_sha256: str
     model_version: int
+    most_examples: int | None
 
 
 _OF_FEDERATION = Assignment.federation_id == bindparam("federation_id")
 _NOT_COUNTED = (_OF_FEDERATION, UNCOUNTED)
 _ARRIVALS = (
-    select(Assignment.arrival, Assignment.id, Assignment.update_sha256, Assignment.model_version)
+    select(
+        *(Assignment.arrival, Assignment.id, Assignment.update_sha256, Assignment.model_version),
+        Assignment.most_examples,
+    )
     .where(*_NOT_COUNTED, Assignment.arrival > bindparam("after"))
     .order_by(Assignment.arrival)
 )
@@ -65,7 +72,7 @@ def arrivals(db: Session, federation: Federation, after: int = 0, most: int | No
     """Return the next updates that count in no round yet, behind number ``after``, in their order."""
     statement = _ARRIVALS if most is None else _ARRIVALS.limit(most)
     rows = db.execute(statement, {"federation_id": federation.id, "after": after})
-    return [Arrival(row[0] or 0, row[1], row[2] or "", row[3]) for row in rows]
+    return [Arrival(row[0] or 0, row[1], row[2] or "", row[3], row[4]) for row in rows]
 
 
 def count_in(db: Session, federation: Federation, number: int, last: int) -> None:
@@ -96,7 +103,8 @@ def bring_forward(
 
     Its difference from ``began``, times ``weight``, is added to today's values."""
     moved = difference(manifest, began, values, mask)
-    return (pack(manifest, now, mask) + weight * moved).astype(np.float32)
+    with np.errstate(over="ignore"):  # what does not fit float32 becomes infinite, and is left out
+        return (pack(manifest, now, mask) + weight * moved).astype(np.float32)
 
 
 def check_buffer(method: CoordinatorMethod, settings: FederationSettings) -> None:

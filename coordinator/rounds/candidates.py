@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from statistics import median_low
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator.methods import Situation, load_method
 from sparrow.coordinator.models.global_models import settings_of
 from sparrow.coordinator.rounds.assignments import COHORT_KINDS, Drawable, open_round
@@ -17,6 +19,13 @@ from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 
 SLACK = 1e-9
 """The error of binary floats that a budget may have: 1 - 0.7 exceeds 0.3."""
+
+
+MOST_MEDIANS = 10
+"""Times the median of its cohort's samples that one update counts with, at most."""
+
+FEWEST_COUNTS = 3
+"""Devices of a cohort that say how many samples they have, below which the median is that of all that are there."""
 
 
 def devices_of(db: Session, federation: Federation, statuses: Sequence[str]) -> list[Device]:
@@ -31,16 +40,17 @@ def situation_of(db: Session, manifest: Manifest, federation: Federation, number
         for device in devices_of(db, federation, ("active", "stopped"))
         if device.status == "active" or device.stopped_round == number  # with this round's update, which counts
     ]
+    settings = settings_of(federation)
     asked = select(Assignment.plan).where(
         Assignment.federation_id == federation.id, Assignment.round == number, Assignment.kind.in_(COHORT_KINDS)
     )
     return Situation(
         manifest,
-        settings_of(federation),
+        settings,
         number,
         db.scalars(asked.limit(1)).first() or {},
         devices=len(enrolled),
-        num_examples=sum(device.num_examples or 0 for device in enrolled),
+        num_examples=sum(capped([device.num_examples for device in enrolled], settings)),
     )
 
 
@@ -53,7 +63,7 @@ def drawable(db: Session, federation: Federation, now: float) -> list[Drawable]:
 def able(db: Session, federation: Federation, now: float) -> list[Drawable]:
     """Return the devices that could train now, whatever their budget."""
     rows = db.execute(
-        select(Device.id, Device.name, Device.budget, Device.holds_model).where(
+        select(Device.id, Device.name, Device.budget, Device.holds_model, Device.num_examples).where(
             Device.federation_id == federation.id, Device.status == "active", Device.present, Device.rest_until <= now
         )
     )
@@ -68,6 +78,38 @@ def smallest_budget(federation: Federation) -> float:
 def reaches(budget: float, smallest: float) -> bool:
     """Return whether a device of this budget is drawn."""
     return budget >= smallest - SLACK
+
+
+def most_examples(
+    drawn: Sequence[Device | Drawable], there: Sequence[Drawable], settings: FederationSettings
+) -> list[int | None]:
+    """Return the largest weight of each drawn device's update, whatever it will report; None for any.
+
+    It is the least of the samples that the device told before the round, of ``MOST_MEDIANS`` times the cohort's median,
+    and of ``max_examples``. there: all devices that could have been drawn, whose median counts for a small cohort.
+    """
+    counts = [device.num_examples for device in drawn]
+    told = [count for count in counts if count is not None]
+    if len(told) < FEWEST_COUNTS:
+        told = [device.num_examples for device in there if device.num_examples is not None]
+    limit = _limit(told, settings)
+    return [_least(count, limit) for count in counts]
+
+
+def capped(counts: Iterable[int | None], settings: FederationSettings) -> list[int]:
+    """Return the samples of the devices that told, each as it would count beside the others."""
+    told = [count for count in counts if count is not None]
+    limit = _limit(told, settings)
+    return told if limit is None else [min(count, limit) for count in told]
+
+
+def _limit(told: Sequence[int], settings: FederationSettings) -> int | None:
+    # Of an even number the lower middle one: of two devices the larger must not be its own measure.
+    return _least(MOST_MEDIANS * median_low(told) if told else None, settings.max_examples)
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def draw(db: Session, federation: Federation, active: Sequence[Drawable], size: int, number: int) -> list[str]:

@@ -14,7 +14,7 @@ from sparrow.coordinator.methods import Situation, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.models.payloads import Packed
 from sparrow.coordinator.rounds.assignments import assign, missed_work, oldest_open, owned, touch
-from sparrow.coordinator.rounds.candidates import reaches, situation_of, smallest_budget
+from sparrow.coordinator.rounds.candidates import able, most_examples, reaches, situation_of, smallest_budget
 from sparrow.coordinator.rounds.draws import neuron_key
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
@@ -136,7 +136,8 @@ class Dispatch:
                 return None
             found = missed[0]
             if found is None:
-                found = assign(federation, device, wire.Kind.personalise, number, 0, self._clock())
+                (most,) = most_examples([device], able(db, federation, self._clock()), settings_of(federation))
+                found = assign(federation, device, wire.Kind.personalise, number, 0, self._clock(), most_examples=most)
                 situation = situation_of(db, self._models.manifest(federation), federation, number)
                 found.plan = dict(method.work(situation).plan) or None
                 db.add(found)

@@ -60,11 +60,11 @@ from sparrow.coordinator.rounds.assignments import (
     update_folder,
 )
 from sparrow.coordinator.rounds.buffered import arrivals, count_in, working
-from sparrow.coordinator.rounds.candidates import draw, drawable, situation_of, why_over
+from sparrow.coordinator.rounds.candidates import draw, drawable, most_examples, situation_of, why_over
 from sparrow.coordinator.rounds.cleanup import clear
 from sparrow.coordinator.rounds.costs import UploadCosts
 from sparrow.coordinator.rounds.evaluations import ask_for_evaluation
-from sparrow.coordinator.rounds.intake import DecodedUpdates, Folding
+from sparrow.coordinator.rounds.intake import DecodedUpdates, Folding, next_model
 from sparrow.coordinator.rounds.privacy import spent
 from sparrow.coordinator.rounds.rollback import carry_out, newest_version
 from sparrow.coordinator.storage.store import Store
@@ -80,7 +80,7 @@ LOOK_SECONDS = 0.5
 updates keep coming."""
 
 MOST_SAID = 10
-"""Silent devices that a line of the log names."""
+"""Devices that a line of the log names."""
 
 GAP_SECONDS = 10.0
 """The longest gap between two looks; after a longer one silence counts anew, for the process may have stood still."""
@@ -117,6 +117,9 @@ class Rounds:
         self._advancing = threading.Lock()
         self._folding: dict[int, Folding] = {}
         self._opened: dict[int, int] = {}  # by federation: the round that this process opened last
+        self._failed_to_prepare: dict[
+            int, set[str]
+        ] = {}  # by federation: devices that did not, since the others were asked
         self._stuck: dict[int, float] = {}
         self._late_seen: dict[int, float] = {}
         self._silent_seen: dict[int, float] = {}
@@ -224,6 +227,11 @@ class Rounds:
             method = load_method(federation.method)
             if method.prepares and federation.model_version == 0:
                 number, size, work = 0, 1, Work(wire.Kind.prepare)
+                failed = self._failed_to_prepare.setdefault(federation_id, set())
+                others = [device for device in there if device.id not in failed]
+                if not others:
+                    failed.clear()
+                there = others or there
             else:
                 work = method.work(self._situation(db, federation, federation.round + 1))
                 number, size = federation.round + work.rounds, len(there) if work.everyone else settings.cohort
@@ -255,8 +263,10 @@ class Rounds:
         now, (asked, free) = self._clock(), self._free(db, federation, current.number, there)
         names = draw(db, federation, list(free.values()), size, current.number) if size > 0 else []
         drop_late_work(db, [free[name].id for name in names])
-        for position, name in enumerate(names, start=asked):
-            assignment = assign(federation, free[name], work.kind, current.number, position, now)
+        drawn = [free[name] for name in names]
+        limits = most_examples(drawn, there, settings_of(federation))
+        for position, (device, most) in enumerate(zip(drawn, limits, strict=True), start=asked):
+            assignment = assign(federation, device, work.kind, current.number, position, now, most_examples=most)
             assignment.plan = dict(work.plan) or None
             db.add(assignment)
         return len(names)
@@ -344,10 +354,10 @@ class Rounds:
         folding = self._fold(federation, current)
         with self._store.reading() as db:
             busy = working(db, federation)  # before the arrivals: where nobody trains, none can come after them
-            room = None if final else max(0, current.target - folding.taken)
+            room = None if final else max(0, current.target - len(folding.taken))
             arrived = arrivals(db, federation, folding.last, room)
         folding.take_arrivals(arrived)
-        if folding.taken < current.target and not late and not stopped:
+        if len(folding.taken) < current.target and not late and not stopped:
             if len(busy) < settings.cohort and self._top_up(federation.id, number):
                 return True
             if busy:
@@ -482,10 +492,14 @@ class Rounds:
         elif folding.intake.moves(folding.position):
             with self._store.reading() as db:
                 situation, newest = self._situation(db, federation, number), newest_version(db, federation)
-            model = method.close(self._models.model(federation, version), sums, situation)
-            notes |= model.notes
-            version = newest + 1
-            warning = method.warning(model, situation)
+            made = next_model(method, self._models.model(federation, version), sums, situation)
+            if isinstance(made, str):
+                warning = f"round {number} made no model, the one before stays: {made}"
+                notes["left_out"] = {**dict.fromkeys(folding.taken, warning), **notes.get("left_out", {})}
+            else:
+                model, version = made, newest + 1
+                notes |= model.notes
+                warning = method.warning(model, situation)
             if warning and warning != federation.warning:
                 log.warning("%s: %s", federation.name, warning)
         now = self._clock()
@@ -509,6 +523,7 @@ class Rounds:
             current.notes = notes if cost is None else {**notes, "privacy": cost.model_dump()}
             current.parts = dict(folding.parts)
             count_in(db, federation, number, folding.last)
+            left_out = self._names(db, notes.get("left_out", {}))
             if method.prepares and version == 0:
                 self._withdraw(db, current)
                 federation.warning = (
@@ -524,15 +539,29 @@ class Rounds:
             *(federation.name, number, 0 if model is None else sums.updates),
             extra={"round": number},
         )
+        if left_out:
+            log.warning("%s: round %s leaves out %s", federation.name, number, left_out, extra={"round": number})
         self._on_closed(federation.name, now - current.opened_at, len(notes.get("left_out", {})))
         # Only now, with the new model in the records, may its updates be removed.
         self._decoded.forget(update_folder(federation.id))
         clear(self._store, self._models, federation.id)
 
     @staticmethod
-    def _withdraw(db: Session, current: Round) -> None:
-        """Take back a preparation that nobody answered: its round is opened anew, with the devices that are present."""
+    def _names(db: Session, left_out: Mapping[str, str]) -> str:
+        """Return for the log whose updates were left out, and why the first of them was."""
+        first = list(left_out)[:MOST_SAID]
+        whose = select(Assignment.id, Device.name).join(Device, Device.id == Assignment.device_id)
+        found = {row[0]: row[1] for row in db.execute(whose.where(Assignment.id.in_(first)))}
+        more = f" and {len(left_out) - MOST_SAID} more" if len(left_out) > MOST_SAID else ""
+        return f"{', '.join(found[each] for each in first)}{more}: {left_out[first[0]]}" if first else ""
+
+    def _withdraw(self, db: Session, current: Round) -> None:
+        """Take back a preparation that nobody answered: its round is opened anew, with the devices that are present.
+
+        Those that were not asked yet come first, or one that never answers would be asked for ever."""
         of_round = (Assignment.federation_id == current.federation_id, Assignment.round == current.number)
+        asked = db.scalars(select(Assignment.device_id).where(*of_round)).all()
+        self._failed_to_prepare.setdefault(current.federation_id, set()).update(asked)
         db.execute(delete(Assignment).where(*of_round, Assignment.kind == wire.Kind.prepare.value))
         db.delete(current)
 

@@ -14,12 +14,18 @@ Outliers are known when all updates have come. So updates are measured as they c
 from the disk once more when the round closes. An update that is left out stays acknowledged: the device did its work,
 counts in the record, and the record says why the model is without it.
 
+What no model can hold does not get into one: a value that is not finite in the federation's precision. An update that
+would bring one by itself is refused when it comes (``fault_of_update``). One of a buffered round that does so when it
+is brought forward to a newer model is left out of the sums. And a round whose model would have one all the same makes
+none (``next_model``): the old model stays, since nobody can say which update it was.
+
 The sums are only memory: after a restart they are made again from the stored updates, in the same order. An update
 that was accepted a moment ago is still decoded in memory (``DecodedUpdates``); others are read from the disk.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,14 +34,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edge_sdk.protocol import bundle
-from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import Mask, pack
-from edge_sdk.protocol.messages import FederationSettings, UpdateReport
+from edge_sdk.protocol.manifest import Array, Manifest, Tensors, TensorSpec
+from edge_sdk.protocol.masks import Mask, pack, unpack
+from edge_sdk.protocol.messages import FederationSettings, Kind, UpdateReport
 from sparrow.coordinator.methods import CoordinatorMethod, GlobalModel, Situation, load_method
 from sparrow.coordinator.models.global_models import Models
-from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, Member, update_key
+from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, Member, update_key, weight_of
 from sparrow.coordinator.rounds.buffered import Arrival, bring_forward, staleness_weight
 from sparrow.coordinator.rounds.privacy import PrivateSums
 from sparrow.coordinator.rounds.robust import RobustSums
@@ -43,12 +50,16 @@ from sparrow.coordinator.rounds.sums import OneUpdate, Sums, difference
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Federation
 
+log = logging.getLogger(__name__)
+
 FEWEST = 4
 """Updates among which an outlier can be told."""
 
 LEAST_SPREAD = 0.05
 """A share of the median: a smaller MAD counts as this."""
 
+ROUNDING = 1e-6
+"""The share of a tensor's largest running variance by which rounding may bring another one below 0."""
 
 DECODED_BYTES = 32 * 1024 * 1024
 """Decoded updates that are kept in memory: a few, or none of a large model. All of them are on the disk, too."""
@@ -94,6 +105,72 @@ class DecodedUpdates:
 
 def _bytes_of(decoded: bundle.Bundle) -> int:
     return decoded.values.nbytes + (0 if decoded.gradients is None else decoded.gradients.nbytes)
+
+
+def values_of(manifest: Manifest, decoded: bundle.Bundle, sent: Tensors) -> NDArray[np.float32]:
+    """Return an update's values as those of a model; int8 ones are a difference from what was sent.
+
+    What does not fit float32 becomes infinite."""
+    if decoded.precision != "int8":
+        return decoded.values
+    with np.errstate(over="ignore"):
+        return decoded.values + pack(manifest, sent, decoded.mask)
+
+
+def fault_of_update(manifest: Manifest, decoded: bundle.Bundle, sent: Tensors) -> str | None:
+    """Return what no model can hold of what an update would make of the values that were sent; None if it can be."""
+    values = values_of(manifest, decoded, sent)
+    unfit = decoded.precision == "int8" and not _fits(values, "fp32")  # values that came as such are known to fit
+    if not unfit and not any(map(_is_variance, manifest.shared)):
+        return None
+    for spec, _, part in unpack(manifest, values, decoded.mask):
+        if unfit and not _fits(part, "fp32"):
+            return f"{spec.name}: with this difference a value is not finite"
+        if _is_variance(spec) and part.size and part.min() < -ROUNDING * max(0.0, float(sent[spec.name].max())):
+            return f"{spec.name}: a running variance of {part.min():.3g} is below 0, which no model can hold"
+    return None
+
+
+def fault_of_model(model: GlobalModel, settings: FederationSettings) -> str | None:
+    """Return what of a global model cannot be sent to devices, or stored; None if all can be."""
+    precision = settings.precision_of("down", Kind.train)
+    for name, array in (*model.tensors.items(), *model.own.items()):
+        if array.dtype.kind == "f" and not _fits(array, precision):
+            largest = float(np.abs(array).max())
+            return (
+                f"{name}: a value of {largest:g} does not fit {precision} (largest {bundle.LARGEST_VALUE[precision]:g})"
+            )
+    return None
+
+
+def next_model(method: CoordinatorMethod, model: GlobalModel, sums: Sums, situation: Situation) -> GlobalModel | str:
+    """Return the next global model, or why these sums make none that devices could be sent."""
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):
+            made = method.close(model, sums, situation)
+    except (ArithmeticError, ValueError) as error:
+        log.exception("a method cannot make a model of round %s", situation.round)
+        return f"{situation.settings.method} cannot make a model of these updates: {error}"
+    # A stale update's difference can bring a variance below 0 in an honest device's hands.
+    negative = {
+        spec.name: np.maximum(made.tensors[spec.name], np.float32(0))
+        for spec in situation.manifest.shared
+        if _is_variance(spec) and made.tensors[spec.name].size and made.tensors[spec.name].min() < 0
+    }
+    made = replace(made, tensors={**made.tensors, **negative}) if negative else made
+    return fault_of_model(made, situation.settings) or made
+
+
+def _fits(values: Array, precision: bundle.Precision) -> bool:
+    """Return whether all values are finite in this precision, by the smallest and the largest, one of which is NaN if
+    any is."""
+    largest = bundle.LARGEST_VALUE[precision]
+    return not values.size or bool(-largest <= values.min() and values.max() <= largest)
+
+
+def _is_variance(spec: TensorSpec) -> bool:
+    """Return whether these are batch norm's running variances, of which square roots are taken."""
+    return not spec.trainable and spec.name.rpartition(".")[2] == "running_var"
 
 
 def sums_of(
@@ -157,6 +234,10 @@ class Intake:
             moved = difference(self._manifest, self._sent, update.values, update.mask)
             self._measured.append((assignment_id, key, float(np.sqrt(np.mean(moved * moved)))))
 
+    def leave_out(self, assignment_id: str, why: str) -> None:
+        """Note that an update does not count."""
+        self._left_out[assignment_id] = why
+
     def finish(self, drawn: int) -> None:
         """Fold the updates that were only measured, except outliers, when all of ``drawn`` devices' have come."""
         if isinstance(self.sums, RobustSums):
@@ -187,7 +268,7 @@ class Intake:
         found: dict[str, Any] = {}
         if self._clip is not None:
             found["updates_clipped"] = self._clipped
-        if self._mads is not None:
+        if self._mads is not None or self._left_out:
             found |= {"updates_left_out": len(self._left_out), "left_out": self._left_out}
         if isinstance(self.sums, RobustSums):
             found["values_held_back"] = self.sums.held_back
@@ -220,7 +301,7 @@ def centre(sizes: list[float]) -> tuple[float, float]:
 class Folding:
     """The sums of one open round. decoded: updates that are still in memory.
 
-    round: its number. position: how many of its assignments, in the cohort's order, were looked at. taken: how many
+    round: its number. position: how many of its assignments, in the cohort's order, were looked at. taken: those whose
     updates were taken in. last: in a buffered round the number of the last arrival among them, and behind: how many
     models old each was. parts: bytes of the updates' bundles by part. intact: that this process itself has checked
     their digests when they came, and nobody else stores any.
@@ -244,25 +325,30 @@ class Folding:
         self._manifest = situation.manifest
         self._intact = intact
         self._exponent = situation.settings.staleness_exponent
+        self._int8 = situation.settings.precision == "int8"
+        self._precision = situation.settings.precision_of("down", Kind.train)
         self.round = situation.round
         self.intake = Intake(
             sums_of(load_method(federation.method), self._model, situation, store.folder, federation.noise_key),
             situation.settings,
             situation.manifest,
             self._model.tensors,
-            lambda key: self._read(key, self._versions.get(key))[0],
+            lambda key: self._read(key)[0],
         )
-        self.position = self.taken = self.last = 0
+        self.position = self.last = 0
+        self.taken: list[str] = []
         self.behind: list[int] = []
         self.parts: Counter[str] = Counter()
-        self._versions: dict[str, int] = {}
+        self._versions: dict[str, int] = {}  # of the models that updates were trained on, where that is not today's
+        self._limits: dict[str, int | None] = {}
 
     def take_in_order(self, cohort: Sequence[Member]) -> None:
         """Fold the next updates in the cohort's order; stop at the first that is still awaited."""
         while self.position < len(cohort) and cohort[self.position].status != "open":
             member = cohort[self.position]
             if member.status == "done" and member.kind in BUNDLE_KINDS:
-                self._take(member.id, update_key(self._federation.id, member.id, member.update_sha256 or ""))
+                key = update_key(self._federation.id, member.id, member.update_sha256 or "")
+                self._take(member.id, key, member.most_examples)
             self.position += 1
 
     def take_arrivals(self, arrived: Sequence[Arrival]) -> None:
@@ -272,28 +358,33 @@ class Folding:
             behind = self._federation.model_version - each.model_version
             if behind:
                 self._versions[key] = each.model_version
-            self._take(each.assignment_id, key)
+            self._take(each.assignment_id, key, each.most_examples)
             self.behind.append(behind)
             self.last = each.number
 
-    def _take(self, assignment_id: str, key: str) -> None:
-        update, parts = self._read(key, self._versions.get(key))
-        self.intake.take(assignment_id, key, update)
+    def _take(self, assignment_id: str, key: str, most_examples: int | None) -> None:
+        self._limits[key] = most_examples
+        update, parts = self._read(key)
+        # Others came as values, which were found to fit when they were decoded.
+        if (self._int8 or key in self._versions) and not _fits(update.values, self._precision):
+            self.intake.leave_out(assignment_id, "its values are not finite when they are added to the global model")
+        else:
+            self.intake.take(assignment_id, key, update)
         self.parts.update(parts)
-        self.taken += 1
+        self.taken.append(assignment_id)
 
-    def _read(self, key: str, version: int | None) -> tuple[Update, Mapping[str, int]]:
-        """Return an update, and the bytes of its parts. version: of the model it was trained on, if not today's."""
+    def _read(self, key: str) -> tuple[Update, Mapping[str, int]]:
+        """Return an update as it counts in this round, and the bytes of its parts."""
         decoded = self._decoded.take(key)
         if decoded is None:
             body = self._store.blobs.load(key)
             decoded = bundle.decode(body, self._manifest, self._model.mask, intact=self._intact)
         report = UpdateReport.model_validate_json(decoded.report)
+        version = self._versions.get(key)
         began = self._model if version is None else self._models.model(self._federation, version)
-        values = decoded.values
-        if decoded.precision == "int8":  # a difference from what was sent
-            values = values + pack(self._manifest, began.tensors, decoded.mask)
+        values = values_of(self._manifest, decoded, began.tensors)
         if version is not None:
-            weight = staleness_weight(self._federation.model_version - version, self._exponent)
-            values = bring_forward(self._manifest, values, decoded.mask, began.tensors, self._model.tensors, weight)
-        return Update(values, decoded.mask, report.num_examples, decoded.gradients), decoded.parts
+            share = staleness_weight(self._federation.model_version - version, self._exponent)
+            values = bring_forward(self._manifest, values, decoded.mask, began.tensors, self._model.tensors, share)
+        weight = weight_of(report.num_examples, self._limits[key])
+        return Update(values, decoded.mask, weight, decoded.gradients), decoded.parts

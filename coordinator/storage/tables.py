@@ -79,7 +79,8 @@ class Device(Base):
     After it handed an assignment back it is not drawn before ``rest_until``.
     ``holds_model`` says that an answer of the device proved that it has downloaded the whole model once. ``mask`` is
     the digest of the mask that it last said it holds, ``model`` that of the global model that it can rebuild;
-    ``num_examples`` its training samples, where it told; ``bytes_down`` and ``bytes_up`` what it moved in all.
+    ``num_examples`` its training samples, as it told when it enrolled or later, else as it first reported them;
+    ``bytes_down`` and ``bytes_up`` what it moved in all.
     ``paused`` is the word of its policy that keeps it away, ``limited_by`` what keeps its budget from being larger.
     ``next_token_sha256`` is that of a token which the device was given and has not used yet: its first use puts it in
     the place of ``token_sha256``.
@@ -159,7 +160,8 @@ class Assignment(Base):
     """The work of one device in a round; its update's digest and report once accepted.
 
     ``position`` orders the devices of a cohort: updates are folded in this order. ``full`` says that the payload is the
-    whole model; ``ratio`` the active ratio it trains at; ``plan`` what the method asks of it beyond the settings.
+    whole model; ``ratio`` the active ratio it trains at; ``plan`` what the method asks of it beyond the settings;
+    ``most_examples`` the largest weight that its update may have, whatever it reports, and None for any.
     In buffered rounds ``arrival`` orders a federation's updates, and ``counted_round`` is the round that one counts in.
     """
 
@@ -196,6 +198,7 @@ class Assignment(Base):
     full: Mapped[bool]
     ratio: Mapped[float | None]
     plan: Mapped[dict[str, Any] | None] = mapped_column(JSON)
+    most_examples: Mapped[int | None] = mapped_column(BigInteger)
     created_at: Mapped[float]
     deadline_at: Mapped[float]
     update_sha256: Mapped[str | None] = mapped_column(String(64))

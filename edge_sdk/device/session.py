@@ -76,6 +76,7 @@ from edge_sdk.training.checking import check_task
 from edge_sdk.training.early_stopping import is_better
 from edge_sdk.training.local import (
     TrainingDiverged,
+    UnsoundModel,
     count_examples,
     evaluate,
     evaluate_held_out,
@@ -210,6 +211,7 @@ class Session:
             change = ChangeDevice(
                 budget=self.budget,
                 limited_by=self._prepared.limited_by,
+                num_examples=count_examples(self.task.train) or None,
                 conditions=Conditions(),
                 holds_model=self.personal is not None,
             )
@@ -362,12 +364,12 @@ class Session:
         if assignment is None:
             return Step(Outcome.idle, pause_seconds=pause)
         self._working_on = assignment
-        failed = None
+        failed, to_blame = None, True
         try:
             with self._heard(assignment.assignment_id, assignment.settings):
                 self._work(assignment, self._watched_work(assignment))
         except (TrainingDiverged, ProtocolError) as error:
-            failed = str(error)
+            failed, to_blame = str(error), not isinstance(error, UnsoundModel)
             log.warning("round %s: %s", assignment.round, error)
             self._give_up(assignment, failed)
         except Paused as pause_:
@@ -381,7 +383,7 @@ class Session:
             self._tell(ChangeDevice(conditions=Conditions()))  # it may have been thought away
         self._working_on = None  # not in a finally: after an interrupt or error ``leave`` must know what to hand back
         if assignment.kind is not Kind.evaluate:
-            self.failed_rounds = self.failed_rounds + 1 if failed else 0
+            self.failed_rounds = (self.failed_rounds + to_blame) if failed else 0
             self.last_failure = failed or self.last_failure
         return Step(Outcome.worked, assignment, failed=failed)
 
@@ -727,7 +729,13 @@ class Session:
             tensors |= {spec.name: np.zeros(spec.shape, np.float32) for spec in self.manifest.shared}
             merge_in_place(self.manifest, tensors, job.received.values, job.received.mask)
         set_tensors(self.task.model, tensors)
-        held_out, validation = evaluate_held_out(self.task.model, self.task)
+        try:
+            held_out, validation = evaluate_held_out(self.task.model, self.task)
+        except TrainingDiverged:
+            raise UnsoundModel(
+                "the model received gives no finite loss on this device's held-out data, before any training; its "
+                "operator can go back to an older one, and bound what one device moves (update_clip)"
+            ) from None
         return {"accuracy_before": held_out.accuracy, "validation_before": validation}
 
     @property

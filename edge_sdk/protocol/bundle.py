@@ -79,6 +79,13 @@ _DTYPES: dict[Precision, tuple[str, int]] = {
     "bf16": ("BF16", 2),
     "int8": ("I8", 1),
 }
+LARGEST_VALUE: dict[Precision, float] = {
+    "fp32": float(np.finfo(np.float32).max),
+    "fp16": float(np.finfo(np.float16).max),
+    "bf16": float(np.array(0x7F7F0000, dtype=np.uint32).view(np.float32)),
+    "int8": float(np.finfo(np.float32).max),
+}
+"""The largest magnitude of a value that each precision carries; int8 is for differences of float32 models."""
 _PRECISIONS: dict[str, Precision] = {dtype: precision for precision, (dtype, _) in _DTYPES.items()}
 _PARTS = ("values", "scales", "mask", "signs", "gradients")
 """What a bundle's data consist of, in this order."""

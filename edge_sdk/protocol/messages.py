@@ -180,6 +180,12 @@ class FederationSettings(_Request):
         default=None,
         description="Deviations (1.4826 MAD) from the round's median size beyond which an update is left out; e.g. 5",
     )
+    max_examples: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**40,
+        description="Most samples that one update counts with, even where ten times its cohort's median are more",
+    )
     robust: Literal["trimmed_mean", "median", "krum"] | None = Field(
         default=None,
         description="In place of the weighted mean, a rule that resists a few bad updates: trimmed_mean, median, krum",
@@ -398,6 +404,7 @@ class FederationInfo(Answer):
     reason: str | None = Field(default=None, description="Why it ended: all_stopped, max_rounds or operator")
     waiting_for: str | None = Field(default=None, description="What keeps a running federation from its next round")
     warning: str | None = Field(default=None, description="What its method finds wrong with how it goes")
+    notice: str | None = Field(default=None, description="What its settings leave open that its operator should know")
     round: int = Field(description="Rounds closed so far")
     rounds: int
     devices: int
@@ -443,7 +450,12 @@ class Enrol(_Request):
     enrolment_key: str = Field(min_length=32, max_length=128)
     budget: Share = 1.0
     limited_by: BudgetLimit | None = None
-    num_examples: int | None = Field(default=None, ge=1, le=2**40, description="Samples in the device's training data")
+    num_examples: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**40,
+        description="Samples in the device's training data; its updates count with no more",
+    )
     hosted: bool = Field(
         default=False,
         description="One of many that a process hosts in turn: until its turn it may be silent, so only deadlines hold",
@@ -505,11 +517,12 @@ class ChangeDevice(_Request):
     """``PATCH /v1/devices/{id}``: a device changes its budget or conditions, an admin revokes it.
 
     ``holds_model`` is what a device finds when it starts: False asks for the whole model again, its state was lost.
-    ``limited_by`` belongs to ``budget``.
+    ``limited_by`` belongs to ``budget``. ``num_examples`` is that of ``Enrol``, where the data have changed since.
     """
 
     budget: Share | None = None
     limited_by: BudgetLimit | None = None
+    num_examples: int | None = Field(default=None, ge=1, le=2**40)
     holds_model: bool | None = None
     conditions: Conditions | None = None
     revoked: Literal[True] | None = None
@@ -766,7 +779,8 @@ class RoundRecord(Answer):
     what devices say. ``notes`` are what the coordinator and the method's server half counted. Round 0 is the one that
     prepares the model. ``privacy`` is what the models up to this round's have cost. ``unreadable`` names devices whose
     stored reports cannot be read, which are missing in all sums and means. ``left_out`` says which devices' updates,
-    acknowledged all the same, its model is without, and why.
+    acknowledged all the same, its model is without, and why; ``capped`` which reported more samples than their updates
+    count with, and how many those are.
     ``joules_per_point_*``: training's joules, transfers included, since the last evaluation before this one, for each
     percentage point that ``accuracy_personal`` (else ``accuracy_global``) has risen by; None where it has not risen.
     """
@@ -795,6 +809,7 @@ class RoundRecord(Answer):
     notes: dict[str, int] = {}
     unreadable: tuple[str, ...] = ()
     left_out: dict[str, str] = {}
+    capped: dict[str, int] = {}
     privacy: PrivacySpent | None = None
     evaluation_bytes_down: int
     evaluation_bytes_up: int

@@ -34,6 +34,10 @@ class TrainingDiverged(SdkError):
     """A loss or a weight is not finite: the round has failed, nothing of it is kept or sent."""
 
 
+class UnsoundModel(TrainingDiverged):
+    """The model that was received gives no finite loss before any training: no fault of this device."""
+
+
 @dataclass(frozen=True)
 class LocalResult:
     """The result of local training.

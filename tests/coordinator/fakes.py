@@ -36,8 +36,11 @@ class LocalCoordinator(Coordinator):
             CreateFederation(name=name, task=task, settings=FederationSettings(**{**CALM, "draws": "seed", **settings}))
         )
 
-    def enrol(self, *names, federation="f", **budgets):
+    def enrol(self, *names, federation="f", examples=None, **budgets):
+        """examples: how many samples each says that it has, by name."""
         devices = [FakeDevice(self, name, federation, budgets.get(name, 1.0)) for name in names]
+        for device in devices:
+            device.examples = (examples or {}).get(device.name)
         for device in devices:
             device.enrol()
         return devices
@@ -67,9 +70,11 @@ class FakeDevice:
             hosted,
         )
         self.key = name.ljust(32, "k")
+        self.examples = None
 
     def enrol(self):
-        request = Enrol(name=self.name, enrolment_key=self.key, budget=self.budget, hosted=self.hosted)
+        told = {"budget": self.budget, "hosted": self.hosted, "num_examples": self.examples}
+        request = Enrol(name=self.name, enrolment_key=self.key, **told)
         enrolled = self.coordinator.devices.enrol(self.federation, request)
         self.id, self.token = enrolled.device_id, enrolled.token
 

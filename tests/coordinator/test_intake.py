@@ -1,18 +1,24 @@
-"""Clipping and outliers, over whole rounds in a coordinator's domain."""
+"""Clipping, outliers, weights, and values that no model can hold, over whole rounds in a coordinator's domain."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import initial_values
-from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack, unpack, unpack_whole
-from edge_sdk.protocol.messages import FederationSettings, UpdateReport
-from edge_sdk.protocol.quantization import quantise, row_lengths
+from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, pack, unpack, unpack_whole
+from edge_sdk.protocol.messages import ChangeDevice, FederationSettings, UpdateReport
+from edge_sdk.protocol.quantization import Quantised, quantise, row_lengths
+from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.fleet.federations import find
+from sparrow.coordinator.methods import load_method
+from sparrow.coordinator.rounds import engine
 from sparrow.coordinator.rounds.intake import Intake, Update, centre, clip
 
 from .fakes import LocalCoordinator
@@ -22,10 +28,22 @@ CALM = {"evaluation_interval": 0, "early_stopping": "off", "min_devices": 5, "co
 
 
 @pytest.fixture
-def coordinator(tmp_path, clock):
-    opened = LocalCoordinator(tmp_path / "data", clock)
-    yield opened
-    opened.store.close()
+def new_local(tmp_path, clock):
+    """Opens coordinators, each over a folder of its own."""
+    opened = []
+
+    def start():
+        opened.append(LocalCoordinator(tmp_path / str(len(opened)), clock))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.store.close()
+
+
+@pytest.fixture
+def coordinator(new_local):
+    return new_local()
 
 
 def send(coordinator, device, moved, manifest=DIGITS):
@@ -211,3 +229,296 @@ def test_clipping_keeps_direction_and_what_is_short_enough(small):
     change = short.values.astype(np.float64) - base
     assert np.linalg.norm(change) == pytest.approx(0.5, rel=1e-4)
     assert change @ moved == pytest.approx(0.5 * np.linalg.norm(moved), rel=1e-4)
+
+
+# --- what no model can hold --------------------------------------------------------------------------------------
+
+
+def answer(device, assignment, values=None, *, moved=None, examples=10, precision="fp32"):
+    """Send values [n] under the assignment's mask, or an int8 difference, by which all of them move by ``moved``."""
+    coordinator = device.coordinator
+    manifest, model = coordinator.federations.manifest("f"), model_of(coordinator)
+    work = assignment.work
+    draw = NeuronDraw(work.key, work.ratio) if work else None
+    mask = draw_neurons(manifest, draw) if draw else model.mask
+    count = count_values(manifest, mask)
+    if moved is not None:
+        rows = row_lengths(manifest, mask)
+        scales = np.full(len(rows), moved / 127, dtype=np.float32)
+        values = Quantised(np.full(count, 127, dtype=np.int8), scales)
+    else:
+        values = np.broadcast_to(np.float32(values), count) if np.isscalar(values) else values
+    report = UpdateReport(num_examples=examples, steps=1, train_loss=0.5).model_dump_json()
+    body = bundle.encode(manifest, values, mask, draw=draw, precision=precision, known=mask_known(mask), report=report)
+    return device.send(assignment, body)
+
+
+def mask_known(mask):
+    return mask if isinstance(mask, ElementMask) else None
+
+
+def model_of(coordinator):
+    with coordinator.store.reading() as db:
+        federation = find(db, "f")
+    return coordinator.models.model(federation, federation.model_version)
+
+
+def packed(coordinator):
+    return pack(coordinator.federations.manifest("f"), model_of(coordinator).tensors, model_of(coordinator).mask)
+
+
+HUGE = 3.3e38
+EVERY_KIND = {
+    "neurons": {"method": "fedspu"},
+    "whole models": {"method": "fedavg"},
+    "elements": {"method": "fedsgc"},
+    "votes": {"method": "dmpfl", "rounds": 8},
+    "blocks": {"method": "pfedgate"},
+    "buffer": {"method": "fedavg", "buffer": 3},
+    "median": {"method": "fedavg", "robust": "median"},
+    "outliers": {"method": "fedavg", "outlier_mads": 5},
+}
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_differences_that_add_up_to_infinity_are_refused_and_end_nobody_else(coordinator, kind):
+    settings = {**CALM, "cohort": 3, "min_devices": 3, "local_epochs": 1, "precision": "int8", **EVERY_KIND[kind]}
+    coordinator.create(**settings)
+    devices = coordinator.enrol("a", "b", "c")
+    coordinator.rounds.advance()
+    for device in devices:
+        assert answer(device, device.ask(), moved=HUGE)
+    coordinator.rounds.advance()
+    assert np.isfinite(packed(coordinator)).all()
+    assert coordinator.info().model_version == 1
+    hostile, *honest = devices
+    wrong = hostile.ask()
+    with pytest.raises(BadContent, match="with this difference a value is not finite; hand the assignment back"):
+        answer(hostile, wrong, moved=HUGE)
+    hostile.hand_back(wrong, "refused")
+    for device in honest:
+        assignment = device.ask()
+        assert device.payload(assignment)
+        assert answer(device, assignment, moved=0.0)
+    coordinator.rounds.advance()
+    record = coordinator.record(2)
+    assert (record.status, record.updates, record.handed_back) == ("closed", 2, 1)
+    assert np.isfinite(packed(coordinator)).all()
+
+
+def test_a_running_variance_below_zero_is_refused(coordinator):
+    coordinator.create(**CALM)
+    devices = coordinator.enrol(*NAMES)
+    coordinator.rounds.advance()
+    assignment = devices[0].ask()
+    base = packed(coordinator)
+    wrong = {spec.name: part.copy() for spec, _, part in unpack(DIGITS, base, None)}
+    wrong["bn1.running_var"][0] = -0.001
+    with pytest.raises(BadContent, match=r"bn1.running_var: a running variance of -0.001 is below 0"):
+        answer(devices[0], assignment, pack(DIGITS, wrong, None))
+    wrong["bn1.running_var"][0] = -1e-8
+    assert answer(devices[0], assignment, pack(DIGITS, wrong, None)), "as rounding leaves it"
+    for device in devices[1:]:
+        answer(device, device.ask(), base)
+    coordinator.rounds.advance()
+    assert checkpoint.load(coordinator.model())[0]["bn1.running_var"].min() >= 0
+
+
+def test_an_old_update_that_does_not_fit_todays_model_is_left_out_by_name(tmp_path, clock, caplog):
+    """fp16 carries 65504: 60000 fit, and what moved so far, added to them, does not."""
+
+    def play(restart):
+        coordinator = LocalCoordinator(tmp_path / str(restart), clock)
+        coordinator.create(**{**CALM, "cohort": 2, "min_devices": 2, "rounds": 9}, buffer=1, precision="fp16")
+        quick, slow = coordinator.enrol("a", "b")
+        coordinator.rounds.advance()
+        old = slow.ask()
+        answer(quick, quick.ask(), 60000.0, precision="fp16")
+        coordinator.rounds.advance()
+        answer(slow, old, 60000.0, precision="fp16")
+        if restart:
+            coordinator.store.close()
+            coordinator = slow.coordinator = quick.coordinator = LocalCoordinator(tmp_path / str(restart), clock)
+        coordinator.rounds.advance()
+        record, model = coordinator.record(2), coordinator.info().model_sha256
+        assert quick.payload(quick.ask()), "and everybody goes on"
+        answer(quick, quick.ask(), 1.0, precision="fp16")
+        coordinator.rounds.advance()
+        assert coordinator.record(3).left_out == {}
+        coordinator.store.close()
+        return record, model
+
+    record, model = play(False)
+    assert record.left_out == {"b": "its values are not finite when they are added to the global model"}
+    assert (record.updates, record.model_version) == (1, 1)
+    assert "f: round 2 leaves out b: its values are not finite" in caplog.text
+    again, same = play(True)
+    assert (again.left_out, same) == (record.left_out, model)
+
+
+@pytest.mark.parametrize("fault", ["infinite", "error"])
+def test_where_nobody_can_be_told_the_old_model_stays_and_the_record_says_so(coordinator, monkeypatch, fault, caplog):
+    fedavg, broken = load_method("fedavg"), True
+
+    def close(model, sums, situation):
+        if broken and fault == "error":
+            raise ValueError("these cannot be summed")
+        made = fedavg.close(model, sums, situation)
+        return replace(made, own={"moment": np.full(3, np.inf, dtype=np.float32)}) if broken else made
+
+    odd = replace(fedavg, aggregation=replace(fedavg.aggregation, close=close))
+    monkeypatch.setattr(engine, "load_method", lambda name: odd)
+    coordinator.create(**CALM, method="fedavg")
+    devices = coordinator.enrol(*NAMES)
+    coordinator.rounds.advance()
+    before = coordinator.model()
+    for device in devices:
+        answer(device, device.ask(), 0.5)
+    coordinator.rounds.advance()
+    record = coordinator.record(1)
+    assert (record.status, record.updates, record.base_version, record.model_version) == ("closed", 5, 0, 0)
+    assert set(record.left_out) == set(NAMES)
+    said = "moment: a value of inf does not fit fp32" if fault == "infinite" else "these cannot be summed"
+    assert (
+        f"round 1 made no model, the one before stays: {'fedavg' if fault == 'error' else ''}" in record.left_out["a"]
+    )
+    assert said in record.left_out["a"]
+    assert said in coordinator.info().warning
+    assert "f: round 1 leaves out a, b, c, d, e" in caplog.text
+    assert coordinator.model() == before
+    broken = False
+    for device in devices:
+        answer(device, device.ask(), 0.5)
+    coordinator.rounds.advance()
+    assert (coordinator.record(2).left_out, coordinator.info().model_version) == ({}, 1)
+    assert coordinator.info().warning is None
+
+
+def test_one_that_never_prepares_the_model_is_not_asked_for_ever(coordinator, clock):
+    coordinator.create(**{**CALM, "min_devices": 3}, method="grasp")
+    devices = coordinator.enrol("a", "b", "c")
+    asked = []
+    for _ in range(4):
+        coordinator.rounds.advance()
+        asked += [device.name for device in devices if device.ask() is not None]
+        clock.pass_seconds(101)
+        coordinator.rounds.advance()
+        for device in devices:
+            device.ask()  # it is there again
+    assert set(asked[:3]) == {"a", "b", "c"}
+    assert asked[3] == asked[0]
+
+
+# --- what an update counts with ----------------------------------------------------------------------------------
+
+TEN = tuple("abcdefghij")
+PLAIN = {**CALM, "cohort": 10, "min_devices": 10, "rounds": 5, "method": "fedavg"}
+
+
+def lie(coordinator, claimed, told=10, **settings):
+    """The mean of a round in which the others send 0 and device ``a`` sends 1: its share. Counts are 10 each."""
+    coordinator.create(**{**PLAIN, **settings})
+    devices = coordinator.enrol(*TEN, examples={**dict.fromkeys(TEN, 10), "a": told})
+    coordinator.rounds.advance()
+    for device in devices:
+        assert answer(device, device.ask(), float(device.name == "a"), examples=claimed if device.name == "a" else 10)
+    coordinator.rounds.advance()
+    (share,) = np.unique(packed(coordinator))
+    return share
+
+
+@pytest.mark.parametrize(
+    ("told", "settings", "weight"),
+    [
+        (10, {}, 10),  # no more than it enrolled with
+        (2**40, {}, 100),  # no more than ten times the median
+        (None, {}, 100),
+        (2**40, {"max_examples": 20}, 20),
+        (10, {"buffer": 10}, 10),
+    ],
+)
+def test_a_device_cannot_claim_its_weight(coordinator, told, settings, weight):
+    assert lie(coordinator, 2**40, told, **settings) == pytest.approx(weight / (90 + weight))
+    record = coordinator.record(1)
+    assert record.capped == {"a": weight}
+    assert record.num_examples == 90 + weight
+
+
+@pytest.mark.parametrize("told", [dict.fromkeys(TEN, 30), {}])
+def test_honest_weights_are_as_they_were(new_local, told):
+    models = []
+    for examples in (told, dict.fromkeys(TEN, 2**40)):
+        coordinator = new_local()
+        coordinator.create(**PLAIN)
+        devices = coordinator.enrol(*TEN, examples=examples)
+        coordinator.rounds.advance()
+        for place, device in enumerate(devices):
+            answer(device, device.ask(), 0.1 * place, examples=20 + place)
+        coordinator.rounds.advance()
+        assert coordinator.record(1).capped == {}
+        models.append(coordinator.model())
+    assert models[0] == models[1]
+
+
+def test_reports_do_not_raise_the_cap_but_a_device_whose_data_grew_may_say_so(coordinator):
+    coordinator.create(**{**PLAIN, "cohort": 3, "min_devices": 3})
+    devices = coordinator.enrol("a", "b", "c", examples={"a": 10, "b": 10, "c": 10})
+    weights = []
+    for number in (1, 2, 3):
+        coordinator.rounds.advance()
+        for device in devices:
+            answer(device, device.ask(), 0.5, examples=50 if device.name == "a" else 10)
+        if number == 2:
+            coordinator.devices.change(devices[0].id, ChangeDevice(num_examples=40))
+            devices[0].examples = None
+            devices[0].enrol()  # again, without a count: the known one stays
+        coordinator.rounds.advance()
+        weights.append(coordinator.record(number).capped["a"])
+    assert weights == [10, 10, 40]
+
+
+def test_where_nobody_told_the_first_reports_are_what_later_ones_are_held_to(coordinator):
+    coordinator.create(**PLAIN)
+    devices = coordinator.enrol(*TEN)
+    for claimed in (10, 2**40):
+        coordinator.rounds.advance()
+        for device in devices:
+            answer(device, device.ask(), 0.5, examples=claimed if device.name == "a" else 10)
+    coordinator.rounds.advance()
+    assert (coordinator.record(1).capped, coordinator.record(2).capped) == ({}, {"a": 10})
+
+
+@pytest.mark.parametrize(("told", "weight"), [({"a": 2**40, "b": 10}, 100), ({"a": 2**40}, 2**40)])
+def test_of_two_devices_the_smaller_is_the_measure(coordinator, told, weight):
+    coordinator.create(**{**PLAIN, "cohort": 2, "min_devices": len(told)})
+    devices = coordinator.enrol(*told, examples=told)
+    coordinator.rounds.advance()
+    for device in devices:
+        answer(device, device.ask(), 0.5, examples=told[device.name])
+    coordinator.rounds.advance()
+    assert coordinator.record(1).num_examples == weight + 10 * (len(told) - 1)
+
+
+def test_one_that_claims_much_and_answers_nothing_does_not_hold_the_model_still(coordinator, clock):
+    """FedSGC as printed: devices that do not answer hold on to the old weights with all their samples."""
+    own = {"preset": "paper", "density": 0.5}
+    coordinator.create(**{**PLAIN, "method": "fedsgc", "local_epochs": 1, "method_settings": own})
+    devices = coordinator.enrol(*TEN, examples={**dict.fromkeys(TEN, 10), "a": 2**40})
+    coordinator.rounds.advance()
+    before = packed(coordinator).astype(np.float64)
+    for device in devices[1:]:
+        answer(device, device.ask(), packed(coordinator) + np.float32(1))
+    devices[0].hand_back(devices[0].ask())
+    coordinator.rounds.advance()
+    np.testing.assert_allclose(packed(coordinator) - before, 90 / 190, rtol=1e-4)
+
+
+def test_what_bounds_no_device_is_said_once_when_a_federation_is_made(coordinator, caplog):
+    coordinator.create(**CALM)
+    assert "nothing bounds how far one device can move the global model" in coordinator.info().notice
+    assert [record.message for record in caplog.records] == [f"f: {coordinator.info().notice}"]
+    bounds = ({"update_clip": 1.0}, {"update_norm_limit": 1.0}, {"outlier_mads": 5.0}, {"robust": "median"})
+    for number, bound in enumerate(bounds):
+        coordinator.create(f"g{number}", **CALM, **bound)
+        assert coordinator.info(f"g{number}").notice is None
+    assert len(caplog.records) == 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_sdk.device.session import Outcome
-from edge_sdk.protocol import checkpoint
+from edge_sdk.device.session import FAILURES, Outcome
+from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import Manifest, initial_values
 from edge_sdk.protocol.messages import (
@@ -20,6 +20,10 @@ from edge_sdk.protocol.messages import (
 )
 from sparrow.coordinator.errors import BadContent, WrongMediaType, WrongState
 from sparrow.coordinator.rounds.acceptance import JSON_TYPE
+from sparrow.coordinator.rounds.dispatch import REST_SECONDS
+from sparrow.coordinator.storage.tables import Assignment
+
+from .sessions import CoordinatorWithDevices
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 
@@ -385,3 +389,43 @@ def test_enrolling_without_a_notice(coordinator):
     coordinator.create("fedspu")
     enrolled = coordinator.devices.enrol("f", Enrol(name="x", enrolment_key="k" * 32, budget=0.1))
     assert enrolled.notice is None
+
+
+# --- a model that one device has spoilt ---------------------------------------------------------------------------
+
+
+def test_a_spoilt_model_ends_no_device_and_an_older_one_helps(tmp_path, clock):
+    """Finite, but no device's loss is: the ones that join since and those that trained before hand their work back."""
+    coordinator = CoordinatorWithDevices(tmp_path, clock, keep_models=3)
+    coordinator.create("fedavg", rounds=50, min_devices=2, deadline_seconds=100, silence_seconds=1000)
+    honest = coordinator.open_device("a")
+    (hostile,) = coordinator.enrol("hostile")
+    coordinator.rounds.advance()
+    assignment = hostile.ask()
+    sent = bundle.decode(hostile.payload(assignment), DIGITS)
+    report = UpdateReport(num_examples=10, steps=1, train_loss=0.5).model_dump_json()
+    huge = np.full(len(sent.values), 3e38, dtype=np.float32)
+    assert hostile.send(assignment, bundle.encode(DIGITS, huge, None, report=report))
+    assert honest.step().failed is None
+    coordinator.rounds.advance()
+    coordinator.devices.change(hostile.id, ChangeDevice(revoked=True))
+    fresh = coordinator.open_device("b")
+    for _ in range(2 * FAILURES):
+        clock.pass_seconds(REST_SECONDS)
+        coordinator.rounds.advance()
+        for session in (honest, fresh):
+            step = session.step()
+            if step.assignment is not None:
+                assert "loss" in step.failed
+    with coordinator.store.reading() as db:
+        reasons = [row.return_reason for row in db.query(Assignment).filter(Assignment.status == "returned")]
+    assert any("the model received gives no finite loss" in reason for reason in reasons)
+    assert fresh.failed_rounds == 0, "it is not to blame, and does not give up"
+    coordinator.federations.change("f", ChangeFederation(action="rollback", model_version=0))
+    for _ in range(4):
+        clock.pass_seconds(REST_SECONDS)
+        coordinator.rounds.advance()
+        last = [session.step() for session in (honest, fresh)]
+    assert [step.failed for step in last] == [None, None]
+    assert fresh.progress.rounds
+    coordinator.close()

@@ -352,7 +352,7 @@ def test_devices_counts_are_apart_from_the_coordinators_notes(coordinator, answe
 def send_counts(device, counts):
     assignment = device.ask()
     work = assignment.work
-    draw = NeuronDraw(work.job, work.round, work.device, work.ratio)
+    draw = NeuronDraw(work.key, work.ratio)
     mask = draw_neurons(DIGITS, draw)
     values = np.ones(count_values(DIGITS, mask), np.float32)
     report = UpdateReport(num_examples=10, steps=1, train_loss=0.5, counts=counts).model_dump_json()

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -15,7 +16,10 @@ import uvicorn
 
 from edge_sdk.device.transport import Transport
 from edge_sdk.protocol import bundle
+from edge_sdk.protocol.errors import BundleError
+from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator.api.headers import TimedHeaders
+from sparrow.coordinator.errors import UnknownMethod
 
 from ...disks import fill, small_disk
 from .test_contract import DIGITS, ask, assert_problem, enrol, open_app, put, settings_of
@@ -50,6 +54,40 @@ def finish_round(client, devices, train):
         assert put(client, headers, assignment, train(DIGITS.manifest, assignment)).status_code == 201
     assert ask(client, devices[0][0]).round == 2
     assert client.get("/v1/federations/default/rounds").json()[0]["updates"] == 2
+
+
+# --- the coordinator's own faults --------------------------------------------------------------------------------
+
+
+def unreadable_settings(*_, **__):
+    return FederationSettings.model_validate({"rounds": "many"})
+
+
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [
+        ("edge_sdk.protocol.bundle.encode", BundleError("a value is not finite: training diverged")),
+        ("sparrow.coordinator.rounds.dispatch.settings_of", unreadable_settings),
+        ("sparrow.coordinator.models.global_models.load_method", UnknownMethod("fedspu is not installed")),
+    ],
+)
+def test_a_fault_of_the_coordinator_never_ends_a_device(open_app, monkeypatch, train, place, fault):
+    client = open_app()
+    first, second = (enrol(client, name)[1] for name in ("one", "two"))
+    become(lambda: client.get("/v1/federations/default/rounds").json())  # it has opened the round
+    waits = []
+    with monkeypatch.context() as broken:
+        broken.setattr(place, fault if callable(fault) else Mock(side_effect=fault))
+        # A client for each: the server closes the connection after such an answer.
+        answer = httpx.get(f"{client.base_url}/v1/federations/default/assignment", headers=first)
+        assert_problem(answer, 500, "the coordinator failed at this call; try again")
+        assert answer.headers["retry-after"] == "5"
+        with httpx.Client(base_url=client.base_url) as device:
+            transport = Transport(device, sleep=lambda seconds: (waits.append(seconds), broken.undo()))
+            transport.token = first["Authorization"].removeprefix("Bearer ")
+            assert transport.assignment("default", 0.0, None)[0].round == 1, "it asks again, and goes on"
+    assert waits[0] >= 5
+    finish_round(client, [(headers, ask(client, headers)) for headers in (first, second)], train)
 
 
 # --- a full disk -------------------------------------------------------------------------------------------------
