@@ -32,7 +32,7 @@ from sparrow.coordinator.errors import NotFound
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.fleet.last_seen import LastSeen
 from sparrow.coordinator.methods import load_method
-from sparrow.coordinator.rounds.assignments import COHORT_KINDS, UNCOUNTED
+from sparrow.coordinator.rounds.assignments import COHORT_KINDS, DAMAGED, UNCOUNTED
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Round
 
@@ -182,6 +182,7 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
     personal = [receipt.personal for receipt in receipts if receipt.personal]
     shared = [receipt.global_model for receipt in receipts if receipt.global_model]
     examples = sum(report.num_examples for report in reports)
+    lost = {name: DAMAGED for each, name in training if (each.status, each.return_reason) == ("expired", DAMAGED)}
     notes = dict(item.notes or {})
     left_out, privacy = notes.pop("left_out", {}), notes.pop("privacy", None)
     evaluation_phases = [
@@ -211,7 +212,7 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         parts_up=item.parts or {},
         notes={**_add_counts(report.counts for report in reports), **notes},
         privacy=PrivacySpent.model_validate(privacy) if privacy else None,
-        left_out={name: left_out[assignment.id] for assignment, name in done if assignment.id in left_out},
+        left_out=lost | {name: left_out[assignment.id] for assignment, name in done if assignment.id in left_out},
         evaluation_bytes_down=sum(phase.bytes_down for phase in evaluation_phases),
         evaluation_bytes_up=sum(upload.bytes_up for upload in evaluation_uploads),
         download=_add(report.telemetry.download for report in reports),

@@ -213,8 +213,7 @@ class Folding:
 
     round: its number. position: how many of its assignments, in the cohort's order, were looked at. taken: how many
     updates were taken in. last: in a buffered round the number of the last arrival among them, and behind: how many
-    models old each was. parts: bytes of the updates' bundles by part. intact: that this process itself has checked
-    their digests when they came, and nobody else stores any.
+    models old each was. parts: bytes of the updates' bundles by part.
     """
 
     def __init__(
@@ -224,8 +223,6 @@ class Folding:
         decoded: DecodedUpdates,
         federation: Federation,
         situation: Situation,
-        *,
-        intact: bool,
     ) -> None:
         self._store = store
         self._models = models
@@ -233,7 +230,6 @@ class Folding:
         self._federation = federation
         self._model = models.model(federation, federation.model_version)
         self._manifest = situation.manifest
-        self._intact = intact
         self._exponent = situation.settings.staleness_exponent
         self.round = situation.round
         self.intake = Intake(
@@ -277,8 +273,8 @@ class Folding:
         """Return an update, and the bytes of its parts. version: of the model it was trained on, if not today's."""
         decoded = self._decoded.take(key)
         if decoded is None:
-            body = self._store.blobs.load(key)
-            decoded = bundle.decode(body, self._manifest, self._model.mask, intact=self._intact)
+            # Its digest was compared with its key's: that inside of it need not be.
+            decoded = bundle.decode(self._store.blobs.load(key), self._manifest, self._model.mask, intact=True)
         report = UpdateReport.model_validate_json(decoded.report)
         began = self._model if version is None else self._models.model(self._federation, version)
         values = decoded.values

@@ -12,7 +12,6 @@ they are: they are the devices'. A method whose rounds build on each other in st
 
 from __future__ import annotations
 
-import hashlib
 import logging
 
 from sqlalchemy import func, select, update
@@ -29,7 +28,9 @@ log = logging.getLogger(__name__)
 
 
 def ask(db: Session, federation: Federation, models: Models, version: int) -> None:
-    """Go back to ``version``: now, or, while a round is open, when it has closed. Raises NotFound, WrongState."""
+    """Go back to ``version``: now, or, while a round is open, when it has closed.
+
+    Raises NotFound, WrongState, Damaged."""
     if version not in models.kept(federation):
         kept = ", ".join(str(each) for each in models.kept(federation))
         raise NotFound(f"model_version: {federation.name} has no model {version} any more; it has {kept}")
@@ -41,6 +42,7 @@ def ask(db: Session, federation: Federation, models: Models, version: int) -> No
     following = (current.number if current else federation.round) + 1
     situation = Situation(models.manifest(federation), settings_of(federation), following)
     method.check_rollback(_round_of(db, federation, version), situation)
+    models.file(federation, version)  # raises Damaged now, and not when the round has closed
     federation.rollback_version = version
     if current is None:
         carry_out(db, federation, models)
@@ -56,8 +58,8 @@ def carry_out(db: Session, federation: Federation, models: Models) -> None:
     known = (of_federation, Round.model_version.is_not(None))
     db.execute(update(Round).where(*known).values(undone=Round.model_version.not_in(stays), stale=True))
     log.warning("%s: goes back from model %s to %s", federation.name, federation.model_version, version)
+    federation.model_sha256 = models.sha256(federation, version)
     federation.model_version, federation.rollback_version = version, None
-    federation.model_sha256 = hashlib.sha256(models.file(federation.id, version)).hexdigest()
 
 
 def newest_version(db: Session, federation: Federation) -> int:

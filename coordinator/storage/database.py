@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +25,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import ArgumentError
 
-from sparrow.coordinator.errors import BadDatabase
+from sparrow.coordinator.errors import BadDatabase, DamagedRecords, NewerRecords
+from sparrow.coordinator.storage.blobs import FILE_MODE
+from sparrow.coordinator.storage.failing import is_damage
 from sparrow.coordinator.storage.tables import Base, Federation
 
 BUSY_SECONDS = 30  # that a commit waits for another process that holds the lock: a backup, somebody's sqlite3
@@ -46,8 +50,11 @@ POSTGRESQL = ("postgresql", "postgresql+psycopg")
 def open_database(where: Path | str) -> Engine:
     """Open the database at ``where``, set up not to lose a commit, and apply the migrations that are missing.
 
-    where: the path of a SQLite file, or the URL of a PostgreSQL database. Raises BadDatabase.
+    where: the path of a SQLite file, or the URL of a PostgreSQL database. Raises BadDatabase, DamagedRecords,
+    NewerRecords.
     """
+    if isinstance(where, Path):
+        check_sqlite(where)
     engine = connect(where)
     try:
         migrate(engine)
@@ -55,6 +62,24 @@ def open_database(where: Path | str) -> Engine:
         engine.dispose()
         raise
     return engine
+
+
+def check_sqlite(path: Path) -> None:
+    """Make an empty database that nobody else may read, or look through the pages of one. Raises DamagedRecords."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, FILE_MODE))  # SQLite gives its other files the same mode
+    try:
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("PRAGMA cell_size_check=ON")
+            found = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]
+    except sqlite3.DatabaseError as error:
+        if not is_damage(error):
+            raise
+        found = [str(error)]
+    if found != ["ok"]:
+        said = " ".join(str(found[0]).split())
+        raise DamagedRecords(
+            f"{path} is damaged ({said}); move the data folder away, and restore a backup (sparrow restore)"
+        )
 
 
 def connect(where: Path | str) -> Engine:
@@ -79,7 +104,18 @@ def migrate(engine: Engine) -> None:
             connection.execute(REVISION.insert().values(version_num=newest_revision()))
             connection.commit()
         elif revision != newest_revision():
+            check_revision(connection)
             _upgrade(connection)
+
+
+def check_revision(connection: Connection) -> None:
+    """Raise NewerRecords where the tables are of a later revision than this code knows."""
+    revision = str(connection.scalar(select(REVISION.c.version_num)) or "")
+    if revision > newest_revision():
+        raise NewerRecords(
+            f"the records are of a newer version of Sparrow (tables {revision}, this one knows {newest_revision()}); "
+            f"install that version, or restore a backup of before (sparrow restore)"
+        )
 
 
 def newest_revision() -> str:
@@ -164,6 +200,8 @@ def _prepare(connection: Any, _: object) -> None:
     cursor.execute("PRAGMA synchronous=FULL")
     # A long look, such as a backup, makes the WAL grow: afterwards it is cut to this again, and the disk gets it back.
     cursor.execute(f"PRAGMA journal_size_limit={LARGEST_WAL}")
+    # A page is looked at before it is used, so that a damaged one is an error.
+    cursor.execute("PRAGMA cell_size_check=ON")
     # No mmap_size: through mapped pages a failing disk is a SIGBUS, which ends the process, and not an error.
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()

@@ -68,7 +68,7 @@ def test_rounds_that_close_meanwhile_do_no_harm(tmp_path, clock, answer, play):
         assert tries == [2, 3], "what the newer records name was copied before it went, too"
     bring_back(settings_for(tmp_path / "new"), tmp_path / "copy")
     with closing(Store(tmp_path / "new")) as store:
-        assert "1/models/000000003.safetensors" in store.blobs.keys("1/models")
+        assert any(key.startswith("1/models/000000003.") for key in store.blobs.keys("1/models"))
 
 
 def test_nothing_is_overwritten_and_nothing_incomplete_is_used(tmp_path, clock, answer):
@@ -90,7 +90,7 @@ def test_nothing_is_overwritten_and_nothing_incomplete_is_used(tmp_path, clock, 
     with pytest.raises(BackupFailed, match="is damaged"):
         bring_back(settings_for(tmp_path / "new"), tmp_path / "copy")
     model.unlink()
-    with pytest.raises(BackupFailed, match="lacks 1/models/000000002"):
+    with pytest.raises(BackupFailed, match=r"copy is damaged: 1/models/000000002\.[0-9a-f]{64}\.safetensors"):
         bring_back(settings_for(tmp_path / "new"), tmp_path / "copy")
     assert not (tmp_path / "new" / "coordinator.sqlite3").exists()
 

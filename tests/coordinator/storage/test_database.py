@@ -86,7 +86,7 @@ TABLES = ("federations", "devices", "rounds", "assignments")
 ADDED = {
     *("limited_by", "paused", "mask", "model", "num_examples", "notes", "parts", "plan", "warning"),
     *("token_issued_at", "next_token_sha256"),
-    *("rollback_version", "base_version", "model_version", "undone"),
+    *("rollback_version", "base_version", "model_version", "undone", "first_sha256"),
     *("arrivals", "target", "extensions", "arrival", "counted_round"),
     *("hosted", "published", "published_bytes", "bytes_down", "bytes_up"),
 }
