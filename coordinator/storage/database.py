@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sqlite3
 from contextlib import closing
@@ -26,7 +27,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError
 
 from sparrow.coordinator.errors import BadDatabase, DamagedRecords, NewerRecords
-from sparrow.coordinator.storage.blobs import FILE_MODE
+from sparrow.coordinator.storage.blobs import FILE_MODE, flush_folder, private
 from sparrow.coordinator.storage.failing import is_damage
 from sparrow.coordinator.storage.tables import Base, Federation
 
@@ -34,6 +35,7 @@ BUSY_SECONDS = 30  # that a commit waits for another process that holds the lock
 LARGEST_WAL = 16 * 1024 * 1024
 CONNECTIONS = 10
 """Kept open between calls, the last used first: to make one takes longer than most calls need it."""
+PIECE = 1024 * 1024
 WRITING = {"writing": True}
 """Execution options of an engine whose transactions write."""
 
@@ -64,9 +66,30 @@ def open_database(where: Path | str) -> Engine:
     return engine
 
 
+def seal(path: Path) -> None:
+    """Write down the SHA-256 of a SQLite file that nobody has open any more, so that damage is found when it is opened.
+
+    SQLite itself finds damaged pages, and not a changed value in one."""
+    if path.exists() and not _wal_of(path).exists():
+        digest = _sha256(path)
+        with open(_seal_of(path), "w", opener=private) as file:
+            file.write(digest)
+
+
 def check_sqlite(path: Path) -> None:
-    """Make an empty database that nobody else may read, or look through the pages of one. Raises DamagedRecords."""
+    """Make an empty database that nobody else may read, or check one. Raises DamagedRecords.
+
+    Its pages are looked through, and, where it was sealed and not written since, it is compared with its digest."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, FILE_MODE))  # SQLite gives its other files the same mode
+    sealed = _seal_of(path)
+    if sealed.exists():
+        if _wal_of(path).exists() or sealed.read_bytes() != _sha256(path).encode():
+            raise DamagedRecords(
+                f"{path} is damaged: it is not as the coordinator left it; move the data folder away, and restore a "
+                f"backup (sparrow restore); if it was you who changed it, remove {sealed}"
+            )
+        sealed.unlink()
+        flush_folder(path.parent)  # before anything is written that it does not know
     try:
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("PRAGMA cell_size_check=ON")
@@ -80,6 +103,22 @@ def check_sqlite(path: Path) -> None:
         raise DamagedRecords(
             f"{path} is damaged ({said}); move the data folder away, and restore a backup (sparrow restore)"
         )
+
+
+def _sha256(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            found.update(piece)
+    return found.hexdigest()
+
+
+def _seal_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _wal_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}-wal")
 
 
 def connect(where: Path | str) -> Engine:

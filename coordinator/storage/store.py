@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from sparrow.coordinator.errors import DataInUse, Unavailable, WrongBlobs
 from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, make_folder, private
-from sparrow.coordinator.storage.database import WRITING, open_database
+from sparrow.coordinator.storage.database import WRITING, open_database, seal
 from sparrow.coordinator.storage.failing import BLOBS, RECORDS, Troubles, advice
 from sparrow.coordinator.storage.mounts import check_local
 from sparrow.coordinator.storage.objects import ObjectBlobs
@@ -227,6 +227,9 @@ class Store:
         with self._turn:
             self._closed = True
             self._let_go()
+            if self.shared is None and RECORDS not in self.troubles.damages():
+                with suppress(OSError):  # a full disk: then it is not compared when it is opened again
+                    seal(self.folder / RECORDS_FILE)
             self._lock_file.close()
 
     def _check_open(self) -> None:

@@ -96,7 +96,8 @@ def test_a_blob_that_is_not_what_its_key_names_is_never_handed_out(blobs, caplog
     assert blobs.get(key) == b"three"
     said = [record.getMessage() for record in caplog.records if record.name == "sparrow.coordinator.storage.failing"]
     assert [key in line for line in said] == [True] * len(said)
-    assert said[0].endswith("bring this file back from a backup") and said[-1].endswith("is whole again; going on")
+    assert said[0].endswith("bring this file back from a backup")
+    assert said[-1].endswith("is whole again; going on")
     with pytest.raises(ValueError, match="does not name the SHA-256"):
         blobs.get("1/models/4")
 

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
+from sparrow.coordinator.commands.backup import back_up
+from sparrow.coordinator.commands.restore import bring_back
 from sparrow.coordinator.errors import NetworkFolder, RoundClosed
+from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage import mounts
 from sparrow.coordinator.storage.mounts import network_type
 from sparrow.coordinator.storage.store import Store
@@ -150,3 +153,49 @@ def test_a_data_folder_on_a_network_is_refused_with_advice(tmp_path, monkeypatch
     with pytest.raises(NetworkFolder, match=r"network file system \(nfs4\).*COORDINATOR_DATA_DIR.*local disk"):
         Store(tmp_path / "data")
     assert not (tmp_path / "data" / "coordinator.sqlite3").exists()
+
+
+# --- who may read ------------------------------------------------------------------------------------------------
+
+
+def open_to_others(folder):
+    return sorted(str(path) for path in [folder, *folder.rglob("*")] if path.stat().st_mode & 0o077)
+
+
+@pytest.fixture
+def usual_mask():
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def test_what_a_coordinator_keeps_is_for_its_own_user_alone(tmp_path, clock, answer, usual_mask):
+    coordinator = LocalCoordinator(tmp_path / "data", clock)
+    with closing(coordinator.store):
+        coordinator.create()
+        devices = coordinator.enrol("a", "b")
+        coordinator.rounds.advance()
+        answer(devices[0])
+        assert len(list((tmp_path / "data").glob("coordinator.sqlite3*"))) == 3, "with SQLite's -wal and -shm"
+        assert open_to_others(tmp_path / "data") == []
+        settings = Settings(data_dir=tmp_path / "data", default_task="")
+        back_up(settings, tmp_path / "copy")
+    assert open_to_others(tmp_path / "data") == open_to_others(tmp_path / "copy") == []
+    bring_back(Settings(data_dir=tmp_path / "new", default_task=""), tmp_path / "copy")
+    assert open_to_others(tmp_path / "new") == []
+
+
+def test_a_folder_of_before_is_closed_to_others_and_one_of_somebody_elses_is_warned_of(tmp_path, caplog, usual_mask):
+    data = tmp_path / "data"
+    Store(data).close()
+    for path in [data, *data.iterdir()]:
+        path.chmod(path.stat().st_mode | 0o055)
+    Store(data).close()
+    assert open_to_others(data) == []
+    assert caplog.text.count("was open to other users of this machine, and is closed to them") == 5
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o755)
+    (shared / "photographs").mkdir()
+    Store(shared).close()
+    assert shared.stat().st_mode & 0o077 == 0o055, "its user decides"
+    assert f"{shared} is open to other users of this machine; close it: chmod go= {shared}" in caplog.text
