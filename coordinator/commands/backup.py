@@ -183,7 +183,6 @@ def _records_of(settings: Settings, target: Path) -> Iterator[Connection]:
             source.backup(made)
             made.execute("PRAGMA journal_mode=DELETE")  # one file, for any later copy
         check_sqlite(copy)  # pages are copied as they are
-        flush_folder(target)
         engine = create_engine(f"sqlite:///{copy.resolve()}")
         try:
             with engine.connect() as connection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sqlite3
 from contextlib import closing
@@ -30,6 +31,8 @@ from sparrow.coordinator.errors import BadDatabase, DamagedRecords, NewerRecords
 from sparrow.coordinator.storage.blobs import FILE_MODE, flush_folder, private
 from sparrow.coordinator.storage.failing import is_damage
 from sparrow.coordinator.storage.tables import Base, Federation
+
+log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 30  # that a commit waits for another process that holds the lock: a backup, somebody's sqlite3
 LARGEST_WAL = 16 * 1024 * 1024
@@ -145,6 +148,8 @@ def migrate(engine: Engine) -> None:
         elif revision != newest_revision():
             check_revision(connection)
             _upgrade(connection)
+        if engine.dialect.name == "postgresql" and connection.scalar(text("SHOW fsync")) == "off":
+            log.warning("the PostgreSQL server runs with fsync=off: a power cut may lose what was acknowledged")
 
 
 def check_revision(connection: Connection) -> None:
