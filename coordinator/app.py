@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from sqlalchemy import select
 from starlette.types import Scope
 
 from sparrow.coordinator.api.buckets import RateLimit
@@ -33,6 +32,7 @@ from sparrow.coordinator.rounds.dispatch import Dispatch
 from sparrow.coordinator.rounds.engine import Rounds
 from sparrow.coordinator.rounds.intake import DecodedUpdates
 from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.storage.database import check_revision
 from sparrow.coordinator.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -136,10 +136,12 @@ class Coordinator:
             self.store.close()
 
     def check_ready(self) -> None:
-        """Raise an error if the coordinator cannot read its records or write its folder, now or soon."""
+        """Raise an error if the coordinator cannot read its records or write its folder, now or soon, or if any is
+        damaged."""
         with self.store.reading() as db:
-            db.execute(select(1))
+            check_revision(db.connection())
         self.store.check()
+        self.store.check_whole()
         self.store.probe()
         free = shutil.disk_usage(self.settings.data_dir).free
         if free < self.settings.min_free_bytes:

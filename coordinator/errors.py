@@ -158,6 +158,14 @@ class Unavailable(RequestError):
     exit_code = Exit.UNREACHABLE
 
 
+class Damaged(Unavailable):
+    """A blob is not what its key names, or missing; ``key`` says which."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__("a file of the coordinator is damaged or missing; try again when its operator has restored it")
+        self.key = key
+
+
 class DiskFull(Unavailable):
     """There is no room for the call's data."""
 
@@ -200,6 +208,14 @@ class DataInUse(OperatorError):
 
 class WrongBlobs(OperatorError):
     """Records and blobs do not belong together."""
+
+
+class DamagedRecords(OperatorError):
+    """The database is damaged, or no database of this program."""
+
+
+class NewerRecords(OperatorError):
+    """The database was written by a newer version of this program."""
 
 
 class NoRecords(OperatorError):

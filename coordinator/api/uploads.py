@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import os
 import re
 import secrets
 import shutil
@@ -33,7 +34,7 @@ from starlette.requests import ClientDisconnect
 from sparrow.coordinator.api.bodies import read_body
 from sparrow.coordinator.errors import BadContent, LengthRequired, TooLarge, WrongRange
 from sparrow.coordinator.rounds.acceptance import Acceptance
-from sparrow.coordinator.storage.blobs import read_file
+from sparrow.coordinator.storage.blobs import make_folder, private, read_file
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment
 
@@ -175,8 +176,8 @@ class Uploads:
             path = self._folder / f"{assignment_id}.{secrets.token_hex(8)}.part"
             part = self._parts[assignment_id] = _Part(digest, total, path, self._clock())
             with self._store.troubles.of_blobs():
-                self._folder.mkdir(parents=True, exist_ok=True)
-                part.path.write_bytes(b"")
+                make_folder(self._folder)
+                os.close(private(part.path, os.O_WRONLY | os.O_CREAT))
         if part is None or received != first or part.total != total:
             raise WrongRange(f"{received} bytes of this update are here; go on with the next")
         with part.lock:

@@ -4,6 +4,8 @@ TARGET gets ``coordinator.sqlite3`` (of PostgreSQL ``records.dump``, made by pg_
 ``backup.json``: without that file it is not complete. Which coordinator is said by the settings that it has itself
 (``COORDINATOR_*``); ``sparrow restore`` brings a copy back.
 
+Every file is compared with its digest as it is copied, and the copy again; ``backup.json`` names them all.
+
 The records come first, as of one moment; then the blobs that they name. A coordinator that goes on deletes what it does
 not need any more: where that has taken a blob, newer records are copied, and what these name. Blobs never change under
 their names, so each is copied once.
@@ -12,6 +14,7 @@ their names, so each is copied once.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -27,20 +30,21 @@ from typing import Any
 from sqlalchemy import Connection, case, create_engine, make_url, select, text
 from sqlalchemy.orm import Session
 
+from edge_sdk.protocol.manifest import Manifest
 from sparrow.command_line.command import Command, Parser, add_json
-from sparrow.coordinator.errors import BackupFailed, MissingProgram, NoRecords
-from sparrow.coordinator.models.global_models import model_key
+from sparrow.coordinator.errors import BackupFailed, Damaged, MissingProgram, NoRecords
+from sparrow.coordinator.models.global_models import model_key, recorded_models, skeleton_key
 from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, update_key
 from sparrow.coordinator.settings import Settings, read_settings
-from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, flush_folder
-from sparrow.coordinator.storage.database import connect
+from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, flush, flush_folder, make_folder, private, read_file
+from sparrow.coordinator.storage.database import check_sqlite, connect
 from sparrow.coordinator.storage.failing import database_errors
 from sparrow.coordinator.storage.store import RECORDS_FILE, open_blobs
 from sparrow.coordinator.storage.tables import Assignment, Federation, Round
 
 DUMP_FILE, SUMMARY_FILE, BLOBS_FOLDER = "records.dump", "backup.json", "blobs"
 TRIES = 50
-FORMAT = 1
+FORMAT = 2
 
 
 def back_up(settings: Settings, target: Path, copied: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -53,7 +57,8 @@ def back_up(settings: Settings, target: Path, copied: Callable[[], None] = lambd
         raise NoRecords(f"there are no records in {settings.data_dir}; set COORDINATOR_DATA_DIR to the coordinator's")
     if target.exists() and any(target.iterdir()):
         raise BackupFailed(f"{target} is not empty; give a new folder")
-    target.mkdir(parents=True, exist_ok=True)
+    make_folder(target)
+    gone: set[str] = set()
     source, kept = open_blobs(settings.data_dir, settings.blobs), FolderBlobs(target / BLOBS_FOLDER)
     for _ in range(TRIES):
         with _records_of(settings, target) as connection, Session(connection) as db:
@@ -66,26 +71,59 @@ def back_up(settings: Settings, target: Path, copied: Callable[[], None] = lambd
             }
             ids = list(db.scalars(select(Federation.id)))
         copied()
-        if _copy(source, kept, ids, named):
+        if _copy(source, kept, ids, named, gone):
             break
     else:
         raise BackupFailed(
             f"rounds closed faster than their blobs could be copied, {TRIES} times; pause the federations (PATCH with "
             f"the action pause), make the backup, and resume them"
         )
+    summary["records_sha256"] = hashlib.sha256(read_file(target / summary["records"])).hexdigest()
+    summary["blobs"] = sorted(key_of(target, path) for path in (target / BLOBS_FOLDER).rglob("*") if path.is_file())
+    check_copy(target, summary)
     _write(target / SUMMARY_FILE, json.dumps(summary, indent=1).encode())
     return summary
 
 
-def blobs_named(db: Session) -> dict[str, str | None]:
-    """Return the keys of the blobs that the records need, and their SHA-256 if the records know it."""
-    named: dict[str, str | None] = {}
-    for federation in db.scalars(select(Federation)):
-        named[model_key(federation.id, federation.model_version)] = federation.model_sha256
-        of_it = select(Assignment.model_version).where(Assignment.federation_id == federation.id)
+def key_of(copy: Path, path: Path) -> str:
+    """Return the key of a blob's file in a backup."""
+    return str(path.relative_to(copy / BLOBS_FOLDER))
+
+
+def check_copy(copy: Path, summary: dict[str, Any]) -> None:
+    """Raise BackupFailed, with the names, where a file of a backup is missing or not what ``backup.json`` says."""
+    blobs, damaged = FolderBlobs(copy / BLOBS_FOLDER), []
+    records = copy / summary["records"]
+    if not records.is_file() or hashlib.sha256(read_file(records)).hexdigest() != summary["records_sha256"]:
+        damaged.append(summary["records"])
+    for key in summary["blobs"]:
+        try:
+            blobs.load(key)
+        except Damaged:
+            damaged.append(key)
+    if damaged:
+        raise BackupFailed(f"{copy} is damaged: {', '.join(damaged)}; take another backup")
+
+
+def blobs_named(db: Session) -> set[str]:
+    """Return the keys of the blobs that the records need."""
+    named: set[str] = set()
+    of_models = {each.id: (each, recorded_models(db, each)) for each in db.scalars(select(Federation))}
+
+    def model(federation_id: int, version: int) -> str:
+        digest = of_models[federation_id][1].get(version)
+        if digest is None:
+            raise BackupFailed(
+                f"the records of federation {federation_id} need its model {version}, and do not know it"
+            )
+        return model_key(federation_id, version, digest)
+
+    for number, (federation, _) in of_models.items():
+        manifest = Manifest.model_validate_json(federation.manifest)
+        named |= {skeleton_key(number, manifest), model(number, federation.model_version)}
+        of_it = select(Assignment.model_version).where(Assignment.federation_id == number)
         others = set(db.scalars(of_it.where(Assignment.status == "open"))) | {federation.rollback_version}
-        for version in others - {None, federation.model_version}:
-            named[model_key(federation.id, version or 0)] = None
+        named.update(model(number, version) for version in others if version is not None)
     waiting = (
         select(Assignment)
         .join(Round, (Round.federation_id == Assignment.federation_id) & (Round.number == Assignment.round))
@@ -96,30 +134,42 @@ def blobs_named(db: Session) -> dict[str, str | None]:
         )
     )
     for each in db.scalars(waiting):
-        digest = each.update_sha256 or ""
-        named[update_key(each.federation_id, each.id, digest)] = digest
-        named.setdefault(model_key(each.federation_id, each.model_version), None)  # its base
+        named.add(update_key(each.federation_id, each.id, each.update_sha256 or ""))
+        named.add(model(each.federation_id, each.model_version))  # its base
     return named
 
 
-def _copy(source: Blobs, kept: Blobs, ids: Sequence[int], named: dict[str, str | None]) -> bool:
-    """Copy the named blobs and all other models and masks; return False if a named one has gone."""
-    wanted = [f"{number}/skeleton.onnx" for number in ids]
+def _copy(source: Blobs, kept: Blobs, ids: Sequence[int], named: set[str], gone: set[str]) -> bool:
+    """Copy the named blobs and all other models and masks; return False if a named one has gone.
+
+    gone: those that had gone before; one that newer records name as well is lost. Raises BackupFailed where any is, or
+    is damaged."""
+    wanted: list[str] = []
     for number in ids:
         # A model's state before its values: these are deleted first, so values that are there had their state before.
         keys = source.keys(f"{number}/models")
-        wanted += [key for key in keys if key.endswith(".state.safetensors")]
-        wanted += [key for key in keys if not key.endswith(".state.safetensors")]
+        wanted += [key for key in keys if ".state." in key]
+        wanted += [key for key in keys if ".state." not in key]
         wanted += source.keys(f"{number}/masks")
-    for key in dict.fromkeys([*wanted, *named]):
+    damaged: list[str] = []
+    for key in dict.fromkeys([*wanted, *sorted(named)]):
         if key in kept.sizes(key.rpartition("/")[0]):
             continue
         try:
-            kept.put(key, source.get(key))
+            kept.put(key, source.get(key, needed=False))
+        except Damaged:
+            damaged.append(key)
         except FileNotFoundError:
-            if key in named:
-                return False
-    return True
+            if key in named & gone:
+                damaged.append(key)
+            elif key in named:
+                gone.add(key)
+    if damaged:
+        raise BackupFailed(
+            f"damaged or missing: {', '.join(damaged)}; this copy is not complete: bring these back from an earlier "
+            f"backup, or restore that"
+        )
+    return not gone & named
 
 
 @contextmanager
@@ -128,10 +178,11 @@ def _records_of(settings: Settings, target: Path) -> Iterator[Connection]:
     if settings.database_url is None:
         copy = target / RECORDS_FILE
         where = f"file:{settings.data_dir.resolve() / RECORDS_FILE}?mode=rw"
+        os.close(private(copy, os.O_RDWR | os.O_CREAT))
         with closing(sqlite3.connect(where, uri=True)) as source, closing(sqlite3.connect(copy)) as made:
             source.backup(made)
             made.execute("PRAGMA journal_mode=DELETE")  # one file, for any later copy
-        flush_folder(target)
+        check_sqlite(copy)  # pages are copied as they are
         engine = create_engine(f"sqlite:///{copy.resolve()}")
         try:
             with engine.connect() as connection:
@@ -142,11 +193,13 @@ def _records_of(settings: Settings, target: Path) -> Iterator[Connection]:
     address = settings.database_url.get_secret_value()
     engine = connect(address)
     try:
+        os.close(private(target / DUMP_FILE, os.O_RDWR | os.O_CREAT))
         with engine.connect() as connection:  # its transaction keeps the snapshot that pg_dump shares
             snapshot = connection.scalar(text("SELECT pg_export_snapshot()"))
             run_postgresql(
                 address, "pg_dump", "--format=custom", f"--snapshot={snapshot}", f"--file={target / DUMP_FILE}"
             )
+            flush(target / DUMP_FILE)
             yield connection
     finally:
         engine.dispose()
@@ -168,7 +221,7 @@ def run_postgresql(address: str, program: str, *arguments: str) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
+    with open(path, "wb", opener=private) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

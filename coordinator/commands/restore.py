@@ -11,14 +11,13 @@ holds a model or mask that is not known is sent the whole. Devices that enrolled
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
 
-from sqlalchemy import create_engine, inspect
-from sqlalchemy.orm import Session
+from sqlalchemy import inspect
 
 from sparrow.command_line.command import Command, Parser
 from sparrow.coordinator.commands.backup import (
@@ -26,12 +25,12 @@ from sparrow.coordinator.commands.backup import (
     DUMP_FILE,
     FORMAT,
     SUMMARY_FILE,
-    blobs_named,
+    check_copy,
     run_postgresql,
 )
 from sparrow.coordinator.errors import BackupFailed, NoRecords
 from sparrow.coordinator.settings import Settings, read_settings
-from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, flush_folder, make_folder
+from sparrow.coordinator.storage.blobs import FolderBlobs, flush, flush_folder, make_folder, private
 from sparrow.coordinator.storage.database import connect
 from sparrow.coordinator.storage.failing import database_errors
 from sparrow.coordinator.storage.store import RECORDS_FILE, lock_folder, open_blobs
@@ -46,6 +45,8 @@ def bring_back(settings: Settings, source: Path) -> None:
         summary = json.loads((source / SUMMARY_FILE).read_text())
     except FileNotFoundError:
         raise NoRecords(f"{source} has no {SUMMARY_FILE}: it is not a complete backup; give another folder") from None
+    except ValueError:
+        raise BackupFailed(f"{source / SUMMARY_FILE} is damaged; take another backup") from None
     if summary["format"] != FORMAT:
         raise BackupFailed(f"{source} is of format {summary['format']}, this version reads {FORMAT}; update it")
     to_server = settings.database_url is not None
@@ -53,42 +54,24 @@ def bring_back(settings: Settings, source: Path) -> None:
         kinds = ("PostgreSQL", "SQLite") if to_server else ("SQLite", "PostgreSQL")
         raise BackupFailed(f"the settings say {kinds[0]}, the backup is of {kinds[1]}; change COORDINATOR_DATABASE_URL")
     made = FolderBlobs(source / BLOBS_FOLDER)
-    if not to_server:
-        check_whole(source / RECORDS_FILE, made)
+    check_copy(source, summary)
     make_folder(settings.data_dir)
     with lock_folder(settings.data_dir):
         _check_empty(settings)
         blobs = open_blobs(settings.data_dir, settings.blobs)
-        for path in sorted((source / BLOBS_FOLDER).rglob("*")):
-            if path.is_file():
-                key = str(path.relative_to(source / BLOBS_FOLDER))
-                blobs.put(key, made.get(key))
+        for key in summary["blobs"]:
+            blobs.put(key, made.get(key))
         if settings.database_url is not None:
             address = settings.database_url.get_secret_value()
             run_postgresql(address, "pg_restore", "--no-owner", "--single-transaction", str(source / DUMP_FILE))
             return
         partial = settings.data_dir / f"{RECORDS_FILE}.partial"
+        partial.unlink(missing_ok=True)
+        os.close(private(partial, os.O_RDWR | os.O_CREAT))
         shutil.copyfile(source / RECORDS_FILE, partial)
-        flush_folder(partial)  # the same call flushes a file
+        flush(partial)
         partial.replace(settings.data_dir / RECORDS_FILE)
         flush_folder(settings.data_dir)
-
-
-def check_whole(records: Path, blobs: Blobs) -> None:
-    """Raise BackupFailed where a blob that the records name is missing or damaged."""
-    engine = create_engine(f"sqlite:///{records.resolve()}")
-    try:
-        with Session(engine) as db:
-            named = blobs_named(db)
-    finally:
-        engine.dispose()
-    for key, digest in named.items():
-        try:
-            data = blobs.get(key)
-        except FileNotFoundError:
-            raise BackupFailed(f"the backup lacks {key}, which its records name; take another one") from None
-        if digest is not None and hashlib.sha256(data).hexdigest() != digest:
-            raise BackupFailed(f"{key} of the backup is damaged: its digest is another; take another one")
 
 
 def _check_empty(settings: Settings) -> None:

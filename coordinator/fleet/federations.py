@@ -180,7 +180,7 @@ class Federations:
             db.flush()
             # Blobs first, then the commit: a federation that can be seen has its model on disk.
             self._models.add(federation.id, manifest, skeleton)
-            federation.model_sha256 = self._models.save(federation.id, 0, model)
+            federation.model_sha256 = federation.first_sha256 = self._models.save(federation.id, 0, model)
             return self.describe(db, federation)
 
     def ensure_default(self, task: str, settings: FederationSettings) -> None:
@@ -342,18 +342,18 @@ class Federations:
     def skeleton(self, name: str) -> bytes:
         """Return the ONNX skeleton of the federation's model."""
         with self._store.reading() as db:
-            return self._models.skeleton(find(db, name).id)
+            return self._models.skeleton(find(db, name))
 
     def model(self, name: str, version: int | None = None) -> bytes:
         """Return the newest global model, or one that is kept, as a checkpoint. Raises NoGlobalModel, NotFound."""
         with self._store.reading() as db:
             federation = find(db, name)
-            self._check_usable(federation)
-            if version is not None and version not in rollback.kept_models(db, federation, self._models):
-                raise NotFound(
-                    f"model {version} of {name} is not kept; GET /v1/federations/{name}/models lists those that are"
-                )
-        return self._models.file(federation.id, federation.model_version if version is None else version)
+        self._check_usable(federation)
+        if version is not None and version not in self._models.versions(federation):
+            raise NotFound(
+                f"model {version} of {name} is not kept; GET /v1/federations/{name}/models lists those that are"
+            )
+        return self._models.file(federation, federation.model_version if version is None else version)
 
     def model_onnx(self, name: str) -> bytes:
         """Return the global model as ONNX. Raises NoGlobalModel."""
@@ -366,7 +366,7 @@ class Federations:
         manifest = self._models.manifest(federation)
         known = {"federation": federation.name, "task": federation.task, "method": federation.method}
         note = properties(manifest, tensors, round=federation.round, **known)
-        return fill(self._models.skeleton(federation.id), manifest, tensors, metadata=note)
+        return fill(self._models.skeleton(federation), manifest, tensors, metadata=note)
 
     def evaluate(self, name: str, body: bytes) -> Evaluation:
         """Return the evaluation of the global model on test data. Raises NoGlobalModel, BadContent."""

@@ -4,22 +4,24 @@ A payload is not stored: which values it holds follows from the assignment (mode
 and from the mask that the device holds, so it is packed when asked for, and a restarted coordinator packs the same
 bytes again. The last few are remembered (``payloads``).
 
-A method's own arrays lie in a second file of the same version. Masks of elements also lie by themselves, under their
-digests, as long as a device holds them: it is sent the changes since then. So do the
-masks of neurons that devices have chosen, whose values are what these are sent. Where a method knows what of the values
-changed since a round, a device that holds the model of that round is sent no more.
+A method's own arrays lie in a second file of the same version, whose digest is in the note of the first. Masks of
+elements also lie by themselves, under their digests, as long as a device holds them: it is sent the changes since
+then. So do the masks of neurons that devices have chosen, whose values are what these are sent. Where a method knows
+what of the values changed since a round, a device that holds the model of that round is sent no more.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from pydantic import ValidationError
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.elements import ElementMask, from_bits
@@ -27,12 +29,14 @@ from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind
 from edge_sdk.protocol.neurons import fits_ratio, mask_digest, mask_from_file, mask_to_file
-from sparrow.coordinator.errors import NotFound, Unreadable, explain
+from sparrow.coordinator.errors import Damaged, NotFound, Unreadable, explain
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method
 from sparrow.coordinator.models.payloads import Packed, Payloads
 from sparrow.coordinator.rounds.draws import neuron_key
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
+
+SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Models:
         self._store = store
         self._retention = retention or Retention()
         self._manifests: dict[int, Manifest] = {}
-        self._latest: dict[int, tuple[int, GlobalModel]] = {}
+        self._latest: dict[int, tuple[str, GlobalModel]] = {}  # by federation: the digest of its file, and the model
         self._payloads = Payloads()
 
     def manifest(self, federation: Federation) -> Manifest:
@@ -88,68 +92,80 @@ class Models:
     def add(self, federation_id: int, manifest: Manifest, skeleton: bytes) -> None:
         """Take in a new federation's model: its description, and its ONNX skeleton on disk."""
         self._manifests[federation_id] = manifest
-        self._store.blobs.put(f"{federation_id}/skeleton.onnx", skeleton)
+        self._store.blobs.put(skeleton_key(federation_id, manifest), skeleton)
 
-    def skeleton(self, federation_id: int) -> bytes:
+    def skeleton(self, federation: Federation) -> bytes:
         """Return the ONNX skeleton of the forward pass."""
-        try:
-            return self._store.blobs.get(f"{federation_id}/skeleton.onnx")
-        except FileNotFoundError:
-            raise NotFound("this federation was published without an ONNX skeleton") from None
+        return self._store.blobs.get(skeleton_key(federation.id, self.manifest(federation)))
 
     def save(self, federation_id: int, version: int, model: GlobalModel) -> str:
-        """Store a global model durably; return the SHA-256 of the file of its values."""
+        """Store a global model durably; return the SHA-256 of the file of its values, which names all of it."""
+        note: dict[str, object] = {"version": version}
         if model.mask is not None or model.own:
             state = {f"own:{name}": array for name, array in model.own.items()}
             if model.mask is not None:
                 state["mask"] = np.frombuffer(model.mask.bits, dtype=np.uint8)
                 self._keep_mask(federation_id, model.mask.digest, model.mask.bits)
-            self._store.blobs.put(state_key(federation_id, version), checkpoint.save(state))
-        body = checkpoint.save(model.tensors, json.dumps({"version": version}))
-        self._store.blobs.put(model_key(federation_id, version), body)
-        self._latest[federation_id] = (version, model)
-        return hashlib.sha256(body).hexdigest()
+            kept = checkpoint.save(state)
+            note["state"] = hashlib.sha256(kept).hexdigest()
+            self._store.blobs.put(state_key(federation_id, version, str(note["state"])), kept)
+        body = checkpoint.save(model.tensors, json.dumps(note))
+        digest = hashlib.sha256(body).hexdigest()
+        self._store.blobs.put(model_key(federation_id, version, digest), body)
+        self._latest[federation_id] = (digest, model)
+        return digest
 
     def digest(self, federation: Federation, version: int) -> str | None:
         """Return the SHA-256 of a model's file, by which devices name it; None if the method needs none."""
         if not load_method(federation.method).sends_changes:
             return None
+        return self.sha256(federation, version)
+
+    def sha256(self, federation: Federation, version: int) -> str:
+        """Return the SHA-256 of a model's file. Raises NotFound for a version that the records do not know."""
         if version == federation.model_version:
             return federation.model_sha256
-        return hashlib.sha256(self.file(federation.id, version)).hexdigest()
+        with self._store.reading() as db:
+            found = recorded_models(db, federation, version).get(version)
+        if found is None:
+            raise NotFound(f"{federation.name} has no model {version}")
+        return found
 
-    def file(self, federation_id: int, version: int) -> bytes:
-        """Return the values of a global model as stored: a checkpoint."""
-        return self._store.blobs.get(model_key(federation_id, version))
+    def file(self, federation: Federation, version: int) -> bytes:
+        """Return the values of a global model as stored: a checkpoint. Raises NotFound for one that is not kept."""
+        digest = self.sha256(federation, version)
+        return self._store.blobs.get(model_key(federation.id, version, digest))
 
-    def versions(self, federation_id: int) -> dict[int, int]:
-        """Return the global models that are stored, oldest first, and the bytes of each one's values."""
-        sizes = self._store.blobs.sizes(f"{federation_id}/models")
-        versions = {key: int(key.rpartition("/")[2].partition(".")[0]) for key in sizes}
-        return {number: sizes[key] for key, number in versions.items() if key == model_key(federation_id, number)}
+    def versions(self, federation: Federation) -> dict[int, int]:
+        """Return the global models that are stored and recorded, oldest first, and the bytes of each one's values."""
+        sizes = self._store.blobs.sizes(f"{federation.id}/models")
+        with self._store.reading() as db:
+            recorded = recorded_models(db, federation)
+        keys = {number: model_key(federation.id, number, recorded[number]) for number in sorted(recorded)}
+        return {number: sizes[key] for number, key in keys.items() if key in sizes}
 
     def kept(self, federation: Federation) -> dict[int, int]:
         """Return the global models that are kept, oldest first, with the bytes of each; others may go at any time."""
-        versions = self.versions(federation.id)
+        versions = self.versions(federation)
         stay = self._retention.kept(versions) | {federation.model_version}
         return {number: size for number, size in versions.items() if number in stay}
 
     def model(self, federation: Federation, version: int) -> GlobalModel:
         """Return a global model."""
-        latest = self._latest.get(federation.id)
-        if latest is None or latest[0] != version:
+        latest, digest = self._latest.get(federation.id), self.sha256(federation, version)
+        if latest is None or latest[0] != digest:
             model = self._load(federation, version)
             if version != federation.model_version:  # of an older assignment: not worth the newest one's place
                 return model
-            latest = self._latest[federation.id] = (version, model)
+            latest = self._latest[federation.id] = (digest, model)
         return latest[1]
 
     def _load(self, federation: Federation, version: int) -> GlobalModel:
-        tensors, _ = checkpoint.load(self.file(federation.id, version))
-        try:
-            state, _ = checkpoint.load(self._store.blobs.get(state_key(federation.id, version)))
-        except FileNotFoundError:
+        tensors, note = checkpoint.load(self.file(federation, version))
+        digest = json.loads(note).get("state")
+        if digest is None:
             return GlobalModel(tensors)
+        state, _ = checkpoint.load(self._store.blobs.get(state_key(federation.id, version, digest)))
         bits = state.pop("mask", None)
         mask = None if bits is None else from_bits(self.manifest(federation), bits.tobytes())
         return GlobalModel(tensors, mask, {name.removeprefix("own:"): array for name, array in state.items()})
@@ -159,15 +175,16 @@ class Models:
         self._manifests.pop(federation_id, None)
         self._latest.pop(federation_id, None)
 
-    def forget(self, federation_id: int, in_use: set[int], masks: set[str]) -> None:
+    def forget(self, federation: Federation, in_use: set[int], masks: set[str]) -> None:
         """Delete the global models that are not in use and not to be kept, and the masks that nothing refers to."""
-        kept = in_use | self._retention.kept(self.versions(federation_id))
-        keep = {key(federation_id, version) for version in kept for key in (model_key, state_key)}
-        keep |= {_mask_key(federation_id, digest) for digest in masks}
-        for folder in ("models", "masks"):
-            for key in self._store.blobs.keys(f"{federation_id}/{folder}"):
-                if key not in keep:
-                    self._store.blobs.delete(key)
+        blobs, folder = self._store.blobs, f"{federation.id}/models"
+        kept = in_use | self._retention.kept(self.versions(federation))
+        with self._store.reading() as db:
+            recorded = recorded_models(db, federation)
+        keep = {model_key(federation.id, version, recorded[version]) for version in kept & recorded.keys()}
+        states = tuple(f"{folder}/{version:09d}.state." for version in kept)
+        blobs.retain(folder, keep.union(key for key in blobs.keys(folder) if key.startswith(states)))
+        blobs.retain(f"{federation.id}/masks", {_mask_key(federation.id, digest) for digest in masks})
 
     def keep_mask(self, federation: Federation, mask: NeuronMask) -> str:
         """Store a mask that a device has chosen; return its digest."""
@@ -183,11 +200,15 @@ class Models:
 
     def _held_mask(self, federation: Federation, device: Device) -> ElementMask | NeuronMask | None:
         """Return the mask that a device said it holds, if it is one of this federation's."""
-        if device.mask is None:
+        if device.mask is None or not SHA256.fullmatch(device.mask):
             return None
+        key = _mask_key(federation.id, device.mask)
         try:
-            data = self._store.blobs.get(_mask_key(federation.id, device.mask))
+            data = self._store.blobs.get(key, needed=False)
         except FileNotFoundError:
+            return None
+        except Damaged:  # as if it were unknown: the device is sent the whole, or says again what it has chosen
+            self._store.blobs.delete(key)
             return None
         return mask_from_file(self.manifest(federation), data)
 
@@ -253,14 +274,31 @@ class Models:
             return db.scalars(of_digest.order_by(Round.number).limit(1)).first()
 
 
-def model_key(federation_id: int, version: int) -> str:
-    """Return the key of a global model's values."""
-    return f"{federation_id}/models/{version:09d}.safetensors"
+def recorded_models(db: Session, federation: Federation, version: int | None = None) -> dict[int, str]:
+    """Return the SHA-256 of the global models that the records know, by version: of all, or at least of one."""
+    made = select(Round.model_version, Round.model_sha256).where(
+        Round.federation_id == federation.id, Round.model_version.is_not(None), Round.model_sha256.is_not(None)
+    )
+    if version is not None:
+        made = made.where(Round.model_version == version)
+    first = {} if federation.first_sha256 is None else {0: federation.first_sha256}
+    rounds = {row[0] or 0: row[1] or "" for row in db.execute(made)}
+    return first | rounds | {federation.model_version: federation.model_sha256}
 
 
-def state_key(federation_id: int, version: int) -> str:
+def model_key(federation_id: int, version: int, digest: str) -> str:
+    """Return the key of a global model's values; digest: the SHA-256 of their file."""
+    return f"{federation_id}/models/{version:09d}.{digest}.safetensors"
+
+
+def state_key(federation_id: int, version: int, digest: str) -> str:
     """Return the key of what a method keeps beside the values, if anything."""
-    return f"{federation_id}/models/{version:09d}.state.safetensors"
+    return f"{federation_id}/models/{version:09d}.state.{digest}.safetensors"
+
+
+def skeleton_key(federation_id: int, manifest: Manifest) -> str:
+    """Return the key of the ONNX skeleton, whose digest every federation's manifest names."""
+    return f"{federation_id}/skeletons/{manifest.skeleton_sha256}"
 
 
 def _mask_key(federation_id: int, digest: str) -> str:

@@ -33,7 +33,7 @@ from sparrow.coordinator.errors import NotFound, read_stored
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.fleet.last_seen import LastSeen
 from sparrow.coordinator.methods import load_method
-from sparrow.coordinator.rounds.assignments import COHORT_KINDS, UNCOUNTED, weight_of
+from sparrow.coordinator.rounds.assignments import COHORT_KINDS, DAMAGED, UNCOUNTED, weight_of
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Round
 
@@ -199,8 +199,12 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
     receipts = [receipt for _, _, receipt in judged if receipt]
     personal = [receipt.personal for receipt in receipts if receipt.personal]
     shared = [receipt.global_model for receipt in receipts if receipt.global_model]
-    weights = [weight_of(each.num_examples, of.most_examples) for each, (of, _) in zip(reports, done, strict=True)]
+    counted = [
+        (name, report, weight_of(report.num_examples, of.most_examples)) for of, name, report in trained if report
+    ]
+    weights = [weight for _, _, weight in counted]
     examples = sum(weights)
+    lost = {name: DAMAGED for each, name in training if (each.status, each.return_reason) == ("expired", DAMAGED)}
     notes = dict(item.notes or {})
     left_out, privacy = notes.pop("left_out", {}), notes.pop("privacy", None)
     evaluation_phases = [
@@ -232,12 +236,8 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         notes=_whole_numbers(notes),
         unreadable=tuple(name for _, name, report in (*trained, *judged) if report is None),
         privacy=read_stored(PrivacySpent, privacy) if privacy else None,
-        left_out={name: left_out[assignment.id] for assignment, name in done if assignment.id in left_out},
-        capped={
-            name: weight
-            for (_, name), report, weight in zip(done, reports, weights, strict=True)
-            if weight < report.num_examples
-        },
+        left_out=lost | {name: left_out[assignment.id] for assignment, name in done if assignment.id in left_out},
+        capped={name: weight for name, report, weight in counted if weight < report.num_examples},
         evaluation_bytes_down=sum(phase.bytes_down for phase in evaluation_phases),
         evaluation_bytes_up=sum(upload.bytes_up for upload in evaluation_uploads),
         download=_add(report.telemetry.download for report in reports),

@@ -25,6 +25,9 @@ COHORT_KINDS = (Kind.train.value, Kind.personalise.value, Kind.prepare.value)
 BUNDLE_KINDS = (Kind.train.value, Kind.prepare.value)
 """The kinds of work that are answered with values of the model."""
 
+DAMAGED = "its stored update was damaged, and no other came in time"
+"""The reason that an assignment has whose update was acknowledged, was found damaged, and is asked for again."""
+
 UNCOUNTED = and_(Assignment.arrival.is_not(None), Assignment.counted_round.is_(None))
 """SQL, of an assignment in buffered rounds: its update has come, and waits to count in one."""
 

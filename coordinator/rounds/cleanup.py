@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from sqlalchemy import and_, select
 from sqlalchemy.orm import Session
 
+from sparrow.coordinator.errors import Unavailable
 from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.rounds.assignments import assignment_of, update_folder, update_key
 from sparrow.coordinator.rounds.buffered import Arrival, arrivals
@@ -43,10 +44,10 @@ def clear(store: Store, models: Models, federation_id: int) -> None:
         current_mask = models.model(federation, federation.model_version).mask
         if current_mask is not None:
             masks.add(current_mask.digest)
-    models.forget(federation_id, in_use, masks)
-    for key in store.blobs.keys(update_folder(federation_id)):
-        if key not in updates and assignment_of(key) not in on_the_way:
-            store.blobs.delete(key)
+    models.forget(federation, in_use, masks)
+    folder = update_folder(federation_id)
+    updates.update(key for key in store.blobs.keys(folder) if assignment_of(key) in on_the_way)
+    store.blobs.retain(folder, updates)
 
 
 def clear_all(store: Store, models: Models) -> None:
@@ -62,15 +63,16 @@ def clear_all(store: Store, models: Models) -> None:
                 clear_deleted(store, federation_id)
             else:
                 clear(store, models, federation_id)
+        except Unavailable as error:  # the store has logged why
+            log.warning("unused files of federation %s could not be removed: %s", federation_id, error)
         except Exception:
             log.exception("unused files of federation %s could not be removed", federation_id)
 
 
 def clear_deleted(store: Store, federation_id: int) -> None:
     """Remove all blobs of a federation that was deleted."""
-    folders = (f"{federation_id}/models", f"{federation_id}/masks", update_folder(federation_id))
-    for key in [f"{federation_id}/skeleton.onnx", *(key for folder in folders for key in store.blobs.keys(folder))]:
-        store.blobs.delete(key)
+    for folder in ("models", "masks", "skeletons", "updates"):
+        store.blobs.retain(f"{federation_id}/{folder}", ())
 
 
 def drop_unneeded(store: Store, federation_id: int, keys: Sequence[str]) -> None:

@@ -42,22 +42,25 @@ from sqlalchemy.exc import NoResultFound
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import messages as wire
-from sparrow.coordinator.errors import Unavailable
+from sparrow.coordinator.errors import Damaged, Unavailable
 from sparrow.coordinator.fleet.last_seen import LastSeen
 from sparrow.coordinator.logs import about
 from sparrow.coordinator.methods import GlobalModel, Situation, Work, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.rounds.assignments import (
     COHORT_KINDS,
+    DAMAGED,
     Drawable,
     Member,
     assign,
+    assignment_of,
     cohort_of,
     drop_late_work,
     extend_deadlines,
     open_round,
     touch,
     update_folder,
+    update_key,
 )
 from sparrow.coordinator.rounds.buffered import arrivals, count_in, working
 from sparrow.coordinator.rounds.candidates import draw, drawable, most_examples, situation_of, why_over
@@ -116,7 +119,6 @@ class Rounds:
         self._on_closed = on_closed
         self._advancing = threading.Lock()
         self._folding: dict[int, Folding] = {}
-        self._opened: dict[int, int] = {}  # by federation: the round that this process opened last
         self._failed_to_prepare: dict[
             int, set[str]
         ] = {}  # by federation: devices that did not, since the others were asked
@@ -156,7 +158,7 @@ class Rounds:
             for federation_id, name in federations:
                 with about(federation=name):
                     try:
-                        while self.step(federation_id):
+                        while self._step_whole(federation_id):
                             moved = True
                     except Unavailable:  # the store has logged it, once; the sums are made again
                         self._folding.pop(federation_id, None)
@@ -179,6 +181,18 @@ class Rounds:
         if now - self._stuck.get(federation_id, -math.inf) >= 60:
             self._stuck[federation_id] = now
             log.exception("federation %s cannot move on; the others do, and it is tried again", federation_id)
+
+    def _step_whole(self, federation_id: int) -> bool:
+        """Do as ``step`` does; where an update that it needs is damaged, have the device send another one.
+
+        Raises Damaged where it is a model: the federation waits until its operator has restored it."""
+        try:
+            return self.step(federation_id)
+        except Damaged as damage:
+            self._folding.pop(federation_id, None)
+            if not self._ask_again(federation_id, damage.key):
+                raise
+            return True
 
     def step(self, federation_id: int) -> bool:
         """Move one federation on by one step; return whether there was one."""
@@ -245,7 +259,6 @@ class Rounds:
             count = self._hand_out(db, federation, current, work, drawn, there)
             wanted = settings.quorum * (min(size, count) if more else count)
             current.target = settings.buffer or math.ceil(wanted - ACCIDENT)
-            self._opened[federation_id] = number
             log.info("%s: round %s opens for %s devices", federation.name, number, count, extra={"round": number})
             return True
 
@@ -397,6 +410,28 @@ class Rounds:
                     if away:
                         db.get_one(Device, assignment.device_id).present = False
 
+    def _ask_again(self, federation_id: int, key: str) -> bool:
+        """Open the assignment anew whose stored update is damaged; return whether the key is of one.
+
+        Its device trains for it again if it asks before the deadline. Else the round's record says what was left out.
+        """
+        with self._store.writing() as db:
+            damaged = db.get(Assignment, assignment_of(key))
+            if damaged is None or key != update_key(federation_id, damaged.id, damaged.update_sha256 or ""):
+                return False
+            device = db.get_one(Device, damaged.device_id)
+            damaged.status = "open" if device.status != "revoked" else "expired"
+            damaged.return_reason = DAMAGED
+            damaged.update_sha256 = damaged.update_bytes = damaged.report = damaged.arrival = None
+            touch(db, federation_id, damaged.round)
+            log.warning(
+                "the stored update of %s is damaged and left out; it is asked to train round %s again",
+                *(device.name, damaged.round),
+                extra={"round": damaged.round},
+            )
+        self._store.blobs.delete(key)
+        return True
+
     def _withdraw_silent(self, federation: Federation, current: Round | None) -> bool:
         """Close the awaited work of devices that were not seen for ``silence_seconds``; return whether there was any.
 
@@ -468,10 +503,7 @@ class Rounds:
         if folding is None or folding.round != number:
             with self._store.reading() as db:
                 situation = self._situation(db, federation, number)
-            # Into a buffered round come updates of before, too.
-            checked_here = self._opened.get(federation.id) == number and self._store.shared is None
-            intact = checked_here and situation.settings.buffer is None
-            folding = Folding(self._store, self._models, self._decoded, federation, situation, intact=intact)
+            folding = Folding(self._store, self._models, self._decoded, federation, situation)
             self._folding[federation.id] = folding
         return folding
 

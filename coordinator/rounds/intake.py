@@ -303,8 +303,7 @@ class Folding:
 
     round: its number. position: how many of its assignments, in the cohort's order, were looked at. taken: those whose
     updates were taken in. last: in a buffered round the number of the last arrival among them, and behind: how many
-    models old each was. parts: bytes of the updates' bundles by part. intact: that this process itself has checked
-    their digests when they came, and nobody else stores any.
+    models old each was. parts: bytes of the updates' bundles by part.
     """
 
     def __init__(
@@ -314,8 +313,6 @@ class Folding:
         decoded: DecodedUpdates,
         federation: Federation,
         situation: Situation,
-        *,
-        intact: bool,
     ) -> None:
         self._store = store
         self._models = models
@@ -323,7 +320,6 @@ class Folding:
         self._federation = federation
         self._model = models.model(federation, federation.model_version)
         self._manifest = situation.manifest
-        self._intact = intact
         self._exponent = situation.settings.staleness_exponent
         self._int8 = situation.settings.precision == "int8"
         self._precision = situation.settings.precision_of("down", Kind.train)
@@ -377,8 +373,8 @@ class Folding:
         """Return an update as it counts in this round, and the bytes of its parts."""
         decoded = self._decoded.take(key)
         if decoded is None:
-            body = self._store.blobs.load(key)
-            decoded = bundle.decode(body, self._manifest, self._model.mask, intact=self._intact)
+            # Its digest was compared with its key's: that inside of it need not be.
+            decoded = bundle.decode(self._store.blobs.load(key), self._manifest, self._model.mask, intact=True)
         report = UpdateReport.model_validate_json(decoded.report)
         version = self._versions.get(key)
         began = self._model if version is None else self._models.model(self._federation, version)

@@ -12,7 +12,6 @@ they are: they are the devices'. A method whose rounds build on each other in st
 
 from __future__ import annotations
 
-import hashlib
 import logging
 
 from sqlalchemy import func, select, update
@@ -29,9 +28,11 @@ log = logging.getLogger(__name__)
 
 
 def ask(db: Session, federation: Federation, models: Models, version: int) -> None:
-    """Go back to ``version``: now, or, while a round is open, when it has closed. Raises NotFound, WrongState."""
-    if version not in kept_models(db, federation, models):
-        kept = ", ".join(str(each) for each in kept_models(db, federation, models))
+    """Go back to ``version``: now, or, while a round is open, when it has closed.
+
+    Raises NotFound, WrongState, Damaged."""
+    if version not in models.kept(federation):
+        kept = ", ".join(str(each) for each in models.kept(federation))
         raise NotFound(f"model_version: {federation.name} has no model {version} any more; it has {kept}")
     method, current = load_method(federation.method), open_round(db, federation)
     if method.prepares and version == 0:
@@ -41,6 +42,7 @@ def ask(db: Session, federation: Federation, models: Models, version: int) -> No
     following = (current.number if current else federation.round) + 1
     situation = Situation(models.manifest(federation), settings_of(federation), following)
     method.check_rollback(_round_of(db, federation, version), situation)
+    models.file(federation, version)  # raises Damaged now, and not when the round has closed
     federation.rollback_version = version
     if current is None:
         carry_out(db, federation, models)
@@ -56,22 +58,14 @@ def carry_out(db: Session, federation: Federation, models: Models) -> None:
     known = (of_federation, Round.model_version.is_not(None))
     db.execute(update(Round).where(*known).values(undone=Round.model_version.not_in(stays), stale=True))
     log.warning("%s: goes back from model %s to %s", federation.name, federation.model_version, version)
+    federation.model_sha256 = models.sha256(federation, version)
     federation.model_version, federation.rollback_version = version, None
-    federation.model_sha256 = hashlib.sha256(models.file(federation.id, version)).hexdigest()
 
 
 def newest_version(db: Session, federation: Federation) -> int:
     """Return the number of the newest model there has been, undone ones included."""
     of_rounds = db.scalar(select(func.max(Round.model_version)).where(Round.federation_id == federation.id))
     return max(federation.model_version, of_rounds or 0)
-
-
-def kept_models(db: Session, federation: Federation, models: Models) -> dict[int, int]:
-    """Return the global models that are kept and in the records, oldest first, with the bytes of each.
-
-    A file whose commit failed is none of them: it was never the federation's model."""
-    newest = newest_version(db, federation)
-    return {version: size for version, size in models.kept(federation).items() if version <= newest}
 
 
 def list_models(db: Session, federation: Federation, models: Models) -> list[ModelInfo]:
@@ -88,7 +82,7 @@ def list_models(db: Session, federation: Federation, models: Models) -> list[Mod
             undone=version in made and made[version].undone,
             current=version == federation.model_version,
         )
-        for version, size in kept_models(db, federation, models).items()
+        for version, size in models.kept(federation).items()
     ]
 
 

@@ -1,4 +1,9 @@
-"""Models, skeletons and updates by key, such as ``3/models/000000012.safetensors``: in a folder, or elsewhere.
+"""Models, skeletons, masks and updates by key, in a folder or elsewhere, each checked before its bytes are used.
+
+A key names its content: ``3/models/000000012.SHA256.safetensors``, ``3/updates/ASSIGNMENT.SHA256``,
+``3/masks/SHA256``. So a blob never changes under its key, and what is read is compared with the key: one that was
+changed, cut off, or exchanged for another raises ``errors.Damaged``. That is logged once, and the coordinator is not
+ready until the blob is whole again.
 
 ``write`` and ``settle`` are the two halves of ``put``, so that many writers share what making names durable costs. A
 blob is there whole or not at all.
@@ -7,27 +12,36 @@ blob is there whole or not at all.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from sparrow.coordinator.storage.failing import Troubles
 
 PARTIAL = ".partial"
+FOLDER_MODE, FILE_MODE = 0o700, 0o600
+"""What the coordinator keeps is for its own user alone."""
+
+_DIGEST = re.compile(r"(?:^|[./])([0-9a-f]{64})(?:\.[a-z]+)?$")
 
 
-class Blobs(Protocol):
+class Blobs(ABC):
     """The place where blobs are kept.
 
-    All but ``get`` of a key that is not there raise ``errors.Unavailable`` (``errors.DiskFull``) when the storage does
-    not work.
+    All methods raise ``errors.Unavailable`` (``errors.DiskFull``) when the storage does not work.
     """
 
+    def __init__(self, troubles: Troubles | None = None) -> None:
+        self._troubles = troubles or Troubles()
+
+    @abstractmethod
     def write(self, key: str, data: bytes | memoryview, file: Path | None = None) -> None:
         """Store ``data`` under ``key``, replacing the former blob; durable once ``settle`` was called with the key.
 
@@ -35,32 +49,82 @@ class Blobs(Protocol):
         written again. It may be removed at any moment.
         """
 
+    @abstractmethod
     def settle(self, keys: Iterable[str]) -> None:
         """Make the blobs written under these keys durable."""
 
     def put(self, key: str, data: bytes) -> None:
         """Store ``data`` durably under ``key``, replacing the former blob."""
+        self.write(key, data)
+        self.settle([key])
 
-    def get(self, key: str) -> bytes:
-        """Return the blob's bytes. Raises FileNotFoundError."""
+    def load(self, key: str, *, needed: bool = True) -> memoryview:
+        """Return the blob's bytes, compared with its key, at the least cost for many large ones in turn.
 
-    def load(self, key: str) -> memoryview:
-        """Return the blob's bytes, at the least cost for many large ones in turn. Raises FileNotFoundError."""
+        Raises Damaged where it is not what the key names, or missing; where it is missing and not ``needed``,
+        FileNotFoundError.
+        """
+        wanted = digest_of(key)
+        try:
+            data = self._read(key)
+        except FileNotFoundError:
+            if not needed:
+                raise
+            raise self._troubles.damaged(key, "missing") from None
+        if hashlib.sha256(data).hexdigest() != wanted:
+            raise self._troubles.damaged(key, "damaged: its SHA-256 is not the one in its name")
+        self._troubles.whole(key)
+        return data
+
+    def get(self, key: str, *, needed: bool = True) -> bytes:
+        """Return the blob's bytes as ``load`` does, as an object of their own."""
+        return bytes(self.load(key, needed=needed))
+
+    @abstractmethod
+    def _read(self, key: str) -> memoryview:
+        """Return the blob's bytes as they are. Raises FileNotFoundError."""
 
     def delete(self, key: str) -> None:
         """Remove a blob, if it is there."""
+        self._remove(key)
+        self._troubles.forget([key])
 
+    @abstractmethod
+    def _remove(self, key: str) -> None:
+        """Remove a blob, if it is there."""
+
+    def retain(self, prefix: str, keep: Iterable[str]) -> None:
+        """Remove the blobs in the folder ``prefix`` but those to keep; nobody needs the others any more."""
+        keep = set(keep)
+        for key in self.keys(prefix):
+            if key not in keep:
+                self.delete(key)
+        self._troubles.forget(
+            key for key in self._troubles.damages() if key.startswith(f"{prefix}/") and key not in keep
+        )
+
+    @abstractmethod
     def sizes(self, prefix: str) -> dict[str, int]:
         """Return the keys in the folder ``prefix``, sorted, and the bytes of each."""
 
     def keys(self, prefix: str) -> list[str]:
         """Return the keys in the folder ``prefix``, sorted."""
+        return list(self.sizes(prefix))
 
+    @abstractmethod
     def clean(self) -> None:
         """Remove partial blobs of calls that a kill cut off. Only for a process that has the storage to itself."""
 
 
-class FolderBlobs:
+def digest_of(key: str) -> str:
+    """Return the SHA-256 that a blob's key names. Raises ValueError for a key without one."""
+    found = _DIGEST.search(key)
+    if found is None:
+        raise ValueError(f"{key} does not name the SHA-256 of its content")
+    return found[1]
+
+
+class FolderBlobs(Blobs):
     """Blobs as files in ``root``.
 
     A blob is written under a temporary name, flushed to the disk and renamed; then the folder is flushed, too.
@@ -68,8 +132,8 @@ class FolderBlobs:
     """
 
     def __init__(self, root: Path, troubles: Troubles | None = None) -> None:
+        super().__init__(troubles)
         self._root = root
-        self._troubles = troubles or Troubles()
         make_folder(root)
 
     def clean(self) -> None:
@@ -85,12 +149,12 @@ class FolderBlobs:
             make_folder(path.parent)
             try:
                 if file is None or not _link(file, partial):
-                    with partial.open("wb") as new:
+                    with open(partial, "wb", opener=private) as new:
                         new.write(data)
                         new.flush()
                         os.fsync(new.fileno())
                 else:
-                    _flush(partial)
+                    flush(partial)
                 partial.replace(path)
             finally:
                 # Of two names of one file, which the same update gets that comes again, replace() leaves both.
@@ -102,23 +166,11 @@ class FolderBlobs:
             for folder in sorted({(self._root / key).parent for key in keys}):
                 flush_folder(folder)
 
-    def put(self, key: str, data: bytes) -> None:
-        """Store ``data`` durably under ``key``, replacing the former blob."""
-        self.write(key, data)
-        self.settle([key])
-
-    def get(self, key: str) -> bytes:
-        """Return the blob's bytes. Raises FileNotFoundError."""
-        with self._troubles.of_blobs():
-            return (self._root / key).read_bytes()
-
-    def load(self, key: str) -> memoryview:
-        """Return the blob's bytes, in an array's memory. Raises FileNotFoundError."""
+    def _read(self, key: str) -> memoryview:
         with self._troubles.of_blobs():
             return read_file(self._root / key)
 
-    def delete(self, key: str) -> None:
-        """Remove a blob, if it is there."""
+    def _remove(self, key: str) -> None:
         with self._troubles.of_blobs():
             (self._root / key).unlink(missing_ok=True)
 
@@ -134,23 +186,24 @@ class FolderBlobs:
                         found[str(path.relative_to(self._root))] = path.stat().st_size
         return found
 
-    def keys(self, prefix: str) -> list[str]:
-        """Return the keys in the folder ``prefix``, sorted."""
-        return list(self.sizes(prefix))
-
 
 def make_folder(folder: Path) -> None:
     """Make a folder and its parents, so that a power cut takes none of them."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, mode=FOLDER_MODE)
     flush_folder(folder.parent)
+
+
+def private(path: str | Path, flags: int) -> int:
+    """Open a file that nobody else may read: the ``opener`` of ``open``."""
+    return os.open(path, flags, FILE_MODE)
 
 
 def flush_folder(folder: Path) -> None:
     """Flush a folder's names to the disk."""
-    _flush(folder)
+    flush(folder)
 
 
 def read_file(path: Path) -> memoryview:
@@ -168,7 +221,8 @@ def read_file(path: Path) -> memoryview:
     return data
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Flush a file's content, or a folder's names, to the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

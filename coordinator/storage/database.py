@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,13 +28,18 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import ArgumentError
 
-from sparrow.coordinator.errors import BadDatabase
+from sparrow.coordinator.errors import BadDatabase, DamagedRecords, NewerRecords
+from sparrow.coordinator.storage.blobs import FILE_MODE, flush_folder, private
+from sparrow.coordinator.storage.failing import is_damage
 from sparrow.coordinator.storage.tables import Base, Federation
+
+log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 30  # that a commit waits for another process that holds the lock: a backup, somebody's sqlite3
 LARGEST_WAL = 16 * 1024 * 1024
 CONNECTIONS = 10
 """Kept open between calls, the last used first: to make one takes longer than most calls need it."""
+PIECE = 1024 * 1024
 WRITING = {"writing": True}
 """Execution options of an engine whose transactions write."""
 
@@ -47,8 +56,11 @@ POSTGRESQL = ("postgresql", "postgresql+psycopg")
 def open_database(where: Path | str) -> Engine:
     """Open the database at ``where``, set up not to lose a commit, and apply the migrations that are missing.
 
-    where: the path of a SQLite file, or the URL of a PostgreSQL database. Raises BadDatabase.
+    where: the path of a SQLite file, or the URL of a PostgreSQL database. Raises BadDatabase, DamagedRecords,
+    NewerRecords.
     """
+    if isinstance(where, Path):
+        check_sqlite(where)
     engine = connect(where)
     try:
         migrate(engine)
@@ -56,6 +68,61 @@ def open_database(where: Path | str) -> Engine:
         engine.dispose()
         raise
     return engine
+
+
+def seal(path: Path) -> None:
+    """Write down the SHA-256 of a SQLite file that nobody has open any more, so that damage is found when it is opened.
+
+    SQLite itself finds damaged pages, and not a changed value in one."""
+    if path.exists() and not _wal_of(path).exists():
+        digest = _sha256(path)
+        with open(_seal_of(path), "w", opener=private) as file:
+            file.write(digest)
+
+
+def check_sqlite(path: Path) -> None:
+    """Make an empty database that nobody else may read, or check one. Raises DamagedRecords.
+
+    Its pages are looked through, and, where it was sealed and not written since, it is compared with its digest."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, FILE_MODE))  # SQLite gives its other files the same mode
+    sealed = _seal_of(path)
+    if sealed.exists():
+        if _wal_of(path).exists() or sealed.read_bytes() != _sha256(path).encode():
+            raise DamagedRecords(
+                f"{path} is damaged: it is not as the coordinator left it; move the data folder away, and restore a "
+                f"backup (sparrow restore); if it was you who changed it, remove {sealed}"
+            )
+        sealed.unlink()
+        flush_folder(path.parent)  # before anything is written that it does not know
+    try:
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("PRAGMA cell_size_check=ON")
+            found = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]
+    except sqlite3.DatabaseError as error:
+        if not is_damage(error):
+            raise
+        found = [str(error)]
+    if found != ["ok"]:
+        said = " ".join(str(found[0]).split())
+        raise DamagedRecords(
+            f"{path} is damaged ({said}); move the data folder away, and restore a backup (sparrow restore)"
+        )
+
+
+def _sha256(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            found.update(piece)
+    return found.hexdigest()
+
+
+def _seal_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _wal_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}-wal")
 
 
 def connect(where: Path | str) -> Engine:
@@ -80,7 +147,20 @@ def migrate(engine: Engine) -> None:
             connection.execute(REVISION.insert().values(version_num=newest_revision()))
             connection.commit()
         elif revision != newest_revision():
+            check_revision(connection)
             _upgrade(connection)
+        if engine.dialect.name == "postgresql" and connection.scalar(text("SHOW fsync")) == "off":
+            log.warning("the PostgreSQL server runs with fsync=off: a power cut may lose what was acknowledged")
+
+
+def check_revision(connection: Connection) -> None:
+    """Raise NewerRecords where the tables are of a later revision than this code knows."""
+    revision = str(connection.scalar(select(REVISION.c.version_num)) or "")
+    if revision > newest_revision():
+        raise NewerRecords(
+            f"the records are of a newer version of Sparrow (tables {revision}, this one knows {newest_revision()}); "
+            f"install that version, or restore a backup of before (sparrow restore)"
+        )
 
 
 def newest_revision() -> str:
@@ -176,6 +256,8 @@ def _prepare(connection: Any, _: object) -> None:
     cursor.execute("PRAGMA synchronous=FULL")
     # A long look, such as a backup, makes the WAL grow: afterwards it is cut to this again, and the disk gets it back.
     cursor.execute(f"PRAGMA journal_size_limit={LARGEST_WAL}")
+    # A page is looked at before it is used, so that a damaged one is an error.
+    cursor.execute("PRAGMA cell_size_check=ON")
     # No mmap_size: through mapped pages a failing disk is a SIGBUS, which ends the process, and not an error.
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()

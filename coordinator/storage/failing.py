@@ -12,30 +12,35 @@ import logging
 import shutil
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 
-from sparrow.coordinator.errors import DiskFull, Unavailable
+from sparrow.coordinator.errors import Damaged, DiskFull, Unavailable
 
 log = logging.getLogger(__name__)
 
 RECORDS, BLOBS = "records", "blobs"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 DISK_FULL_STATE = "53100"  # PostgreSQL's SQLSTATE
+DAMAGE_STATES = ("XX001", "XX002")
+"""PostgreSQL's SQLSTATEs data_corrupted and index_corrupted."""
+SQLITE_DAMAGE = ("database disk image is malformed", "file is not a database")
+DAMAGED_RECORDS = "the coordinator's records are damaged; try again when its operator has restored them"
 SQLITE_NEEDS = 64 * 1024
 """Free bytes below which SQLite cannot even begin to write: then it calls its I/O broken, not the disk full."""
 
 
 class Troubles:
-    """The failures that last: of ``records`` and of ``blobs``."""
+    """The failures that last: of ``records`` and of ``blobs``, and which of them is damaged."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._found: dict[str, tuple[Unavailable, int]] = {}
+        self._damaged: dict[str, str] = {}
 
     def begin(self, what: str, error: Unavailable, size: int, cause: BaseException) -> None:
         """Note that a call with ``size`` bytes to write has failed."""
@@ -61,12 +66,39 @@ class Troubles:
         known = self._found.get(what)
         return None if known is None else known[1]
 
+    def damaged(self, key: str, how: str) -> Damaged:
+        """Note ``how`` a blob, or the ``records``, is damaged, or that it is missing; return the error to raise."""
+        with self._lock:
+            known = key in self._damaged
+            self._damaged[key] = how
+        if not known:
+            log.error("storage: %s", advice(key, how))
+        return Damaged(key)
+
+    def whole(self, key: str) -> None:
+        """Note that a blob is what it should be."""
+        if key in self._damaged:
+            self._damaged.pop(key, None)
+            log.warning("storage: %s is whole again; going on", key)
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Note that nobody needs these blobs any more."""
+        for key in list(keys):
+            self._damaged.pop(key, None)
+
+    def damages(self) -> dict[str, str]:
+        """Return what is damaged, by key, or by the name of the database, and how."""
+        return dict(self._damaged)
+
     @contextmanager
     def of_records(self, *, writes: bool) -> Iterator[None]:
         """Translate the errors of a transaction."""
         try:
             yield
         except (DBAPIError, NoConnectionLeft) as error:
+            if is_damage(error):
+                self.damaged(RECORDS, f"damaged ({getattr(error, 'orig', None)})")
+                raise Unavailable(DAMAGED_RECORDS) from error
             if not isinstance(error, (OperationalError, InterfaceError, NoConnectionLeft)):
                 raise  # a statement of ours is wrong
             unavailable = of_database(error)
@@ -94,6 +126,21 @@ def _of_disk(error: OSError) -> Unavailable:
     if error.errno in NO_ROOM:
         return DiskFull("the coordinator's disk is full; it takes this again when its operator has made room")
     return Unavailable("the coordinator cannot use its data folder just now; try again, and show its operator the log")
+
+
+def advice(key: str, how: str) -> str:
+    """Return what an operator is told of a blob, or of the records, that is missing or damaged."""
+    if key == RECORDS:
+        return (
+            f"the records are {how}; stop the coordinator, move its data away, and restore a backup (sparrow restore)"
+        )
+    return f"{key} is {how}; bring this file back from a backup"
+
+
+def is_damage(error: BaseException) -> bool:
+    """Return whether a database says that its files are damaged: it does not pass by itself."""
+    cause = getattr(error, "orig", None) or error
+    return str(cause).startswith(SQLITE_DAMAGE) or getattr(cause, "sqlstate", None) in DAMAGE_STATES
 
 
 def of_database(error: SQLAlchemyError | sqlite3.Error) -> Unavailable:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from sparrow.coordinator.errors import BadObjectStore, Unavailable
+from sparrow.coordinator.storage.blobs import Blobs
 from sparrow.coordinator.storage.failing import BLOBS, Troubles
 
 SCHEME = "s3://"
@@ -23,7 +24,7 @@ RETRY_SECONDS = 10.0
 TIMEOUT_SECONDS = 30.0
 
 
-class ObjectBlobs:
+class ObjectBlobs(Blobs):
     """Blobs as objects of one bucket, under a prefix. Raises BadObjectStore where it cannot be written.
 
     retries: how often a call that failed for a reason that may pass is tried again, within ``RETRY_SECONDS``.
@@ -38,9 +39,9 @@ class ObjectBlobs:
             from obstore.store import S3Store
         except ModuleNotFoundError as error:
             raise BadObjectStore("blobs in object storage need obstore: pip install 'sparrow-fl[s3]'") from error
+        super().__init__(troubles)
         self._calls = obstore
         self._errors = (obstore.exceptions.BaseError, OSError)
-        self._troubles = troubles or Troubles()
         self._bucket = found[1]
         plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
         self._store = S3Store(
@@ -74,22 +75,11 @@ class ObjectBlobs:
     def settle(self, keys: Iterable[str]) -> None:
         """Do nothing: ``write`` is durable."""
 
-    def put(self, key: str, data: bytes) -> None:
-        """Store ``data`` durably under ``key``, replacing the former blob."""
-        self.write(key, data)
-
-    def get(self, key: str) -> bytes:
-        """Return the blob's bytes. Raises FileNotFoundError."""
+    def _read(self, key: str) -> memoryview:
         with self._watched(missing=True):
-            return bytes(self._calls.get(self._store, key).bytes())
+            return memoryview(self._calls.get(self._store, key).bytes())  # in the memory in which they were received
 
-    def load(self, key: str) -> memoryview:
-        """Return the blob's bytes, in the memory in which they were received. Raises FileNotFoundError."""
-        with self._watched(missing=True):
-            return memoryview(self._calls.get(self._store, key).bytes())
-
-    def delete(self, key: str) -> None:
-        """Remove a blob, if it is there."""
+    def _remove(self, key: str) -> None:
         with self._watched(missing=True), suppress(FileNotFoundError):
             self._calls.delete(self._store, key)
 
@@ -98,10 +88,6 @@ class ObjectBlobs:
         with self._watched():
             pages = self._calls.list(self._store, prefix.rstrip("/"))
             return dict(sorted((str(each["path"]), int(each["size"])) for page in pages for each in page))
-
-    def keys(self, prefix: str) -> list[str]:
-        """Return the keys in the folder ``prefix``, sorted."""
-        return list(self.sizes(prefix))
 
     def clean(self) -> None:
         """Do nothing: there are no partial objects."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import logging
+import os
+import stat
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -16,17 +19,22 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session, sessionmaker
 
 from sparrow.coordinator.errors import DataInUse, Unavailable, WrongBlobs
-from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, make_folder
-from sparrow.coordinator.storage.database import WRITING, open_database
-from sparrow.coordinator.storage.failing import BLOBS, RECORDS, Troubles
+from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, make_folder, private
+from sparrow.coordinator.storage.database import WRITING, open_database, seal
+from sparrow.coordinator.storage.failing import BLOBS, RECORDS, Troubles, advice
 from sparrow.coordinator.storage.mounts import check_local
 from sparrow.coordinator.storage.objects import ObjectBlobs
 
 if TYPE_CHECKING:
     from sparrow.coordinator.storage.processes import SharedDatabase  # needs psycopg
 
+log = logging.getLogger(__name__)
+
 RECORDS_FILE = "coordinator.sqlite3"
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
 SMALLEST_PROBE = 4096
+MOST_SAID = 10
+"""Damaged files that one answer of /readyz names."""
 Result = TypeVar("Result")
 
 
@@ -55,6 +63,7 @@ class Store:
     def __init__(self, data_dir: Path, database_url: str | None = None, blobs: str | None = None) -> None:
         """Open both. database_url: PostgreSQL; blobs: s3://BUCKET/PREFIX; without, they are in ``data_dir``."""
         make_folder(data_dir)
+        keep_private(data_dir)
         self.folder = data_dir
         if database_url is None or blobs is None:
             check_local(data_dir)
@@ -148,6 +157,16 @@ class Store:
             with self.writing() as db:  # changes nothing, and is written all the same
                 db.execute(text("UPDATE alembic_version SET version_num = version_num"))
 
+    def check_whole(self) -> None:
+        """Raise Unavailable, for an operator, as long as records or blobs are damaged: blobs are looked at again."""
+        for key in self.troubles.damages():
+            if key != RECORDS:
+                with suppress(Unavailable):
+                    self.blobs.load(key)
+        damages = self.troubles.damages()
+        if damages:
+            raise Unavailable("; ".join(advice(*each) for each in sorted(damages.items())[:MOST_SAID]))
+
     def probe(self, size: int = SMALLEST_PROBE) -> None:
         """Write a blob of ``size`` bytes, and take it away. Raises Unavailable."""
         try:
@@ -208,6 +227,9 @@ class Store:
         with self._turn:
             self._closed = True
             self._let_go()
+            if self.shared is None and RECORDS not in self.troubles.damages():
+                with suppress(OSError):  # a full disk: then it is not compared when it is opened again
+                    seal(self.folder / RECORDS_FILE)
             self._lock_file.close()
 
     def _check_open(self) -> None:
@@ -226,9 +248,29 @@ class Store:
         return SharedDatabase(self.engine)
 
 
+def keep_private(folder: Path) -> None:
+    """Take the rights of other users from a coordinator's folder and what is in it; log a warning where it may not.
+
+    Somebody who shares the folder (a sticky bit), or keeps other things in it, decides himself who looks into it.
+    """
+    inside = list(folder.iterdir())
+    ours = [path for path in inside if path.name in ("blobs", "uploads", "lock") or path.name.startswith(RECORDS_FILE)]
+    others = bool(folder.stat().st_mode & stat.S_ISVTX) or (bool(inside) and not ours)
+    for path in [folder, *ours]:
+        with suppress(FileNotFoundError):  # SQLite's own, of a process that just ends
+            found = path.stat()
+            if not found.st_mode & OTHERS:
+                continue
+            if found.st_uid != os.geteuid() or (path == folder and others):
+                log.warning("%s is open to other users of this machine; close it: chmod go= %s", path, path)
+            else:
+                path.chmod(stat.S_IMODE(found.st_mode) & ~OTHERS)
+                log.warning("%s was open to other users of this machine, and is closed to them", path)
+
+
 def lock_folder(data_dir: Path, *, shared: bool = False) -> IO[str]:
     """Return an open file that locks the folder; with ``shared`` only against exclusive use. Raises DataInUse."""
-    lock_file = (data_dir / "lock").open("w")
+    lock_file = os.fdopen(private(data_dir / "lock", os.O_RDWR | os.O_CREAT), "w")
     try:
         fcntl.flock(lock_file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

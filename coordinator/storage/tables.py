@@ -19,8 +19,9 @@ class Federation(Base):
     """One learning problem with one method and its settings.
 
     ``uid`` tells it from another of the same name on a coordinator that was set up anew. ``round`` counts closed
-    rounds; ``model_version`` the global models, 0 being w^0; ``rollback_version`` is one to go back to when the open
-    round has closed. ``warning`` is what its method found wrong, last. ``secret`` is what its draws follow from
+    rounds; ``model_version`` the global models, 0 being w^0; ``model_sha256`` is the digest of today's file,
+    ``first_sha256`` that of w^0, and the others' are in the rounds. ``rollback_version`` is one to go back to when the
+    open round has closed. ``warning`` is what its method found wrong, last. ``secret`` is what its draws follow from
     (``rounds.draws``), ``noise_key`` what a private federation's noise follows from; both leave the records in backups
     alone. ``published_bytes`` is the size of its publication, 0 for a built-in task; ``published``: its settings as
     they were asked for, completed, and the digest of its model. ``arrivals`` numbers the updates of buffered rounds. An
@@ -45,6 +46,7 @@ class Federation(Base):
     rollback_version: Mapped[int | None]
     arrivals: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     model_sha256: Mapped[str] = mapped_column(String(64))
+    first_sha256: Mapped[str | None] = mapped_column(String(64))
     published_bytes: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     created_at: Mapped[float]
     finished_at: Mapped[float | None]

@@ -10,17 +10,19 @@ steps everything that matters is on disk (``state``), so a step can be killed an
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import platform
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 import numpy as np
+from pydantic import ValidationError
 from torch import nn
 
 from edge_sdk.budget.preparation import Prepared
@@ -261,7 +263,9 @@ class Session:
 
     def _load_manifest(self) -> Manifest:
         cached = self._folder.cached(personal.MANIFEST)
-        manifest = Manifest.model_validate_json(cached) if cached else None
+        manifest = None
+        with suppress(ValidationError):  # damaged on the disk
+            manifest = Manifest.model_validate_json(cached) if cached else None
         if manifest is None or manifest.digest != self.info.manifest_digest:
             manifest = self._transport.manifest(self._federation)
             self._folder.cache(personal.MANIFEST, manifest.model_dump_json().encode())
@@ -270,7 +274,7 @@ class Session:
     def skeleton(self) -> bytes:
         """Return the ONNX skeleton of the federation's model, downloaded once."""
         skeleton = self._folder.cached(personal.SKELETON)
-        if skeleton is None:
+        if skeleton is None or hashlib.sha256(skeleton).hexdigest() != self.manifest.skeleton_sha256:
             skeleton = self._transport.skeleton(self._federation)
             self._folder.cache(personal.SKELETON, skeleton)
         return skeleton
@@ -506,15 +510,16 @@ class Session:
         """Return the mask that this device holds. A file that cannot be read counts as none: the mask is sent, or
         chosen, again.
         """
-        data = self._folder.cached(MASK)
+        data = self._folder.cached(MASK) or b""
         try:
-            return None if data is None else mask_from_file(self.manifest, data)
+            return mask_from_file(self.manifest, data[32:]) if data[:32] == hashlib.sha256(data[32:]).digest() else None
         except ProtocolError:
             return None
 
     def _keep_mask(self, mask: ElementMask | NeuronMask | None) -> None:
         if mask is not None and not same_mask(mask, self._mask):
-            self._folder.cache(MASK, mask_to_file(self.manifest, mask))
+            data = mask_to_file(self.manifest, mask)
+            self._folder.cache(MASK, hashlib.sha256(data).digest() + data)
             self._mask = mask
 
     def _train(self, job: Job, work: Callable[[Job], Trained], download: Phase) -> None:

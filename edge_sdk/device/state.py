@@ -12,6 +12,10 @@
       manifest.json  skeleton.onnx  mask.bits
       lock
 
+Model, progress, outbox and identity are compared with their digests before they are used, masks and the caches, too:
+what was damaged on the disk is neither trained from nor sent. Of the first four that ends the device with a line that
+says what to move away; the others are fetched or chosen again.
+
 Every file is written under another name, flushed and renamed, so it is always whole. The personal model and the
 progress that belongs to it share one file, because a new model with an old counter would train a round twice; later
 progress has a file of its own, which names the save that it belongs to. The outbox is written before them and counts
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -156,11 +161,14 @@ class Progress(BaseModel):
 
 
 class FolderLock:
-    """Holds a folder, made where it is missing, for this process; a context manager. Raises StateError."""
+    """Holds a folder, made where it is missing, for this process; a context manager. Raises StateError.
 
-    def __init__(self, path: Path) -> None:
+    durable: flush the names of the folders that are made, so that a power cut takes none of them."""
+
+    def __init__(self, path: Path, *, durable: bool = True) -> None:
         try:
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _make_folder(path, durable=durable)
+            _close_to_others(path)
             self._file = (path / "lock").open("w")
         except OSError as error:
             raise StateError(f"{path} cannot be used ({error.strerror}); give another --state-dir") from None
@@ -181,6 +189,22 @@ class FolderLock:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _make_folder(path: Path, *, durable: bool) -> None:
+    if path.is_dir():
+        return
+    _make_folder(path.parent, durable=durable)
+    path.mkdir(exist_ok=True, mode=0o700)
+    if durable:
+        _flush_folder(path.parent)
+
+
+def _close_to_others(path: Path) -> None:
+    """Take the rights of others from a folder of before that a device has used; a new one has none."""
+    found = path.stat()
+    if found.st_mode & 0o077 and found.st_uid == os.geteuid() and (path / "identity.json").exists():
+        path.chmod(0o700)
 
 
 def default_root(server: str, federation: str) -> Path:
@@ -207,7 +231,7 @@ class StateFolder:
         self._saves = 0
         self.own: Tensors = {}
         self.feedback: Tensors = {}
-        self._lock = FolderLock(path)
+        self._lock = FolderLock(path, durable=durable)
 
     def close(self) -> None:
         """Let another process have the folder."""
@@ -245,7 +269,8 @@ class StateFolder:
 
     def save_identity(self, identity: Identity) -> None:
         """Keep who this device is."""
-        self._write("identity.json", identity.model_dump_json(indent=1).encode(), mode=0o600)
+        kept = {"sha256": personal.UNSIGNED, **identity.model_dump()}
+        self._write("identity.json", personal.sign(json.dumps(kept, indent=1).encode()))
 
     def load(self, manifest: Manifest) -> tuple[Tensors | None, Progress]:
         """Return the personal model, None before the first download, and the progress that belongs to it.
@@ -394,8 +419,8 @@ class StateFolder:
         """Keep a downloaded file beside the state."""
         self._write(name, data)
 
-    def _write(self, name: str, data: bytes, mode: int = 0o644) -> None:
-        write_atomically(self.path / name, data, mode=mode, durable=self._durable)
+    def _write(self, name: str, data: bytes) -> None:
+        write_atomically(self.path / name, data, durable=self._durable)
 
 
 @dataclass(frozen=True)
@@ -412,17 +437,24 @@ def _damaged(path: Path, error: Exception, what: str) -> StateError:
 
 
 def _read_identity(path: Path) -> Identity:
+    body = path.read_bytes()
     try:
-        return Identity.model_validate_json(path.read_bytes())
+        identity = Identity.model_validate_json(body)
+        personal.check_signed(body, json.loads(body).get("sha256"))
     except ValidationError as error:
         raise StateError(f"{path} cannot be read ({error.error_count()} faults); use another --state-dir") from None
+    except ProtocolError as error:
+        raise StateError(f"{path} is damaged ({error}); use another --state-dir") from None
+    return identity
 
 
-def write_atomically(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = True) -> None:
-    """Write a file so that it is there whole or as it was before; ``durable``: flushed to the disk as well."""
+def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write a file, for its owner alone, so that it is there whole or as it was before.
+
+    durable: flushed to the disk as well."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
         if durable:

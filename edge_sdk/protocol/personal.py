@@ -9,12 +9,16 @@ as simulated devices store theirs. The device writes the file (``edge_sdk.device
 after a round, or one with a mixture of the personal and the global model. It is missing where the federation or its
 method has the last one used.
 
+All of them but the caches name the SHA-256 of their own bytes, with zeros in its place (``sign``): what was damaged is
+not used, but raises BundleError. Tools that know nothing of it open them all the same.
+
 Beside it lie ``progress.json``, how far the device has come since where the model stayed as it was, and
 ``manifest.json``, ``skeleton.onnx`` and ``federation.json``: what the device knows of its federation.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +34,22 @@ from edge_sdk.protocol.messages import FederationInfo
 MODEL, BEST, PROGRESS, MEMBERSHIP = "model.safetensors", "best.safetensors", "progress.json", "federation.json"
 MANIFEST, SKELETON = "manifest.json", "skeleton.onnx"
 
+UNSIGNED = "0" * 64
+"""What a file has in the place of its digest until it is signed."""
+
 _FEEDBACK, _OWN = "feedback:", "own:"
+
+
+def sign(body: bytes) -> bytes:
+    """Return a file with its digest in the place of the first ``UNSIGNED``."""
+    return body.replace(UNSIGNED.encode(), hashlib.sha256(body).hexdigest().encode(), 1)
+
+
+def check_signed(body: bytes, digest: object) -> None:
+    """Raise BundleError unless ``digest``, which stands in a file, is the one that ``sign`` put there."""
+    unsigned = body.replace(str(digest).encode(), UNSIGNED.encode(), 1)
+    if hashlib.sha256(unsigned).hexdigest() != digest:
+        raise BundleError("its content is not the one that was written: its digest is another")
 
 
 class Membership(BaseModel):
@@ -62,6 +81,7 @@ class Saved:
 def write(saved: Saved) -> bytes:
     """Return the bytes of the file."""
     note = {
+        "sha256": UNSIGNED,
         "manifest": saved.manifest,
         "save": saved.save,
         "model": saved.model,
@@ -71,14 +91,15 @@ def write(saved: Saved) -> bytes:
     }
     beside = {_OWN + name: array for name, array in saved.own.items()}
     beside |= {_FEEDBACK + name: tensor for name, tensor in saved.feedback.items()}
-    return checkpoint.save({**saved.stored, **beside}, json.dumps(note))
+    return sign(checkpoint.save({**saved.stored, **beside}, json.dumps(note)))
 
 
 def read(body: bytes) -> Saved:
     """Return the content of such a file. Raises BundleError for other bytes."""
-    stored, text = checkpoint.load(body)
     try:
-        note = json.loads(text)
+        note = json.loads(checkpoint.read_note(body))
+        check_signed(body, note["sha256"])
+        stored, _ = checkpoint.load(body)
         return Saved(
             own=_take(stored, _OWN),
             feedback=_take(stored, _FEEDBACK),
@@ -96,13 +117,14 @@ def read(body: bytes) -> Saved:
 
 def write_progress(save: int, progress: Mapping[str, Any]) -> bytes:
     """Return the bytes of ``progress.json``: progress since the ``save`` with that number."""
-    return json.dumps({"save": save, "progress": progress}).encode()
+    return sign(json.dumps({"sha256": UNSIGNED, "save": save, "progress": progress}).encode())
 
 
 def read_progress(body: bytes, save: int) -> Mapping[str, Any] | None:
     """Return the progress since that save, None where the file is about another. Raises BundleError."""
     try:
         kept = json.loads(body)
+        check_signed(body, kept["sha256"])
         return dict(kept["progress"]) if kept["save"] == save else None
     except (ValueError, KeyError, TypeError) as error:
         raise BundleError(f"not the progress of a device: {error!r}") from None

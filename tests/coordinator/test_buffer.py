@@ -254,7 +254,10 @@ def test_what_still_waits_keeps_its_files_and_the_model_it_was_trained_on(coordi
     with coordinator.store.reading() as db:
         named = blobs_named(db)
     assert sum(key.startswith("1/updates/") for key in named) == 3, "a backup has what no model holds yet"
-    assert set(named) <= set(coordinator.store.blobs.keys("1/updates")) | set(coordinator.store.blobs.keys("1/models"))
+    stored = {
+        key for folder in ("updates", "models", "skeletons") for key in coordinator.store.blobs.keys(f"1/{folder}")
+    }
+    assert named <= stored
     coordinator.rounds.advance()
     assert [record.updates for record in coordinator.records.rounds("f")[:3]] == [1, 1, 1]
     assert [record.notes["most_stale"] for record in coordinator.records.rounds("f")[:3]] == [0, 1, 2]

@@ -143,10 +143,10 @@ def test_a_federation_that_cannot_be_read_keeps_no_other_from_being_cleared(open
     coordinator.store.blobs.put("2/updates/left", b"over")
     forget = Models.forget
 
-    def broken(self, federation_id, *kept):
-        if federation_id == 1:
+    def broken(self, federation, *kept):
+        if federation.id == 1:
             raise FileNotFoundError("a lost file")
-        forget(self, federation_id, *kept)
+        forget(self, federation, *kept)
 
     monkeypatch.setattr(Models, "forget", broken)
     coordinator = restart(open_coordinator)

@@ -151,7 +151,7 @@ def test_devices_are_ahead_of_the_older_model_and_get_along(real, method):
     wanted = real.federations.models("f")[2]
     real.federations.change("f", ChangeFederation(action="rollback", model_version=2))
     assert real.info().model_sha256 == wanted.model_sha256
-    before = checkpoint.load(real.models.file(1, 2))[0]
+    before = real.model().tensors
     real.reopen(rounds=6)
     real.rounds.advance()
     for session in (a, b):

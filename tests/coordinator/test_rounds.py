@@ -36,6 +36,7 @@ from sparrow.coordinator.errors import (
     NotAuthenticated,
     NotFound,
     RoundClosed,
+    Unavailable,
     WrongState,
 )
 from sparrow.coordinator.reports.records import with_joules_per_point
@@ -575,22 +576,28 @@ def test_what_would_end_at_once_is_not_reopened(coordinator, play):
     assert coordinator.change(action="reopen", rounds=2).status == FederationStatus.running
 
 
-def test_one_broken_federation_does_not_stop_the_others(coordinator, answer, caplog, monkeypatch):
-    monkeypatch.setattr("sparrow.coordinator.rounds.intake.DECODED_BYTES", 0)  # read from the disk
+def test_one_broken_federation_does_not_stop_the_others(coordinator, answer, caplog, tmp_path):
     coordinator.create()
     broken = coordinator.enrol("a", "b")
     coordinator.rounds.advance()
     for device in broken:
         answer(device)
-    for key in coordinator.store.blobs.keys("1/updates"):
-        coordinator.store.blobs.delete(key)
+    (model,) = tmp_path.rglob("models/*")
+    model.rename(tmp_path / "lost")
+    coordinator.models.drop(1)  # as after a restart
     coordinator.create("g")
     coordinator.enrol("c", "d", federation="g")
     coordinator.rounds.advance()
     assert coordinator.info("g").status == FederationStatus.running
     assert coordinator.info("f").round == 0
     coordinator.rounds.advance()
-    assert caplog.text.count("cannot move on") == 1, "said once a minute, not at every tick"
+    assert caplog.text.count("is missing; bring this file back") == 1, "said once, not at every tick"
+    with pytest.raises(Unavailable, match=rf"1/models/{model.name} is missing; bring this file back from a backup"):
+        coordinator.check_ready()
+    (tmp_path / "lost").rename(model)
+    coordinator.check_ready()
+    coordinator.rounds.advance()
+    assert coordinator.info("f").round == 1
 
 
 def test_a_lone_device_that_hands_back_does_not_use_up_the_rounds(coordinator, clock):
@@ -744,7 +751,7 @@ def test_what_breaks_the_contract_changes_nothing(coordinator, train):
     assert one.send(assignment, train(DIGITS, assignment)), "the right one is still welcome"
 
 
-def test_a_restart_trusts_no_file_that_it_has_not_seen_come(open_coordinator, tmp_path, answer, caplog):
+def test_a_damaged_update_is_left_out_and_its_device_asked_again(open_coordinator, tmp_path, answer, caplog):
     coordinator = open_coordinator()
     coordinator.create()
     devices = coordinator.enrol("a", "b")
@@ -756,8 +763,34 @@ def test_a_restart_trusts_no_file_that_it_has_not_seen_come(open_coordinator, tm
     data[-1] ^= 1  # a damaged value, and still a number
     update.write_bytes(data)
     coordinator.rounds.advance()
-    assert "digest does not match" in caplog.text
+    assert "SHA-256 is not the one in its name" in caplog.text
     assert coordinator.info().round == 0
+    assert not update.exists()
+    for device in devices:
+        device.coordinator = coordinator
+    assert [answer(device) is not None for device in devices].count(True) == 1
+    coordinator.rounds.advance()
+    record = coordinator.record(1)
+    assert (record.status, record.updates, record.left_out) == ("closed", 2, {})
+    coordinator.check_ready()
+
+
+def test_who_does_not_send_it_again_in_time_is_left_out_in_the_record(open_coordinator, tmp_path, clock, answer):
+    coordinator = open_coordinator()
+    coordinator.create()
+    devices = coordinator.enrol("a", "b")
+    coordinator.rounds.advance()
+    assert all(answer(device) for device in devices)
+    coordinator = open_coordinator()
+    next(tmp_path.rglob("updates/*")).unlink()
+    coordinator.rounds.advance()
+    assert coordinator.record(1).left_out == {}, "it may come yet"
+    clock.pass_seconds(101)
+    coordinator.rounds.advance()
+    record = coordinator.record(1)
+    assert (record.status, record.updates, record.expired) == ("closed", 1, 1)
+    assert list(record.left_out.values()) == ["its stored update was damaged, and no other came in time"]
+    coordinator.check_ready()
 
 
 def test_the_first_word_about_an_upload_counts_and_a_other_devices_none(coordinator, answer):

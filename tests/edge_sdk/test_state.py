@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from contextlib import closing
+from random import Random
 
 import numpy as np
 import pytest
@@ -21,6 +23,8 @@ from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.tasks.digits import load
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
+
+from ..power import watching
 
 
 @pytest.fixture
@@ -312,6 +316,94 @@ def test_files_are_flushed_where_they_are_to_survive_a_power_cut(tmp_path, small
         assert bool(flushed) == durable
         assert folder.load(small)[1].steps == 1
         assert not list(folder.path.glob("*.partial"))
+
+
+def flushed_life(folder, small, monkeypatch, without=None):
+    """Two rounds of a device, and whatever it keeps is safe; the places that flush."""
+    folder.mkdir()
+    with watching(folder, monkeypatch, without=without) as disk:
+        with closing(StateFolder(folder / "state" / "pi")) as state:
+            state.identity("f", "uid", "pi")
+            disk.check()
+            for number in (1, 2):
+                pending = state.put_outbox("a", Kind.train, b"update %d" % number)
+                progress = Progress(rounds=number, pending=pending)
+                state.save(small, personal(small), progress, best=True)
+                disk.check()
+                state.save_progress(progress.model_copy(update={"pending": None}))
+                disk.check()
+        return disk.flushed_at
+
+
+def test_a_power_cut_takes_nothing_of_a_device_that_was_kept(tmp_path, small, monkeypatch):
+    places = flushed_life(tmp_path / "life", small, monkeypatch)
+    assert len(places) >= 4
+    for number, place in enumerate(places):  # left out, each of its flushes is missed
+        with pytest.raises(AssertionError, match="may be lost"):
+            flushed_life(tmp_path / str(number), small, monkeypatch, place)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_after_a_power_cut_at_any_step_a_device_goes_on_from_one_save(tmp_path, small, monkeypatch, seed):
+    random, count, known = Random(seed), 0, []
+
+    def cut():
+        nonlocal count
+        count += 1
+        disk.after_cut(tmp_path / str(count), random)
+        left = tmp_path / str(count) / "state"
+        if (left / "pi").exists():
+            with closing(StateFolder(left / "pi")) as state:
+                tensors, progress = state.load(small)
+                assert progress.rounds in (len(known), len(known) - 1), "what was kept is there, or what was being kept"
+                assert progress.rounds == 0 or tensors is not None
+                assert progress.pending is None or state.outbox(progress.pending) == b"update %d" % progress.rounds
+        shutil.rmtree(tmp_path / str(count))
+
+    (tmp_path / "life").mkdir()
+    with watching(tmp_path / "life", monkeypatch) as disk:
+        disk.on_step = cut
+        with closing(StateFolder(tmp_path / "life" / "state" / "pi")) as state:
+            for number in (1, 2, 3):
+                known.append(number)
+                pending = state.put_outbox("a", Kind.train, b"update %d" % number)
+                state.save(small, personal(small), Progress(rounds=number, pending=pending), best=True)
+                state.save_progress(Progress(rounds=number))
+    assert count > 20
+
+
+# --- what is damaged on the disk -----------------------------------------------------------------------------
+
+
+def flipped(data):
+    return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
+
+
+@pytest.mark.parametrize("damage", [flipped, lambda data: data[:-1], lambda data: b""], ids=["flip", "cut", "empty"])
+def test_what_was_damaged_is_neither_trained_from_nor_sent(folder, small, damage):
+    identity = folder.identity("f", "uid", "pi")
+    pending = folder.put_outbox("a", Kind.train, b"an update")
+    folder.save(small, personal(small), Progress(rounds=1, pending=pending))
+    folder.keep_as_best()
+    folder.save_progress(Progress(rounds=1, pending=pending, steps=5))
+    uses = {
+        "identity.json": lambda: folder.identity("f", "uid", "pi"),
+        "model.safetensors": lambda: folder.load(small),
+        "best.safetensors": lambda: folder.best(small),
+        "progress.json": lambda: folder.load(small),
+        "outbox.bundle": lambda: folder.outbox(pending),
+    }
+    assert {path.name for path in folder.path.iterdir()} == {*uses, "lock"}, "there is no file that is not checked"
+    for name, use in uses.items():
+        path = folder.path / name
+        whole = path.read_bytes()
+        path.unlink()  # the best one is the model's second name
+        path.write_bytes(damage(whole))
+        with pytest.raises(StateError, match=rf"{name} (is damaged|cannot be read|is not the update)"):
+            use()
+        path.write_bytes(whole)
+        use()
+    assert folder.identity("f", "uid", "pi") == identity
 
 
 # --- what rounding took ------------------------------------------------------------------------------------------

@@ -171,4 +171,5 @@ class Chaos(Trouble):
     def _wait_for_model(self, version: int) -> None:
         """Until a round's model is in its folder: the transaction that names it follows some milliseconds later."""
         models = self._coordinator.data / "blobs" / "1" / "models"
-        wait_until((models / f"{version:09d}.safetensors").exists, f"the model of round {version}", interval=0)
+        model = f"{version:09d}.[!s]*.safetensors"
+        wait_until(lambda: list(models.glob(model)), f"the model of round {version}", interval=0)

@@ -63,8 +63,8 @@ def new_model_file(coordinator: Coordinator, pause_seconds: float = 0.0) -> None
     That lasts for some milliseconds, so this looks without pause.
     """
     newest = max((coordinator.data / "blobs").glob("*/models/*.safetensors"))
-    following = newest.with_name(f"{int(newest.stem) + 1:0{len(newest.stem)}}{newest.suffix}")
-    wait_until(following.exists, f"{following.name} in the coordinator's folder", interval=0)
+    following = f"{int(newest.name.split('.')[0]) + 1:09d}.*"
+    wait_until(lambda: list(newest.parent.glob(following)), f"{following} in the coordinator's folder", interval=0)
     time.sleep(pause_seconds)
 
 

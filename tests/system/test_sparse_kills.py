@@ -74,14 +74,14 @@ def undisturbed(machine: Machine) -> Ending:
 def new_file(coordinator: Coordinator, suffix: str) -> None:
     """A round is being closed: of the next model there is the state, or the values as well, but no record yet."""
     newest = max(int(path.name.split(".")[0]) for path in model_files(coordinator))
-    following = model_files(coordinator)[0].with_name(f"{newest + 1:09d}{suffix}")
-    wait_until(following.exists, f"{following.name} in the coordinator's folder", interval=0)
+    folder, following = model_files(coordinator)[0].parent, f"{newest + 1:09d}{suffix}"
+    wait_until(lambda: list(folder.glob(following)), f"{following} in the coordinator's folder", interval=0)
 
 
 MOMENTS: dict[str, Callable[[Coordinator, int], None]] = {
-    "a mask and directions are there": lambda coordinator, since: new_file(coordinator, ".state.safetensors"),
+    "a mask and directions are there": lambda coordinator, since: new_file(coordinator, ".state.*.safetensors"),
     "an update is acknowledged": lambda coordinator, since: coordinator.wait_for_log(ACKNOWLEDGED, since=since),
-    "values are there, too": lambda coordinator, since: new_file(coordinator, ".safetensors"),
+    "values are there, too": lambda coordinator, since: new_file(coordinator, ".[!s]*.safetensors"),
     "a round has closed": lambda coordinator, since: coordinator.wait_for_log(r"round \d+ closes", since=since),
 }
 

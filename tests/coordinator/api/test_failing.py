@@ -6,8 +6,9 @@ import errno
 import logging
 import os
 import socket
+import sqlite3
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from unittest.mock import Mock
 
 import httpx
@@ -160,6 +161,50 @@ def test_a_database_that_goes_and_comes_back(open_app, postgresql, train, caplog
     finish_round(client, devices, train)
     assert not [record for record in caplog.records if record.exc_info]
     assert len(said(caplog)) == len(said(caplog, logging.WARNING)) == 1
+
+
+# --- damaged records and models ----------------------------------------------------------------------------------
+
+
+def test_a_damaged_page_of_the_records_is_said_once_and_never_ready_again(open_app, tmp_path, train, caplog):
+    client = open_app()
+    devices = start_round(client)
+    records = tmp_path / "data" / "coordinator.sqlite3"
+    with closing(sqlite3.connect(records)) as others:
+        others.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        with records.open("r+b") as file:
+            file.seek(4096)
+            file.write(b"\xff" * (records.stat().st_size - 4096))
+        others.execute("PRAGMA user_version=1")  # whoever has pages in memory reads them again
+    for headers, assignment in devices:
+        answer = put(client, headers, assignment, train(DIGITS.manifest, assignment))
+        assert_problem(answer, 503, "records are damaged", "its operator")
+        assert answer.headers["retry-after"] == "5"
+    for _ in range(2):
+        assert_problem(client.get("/readyz"), 503, "records are damaged")
+    assert client.get("/healthz").status_code == 200
+    assert said(caplog) == [said(caplog)[0]]
+    assert "restore a backup (sparrow restore)" in said(caplog)[0]
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_damaged_model_is_not_served_and_readyz_names_it_until_it_is_restored(open_app, tmp_path, caplog):
+    client = open_app()
+    assert client.get("/readyz").status_code == 200
+    (model,) = (tmp_path / "data" / "blobs" / "1" / "models").iterdir()
+    whole = model.read_bytes()
+    assert client.get("/v1/federations/default/model").content == whole
+    for damaged in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
+        model.write_bytes(damaged)
+        answer = client.get("/v1/federations/default/model")
+        assert_problem(answer, 503, "damaged or missing", "try again when its operator has restored it")
+        assert answer.headers["retry-after"] == "5"
+        assert_problem(client.get("/readyz"), 503, f"1/models/{model.name} is damaged", "from a backup")
+    assert len(said(caplog)) == 1
+    model.write_bytes(whole)
+    assert client.get("/readyz").status_code == 200
+    assert said(caplog, logging.WARNING)[-1].endswith("is whole again; going on")
+    assert client.get("/v1/federations/default/model").content == whole
 
 
 # --- clients that dribble ----------------------------------------------------------------------------------------

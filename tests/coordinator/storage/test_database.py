@@ -10,6 +10,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, event, inspect, select, text
 from sqlalchemy.orm import Session
 
+from sparrow.coordinator.errors import DamagedRecords, NewerRecords
 from sparrow.coordinator.storage import database
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
 
@@ -86,7 +87,7 @@ TABLES = ("federations", "devices", "rounds", "assignments")
 ADDED = {
     *("limited_by", "paused", "mask", "model", "num_examples", "notes", "parts", "plan", "warning"),
     *("token_issued_at", "next_token_sha256"),
-    *("rollback_version", "base_version", "model_version", "undone"),
+    *("rollback_version", "base_version", "model_version", "undone", "first_sha256"),
     *("arrivals", "target", "extensions", "arrival", "counted_round"),
     *("hosted", "published", "published_bytes", "bytes_down", "bytes_up", "noise_key", "secret"),
 }
@@ -162,3 +163,46 @@ def test_an_upgrade_can_be_taken_back(from_0001):
     database.open_database(from_0001).dispose()
     to_revision(from_0001, "0001", command.downgrade)
     assert {table: rows(from_0001, table) for table in TABLES} == before
+
+
+# --- what cannot be used -----------------------------------------------------------------------------------------
+
+
+def test_records_of_a_newer_version_are_said_in_a_line(tmp_path):
+    path = tmp_path / "records.sqlite3"
+    database.open_database(path).dispose()
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(
+        NewerRecords, match=r"newer version of Sparrow \(tables 9999, .*install that version, or restore"
+    ):
+        database.open_database(path)
+
+
+@pytest.mark.parametrize(("at", "said"), [(0, "not a database"), (4096, "malformed|ok|page|btree"), (60, ".")])
+def test_damaged_pages_are_said_in_a_line(tmp_path, at, said):
+    path = tmp_path / "records.sqlite3"
+    database.open_database(path).dispose()
+    data = bytearray(path.read_bytes())
+    data[at : at + 30] = b"\xff" * 30
+    path.write_bytes(data)
+    with pytest.raises(DamagedRecords, match=rf"records.sqlite3 is damaged \(.*({said}).*\); move .* restore a backup"):
+        database.open_database(path)
+
+
+def test_a_value_that_changed_since_the_coordinator_stopped_is_found(tmp_path):
+    """SQLite itself checks no value."""
+    path = tmp_path / "records.sqlite3"
+    database.open_database(path).dispose()
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("INSERT INTO deleted_federations VALUES (1, 'weather', 1.0)")
+    database.seal(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"weather", b"wEather"))
+    with pytest.raises(
+        DamagedRecords, match=r"it is not as the coordinator left it; .*if it was you who changed it, remove"
+    ):
+        database.open_database(path)
+    path.write_bytes(whole)
+    database.open_database(path).dispose()
+    database.open_database(path).dispose()  # the seal is of before the first write, and gone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
 import warnings
@@ -12,7 +13,7 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from sparrow.coordinator.errors import BadObjectStore, Unavailable, WrongBlobs
+from sparrow.coordinator.errors import BadObjectStore, Damaged, Unavailable, WrongBlobs
 from sparrow.coordinator.storage.blobs import FolderBlobs
 from sparrow.coordinator.storage.objects import ObjectBlobs
 from sparrow.coordinator.storage.store import Store
@@ -49,28 +50,56 @@ def blobs(request, tmp_path):
     return ObjectBlobs(ADDRESS)
 
 
+def named(folder, data):
+    """The key of a blob with this content."""
+    return f"{folder}.{hashlib.sha256(data).hexdigest()}"
+
+
 def test_blobs_are_the_same_wherever_they_are(blobs):
     large = bytes(range(256)) * 50_000  # beyond what a client would send in parts
-    for key, data in {"1/models/2": large, "1/models/10": b"ten", "1/updates/a": b"", "11/models/1": b"x"}.items():
+    contents = {"1/models/2": large, "1/models/10": b"ten", "1/updates/a": b"", "11/models/1": b"x"}
+    two, ten, empty, _ = keys = [named(*each) for each in contents.items()]
+    for key, data in zip(keys, contents.values(), strict=True):
         blobs.put(key, data)
-    assert blobs.get("1/models/2") == large
-    assert blobs.get("1/updates/a") == b""
-    assert blobs.sizes("1/models") == {"1/models/10": 3, "1/models/2": len(large)}
-    assert blobs.keys("1/models") == ["1/models/10", "1/models/2"]
+    assert blobs.get(two) == blobs.load(two) == large
+    assert blobs.get(empty) == b""
+    assert blobs.sizes("1/models") == {ten: 3, two: len(large)}
+    assert blobs.keys("1/models") == [ten, two]
     assert blobs.keys("2/models") == []
-    blobs.put("1/models/10", b"again")
-    assert blobs.get("1/models/10") == b"again"
-    blobs.delete("1/models/10")
-    blobs.delete("1/models/10")
+    blobs.put(ten, b"ten")
+    assert blobs.get(ten) == b"ten"
+    blobs.delete(ten)
+    blobs.delete(ten)
     with pytest.raises(FileNotFoundError):
-        blobs.get("1/models/10")
-    blobs.write("1/updates/b", b"b")
-    blobs.settle(["1/updates/b"])
+        blobs.get(ten, needed=False)
+    other = named("1/updates/b", b"b")
+    blobs.write(other, b"b")
+    blobs.settle([other])
     blobs.clean()
-    assert blobs.keys("1/updates") == ["1/updates/a", "1/updates/b"]
-    assert blobs.load("1/models/2") == large
-    with pytest.raises(FileNotFoundError):
-        blobs.load("1/models/10")
+    assert blobs.keys("1/updates") == [empty, other]
+    blobs.retain("1/updates", [empty])
+    assert blobs.keys("1/updates") == [empty]
+
+
+def test_a_blob_that_is_not_what_its_key_names_is_never_handed_out(blobs, caplog):
+    key = named("1/models/3", b"three")
+    blobs.put(key, b"three")
+    for damage in (b"thref", b"thre", b"", b"another, older one"):
+        blobs.put(key, damage)
+        for read in (blobs.get, blobs.load):
+            with pytest.raises(Damaged, match="try again when its operator has restored it"):
+                read(key)
+    blobs.delete(key)
+    with pytest.raises(Damaged):
+        blobs.get(key)
+    blobs.put(key, b"three")
+    assert blobs.get(key) == b"three"
+    said = [record.getMessage() for record in caplog.records if record.name == "sparrow.coordinator.storage.failing"]
+    assert [key in line for line in said] == [True] * len(said)
+    assert said[0].endswith("bring this file back from a backup")
+    assert said[-1].endswith("is whole again; going on")
+    with pytest.raises(ValueError, match="does not name the SHA-256"):
+        blobs.get("1/models/4")
 
 
 @pytest.mark.parametrize("linkable", [True, False])
@@ -80,14 +109,15 @@ def test_what_lies_in_a_file_already_becomes_a_blob_and_the_file_may_go(blobs, t
         monkeypatch.setattr(os, "link", Mock(side_effect=refused))
     file = tmp_path / "whole.part"
     file.write_bytes(b"an update")
+    first, second = named("1/updates/c", b"an update"), named("1/updates/d", b"an update")
     for _ in range(2):  # the same update twice
-        blobs.write("1/updates/c", b"an update", file)
-    blobs.settle(["1/updates/c"])
+        blobs.write(first, b"an update", file)
+    blobs.settle([first])
     file.unlink()
-    blobs.write("1/updates/d", b"an update", file)  # another copy of the call has brought it, and removed the file
-    blobs.settle(["1/updates/d"])
-    assert blobs.get("1/updates/c") == blobs.get("1/updates/d") == b"an update"
-    assert blobs.keys("1/updates") == ["1/updates/c", "1/updates/d"]
+    blobs.write(second, b"an update", file)  # another copy of the call has brought it, and removed the file
+    blobs.settle([second])
+    assert blobs.get(first) == blobs.get(second) == b"an update"
+    assert blobs.keys("1/updates") == [first, second]
     assert [path.name for path in tmp_path.rglob("*.partial")] == []
 
 
