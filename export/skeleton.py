@@ -20,11 +20,8 @@ import onnx.numpy_helper
 import onnx.shape_inference
 from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
 
-from edge_sdk.protocol.manifest import Manifest, Tensors, TensorSpec
+from edge_sdk.protocol.manifest import MAX_SKELETON, Manifest, Tensors, TensorSpec
 from sparrow.export.errors import ExportError, SkeletonError
-
-MAX_SKELETON = 64 * 1024 * 1024
-"""Largest skeleton accepted, in bytes: without weights, a graph of thousands of nodes is well below 1 MiB."""
 
 MAX_MODEL = 2**31 - 1
 """Largest ONNX file without external data, in bytes: protobuf's limit."""
