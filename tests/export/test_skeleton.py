@@ -193,7 +193,10 @@ HOSTILE = {
     "node of another domain": (lambda m: setattr(m.graph.node[0], "domain", "com.microsoft"), "of 'com.microsoft'"),
     "future operators": (lambda m: setattr(m.opset_import[0], "version", 999), r"operator versions \[999\]"),
     "no operators": (lambda m: m.ClearField("opset_import"), r"operator versions \[\]"),
-    "unknown operator": (lambda m: setattr(m.graph.node[0], "op_type", "Launch"), "not a valid ONNX graph.*Launch"),
+    "unknown operator": (
+        lambda m: setattr(m.graph.node[0], "op_type", "Launch"),
+        "'Launch'.: this operator is not accepted",
+    ),
     "function": (lambda m: m.functions.add(name="f"), "functions of its own"),
     "training": (lambda m: m.training_info.add(), "training"),
     "sparse": (lambda m: m.graph.sparse_initializer.add(), "sparse"),
@@ -222,8 +225,8 @@ HOSTILE = {
         r"input has shape \(4,\) per sample, the manifest says \(3,\)",
     ),
     "input not a tensor": (lambda m: m.graph.input[0].ClearField("type"), "must be a tensor"),
-    "cut wire": (lambda m: m.graph.node[0].input.__setitem__(0, "nowhere"), "not a valid ONNX graph"),
-    "shapes that clash": (lambda m: m.graph.node[0].attribute.pop(), "not a valid ONNX graph"),
+    "cut wire": (lambda m: m.graph.node[0].input.__setitem__(0, "nowhere"), "reads what no node before it makes"),
+    "shapes that clash": (lambda m: m.graph.node[0].attribute.pop(), "cannot be inferred"),
     "no graph": (lambda m: m.ClearField("graph"), "holds no graph"),
 }
 
