@@ -350,7 +350,7 @@ class Session:
             step = self._step(wait_seconds)
         except FINAL:
             raise
-        except (Refused, Damaged) as fault:
+        except (Refused, Damaged, BundleError) as fault:
             return self._rest(str(fault))
         if step.outcome is Outcome.worked and step.failed is None:
             self._faults = 0
@@ -403,6 +403,8 @@ class Session:
         try:
             with self._heard(assignment.assignment_id, assignment.settings):
                 self._work(assignment, self._watched_work(assignment))
+        except BundleError:  # of the payload
+            raise
         except (TrainingDiverged, ProtocolError) as error:
             failed = str(error)
             log.warning("round %s: %s", assignment.round, error)
@@ -626,16 +628,19 @@ class Session:
         feedback = None
         if precision == "int8":
             values, feedback = round_update(job, update, self._folder.feedback)
-        body = bundle.encode(
-            self.manifest,
-            values,
-            update.mask,
-            draw=update.draw,
-            precision=precision,
-            report=report,
-            known=None if job.received is None else _elements(job.received.mask),
-            gradients=update.gradients,
-        )
+        try:
+            body = bundle.encode(
+                self.manifest,
+                values,
+                update.mask,
+                draw=update.draw,
+                precision=precision,
+                report=report,
+                known=None if job.received is None else _elements(job.received.mask),
+                gradients=update.gradients,
+            )
+        except BundleError as error:  # a value is not finite
+            raise TrainingDiverged(str(error)) from error
         return body, feedback
 
     def _evaluate(self, job: Job, download: Phase) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from contextlib import ExitStack, closing
+from datetime import datetime
 
 import httpx
 import pytest
@@ -197,6 +199,27 @@ def test_a_device_whose_token_expired_enrols_again_and_stays_who_it_was(start, f
     assert folder.known_identity().token != before
     (found,) = client.get("/v1/federations/default/devices", headers={"Authorization": "Bearer eye"}).json()
     assert found["device_id"] == device["device_id"]
+
+
+@pytest.mark.parametrize("hours", [5, -5])
+def test_a_clock_that_is_set_between_two_starts_ages_no_token_and_no_deadline(start, folder, monkeypatch, hours):
+    lives = {"device_token_rotation_days": 2 / 24, "device_token_lifetime_days": 4 / 24}
+    client = start(**lives)
+    session(client, folder)
+    token, stepped = folder.known_identity().token, time.time
+    seen = seen_of(client)
+    start.stop()
+    monkeypatch.setattr(time, "time", lambda: stepped() + hours * 3600)
+    client = start(**lives)
+    asked = client.get("/v1/federations/default/assignment", headers={"Authorization": f"Bearer {token}"})
+    assert (asked.status_code, "Sparrow-Renew-Token" in asked.headers) == (204, False)
+    assert abs(seen_of(client) - seen) < 60
+
+
+def seen_of(client):
+    """Return when a device was seen last, in seconds of the coordinator's clock."""
+    (device,) = client.get("/v1/federations/default/devices", headers={"Authorization": "Bearer eye"}).json()
+    return datetime.fromisoformat(device["seen_at"]).timestamp()
 
 
 def test_a_revoked_device_stays_out_whatever_it_holds(start, folder):
