@@ -320,7 +320,8 @@ class _Walk:
             raise _unknown(node)
         sizes = [dim.dim_value for dim in dims]
         if tensor.elem_type not in _BYTES or len(sizes) > 16 or any(not 0 <= size <= LARGEST_SIZE for size in sizes):
-            raise SkeletonError(f"{name[:80]!r} is no tensor of numbers of a common type and size")
+            what = repr(name[:80]) if node is None else _named(node)
+            raise SkeletonError(f"{what}: a value is no tensor of numbers of a common type and size")
         self._types[name] = described
         self._sizes[name] = math.prod(sizes) * _BYTES[tensor.elem_type]
 

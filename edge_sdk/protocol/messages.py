@@ -533,7 +533,9 @@ class Assignment(Answer):
     assignment_id: Id
     kind: Kind
     round: int = Field(ge=0, le=1_000_000)
-    deadline_seconds: Seconds = Field(description="Seconds left when this answer was written")
+    deadline_seconds: float = Field(
+        ge=0, le=8 * 86400, allow_inf_nan=False, description="Seconds left when this answer was written"
+    )
     settings: FederationSettings
     payload: Payload | None = None
     work: Work | None = None
