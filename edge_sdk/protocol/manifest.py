@@ -199,6 +199,8 @@ class Manifest(_Record):
                 described = sum(sizes[segment.group] * segment.repeat for segment in segments)
                 if segments and described != length:
                     raise ValueError(f"{tensor.name}: axis {axis} has length {length}, its segments add to {described}")
+        if sum(sizes.values()) > sum(tensor.size for tensor in self.tensors):
+            raise ValueError("there are more neurons than values; leave out groups that no tensor names")
         names = {tensor.name for tensor in self.tensors}
         for layer in self.layers:
             for name in layer.tensors:

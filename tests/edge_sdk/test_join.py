@@ -173,7 +173,7 @@ class Spoiling(httpx.BaseTransport):
     """Passes calls on, and spoils the answers whose path ends so while ``times`` is left."""
 
     def __init__(self, client):
-        self.client, self.calls, self.kinds = client, [], []
+        self.client, self.calls, self.waits = client, [], []
         self.end, self.spoil, self.times = "", lambda answer: answer, 0
 
     def handle_request(self, request):
@@ -216,7 +216,7 @@ def session(spoiling, tmp_path):
     client = httpx.Client(base_url=in_process.ADDRESS, transport=spoiling)
     with closing(StateFolder(tmp_path / "state")) as folder:
         yield Session(
-            Transport(client, sleep=lambda seconds: None),
+            Transport(client, sleep=spoiling.waits.append),
             folder,
             federation="f",
             name="pi",
@@ -302,10 +302,8 @@ WEIRD = {
 @pytest.mark.parametrize("field", WEIRD)
 def test_work_that_no_coordinator_gives_is_asked_for_again(spoiling, session, field):
     spoiling.end, spoiling.spoil, spoiling.times = "assignment", changed(**{field: WEIRD[field]}), 2
-    waits = []
-    session.transport._sleep = waits.append
     while session.step(wait_seconds=5).outcome is Outcome.idle:
         pass
     assert session.progress.rounds == 1
     assert spoiling.times == 0
-    assert len(waits) == 2
+    assert len(spoiling.waits) == 2

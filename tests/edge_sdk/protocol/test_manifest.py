@@ -180,3 +180,12 @@ def test_a_skeleton_changes_the_digest(small):
     assert named.with_skeleton(b"other graph").digest != named.digest
     assert named.tensors == small.tensors
     assert Manifest.model_validate_json(named.model_dump_json()).digest == named.digest
+
+
+def test_groups_cannot_ask_for_more_memory_than_the_model_has():
+    tensor = {"name": "fc.bias", "shape": [4], "init": {"kind": "constant", "value": 0}}
+    groups = [{"name": "h", "size": 2**31}]
+    about = {"task": "test", "input_shape": [3], "output_shape": [4], "tensors": [tensor]}
+    Manifest.model_validate(about)
+    with pytest.raises(ValidationError, match="more neurons than values"):
+        Manifest.model_validate({**about, "groups": groups})
