@@ -43,7 +43,7 @@ SdkError
 ├── TrainingDiverged             a loss or weight is not finite (``training.local``): the round is handed back
 ├── NothingTrained               a device comes to its end without a model of its own; its text says why
 ├── OutOfMemory                  training needs more memory than the device has: give a smaller budget
-├── Damaged                      a download never matches its announced digest: a device hands its work back, and goes on
+├── Damaged                      a download never matches its digest: a device hands its work back, and goes on
 ├── StateError                   the state folder is in use, belongs to another device, or cannot be read
 ├── SystemFailed                 the operating system refuses a file, folder or connection; the text names it
 │   └── NoSuchPath               a file or folder does not exist
