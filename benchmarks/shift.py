@@ -63,16 +63,14 @@ def read_finished(server: str, federation: str, folder: Path) -> Finished:
     root = folder / "devices"
     with httpx.Client(base_url=server, timeout=60) as client:
         transport = Transport(client)
-        info = transport.federation(federation)
+        info, manifest = transport.federation(federation), transport.manifest(federation)
         model = None
         if info.global_model_usable:
-            model = transport.model(federation)
+            model = transport.model(federation, manifest)
         elif load_coordinator_method(info.method).sends_values(Kind.evaluate, holds_model=True):
             model = _newest_values(folder)
         stored, _ = checkpoint.load((root / "reference.safetensors").read_bytes())
-        return Finished(
-            info, transport.manifest(federation), model, root, reference=Reference.of(stored) if stored else None
-        )
+        return Finished(info, manifest, model, root, reference=Reference.of(stored) if stored else None)
 
 
 def check_test_sets(plan: Plan, task: str, seed: int, texts: Sequence[str]) -> None:

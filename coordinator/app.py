@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-import time
 from collections.abc import Callable
 
 from starlette.types import Scope
@@ -14,6 +13,7 @@ from sparrow.coordinator.api.buckets import RateLimit
 from sparrow.coordinator.api.live_views import LiveViews
 from sparrow.coordinator.api.signals import Signal
 from sparrow.coordinator.api.uploads import Uploads
+from sparrow.coordinator.clock import SteadyClock
 from sparrow.coordinator.errors import Unavailable
 from sparrow.coordinator.fleet.access import Tokens
 from sparrow.coordinator.fleet.devices import Devices
@@ -40,15 +40,6 @@ log = logging.getLogger(__name__)
 DAY = 24 * 3600.0
 
 
-def steady_clock() -> Callable[[], float]:
-    """Return a clock of seconds since the epoch that never jumps.
-
-    A machine without a battery-backed clock sets it after start, and every open deadline would pass at once.
-    """
-    offset = time.time() - time.monotonic()
-    return lambda: offset + time.monotonic()
-
-
 class Coordinator:
     """One coordinator: its store, its domain objects, and the thread that moves rounds on.
 
@@ -62,9 +53,11 @@ class Coordinator:
     ) -> None:
         """Build all parts. store: one that is open already; by default that of the settings."""
         self.settings = settings
-        clock = clock or steady_clock()
         url = settings.database_url
         self.store = store or Store(settings.data_dir, None if url is None else url.get_secret_value(), settings.blobs)
+        self._clock = SteadyClock(settings.data_dir) if clock is None else None
+        clock = clock or self._clock
+        assert clock is not None, "one of the two"
         self.metrics = Metrics()
         self.metrics.measure(self.store)
         self.metrics.observe_records(self.store)
@@ -174,6 +167,8 @@ class Coordinator:
 
     def _look_after(self) -> bool:
         """Do what is due at every fact and tick; return whether a round moved."""
+        if self._clock is not None:
+            self._clock.keep()
         self.store.check()
         self.uploads.sweep()
         self.last_seen.write()

@@ -44,7 +44,7 @@ SdkError
 │   └── UnsoundModel             the model received gives no finite loss, before any training (``training.local``)
 ├── NothingTrained               a device comes to its end without a model of its own; its text says why
 ├── OutOfMemory                  training needs more memory than the device has: give a smaller budget
-├── Damaged                      a download does not match its announced digest, repeatedly
+├── Damaged                      a download never matches its digest: a device hands its work back, and goes on
 ├── StateError                   the state folder is in use, belongs to another device, or cannot be read
 ├── SystemFailed                 the operating system refuses a file, folder or connection; the text names it
 │   └── NoSuchPath               a file or folder does not exist

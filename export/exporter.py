@@ -16,12 +16,13 @@ from pathlib import Path
 
 from onnx import ModelProto
 
+from sparrow.export.bounds import samples_at_once
 from sparrow.export.build import ACCURACY_LIMIT, Built, Mode, Precision, build
 from sparrow.export.errors import ExportError, NotTheSame
 from sparrow.export.forms import load_form
 from sparrow.export.ort_format import write_ort
 from sparrow.export.report import Figures, Report, measure
-from sparrow.export.running import Parity, accuracy, compare, predict
+from sparrow.export.running import CHUNK, Parity, accuracy, compare, predict
 from sparrow.export.samples import Array, Samples, parity_inputs
 from sparrow.export.source import Source
 
@@ -77,11 +78,12 @@ def export_model(
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".export-") as folder:
         export, dense = Path(folder) / "export.onnx", Path(folder) / "dense.onnx"
         dense.write_bytes(plain.SerializeToString(deterministic=True))
+        at_once = samples_at_once(plain, CHUNK)
         if reference is None:
             inputs = parity_inputs(plain, samples)
-            reference = Reference("the dense model", inputs, predict(dense, inputs))
-        built, parity, notes = _smallest(source, plain, export, options, samples, reference, doing)
-        mine, theirs = (_figures(path, samples) for path in (export, dense))
+            reference = Reference("the dense model", inputs, predict(dense, inputs, at_once))
+        built, parity, notes = _smallest(source, plain, export, options, samples, reference, at_once, doing)
+        mine, theirs = (_figures(path, samples, at_once) for path in (export, dense))
         _check_accuracy(built, mine, theirs, options.accuracy_limit)
         if options.measured:
             costs = measure(export, dense, reference.inputs[:1], lambda: doing("measuring"))
@@ -110,6 +112,7 @@ def _smallest(
     options: Options,
     samples: Samples | None,
     reference: Reference,
+    at_once: int,
     doing: Callable[[str], object],
 ) -> tuple[Built, Parity, tuple[str, ...]]:
     """Write the mode asked for to ``path``, or else the first one that predicts the same, and return why not others."""
@@ -133,7 +136,7 @@ def _smallest(
                 continue  # nothing was gained: the dense model is as small
             path.write_bytes(built.model.SerializeToString(deterministic=True))
             doing("comparing")
-            return built, _check_parity(path, built, reference), tuple(notes)
+            return built, _check_parity(path, built, reference, at_once), tuple(notes)
         except ExportError as error:
             if mode == modes[-1]:
                 raise
@@ -141,12 +144,12 @@ def _smallest(
     raise AssertionError("the last mode returns or raises")
 
 
-def _check_parity(path: Path, built: Built, reference: Reference) -> Parity:
+def _check_parity(path: Path, built: Built, reference: Reference, at_once: int) -> Parity:
     """Return how the file differs from the reference. Raises NotTheSame where it should not, but does.
 
     Rounded weights differ, and so do dynamic models, which are other predictors.
     """
-    parity = compare(predict(path, reference.inputs), reference.outputs)
+    parity = compare(predict(path, reference.inputs, at_once), reference.outputs)
     exact = built.precision == "fp32" and built.mode != "dynamic"
     if not exact or parity.max_difference <= LARGEST_DIFFERENCE * max(1.0, parity.largest_output):
         return parity
@@ -161,10 +164,10 @@ def _check_parity(path: Path, built: Built, reference: Reference) -> Parity:
     )
 
 
-def _figures(path: Path, samples: Samples | None) -> Figures:
+def _figures(path: Path, samples: Samples | None, at_once: int) -> Figures:
     right = None
     if samples is not None and samples.labels is not None:
-        right = accuracy(predict(path, samples.inputs), samples.labels)
+        right = accuracy(predict(path, samples.inputs, at_once), samples.labels)
     return Figures(path.stat().st_size, right)
 
 

@@ -15,6 +15,7 @@ from sparrow.export.errors import ExportError
 Array = NDArray[Any]
 
 CHUNK = 256
+"""Most samples run at a time."""
 
 
 def runtime() -> Any:
@@ -26,16 +27,19 @@ def runtime() -> Any:
     return onnxruntime
 
 
-def predict(path: Path, inputs: Array) -> Array:
-    """Return the outputs [N, ...] of the file for inputs [N, *input_shape]. Raises ExportError for one that cannot be
-    run."""
+def predict(path: Path, inputs: Array, at_once: int) -> Array:
+    """Return the outputs [N, ...] of the file for inputs [N, *input_shape], ``at_once`` of which are run at a time.
+
+    Raises ExportError for a file that cannot be run."""
     onnxruntime = runtime()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         name = session.get_inputs()[0].name
-        parts = [session.run(None, {name: inputs[start : start + CHUNK]})[0] for start in range(0, len(inputs), CHUNK)]
+        parts = [
+            session.run(None, {name: inputs[start : start + at_once]})[0] for start in range(0, len(inputs), at_once)
+        ]
     except Exception as error:  # ONNX Runtime's exceptions share no public base class
         raise ExportError(f"ONNX Runtime cannot run the exported model: {error}") from None
     return np.concatenate(parts)

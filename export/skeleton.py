@@ -20,11 +20,9 @@ import onnx.numpy_helper
 import onnx.shape_inference
 from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, ValueInfoProto
 
-from edge_sdk.protocol.manifest import Manifest, Tensors, TensorSpec
+from edge_sdk.protocol.manifest import MAX_SKELETON, Manifest, Tensors, TensorSpec
+from sparrow.export.bounds import check_fields, check_sizes, has_data
 from sparrow.export.errors import ExportError, SkeletonError
-
-MAX_SKELETON = 64 * 1024 * 1024
-"""Largest skeleton accepted, in bytes: without weights, a graph of thousands of nodes is well below 1 MiB."""
 
 MAX_MODEL = 2**31 - 1
 """Largest ONNX file without external data, in bytes: protobuf's limit."""
@@ -49,8 +47,8 @@ _ATTRIBUTES = {
 
 
 def check_skeleton(data: bytes, manifest: Manifest) -> ModelProto:
-    """Return the parsed skeleton: checked for size, digest, structure, interface, initialisers, operators, in this
-    order.
+    """Return the parsed skeleton: checked for size, digest, structure, interface, initialisers, operators, and what its
+    values take (``bounds``), in this order.
 
     The answer's initialisers are still without data. Raises SkeletonError, saying what was met and what to do.
     """
@@ -63,12 +61,14 @@ def check_skeleton(data: bytes, manifest: Manifest) -> ModelProto:
         raise SkeletonError(
             f"the skeleton has the SHA-256 {digest}, the manifest names {manifest.skeleton_sha256}; fetch it again"
         )
+    check_fields(data)
     model = _parse(data)
     _check_structure(model)
     _check_interface(model.graph, manifest)
     _check_initializers(model.graph, manifest)
     for node in model.graph.node:
         _check_node(node)
+    check_sizes(model)
     _check_graph(model, manifest)
     return model
 
@@ -169,16 +169,11 @@ def _check_initializers(graph: GraphProto, manifest: Manifest) -> None:
                 f"{spec.name}: the skeleton has shape {shape} of ONNX type {tensor.data_type}, "
                 f"the manifest says {spec.shape} of type {dtype}; publish both from the same model"
             )
-        if _has_data(tensor):
+        if has_data(tensor):
             raise SkeletonError(f"{spec.name}: the skeleton holds its values; take them out, weights travel apart")
     for name, tensor in found.items():
-        if not _has_data(tensor):
+        if not has_data(tensor):
             raise SkeletonError(f"the skeleton wants values for {name[:200]!r}, which the manifest does not know")
-
-
-def _has_data(tensor: TensorProto) -> bool:
-    fields = ("raw_data", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
-    return any(len(getattr(tensor, field)) for field in fields)
 
 
 def _refuse_external(tensor: TensorProto) -> None:

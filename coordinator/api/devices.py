@@ -20,6 +20,7 @@ from edge_sdk.protocol.messages import (
     Enrolled,
     HandBack,
     NewToken,
+    RenewToken,
     UpdateAccepted,
     UpdateReceived,
     UploadCost,
@@ -103,11 +104,11 @@ def change_device(
 
 
 @router.post("/devices/{device_id}/token", status_code=201)
-def rotate_token(device_id: str, device: KnownDevice, coordinator: TheCoordinator) -> NewToken:
+def rotate_token(device_id: str, device: KnownDevice, coordinator: TheCoordinator, request: RenewToken) -> NewToken:
     """Return a new token for the calling device. Its old one is valid until the new one is used for the first time."""
     if device_id != device.device_id:
         raise NotAllowed("a device renews only its own token")
-    return coordinator.devices.rotate(device_id)
+    return coordinator.devices.rotate(device_id, request.enrolment_key)
 
 
 @router.get(

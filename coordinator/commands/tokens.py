@@ -16,7 +16,6 @@ import json
 import re
 import secrets
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +25,7 @@ from sqlalchemy.orm import Session
 
 from sparrow.command_line.command import Command, Parser, WrongUsage, add_json
 from sparrow.command_line.table import table
+from sparrow.coordinator.clock import SteadyClock
 from sparrow.coordinator.errors import NoRecords, NotFound
 from sparrow.coordinator.fleet.access import KINDS, REMEMBER_SECONDS, digest_of, new_secret
 from sparrow.coordinator.fleet.devices import revoke as revoke_device
@@ -115,13 +115,13 @@ def _run(options: argparse.Namespace) -> None:
     if options.command == "create":
         _check(options)
     settings = read_settings()
+    now = SteadyClock(settings.data_dir)()
     with database_errors(settings.data_dir), records(settings) as db:
-        text = {"create": _create, "list": _list, "revoke": _revoke}[options.command](db, options)
+        text = {"create": _create, "list": _list, "revoke": _revoke}[options.command](db, options, now)
     print(text)  # not before the commit: a secret that was shown is good
 
 
-def _create(db: Session, options: argparse.Namespace) -> str:
-    now = time.time()
+def _create(db: Session, options: argparse.Namespace, now: float) -> str:
     token, secret = create(
         db,
         options.kind,
@@ -140,8 +140,7 @@ def _create(db: Session, options: argparse.Namespace) -> str:
     return secret
 
 
-def _list(db: Session, options: argparse.Namespace) -> str:
-    now = time.time()
+def _list(db: Session, options: argparse.Namespace, now: float) -> str:
     names = {row[0]: row[1] for row in db.execute(select(Federation.id, Federation.name))}
     tokens = db.scalars(select(Token).order_by(Token.created_at, Token.id))
     found = [describe(token, names.get(token.federation_id or 0), now) for token in tokens]
@@ -163,8 +162,8 @@ def _list(db: Session, options: argparse.Namespace) -> str:
     return table(head, rows)
 
 
-def _revoke(db: Session, options: argparse.Namespace) -> str:
-    said = revoke(db, options.id, time.time())
+def _revoke(db: Session, options: argparse.Namespace, now: float) -> str:
+    said = revoke(db, options.id, now)
     return json.dumps({"id": options.id, "revoked": True}) if options.json else f"{said}, at once or within {SOON}"
 
 

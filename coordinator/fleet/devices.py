@@ -20,7 +20,14 @@ from edge_sdk.protocol.messages import (
     NewToken,
     PauseReason,
 )
-from sparrow.coordinator.errors import FederationDeleted, NameTaken, NotAuthenticated, NotFound, TokenExpired
+from sparrow.coordinator.errors import (
+    FederationDeleted,
+    NameTaken,
+    NotAllowed,
+    NotAuthenticated,
+    NotFound,
+    TokenExpired,
+)
 from sparrow.coordinator.fleet.access import (
     MOST_REMEMBERED,
     REMEMBER_SECONDS,
@@ -148,17 +155,20 @@ class Devices:
         """Return whether the device should take a new token."""
         return self._rotation_seconds is not None and self._clock() - caller.issued_at >= self._rotation_seconds
 
-    def rotate(self, device_id: str) -> NewToken:
-        """Return a new token for a device. The old one is valid until the new one is used for the first time.
+    def rotate(self, device_id: str, enrolment_key: str) -> NewToken:
+        """Return a new token for the device that enrolled with this key. The old one is valid until the new one is used
+        for the first time, and asking again gives the same new one.
 
-        So a lost answer does no harm: the device asks again, and the token it never got is forgotten. Raises
-        NotAuthenticated.
+        So a lost answer does no harm, and whoever has stolen the token, but not the key, loses it with this. Raises
+        NotAuthenticated, NotAllowed.
         """
-        token = new_secret("device")
         with self._store.writing() as db:
             device = db.get(Device, device_id)
             if device is None or device.status == "revoked":
                 raise NotAuthenticated(UNKNOWN)
+            if not hmac.compare_digest(device.enrolment_key_sha256, digest_of(enrolment_key)):
+                raise NotAllowed("this is not the key that the device enrolled with; nothing was changed")
+            token = secret_after("device", device.token_sha256, enrolment_key)
             device.next_token_sha256 = digest_of(token)
         return NewToken(token=token)
 

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.builtin import BuiltinTask, builtin_tasks, load_builtin
-from edge_sdk.protocol.manifest import Manifest, Tensors, initial_values
+from edge_sdk.protocol.manifest import MAX_MANIFEST, Manifest, Tensors, initial_values
 from edge_sdk.protocol.messages import (
     ChangeFederation,
     CompareFederation,
@@ -43,7 +43,7 @@ from sparrow.coordinator.errors import (
 )
 from sparrow.coordinator.methods import CoordinatorMethod, Situation, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
-from sparrow.coordinator.models.judging import judge
+from sparrow.coordinator.models.judging import CHUNK, judge
 from sparrow.coordinator.rounds import rollback
 from sparrow.coordinator.rounds.assignments import extend_deadlines, forget_adapted
 from sparrow.coordinator.rounds.buffered import check_buffer
@@ -68,7 +68,6 @@ from sparrow.export.metadata import properties
 log = logging.getLogger(__name__)
 
 LARGEST_NOTE = 64 * 1024
-LARGEST_MANIFEST = 64 * 1024**2
 
 
 class Federations:
@@ -103,8 +102,8 @@ class Federations:
             skeleton = tensors.pop("sparrow.skeleton").tobytes()
         except KeyError as missing:
             raise BadContent(f"the checkpoint lacks {missing}; publish with sparrow publish") from None
-        if len(manifest_json) > LARGEST_MANIFEST:
-            raise TooLarge(f"the manifest has {len(manifest_json)} bytes, at most {LARGEST_MANIFEST} are accepted")
+        if len(manifest_json) > MAX_MANIFEST:
+            raise TooLarge(f"the manifest has {len(manifest_json):,} bytes, at most {MAX_MANIFEST:,} are accepted")
         with callers_data():
             manifest = Manifest.model_validate_json(manifest_json)
             if 4 * manifest.shared_values > largest:
@@ -370,7 +369,12 @@ class Federations:
 
     def evaluate(self, name: str, body: bytes) -> Evaluation:
         """Return the evaluation of the global model on test data. Raises NoGlobalModel, BadContent."""
-        return judge(self.model_onnx(name), self.manifest(name), body)
+        from sparrow.export.bounds import samples_at_once  # onnx, as above
+        from sparrow.export.skeleton import check_skeleton
+
+        manifest = self.manifest(name)
+        at_once = samples_at_once(check_skeleton(self.skeleton(name), manifest), CHUNK)
+        return judge(self.model_onnx(name), manifest, body, at_once)
 
     def _check_usable(self, federation: Federation) -> None:
         reason = why_unusable(federation, self._models.manifest(federation))

@@ -11,13 +11,13 @@ from edge_sdk.protocol.messages import Evaluation, bounded
 from sparrow.coordinator.errors import BadContent
 
 CHUNK = 256
-"""Samples run at a time."""
+"""Most samples run at a time."""
 
 _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
 
 
-def judge(model: bytes, manifest: Manifest, body: bytes) -> Evaluation:
-    """Return the mean cross-entropy and accuracy of an ONNX ``model`` on a test file.
+def judge(model: bytes, manifest: Manifest, body: bytes, at_once: int) -> Evaluation:
+    """Return the mean cross-entropy and accuracy of an ONNX ``model`` on a test file, ``at_once`` samples at a time.
 
     body: a safetensors file of ``inputs`` [N, *input_shape], prepared as in training, and ``targets`` [N], classes.
     Raises BadContent where it is not that, and for a model whose outputs are no scores of classes.
@@ -32,9 +32,9 @@ def judge(model: bytes, manifest: Manifest, body: bytes) -> Evaluation:
     (taken,) = session.get_inputs()
     inputs, targets = _read(body, manifest, np.dtype(_DTYPES[taken.type]))
     loss, right = 0.0, 0
-    for start in range(0, len(inputs), CHUNK):
-        (answer,) = session.run(None, {taken.name: inputs[start : start + CHUNK]})
-        scores, classes = np.asarray(answer, dtype=np.float64), targets[start : start + CHUNK]
+    for start in range(0, len(inputs), at_once):
+        (answer,) = session.run(None, {taken.name: inputs[start : start + at_once]})
+        scores, classes = np.asarray(answer, dtype=np.float64), targets[start : start + at_once]
         with np.errstate(invalid="ignore"):  # of infinite scores
             highest = scores.max(axis=1)
             total = highest + np.log(np.exp(scores - highest[:, None]).sum(axis=1))

@@ -31,10 +31,13 @@ from edge_sdk.device.heartbeat import Heartbeat
 from edge_sdk.device.rounding import round_update
 from edge_sdk.device.state import Best, Identity, Pending, StateFolder, Totals
 from edge_sdk.device.telemetry import Telemetry as Meter
-from edge_sdk.device.transport import Traffic, Transport
+from edge_sdk.device.transport import Traffic, Transport, printable
 from edge_sdk.device.watchdog import LOOK_SECONDS, Paused, Watchdog, WatchedWork
 from edge_sdk.errors import (
+    Damaged,
+    FederationDeleted,
     FederationOver,
+    NameTaken,
     NotAllowed,
     NotAuthenticated,
     NotFound,
@@ -46,7 +49,7 @@ from edge_sdk.errors import (
 from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update, load_method
 from edge_sdk.protocol import bundle, personal
 from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.errors import ManifestError, ProtocolError
+from edge_sdk.protocol.errors import BundleError, ManifestError, ProtocolError
 from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, same_mask
@@ -64,6 +67,7 @@ from edge_sdk.protocol.messages import (
     Kind,
     Moved,
     PauseReason,
+    Payload,
     Phase,
     Receipt,
     Telemetry,
@@ -98,6 +102,10 @@ MASK = "mask.bits"
 """The file of the mask that this device holds: of elements, as last received, or of the neurons that it has chosen."""
 FAILURES = 3
 """Rounds in a row that fail, of a device that has trained in none, after which it gives up."""
+FIRST_REST, LONGEST_REST = 5.0, 900.0
+"""Seconds of rest after a fault of the coordinator; each in a row doubles it."""
+FINAL = (NotAuthenticated, NotAllowed, NameTaken, FederationOver, FederationDeleted)
+"""Refusals that concern the device itself. After any other it tries again: it may come of a coordinator's fault."""
 GLOBAL_SHARES = (0.25, 0.5, 0.75, 1.0)
 """Shares of the global model that are tried in a mixture with the personal one; of equally good ones the first."""
 
@@ -115,8 +123,8 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Step:
-    """Outcome of one step. ``assignment`` is what was worked on; ``pause_seconds`` what an idle device is asked for,
-    ``paused`` why its policy keeps it idle; ``failed`` why nothing came of the work."""
+    """Outcome of one step. ``assignment`` is what was worked on; ``pause_seconds`` how long an idle device rests, as it
+    is asked to or after a fault; ``paused`` why its policy keeps it idle; ``failed`` why nothing came of the work."""
 
     outcome: Outcome
     assignment: Assignment | None = None
@@ -175,6 +183,7 @@ class Session:
         self._report_progress = progress
         self.failed_rounds = 0  # in a row, since this process began
         self.last_failure: str | None = None
+        self._faults = 0  # of the coordinator, in a row
         self._working_on: Assignment | None = None  # stays when a step is interrupted: leave() hands it back
         self._telemetry = telemetry(transport.traffic)
         self._enrolment_token = transport.token
@@ -297,7 +306,7 @@ class Session:
         self._identity = self._identity.model_copy(update={"device_id": enrolled.device_id, "token": enrolled.token})
         self._folder.save_identity(self._identity)
         if enrolled.notice:
-            log.warning(enrolled.notice)
+            log.warning("%s", printable(enrolled.notice))
         self._transport.token = enrolled.token
 
     def _or_enrol_again(self, call: Callable[[], Answer]) -> Answer:
@@ -314,11 +323,11 @@ class Session:
 
     def _renew_token(self) -> None:
         """Take a new token. It is kept before it is used, so that there is a good one on disk at any time; and the old
-        one until it was used: where the call came twice, on a network that is slow or repeats, only the answer to the
-        later one is good, which may be the one that was lost."""
-        if self._identity.device_id is not None:
-            before, token = self._identity.token, self._transport.new_token(self._identity.device_id)
-            self._identity = self._identity.model_copy(update={"token": token, "previous": before})
+        one until it was used: a coordinator that goes on from a backup knows only that."""
+        before = self._identity
+        if before.device_id is not None:
+            token = self._transport.new_token(before.device_id, before.enrolment_key)
+            self._identity = self._identity.model_copy(update={"token": token, "previous": before.token})
             self._folder.save_identity(self._identity)
             self._identity = self._settle_token(self._identity)
 
@@ -341,7 +350,38 @@ class Session:
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def step(self, wait_seconds: float = 0.0) -> Step:
-        """Send what is waiting to be sent, or ask for work and do it, or find that there is none."""
+        """Send what is waiting to be sent, or ask for work and do it, or find that there is none.
+
+        No fault of the coordinator ends a device: where it gives work that cannot be used, or refuses for a reason that
+        is not in ``FINAL``, the work is handed back and the device rests.
+        """
+        try:
+            step = self._step(wait_seconds)
+        except FINAL:
+            raise
+        except (Refused, Damaged, BundleError) as fault:
+            return self._rest(str(fault))
+        if step.outcome is Outcome.worked and step.failed is None:
+            self._faults = 0
+        return step
+
+    def _rest(self, fault: str) -> Step:
+        """Hand back what is open, and rest for longer after each fault in a row."""
+        seconds = min(FIRST_REST * 2.0 ** min(self._faults, 30), LONGEST_REST)
+        self._faults += 1
+        self.last_failure = fault
+        log.warning("%s; this device tries again in %.0f s", fault, seconds)
+        assignment, self._working_on = self._working_on, None
+        if assignment is not None:
+            try:
+                self._give_up(assignment, fault)
+            except FINAL:
+                raise
+            except Refused as refusal:
+                log.info("the work could not be handed back: %s", refusal.detail)
+        return Step(Outcome.idle, assignment, pause_seconds=seconds, failed=fault)
+
+    def _step(self, wait_seconds: float) -> Step:
         if (reason := self._watchdog.look() if self._watchdog else None) is not None:
             self._stay_away(reason)
             return Step(Outcome.idle, pause_seconds=LOOK_SECONDS, paused=reason)
@@ -372,6 +412,8 @@ class Session:
         try:
             with self._heard(assignment.assignment_id, assignment.settings):
                 self._work(assignment, self._watched_work(assignment))
+        except BundleError:  # of the payload
+            raise
         except (TrainingDiverged, ProtocolError) as error:
             failed, to_blame = str(error), not isinstance(error, UnsoundModel)
             log.warning("round %s: %s", assignment.round, error)
@@ -469,8 +511,7 @@ class Session:
         with self._telemetry.phase("download") as download:
             received = None
             if assignment.payload is not None:
-                body = self._transport.payload(assignment.assignment_id, assignment.payload)
-                received = bundle.decode(body, self.manifest, _elements(self._mask))
+                received = self._receive(assignment.assignment_id, assignment.payload)
                 self._keep_mask(_elements(received.mask))
         job = Job(
             assignment=assignment,
@@ -505,6 +546,19 @@ class Session:
                 self._hand_back(
                     assignment.assignment_id, f"{self.info.method} on this device has no work of kind {other.value}"
                 )
+
+    def _receive(self, assignment_id: str, payload: Payload) -> bundle.Bundle:
+        """Return the decoded payload. Raises Damaged where it is not what this model's can be."""
+        largest = bundle.largest_payload(self.manifest)
+        if payload.bytes > largest:
+            raise Damaged(
+                f"a payload of {payload.bytes:,} bytes is announced, of this model it has at most {largest:,}"
+            )
+        body = self._transport.payload(assignment_id, payload)
+        try:
+            return bundle.decode(body, self.manifest, _elements(self._mask))
+        except BundleError as error:
+            raise Damaged(f"the payload cannot be used: {error}") from error
 
     def _load_mask(self) -> ElementMask | NeuronMask | None:
         """Return the mask that this device holds. A file that cannot be read counts as none: the mask is sent, or
@@ -584,16 +638,19 @@ class Session:
         feedback = None
         if precision == "int8":
             values, feedback = round_update(job, update, self._folder.feedback)
-        body = bundle.encode(
-            self.manifest,
-            values,
-            update.mask,
-            draw=update.draw,
-            precision=precision,
-            report=report,
-            known=None if job.received is None else _elements(job.received.mask),
-            gradients=update.gradients,
-        )
+        try:
+            body = bundle.encode(
+                self.manifest,
+                values,
+                update.mask,
+                draw=update.draw,
+                precision=precision,
+                report=report,
+                known=None if job.received is None else _elements(job.received.mask),
+                gradients=update.gradients,
+            )
+        except BundleError as error:  # a value is not finite
+            raise TrainingDiverged(str(error)) from error
         return body, feedback
 
     def _evaluate(self, job: Job, download: Phase) -> None:

@@ -2,14 +2,21 @@
 
 Whatever may pass by itself (no connection, a time-out, 408, 429, 5xx) is tried again, after a wait that doubles up to
 ``LONGEST_WAIT`` and is drawn at random below that, so that a fleet does not come back all at once; Retry-After is
-waited for first. Everything else is an answer: a problem document, raised as the exception of its type (``PROBLEMS``).
-A failed TLS handshake is not tried again. A download that breaks goes on where it broke, and so does a large upload.
+waited for first, up to ``LONGEST_PAUSE``. Everything else is an answer: a problem document, raised as the exception of
+its type (``PROBLEMS``). A failed TLS handshake is not tried again. A download that breaks goes on where it broke, and
+so does a large upload.
+
+An answer is hostile until it was read: it is asked for unencoded, and may be no longer than its kind can be, and no
+slower than ``SLOWEST``. One that is, or that cannot be read, counts as no answer.
 """
 
 from __future__ import annotations
 
 import hashlib
+import http.cookiejar
+import ipaddress
 import json
+import logging
 import os
 import random
 import time
@@ -18,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import httpx
+import numpy as np
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from edge_sdk.errors import (
@@ -45,7 +53,7 @@ from edge_sdk.errors import (
     WrongState,
 )
 from edge_sdk.protocol import checkpoint, tls
-from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.manifest import MAX_MANIFEST, MAX_SKELETON, Manifest, Tensors
 from edge_sdk.protocol.messages import (
     Assignment,
     ChangeDevice,
@@ -59,12 +67,15 @@ from edge_sdk.protocol.messages import (
     OpenWork,
     PauseReason,
     Payload,
+    RenewToken,
     RoundRecord,
     UpdateReceived,
     UploadCost,
 )
 from sparrow.command_line.nearest import nearest
 from sparrow.command_line.table import printable
+
+log = logging.getLogger(__name__)
 
 UPLOAD_PART = 64 * 1024
 RESUMED = 1024 * 1024
@@ -98,10 +109,23 @@ PREFIX = "urn:sparrow:problem:"
 
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 30.0
+LONGEST_PAUSE = 900.0
+"""The longest pause that a coordinator may ask for, s."""
+LARGEST_ANSWER = 1024 * 1024
+LARGEST_REFUSAL = 64 * 1024
+"""Bytes of a refusal that are read."""
+LARGEST_LIST = 64 * 1024 * 1024
+"""Largest list accepted, such as that of all devices, in bytes."""
+LONGEST_TEXT = 1000
+"""Characters of a refusal that are shown."""
+SLOWEST = 1024.0
+"""Bytes per second, on average, below which the body of an answer counts as broken after ``SLOW_SECONDS``."""
+SLOW_SECONDS = 60.0
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 HEARTBEAT_TIMEOUT = httpx.Timeout(10.0)
 
 Message = TypeVar("Message", bound=BaseModel)
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -132,10 +156,38 @@ def connect(server: str, trust: tls.Tls | None = None) -> httpx.Client:
         raise bad_address(named, f"has the port {url.port}, but ports go from 1 to 65535")
     if url.query or url.fragment:
         raise bad_address(named, "continues after its path")
-    if trust in (None, tls.Tls()):
-        return httpx.Client(base_url=server, timeout=TIMEOUT)
-    assert trust is not None
-    return httpx.Client(base_url=server, timeout=TIMEOUT, verify=trust.context())
+    no_cookies = http.cookiejar.CookieJar(http.cookiejar.DefaultCookiePolicy(allowed_domains=()))
+    return httpx.Client(
+        base_url=server,
+        timeout=TIMEOUT,
+        verify=True if trust in (None, tls.Tls()) or trust is None else trust.context(),
+        cookies=no_cookies,  # else they would be kept for as long as the client, however many
+        event_hooks={"request": [_warn_of_plain_http(url)]},
+    )
+
+
+def _warn_of_plain_http(url: httpx.URL) -> Callable[[httpx.Request], None]:
+    """Return a hook that warns once if a token is sent unencrypted over a network."""
+    plain = url.scheme == "http" and not _is_this_machine(url.host)
+
+    def warn(request: httpx.Request) -> None:
+        nonlocal plain
+        if plain and "Authorization" in request.headers:
+            plain = False
+            log.warning(
+                "tokens go to %s over plain http: whoever can listen on the network can take them; use https://, and "
+                "--ca FILE where its certificate is of an authority of your own (docs/operating.md)",
+                url.host,
+            )
+
+    return warn
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def token_of(*kinds: Literal["admin", "observer", "enrolment"]) -> str | None:
@@ -152,7 +204,7 @@ class Transport:
     """One device's calls. ``client`` has the coordinator as its base URL.
 
     patience_seconds: how long one call may go unanswered before Unreachable is raised; None waits for ever.
-    on_wait: called with (reason, seconds) before each wait. sleep and chance are injected by tests.
+    on_wait: called with (reason, seconds) before each wait. sleep, chance and clock are injected by tests.
     """
 
     def __init__(
@@ -163,12 +215,14 @@ class Transport:
         on_wait: Callable[[str, float], None] = lambda reason, seconds: None,
         sleep: Callable[[float], None] = time.sleep,
         chance: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self.patience_seconds = patience_seconds
         self._on_wait = on_wait
         self._sleep = sleep
         self._chance = chance or random.Random()
+        self._clock = clock
         self.token: str | None = None
         self.renewal_due = False  # whether the coordinator asks this device to take a new token
         self._known = False  # whether a coordinator has answered at this address
@@ -179,7 +233,7 @@ class Transport:
     def federation(self, name: str) -> FederationInfo:
         """Return the state of a federation. Raises NotFound, naming those that this caller may see."""
         try:
-            return _read(FederationInfo, self._call("GET", f"/v1/federations/{name}"))
+            return self._ask(FederationInfo, "GET", f"/v1/federations/{name}")
         except NotFound as refusal:
             try:
                 there = sorted(info.name for info in self.federations())
@@ -190,47 +244,47 @@ class Transport:
 
     def federations(self) -> list[FederationInfo]:
         """Return every federation of the coordinator."""
-        return _read_all(FederationInfo, self._call("GET", "/v1/federations"))
+        return self._ask_all(FederationInfo, "/v1/federations")
 
     def rounds(self, name: str) -> list[RoundRecord]:
         """Return a record per round, the open one last."""
-        return _read_all(RoundRecord, self._call("GET", f"/v1/federations/{name}/rounds"))
+        return self._ask_all(RoundRecord, f"/v1/federations/{name}/rounds")
 
     def devices(self, name: str) -> list[DeviceInfo]:
         """Return the devices of a federation."""
-        return _read_all(DeviceInfo, self._call("GET", f"/v1/federations/{name}/devices"))
+        return self._ask_all(DeviceInfo, f"/v1/federations/{name}/devices")
 
     def trouble(self) -> str | None:
         """Return the reason why the coordinator is not ready; None if it is. Asks once."""
         try:
-            answer = self._client.request("GET", "/readyz", **self._with_token({}))
+            answer = self._exchange("GET", "/readyz")
         except httpx.TransportError as error:
             raise Unreachable(f"{self._client.base_url} does not answer ({error})") from error
         return None if answer.is_success else _detail(answer)
 
     def manifest(self, name: str) -> Manifest:
         """Return the manifest of a federation's model."""
-        return _read(Manifest, self._call("GET", f"/v1/federations/{name}/manifest"))
+        return self._ask(Manifest, "GET", f"/v1/federations/{name}/manifest", most=MAX_MANIFEST)
 
     def skeleton(self, name: str) -> bytes:
         """Return the ONNX skeleton of a federation's model."""
-        return self._call("GET", f"/v1/federations/{name}/skeleton.onnx").content
+        return self._call("GET", f"/v1/federations/{name}/skeleton.onnx", most=MAX_SKELETON).content
 
     def create_federation(self, body: bytes, media_type: str) -> FederationInfo:
         """Create a federation. Raises WrongSettings, NotInstalled, NameTaken."""
+        headers = {"Content-Type": media_type}
         try:
-            answer = self._call("POST", "/v1/federations", content=body, headers={"Content-Type": media_type})
+            return self._ask(FederationInfo, "POST", "/v1/federations", content=body, headers=headers)
         except NotInstalled:
             raise
         except BadContent as refused:
             raise WrongSettings(refused.detail) from refused
-        return _read(FederationInfo, answer)
 
     def compare_federation(self, name: str, wanted: CompareFederation) -> FederationInfo | None:
         """Return the federation of this name if it is as ``wanted``; None if there is none. Raises DifferentFederation,
         which names the differences."""
         try:
-            return _read(FederationInfo, self._call("POST", f"/v1/federations/{name}/comparison", **_json(wanted)))
+            return self._ask(FederationInfo, "POST", f"/v1/federations/{name}/comparison", **_json(wanted))
         except NotFound:
             return None
 
@@ -240,8 +294,7 @@ class Transport:
 
     def enrol(self, federation: str, request: Enrol) -> Enrolled:
         """Enrol this device."""
-        answer = self._call("POST", f"/v1/federations/{federation}/devices", **_json(request))
-        return _read(Enrolled, answer)
+        return self._ask(Enrolled, "POST", f"/v1/federations/{federation}/devices", **_json(request))
 
     def assignment(
         self,
@@ -257,36 +310,44 @@ class Transport:
         model that it can rebuild. Raises FederationOver when nothing is left to do.
         """
         headers = {"Sparrow-Upload-Cost": json.dumps(cost.model_dump(mode="json"))} if cost else {}
-        answer = self._call(
+
+        def read(answer: httpx.Response) -> tuple[Assignment | None, float]:
+            self.renewal_due = "Sparrow-Renew-Token" in answer.headers
+            return (None, _pause(answer, 1.0)) if answer.status_code == 204 else (_read(Assignment, answer), 0.0)
+
+        return self._call(
             "GET",
             f"/v1/federations/{federation}/assignment",
+            read=read,
             params={"wait": wait_seconds, **({"mask": mask} if mask else {}), **({"model": model} if model else {})},
             headers=headers,
             timeout=httpx.Timeout(wait_seconds + 30.0, connect=10.0),
         )
-        self.renewal_due = "Sparrow-Renew-Token" in answer.headers
-        if answer.status_code == 204:
-            return None, _pause(answer, 1.0)
-        return _read(Assignment, answer), 0.0
 
     def open_work(self, federation: str, wait_seconds: float, etag: str) -> tuple[OpenWork | None, str]:
         """Return the open assignments, and the answer's ETag; None where that stays as at ``etag`` for
         ``wait_seconds``.
         """
-        answer = self._call(
+
+        def read(answer: httpx.Response) -> tuple[OpenWork | None, str]:
+            if answer.status_code == 304:
+                return None, etag
+            return _read(OpenWork, answer), answer.headers.get("ETag", "")
+
+        return self._call(
             "GET",
             f"/v1/federations/{federation}/assignments",
+            read=read,
+            most=LARGEST_LIST,
             params={"wait": wait_seconds},
             headers={"If-None-Match": etag} if etag else {},
             timeout=httpx.Timeout(wait_seconds + 30.0, connect=10.0),
         )
-        if answer.status_code == 304:
-            return None, etag
-        return _read(OpenWork, answer), answer.headers.get("ETag", "")
 
-    def model(self, federation: str) -> Tensors:
+    def model(self, federation: str, manifest: Manifest) -> Tensors:
         """Return the global model by name. Raises NoGlobalModel where the method has none that can be used alone."""
-        tensors, _ = checkpoint.load(self._call("GET", f"/v1/federations/{federation}/model").content)
+        most = checkpoint.MAX_HEADER + sum(spec.size * np.dtype(spec.dtype).itemsize for spec in manifest.kept)
+        tensors, _ = checkpoint.load(self._call("GET", f"/v1/federations/{federation}/model", most=most).content)
         return tensors
 
     def hand_back(self, assignment_id: str, reason: PauseReason | str) -> None:
@@ -298,10 +359,8 @@ class Transport:
         """Say once, without waiting for who does not answer, that this device works on an assignment. False where that
         need not be said again: nobody waits for it. May be called from another thread."""
         try:
-            answer = self._client.post(
-                f"/v1/assignments/{assignment_id}/heartbeat", **self._with_token({}), timeout=HEARTBEAT_TIMEOUT
-            )
-        except (httpx.HTTPError, RuntimeError):  # the latter: the client was closed meanwhile
+            answer = self._exchange("POST", f"/v1/assignments/{assignment_id}/heartbeat", timeout=HEARTBEAT_TIMEOUT)
+        except (httpx.HTTPError, NoCoordinator, RuntimeError):  # the last: the client was closed meanwhile
             return True
         return _passes(answer) or answer.is_success or not _is_problem(answer)
 
@@ -309,9 +368,10 @@ class Transport:
         """Tell of a new budget or changed conditions."""
         self._call("PATCH", f"/v1/devices/{device_id}", **_json(change))
 
-    def new_token(self, device_id: str) -> str:
+    def new_token(self, device_id: str, enrolment_key: str) -> str:
         """Return a new token for this device. The old one is good until this one is used: keep it before that."""
-        return _read(NewToken, self._call("POST", f"/v1/devices/{device_id}/token")).token
+        request = RenewToken(enrolment_key=enrolment_key)
+        return self._ask(NewToken, "POST", f"/v1/devices/{device_id}/token", **_json(request)).token
 
     def update(self, assignment_id: str, body: bytes, media_type: str) -> None:
         """Send an update; sending the same again does no harm. Raises RoundOver when it comes too late."""
@@ -335,18 +395,64 @@ class Transport:
 
     # --- how -----------------------------------------------------------------------------------------------------
 
-    def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
-        content = arguments.pop("content", b"")
+    def _ask(self, kind: type[Message], method: str, path: str, **arguments: Any) -> Message:
+        """Return the message that answers a call."""
+        return self._call(method, path, read=lambda answer: _read(kind, answer), **arguments)
+
+    def _ask_all(self, kind: type[Message], path: str) -> list[Message]:
+        """Return the messages of a list."""
+        return self._call("GET", path, read=lambda answer: _read_all(kind, answer), most=LARGEST_LIST)
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        read: Callable[[httpx.Response], Found] = lambda answer: answer,  # type: ignore[assignment, return-value]
+        content: bytes = b"",
+        **arguments: Any,
+    ) -> Found:
+        """Call until there is an answer; return what ``read`` makes of it."""
         if content:
             arguments["headers"] = {**arguments["headers"], "Content-Length": str(len(content))}
 
         def attempt() -> httpx.Response:
-            body = self._counted(content) if content else None
-            answer = self._client.request(method, path, content=body, **self._with_token(arguments))
-            self.traffic.down += answer.num_bytes_downloaded
-            return answer
+            return self._exchange(method, path, content=self._counted(content) if content else None, **arguments)
 
-        return self._patiently(attempt)
+        return self._patiently(attempt, read)
+
+    def _exchange(self, method: str, path: str, *, most: int = LARGEST_ANSWER, **arguments: Any) -> httpx.Response:
+        """Call once and return the answer, read whole. One of more than ``most`` bytes is none."""
+        with self._client.stream(method, path, follow_redirects=False, **self._with_token(arguments)) as answer:
+            return self._whole(answer, most)
+
+    def _whole(self, answer: httpx.Response, most: int) -> httpx.Response:
+        """Return the answer with its body; of a refusal at most ``LARGEST_REFUSAL`` bytes are read."""
+        limit = most if answer.is_success else LARGEST_REFUSAL
+        body = bytearray()
+        for part in self._parts(answer):
+            body += part[: limit + 1 - len(body)]
+            if len(body) > limit:
+                break  # leaving the caller's block closes the connection
+        if answer.is_success and len(body) > limit:
+            raise NoCoordinator(answer.status_code, f"its answer is longer than {limit:,} bytes")
+        return httpx.Response(answer.status_code, headers=answer.headers, content=bytes(body), request=answer.request)
+
+    def _parts(self, answer: httpx.Response) -> Iterator[bytes]:
+        """Yield a body as it comes, counted. Raises NoCoordinator where it is encoded, httpx.ReadTimeout where it comes
+        too slowly."""
+        encoding = answer.headers.get("Content-Encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            raise NoCoordinator(
+                answer.status_code, f"its answer is encoded ({printable(encoding)[:40]}); have no proxy compress it"
+            )
+        begin, arrived = self._clock(), 0
+        for part in answer.iter_bytes():
+            arrived += len(part)
+            self.traffic.down += len(part)
+            yield part
+            if self._clock() - begin > SLOW_SECONDS + arrived / SLOWEST:
+                raise httpx.ReadTimeout(f"{arrived} bytes came in {self._clock() - begin:.0f} s")
 
     def _upload(self, path: str, body: bytes, headers: dict[str, str]) -> None:
         """Send ``body``; after a break, only what has not arrived."""
@@ -357,17 +463,15 @@ class Transport:
             nonlocal begun
             first = 0
             if begun:
-                answer = self._client.request("GET", path, params={"sha256": digest}, **self._with_token({}))
-                self.traffic.down += answer.num_bytes_downloaded
+                answer = self._exchange("GET", path, params={"sha256": digest})
                 if not answer.is_success:
                     return answer
-                first = _read(UpdateReceived, answer).received
+                first = min(_read(UpdateReceived, answer).received, size)
             begun = True
             length = str(size - first)
             of = {"Content-Range": f"bytes {first}-{size - 1}/{size}" if first < size else f"bytes */{size}"}
-            arguments = self._with_token({"headers": {**headers, **of, "Content-Length": length}})
-            answer = self._client.request("PUT", path, content=self._counted(body[first:]), **arguments)
-            self.traffic.down += answer.num_bytes_downloaded
+            of |= {"Content-Length": length}
+            answer = self._exchange("PUT", path, content=self._counted(body[first:]), headers={**headers, **of})
             if answer.status_code == 416:  # what is there has changed meanwhile: ask again
                 raise httpx.RemoteProtocolError(_detail(answer))
             return answer
@@ -389,15 +493,15 @@ class Transport:
         def attempt() -> httpx.Response:
             nonlocal etag
             headers = {"Range": f"bytes={len(body)}-", "If-Range": etag} if 0 < len(body) < size else {}
-            with self._client.stream("GET", path, **self._with_token({"headers": headers})) as answer:
+            with self._client.stream(
+                "GET", path, follow_redirects=False, **self._with_token({"headers": headers})
+            ) as answer:
                 if answer.status_code == 200:
                     body.clear()
                 if answer.status_code not in (200, 206):
-                    answer.read()
-                    return answer
+                    return self._whole(answer, LARGEST_REFUSAL)
                 etag = answer.headers.get("ETag", "")
-                for part in answer.iter_raw():
-                    self.traffic.down += len(part)
+                for part in self._parts(answer):
                     body.extend(part)
                     if len(body) > size:
                         break  # more than announced: the digest will not match, and memory is not theirs to take
@@ -407,20 +511,25 @@ class Transport:
         return bytes(body)
 
     def _with_token(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        headers = dict(arguments.get("headers", {}))
+        headers = {**arguments.get("headers", {}), "Accept-Encoding": "identity"}
         if self.token:
             headers["Authorization"] = f"Bearer {self.token}"
         return {**arguments, "headers": headers}
 
-    def _patiently(self, attempt: Callable[[], httpx.Response]) -> httpx.Response:
+    def _patiently(
+        self,
+        attempt: Callable[[], httpx.Response],
+        read: Callable[[httpx.Response], Found] = lambda answer: answer,  # type: ignore[assignment, return-value]
+    ) -> Found:
         waited, longest = 0.0, FIRST_WAIT
         while True:
             pause, kind = 0.0, Unreachable
             try:
                 answer = attempt()
                 if answer.is_success or answer.status_code == 304:
+                    found = read(answer)
                     self._known = True
-                    return answer
+                    return found
                 # After a coordinator has answered, refusals of another server (captive portal, proxy) will pass, too.
                 if not _passes(answer) and (_is_problem(answer) or not self._known):
                     raise _refusal(answer)
@@ -428,6 +537,10 @@ class Transport:
                 kind = passing if issubclass(passing, Unreachable) else Unreachable
                 reason = f"HTTP {answer.status_code}: {_detail(answer)}"
                 pause = _pause(answer, 0.0)
+            except NoCoordinator as error:
+                if not self._known:
+                    raise
+                reason = error.detail
             except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL) as error:
                 raise bad_address(f"The address {self._client.base_url}", f"cannot be called ({error})") from error
             except (httpx.TransportError, httpx.DecodingError) as error:
@@ -457,7 +570,7 @@ def _json(message: BaseModel) -> dict[str, Any]:
 
 
 def _read(kind: type[Message], answer: httpx.Response) -> Message:
-    """Return the message of the answer; a page of another server (a captive portal, a proxy) is refused."""
+    """Return the message of the answer; a page of another server (a captive portal, a proxy) is none."""
     try:
         return kind.model_validate_json(answer.content)
     except ValidationError:
@@ -473,9 +586,11 @@ def _read_all(kind: type[Message], answer: httpx.Response) -> list[Message]:
 
 
 def _pause(answer: httpx.Response, usual: float) -> float:
-    """Return the seconds that Retry-After asks for; its other form, a date, which proxies may send, is ignored."""
+    """Return the seconds that Retry-After asks for, at most ``LONGEST_PAUSE``; its other form, a date, which proxies
+    may send, is ignored: it would be off by as much as this device's clock."""
     text = answer.headers.get("Retry-After", "")
-    return float(text) if text.isdecimal() and len(text) < 6 else usual
+    sensible = text.isascii() and text.isdecimal() and len(text) < 10
+    return min(float(text), LONGEST_PAUSE) if sensible else usual
 
 
 def _refusal(answer: httpx.Response) -> Refused:
@@ -499,13 +614,13 @@ def _type(answer: httpx.Response) -> str:
     """Return the type of a problem document without ``PREFIX``; empty where the answer has none."""
     try:
         return str(answer.json()["type"]).removeprefix(PREFIX)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ""
 
 
 def _detail(answer: httpx.Response) -> str:
     """Return what the answer says."""
     try:
-        return str(answer.json()["detail"])
-    except (ValueError, KeyError, TypeError):
+        return printable(str(answer.json()["detail"])[:LONGEST_TEXT])
+    except (ValueError, KeyError, TypeError, RecursionError):
         return f"The answer of {answer.url.host} is not one of a Sparrow coordinator; check the address"

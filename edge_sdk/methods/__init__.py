@@ -88,6 +88,13 @@ class Job:
         """Return the settings of its own that the method reads here. Raises UnknownWork where one is missing."""
         return own_settings(self.assignment.settings, kind)
 
+    def planned(self, name: str, most: float) -> float:
+        """Return a number of the round's plan, 0 where it has none. Raises ProtocolError unless it is in 0..most."""
+        value = self.assignment.plan.get(name, 0)
+        if isinstance(value, str) or not 0 <= value <= most:
+            raise ProtocolError(f"plan.{name} is {str(value)[:40]!r}; a number from 0 to {most:g} is wanted")
+        return value
+
     def with_settings(self, **changed: object) -> Job:
         """Return the same work with other settings of the federation."""
         settings = self.assignment.settings.model_copy(update=changed)

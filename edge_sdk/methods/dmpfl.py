@@ -82,7 +82,7 @@ def train(job: Job) -> Trained:
     """Train one round of the stage ``masks`` or ``global``. Raises BundleError for a payload that does not fit,
     TrainingDiverged when the round failed."""
     m_g = sparse_mask(job)
-    if job.assignment.plan["stage"] == "global":
+    if job.assignment.plan.get("stage") == "global":
         return _refine(job, m_g)
     dual = _composed(job, m_g)
     set_tensors(job.model, {**dual.personal, **dual.unmasked})
@@ -124,7 +124,7 @@ def personalise(job: Job) -> Trained:
         trains |= {name: torch.zeros_like(job.model.get_parameter(name), dtype=torch.bool) for name in rest}
     set_tensors(job.model, {**dual.personal, **dual.unmasked})
     freezing = Freezing(job.model, job.manifest, None, flags_of(dual.mask), trains)
-    epochs = int(job.assignment.plan.get("epochs", 0)) or job.assignment.settings.finetune_epochs or None
+    epochs = int(job.planned("epochs", 10_000)) or job.assignment.settings.finetune_epochs or None
     longer = {} if epochs is None else {"local_epochs": epochs, "local_steps": None}
     result = _train(job.with_settings(**longer), freezing)
     dual = replace(dual, personal=get_tensors(job.model, job.manifest))
@@ -239,7 +239,7 @@ def _replacing(job: Job, mask: ElementMask) -> Replacing:
     The ceil(share · K_l) smallest of each layer go, and as many of the steepest come, just-dropped ones among them
     (4.3 of the method card).
     """
-    share = float(job.assignment.plan.get("replace", 0.0))
+    share = job.planned("replace", 1)
     epochs, at = job.assignment.settings.local_epochs, job.own(Settings).adjust_at
     steps = [step for step, _ in adjustment_steps(0, epochs, len(job.task.train), epochs, epochs + 1, at)]
 

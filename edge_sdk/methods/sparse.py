@@ -102,7 +102,7 @@ class _Rule:
     ) -> None:
         self._job, self._rules, self._mask = job, rules, mask
         self._share, self._basis = share, basis
-        self._expected = int(job.assignment.plan.get("expected_epochs", 0))
+        self._expected = int(job.planned("expected_epochs", 2**40))
         plan = adjustment_steps(
             _epochs(job),
             job.assignment.settings.local_epochs,

@@ -286,6 +286,14 @@ def largest_bundle(
     return 8 + MAX_HEADER + values * _DTYPES[precision][1] + scales + mask + dense
 
 
+def largest_payload(manifest: Manifest) -> int:
+    """Upper bound on the bytes of what a coordinator sends of this model, whatever its method: a longer payload can be
+    refused unread."""
+    signs = 4 + 2 * ((sum(spec.size for spec in manifest.maskable) + 7) // 8)
+    values = manifest.shared_values
+    return signs + max(largest_bundle(values, "fp32", manifest, elements=elements) for elements in (False, True))
+
+
 def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 

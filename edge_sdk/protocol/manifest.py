@@ -42,6 +42,12 @@ Tensors = dict[str, Array]
 MAX_TENSOR_VALUES = 2**33
 """Largest tensor accepted, in values: beyond it a shape is a mistake or an attack."""
 
+MAX_MANIFEST = 16 * 1024 * 1024
+"""Largest manifest accepted, as JSON, in bytes."""
+
+MAX_SKELETON = 16 * 1024 * 1024
+"""Largest ONNX skeleton accepted, in bytes: without weights, a graph of thousands of nodes is well below 1 MiB."""
+
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
 Size = Annotated[int, Field(ge=1, le=2**31)]
 

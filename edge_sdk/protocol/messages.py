@@ -41,6 +41,10 @@ Total = Annotated[int, Field(ge=0, le=2**53)]
 Score = Annotated[float, Field(ge=-LARGEST_SCORE, le=LARGEST_SCORE)]
 Limit = Annotated[float, Field(gt=0, le=1e12)]
 OwnSetting = bool | Annotated[int, Field(ge=-(2**53), le=2**53)] | float | Annotated[str, Field(max_length=200)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Secret = Annotated[str, Field(pattern=r"^[!-~]{1,200}$")]
+"""A token, which goes into a header."""
 
 
 class _Request(BaseModel):
@@ -466,15 +470,22 @@ class Enrol(_Request):
 class Enrolled(Answer):
     """The device's identity: keep the token secret."""
 
-    device_id: str
-    token: str
+    device_id: Id
+    token: Secret
     notice: str | None = Field(default=None, description="What the device's user should know, where there is something")
+
+
+class RenewToken(_Request):
+    """``POST /v1/devices/{id}/token``: the key that the device enrolled with. A token alone renews nothing, so that
+    whoever has taken it loses it when the device renews."""
+
+    enrolment_key: str = Field(min_length=32, max_length=128)
 
 
 class NewToken(Answer):
     """A device's new token. The old one is good until this one is used for the first time."""
 
-    token: str
+    token: Secret
 
 
 class PauseReason(str, Enum):
@@ -579,7 +590,7 @@ class Payload(Answer):
     """The bundle that belongs to an assignment, at ``GET /v1/assignments/{id}/payload``."""
 
     bytes: Total
-    sha256: str
+    sha256: Digest
 
 
 class Work(Answer):
@@ -592,17 +603,19 @@ class Work(Answer):
 class Assignment(Answer):
     """``GET /v1/federations/{name}/assignment``: one piece of work for one device."""
 
-    assignment_id: str
+    assignment_id: Id
     kind: Kind
-    round: int
-    deadline_seconds: float = Field(description="Seconds left when this answer was written")
+    round: int = Field(ge=0, le=1_000_000)
+    deadline_seconds: float = Field(
+        ge=0, le=8 * 86400, allow_inf_nan=False, description="Seconds left when this answer was written"
+    )
     settings: FederationSettings
     payload: Payload | None = None
     work: Work | None = None
     plan: dict[str, bool | int | float | str] = Field(
-        default_factory=dict, description="What the method asks of this round beyond the settings"
+        default_factory=dict, max_length=100, description="What the method asks of this round beyond the settings"
     )
-    model_sha256: str | None = Field(
+    model_sha256: Digest | None = Field(
         default=None, description="The global model that the payload is of, where a device may later hold on to it"
     )
 

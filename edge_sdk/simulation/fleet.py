@@ -35,6 +35,7 @@ from edge_sdk.device.state import FolderLock, Reference, default_root, write_ato
 from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.errors import BadArgument, NotFound, NothingTrained, SdkError, translated
 from edge_sdk.protocol import checkpoint, tls
+from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import FederationInfo, FederationStatus, Kind, OpenWork
 from edge_sdk.simulation import in_process
 from edge_sdk.simulation.host import Host, Plan, Stepped
@@ -174,7 +175,7 @@ def run_fleet(
         enrolment_token = enrolment_token or token_of("enrolment")
         transport.token = observer_token or token_of("observer") or enrolment_token
         known = Known(transport.federation(plan.federation), transport.manifest(plan.federation))
-        reference = _reference(root, transport, plan.federation)
+        reference = _reference(root, transport, plan.federation, known.manifest)
 
         def make_host() -> Host:
             return Host(
@@ -213,12 +214,12 @@ def _root(state_dir: Path | None, in_memory: bool, server: str, federation: str)
         yield root
 
 
-def _reference(root: Path, transport: Transport, federation: str) -> Reference | None:
+def _reference(root: Path, transport: Transport, federation: str, manifest: Manifest) -> Reference | None:
     """Return the model that personal ones are stored as differences from: the global one when the fleet began."""
     path = root / "reference.safetensors"
     if not path.exists():
         try:
-            model = transport.model(federation)
+            model = transport.model(federation, manifest)
         except NotFound:
             model = {}  # no global model that could be looked at: personal models are stored whole
         write_atomically(path, checkpoint.save(model))

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from sparrow.command_line.command import WrongUsage
+from sparrow.coordinator.clock import KEEP_SECONDS, SteadyClock
 from sparrow.coordinator.commands.starting import Listening, by_uvicorn, forgotten, introduction
 from sparrow.coordinator.settings import Settings, read_settings
 
@@ -122,3 +123,77 @@ def test_one_token_is_not_for_two_kinds(monkeypatch):
         read_settings()
     monkeypatch.setenv("COORDINATOR_ADMIN_TOKEN", "fedcba9876543210")
     assert len(read_settings().tokens()) == 2
+
+
+# --- the clock --------------------------------------------------------------------------------------------------------
+
+
+class Machine:
+    """A machine whose clock is set, and which boots."""
+
+    def __init__(self, folder):
+        self.folder, self.wall, self.up, self.boots = folder, 1.8e9, 100.0, 1
+
+    def passes(self, seconds):
+        self.wall += seconds
+        self.up += seconds
+
+    def boot(self, *, lost=0.0):
+        self.up, self.boots = 5.0, self.boots + 1
+        self.wall -= lost
+
+    def clock(self):
+        return SteadyClock(self.folder, now=lambda: self.wall, passed=lambda: self.up, boot=lambda: str(self.boots))
+
+
+@pytest.mark.parametrize("steps", [(5 * 3600,), (-5 * 3600,), (9 * 3600, -18 * 3600, 4 * 3600)])
+def test_no_step_of_the_machines_clock_is_seen_by_the_coordinator(tmp_path, steps):
+    machine = Machine(tmp_path)
+    began, clock = machine.wall, machine.clock()
+    for number, step in enumerate(steps, start=1):
+        clock.keep()
+        machine.wall += step
+        assert clock() == began + (number - 1) * 30, "while it runs"
+        machine.passes(30)
+        clock = machine.clock()
+        assert clock() == began + number * 30, "after a restart of the process"
+
+
+def test_after_a_reboot_time_goes_on_and_never_back(tmp_path, caplog):
+    machine = Machine(tmp_path)
+    machine.clock().keep()
+    machine.passes(3600)
+    machine.boot()
+    assert machine.clock()() == machine.wall, "read anew"
+    clock = machine.clock()
+    clock.keep()
+    last = clock()
+    machine.passes(KEEP_SECONDS / 2)
+    machine.boot(lost=machine.wall)  # a board without a battery for its clock begins in 1970
+    again = machine.clock()
+    assert again() == last, "the last time that was kept"
+    assert "behind the coordinator's last time" in caplog.text
+    again.keep()
+    machine.wall = 1.9e9  # NTP
+    machine.passes(10)
+    assert machine.clock()() == again()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"boot": "1", "offset": "x", "at": 0}', "\x00" * 50])
+def test_a_damaged_anchor_is_read_anew_from_the_machine(tmp_path, text, caplog):
+    (tmp_path / "clock.json").write_text(text)
+    machine = Machine(tmp_path)
+    assert machine.clock()() == machine.wall
+    assert "cannot be read" in caplog.text
+    machine.clock().keep()
+    assert (tmp_path / "clock.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_time_is_kept_once_a_minute(tmp_path, monkeypatch):
+    machine, writes, replace = Machine(tmp_path), [], Path.replace
+    monkeypatch.setattr(Path, "replace", lambda path, target: (writes.append(path), replace(path, target)))
+    clock = machine.clock()
+    for _ in range(600):
+        clock.keep()
+        machine.passes(1)
+    assert len(writes) == 10

@@ -1,15 +1,24 @@
 """What the command line says; whole federations are in tests/system."""
 
+import json
+from contextlib import closing
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from edge_sdk import join, publish
 from edge_sdk.budget.search import Choice
-from edge_sdk.device.session import Outcome, Step
-from edge_sdk.device.state import Totals, default_root
+from edge_sdk.device.session import FAILURES, FIRST_REST, LONGEST_REST, Outcome, Session, Step
+from edge_sdk.device.state import StateFolder, Totals, default_root
+from edge_sdk.device.transport import Transport
+from edge_sdk.errors import FederationDeleted, NotAuthenticated
 from edge_sdk.protocol.messages import BudgetLimit, Moved
+from edge_sdk.simulation import in_process
+from edge_sdk.tasks.digits import load
 from sparrow.command_line.exits import Exit
+from sparrow.coordinator.main import create_app
+from sparrow.coordinator.settings import Settings
 
 
 @pytest.mark.parametrize("budget", ["0", "-1", "1.5", "nan", "much"])
@@ -155,3 +164,146 @@ def test_a_device_without_work_comes_again_at_the_moment_it_was_told(monkeypatch
     )
     join.run_session(session, SimpleNamespace(after=lambda session: None), lambda: None)
     assert slept == [7.0, 31.0]
+
+
+# --- a coordinator that is wrong, or hostile --------------------------------------------------------------------------
+
+
+class Spoiling(httpx.BaseTransport):
+    """Passes calls on, and spoils the answers whose path ends so while ``times`` is left."""
+
+    def __init__(self, client):
+        self.client, self.calls, self.waits = client, [], []
+        self.end, self.spoil, self.times = "", lambda answer: answer, 0
+
+    def handle_request(self, request):
+        request.read()
+        self.calls.append((request.method, request.url.path, request.content))
+        spoilt = self.times and request.url.path.endswith(self.end)
+        if request.method == "DELETE":  # the coordinator would let the device rest for a minute
+            return httpx.Response(204)
+        answer = self.client.send(request)
+        if spoilt and answer.status_code == 200:
+            self.times -= 1
+            return self.spoil(answer)
+        return answer
+
+
+def problem(status, kind, detail="the payload holds values that are no numbers"):
+    document = {"type": f"urn:sparrow:problem:{kind}", "title": kind, "status": status, "detail": detail}
+    return httpx.Response(status, json=document, headers={"Content-Type": "application/problem+json"})
+
+
+def changed(**values):
+    def spoil(answer):
+        work = json.loads(answer.content)
+        return httpx.Response(200, json={key: values.get(key, value) for key, value in work.items()})
+
+    return spoil
+
+
+@pytest.fixture
+def spoiling(tmp_path):
+    app = create_app(Settings(data_dir=tmp_path / "data", default_task="", tick_seconds=0.05))
+    with in_process.running(app) as client:
+        settings = {"rounds": 1, "cohort": 1, "min_devices": 1, "local_epochs": 1, "evaluation_interval": 0}
+        publish.publish(in_process.ADDRESS, "f", "digits", client=client, method="fedavg", **settings)
+        yield Spoiling(client)
+
+
+@pytest.fixture
+def session(spoiling, tmp_path):
+    client = httpx.Client(base_url=in_process.ADDRESS, transport=spoiling)
+    with closing(StateFolder(tmp_path / "state")) as folder:
+        yield Session(
+            Transport(client, sleep=spoiling.waits.append),
+            folder,
+            federation="f",
+            name="pi",
+            make_task=lambda info: load("index=0,of=20", device="pi", seed=0, batch_size=16),
+        )
+
+
+WRONG = {
+    "a payload that cannot be sent": ("payload", lambda answer: problem(422, "BundleError"), "no numbers"),
+    "a payload that is refused": ("payload", lambda answer: problem(400, "Whatever"), "no numbers"),
+    "a payload that is not there": ("payload", lambda answer: problem(404, "NotFound"), "no numbers"),
+    "a payload that is damaged": ("payload", lambda answer: httpx.Response(200, content=b"x"), "never matched"),
+    "a payload that is no bundle": (
+        "assignment",
+        changed(payload={"bytes": 2, "sha256": "0" * 64}),
+        "never matched its digest",
+    ),
+    "a payload of petabytes": (
+        "assignment",
+        changed(payload={"bytes": 2**52, "sha256": "0" * 64}),
+        "a payload of 4,503,599,627,370,496 bytes is announced",
+    ),
+    "a payload that the method does not expect": ("assignment", changed(payload=None), "payload"),
+}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", WRONG)
+def test_no_fault_of_the_coordinator_ends_a_device(spoiling, session, name):
+    spoiling.end, spoiling.spoil, why = WRONG[name]
+    faults = FAILURES + 2
+    rests = []
+    for _ in range(faults):
+        spoiling.times, before = 3, len(spoiling.calls)  # a damaged download is tried so often
+        while not (step := session.step(wait_seconds=5)).failed:
+            assert step.outcome is Outcome.idle
+        assert why in step.failed
+        assert step.outcome is Outcome.idle
+        rests.append(step.pause_seconds)
+        made = spoiling.calls[before:]
+        assert "DELETE" in [method for method, *_ in made], "handed back, with the reason"
+        assert why in json.loads(next(body for method, _, body in made if method == "DELETE"))["reason"]
+        if "petabytes" in name:
+            assert not any(path.endswith("/payload") for _, path, _ in made), "not a byte is asked for"
+    assert rests == [FIRST_REST * 2**number for number in range(faults)]
+    spoiling.times = 0
+    while (step := session.step(wait_seconds=5)).outcome is Outcome.idle:
+        assert step.failed is None
+    assert session.progress.rounds == 1
+
+
+@pytest.mark.integration
+def test_rests_have_an_end_and_what_concerns_the_device_itself_ends_it(spoiling, session):
+    spoiling.end, spoiling.spoil = "payload", lambda answer: problem(422, "BundleError")
+    rests = []
+    while len(rests) < 12:
+        spoiling.times = 1
+        step = session.step(wait_seconds=5)
+        rests += [step.pause_seconds] if step.failed else []
+    assert rests[-1] == LONGEST_REST == max(rests)
+    for kind, status, error in (
+        ("NotAuthenticated", 401, NotAuthenticated),
+        ("FederationDeleted", 410, FederationDeleted),
+    ):
+        spoiling.times, spoiling.spoil = 1, lambda answer, kind=kind, status=status: problem(status, kind)
+        with pytest.raises(error):
+            session.step(wait_seconds=5)
+
+
+WEIRD = {
+    "round": 10**400,
+    "deadline_seconds": 1e308,
+    "assignment_id": "../../x?y#z\r\nHost: a",
+    "payload": {"bytes": -1, "sha256": "0" * 64},
+    "model_sha256": "x" * 100_000,
+    "work": {"job": "j", "round": -1, "device": "../x", "ratio": 2},
+    "settings": {"local_epochs": 10**9},
+    "plan": {"p": {"of": "objects"}},
+}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("field", WEIRD)
+def test_work_that_no_coordinator_gives_is_asked_for_again(spoiling, session, field):
+    spoiling.end, spoiling.spoil, spoiling.times = "assignment", changed(**{field: WEIRD[field]}), 2
+    while session.step(wait_seconds=5).outcome is Outcome.idle:
+        pass
+    assert session.progress.rounds == 1
+    assert spoiling.times == 0
+    assert len(spoiling.waits) == 2

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
+import logging
 import random
 import socket
+import threading
+import tracemalloc
+from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
 
-from edge_sdk.device.transport import FIRST_WAIT, LONGEST_WAIT, Transport, connect
+from edge_sdk.device.transport import (
+    FIRST_WAIT,
+    LARGEST_ANSWER,
+    LARGEST_LIST,
+    LARGEST_REFUSAL,
+    LONGEST_PAUSE,
+    LONGEST_WAIT,
+    Transport,
+    connect,
+)
 from edge_sdk.errors import (
     BadArgument,
     BadContent,
@@ -19,6 +33,7 @@ from edge_sdk.errors import (
     FederationDeleted,
     FederationOver,
     NameTaken,
+    NoCoordinator,
     NotAllowed,
     NotAuthenticated,
     Refused,
@@ -28,6 +43,7 @@ from edge_sdk.errors import (
     Unreachable,
     WrongState,
 )
+from edge_sdk.protocol.manifest import MAX_MANIFEST, MAX_SKELETON
 from edge_sdk.protocol.messages import ChangeDevice, Enrol, Payload, Phase, UploadCost
 
 BODY = bytes(range(256)) * 40
@@ -265,7 +281,7 @@ def test_a_download_goes_on_where_it_broke():
     assert network.transport.payload("a", PAYLOAD) == BODY
     asked = [(request.headers.get("range"), request.headers.get("if-range")) for request in network.requests]
     assert asked == [(None, None), ("bytes=3000-", ETAG), ("bytes=5000-", ETAG), ("bytes=5000-", ETAG)]
-    assert network.transport.traffic.down == len(BODY), "no byte came twice"
+    assert network.transport.traffic.down == len(BODY) + len(problem(503).content), "no byte came twice"
 
 
 def test_a_changed_file_is_downloaded_from_its_beginning():
@@ -384,3 +400,208 @@ def test_what_is_no_address_is_said_at_once(server):
     with pytest.raises(SdkError, match="give http://HOST:PORT"):
         transport.federation("f")
     assert slept == []
+
+
+# --- a hostile coordinator --------------------------------------------------------------------------------------------
+
+MIB = 1024 * 1024
+
+
+class Hostile:
+    """A server that answers each call with a head and as much of a body as is taken, up to ``most`` bytes."""
+
+    def __init__(self, status="200 OK", head="", part=b"x" * 65536, most=80 * MIB, whole=None):
+        self.head = f"HTTP/1.1 {status}\r\nConnection: close\r\n{head}\r\n".encode()
+        self.part, self.most, self.whole = part, most, whole
+        self.asked, self.sent = [], 0
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection:
+                asked = b""
+                while b"\r\n\r\n" not in asked:
+                    asked += connection.recv(65536)
+                self.asked.append(asked.decode())
+                try:
+                    connection.sendall(self.head + (self.whole or b""))
+                    while self.whole is None and self.sent < self.most:
+                        connection.sendall(self.part)
+                        self.sent += len(self.part)
+                except OSError:
+                    pass  # it has hung up
+
+    def close(self):
+        self._socket.close()
+
+
+@pytest.fixture
+def hostile():
+    with ExitStack() as stack:
+
+        def start(*arguments, **named):
+            server = Hostile(*arguments, **named)
+            stack.callback(server.close)
+            return server
+
+        yield start
+
+
+def peak_of(call):
+    """Return the most bytes that Python holds during a call."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+CALLS = {
+    "message": (lambda transport: transport.federation("f"), LARGEST_ANSWER),
+    "manifest": (lambda transport: transport.manifest("f"), MAX_MANIFEST),
+    "skeleton": (lambda transport: transport.skeleton("f"), MAX_SKELETON),
+    "list": (lambda transport: transport.devices("f"), LARGEST_LIST),
+    "work": (lambda transport: transport.assignment("f", 0, None), LARGEST_ANSWER),
+    "heartbeat": (lambda transport: transport.heartbeat("a"), LARGEST_ANSWER),
+    "readiness": (lambda transport: transport.trouble(), LARGEST_ANSWER),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_answer_is_read_beyond_what_its_kind_can_have(hostile, name):
+    call, most = CALLS[name]
+    server = hostile()
+    with connect(server.address) as client:
+        transport = Transport(client, patience_seconds=0)
+        with suppress(NoCoordinator):
+            call(transport)
+        assert most < transport.traffic.down <= most + 2 * 65536
+    assert server.sent < server.most
+
+
+def test_of_a_refusal_no_more_is_read_than_can_be_shown(hostile):
+    server = hostile("404 Not Found", "Content-Type: application/problem+json\r\n")
+    with connect(server.address) as client:
+        transport = Transport(client, patience_seconds=0)
+        with pytest.raises(Refused):
+            transport.change_device("d", CHANGE)
+        assert transport.traffic.down <= LARGEST_REFUSAL + 2 * 65536
+
+
+def test_an_encoded_answer_is_not_asked_for_and_not_decoded(hostile):
+    bomb = gzip.compress(bytes(64 * MIB))
+    assert len(bomb) < MIB / 10
+    for head in ("Content-Encoding: gzip", "Content-Encoding: identity, gzip", "Content-Encoding: br"):
+        server = hostile(head=f"{head}\r\nContent-Length: {len(bomb)}\r\n", whole=bomb)
+        with connect(server.address) as client:
+            transport = Transport(client, patience_seconds=0, sleep=lambda seconds: None)
+
+            def call(transport=transport):
+                with pytest.raises(NoCoordinator, match="its answer is encoded"):
+                    transport.skeleton("f")
+                with pytest.raises((NoCoordinator, Unreachable)):
+                    transport.payload("a", PAYLOAD)
+
+            assert peak_of(call) < 8 * MIB
+        assert "accept-encoding: identity" in server.asked[0].lower()
+
+
+def test_no_redirect_is_followed_and_no_cookie_is_kept(hostile):
+    elsewhere = hostile("204 No Content", whole=b"")
+    there = f"Location: {elsewhere.address}/v1/devices/d\r\nSet-Cookie: a={'b' * 1000}; Path=/\r\n"
+    server = hostile("307 Temporary Redirect", there, whole=b"")
+    with connect(server.address) as client:
+        client.follow_redirects = True  # as a caller's own client may
+        transport = Transport(client, patience_seconds=0)
+        transport.token = "secret"
+        for _ in range(2):
+            with pytest.raises(NoCoordinator):
+                transport.change_device("d", CHANGE)
+        assert len(client.cookies) == 0
+    assert elsewhere.asked == []
+    assert "authorization: bearer secret" in server.asked[1].lower()
+    assert "cookie" not in server.asked[1].lower()
+
+
+def test_a_pause_that_is_asked_for_has_an_end():
+    for asked in ("99999", "901", "999999999"):
+        network = Network(problem(503, **{"Retry-After": asked}), fine)
+        network.transport.change_device("1", CHANGE)
+        assert LONGEST_PAUSE <= network.slept[0] <= 1.25 * LONGEST_PAUSE
+        network = Network(httpx.Response(204, headers={"Retry-After": asked}))
+        assert network.transport.assignment("f", 0, None) == (None, LONGEST_PAUSE)
+
+
+@pytest.mark.parametrize("call", [lambda transport: transport.skeleton("f"), lambda t: t.payload("a", PAYLOAD)])
+def test_a_body_that_drips_counts_as_broken(call):
+    now = [0.0]
+
+    class Dripping(httpx.SyncByteStream):
+        given = 0
+
+        def __iter__(self):
+            while self.given < 1000:
+                now[0] += 20  # each well within the time-out of a read
+                Dripping.given += 1
+                yield b"x"
+
+    network = Network(
+        lambda request: httpx.Response(200, stream=Dripping(), headers={"ETag": ETAG}),
+        patience_seconds=0,
+        clock=lambda: now[0],
+    )
+    with pytest.raises(Unreachable, match="bytes came in 80 s"):
+        call(network.transport)
+    assert Dripping.given <= 4
+
+
+@pytest.mark.parametrize("wrong", [b"{}", b"[" * 100_000, b'{"assignment_id": 1}', b"\xff", b"null"])
+def test_an_answer_that_cannot_be_read_is_asked_for_again_once_a_coordinator_is_known(wrong):
+    odd = httpx.Response(200, content=wrong)
+    with pytest.raises(NoCoordinator):
+        Network(odd).transport.assignment("f", 0, None)
+    network = Network(fine(), odd, odd, httpx.Response(204))
+    network.transport.change_device("d", CHANGE)
+    assert network.transport.assignment("f", 0, None) == (None, 1.0)
+    assert len(network.slept) == 2
+
+
+def test_no_code_for_a_terminal_comes_through_a_refusal():
+    network = Network(typed("NotFound", 404, "gone\x1b[2J\r\n\x9bevil " + "x" * 10_000))
+    with pytest.raises(Refused) as refused:
+        network.transport.change_device("d", CHANGE)
+    assert refused.value.detail.isprintable()
+    assert len(refused.value.detail) <= 1000
+
+
+@pytest.mark.parametrize(
+    ("server", "warned"),
+    [
+        ("http://coordinator.example:8000", 1),
+        ("http://192.168.1.7:8000", 1),
+        ("http://127.0.0.1:8000", 0),
+        ("http://localhost:8000", 0),
+        ("http://[::1]:8000", 0),
+        ("https://coordinator.example", 0),
+    ],
+)
+def test_a_token_over_plain_http_is_warned_of_once(server, warned, monkeypatch, caplog):
+    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", lambda transport, request: httpx.Response(204))
+    with connect(server) as client:
+        transport = Transport(client)
+        with caplog.at_level(logging.WARNING):
+            transport.change_device("d", CHANGE)
+            assert caplog.records == [], "nothing secret was sent"
+            transport.token = "secret"
+            for _ in range(3):
+                transport.change_device("d", CHANGE)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == warned
+    assert all("use https://" in text and "--ca FILE" in text and "secret" not in text for text in said)

@@ -6,14 +6,16 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.tracing.coupling import describe
 from edge_sdk.tracing.skeleton import make_skeleton
+from sparrow.export import bounds
 from sparrow.export import skeleton as export_skeleton
+from sparrow.export.bounds import samples_at_once
 from sparrow.export.errors import ExportError, SkeletonError
 from sparrow.export.skeleton import check_skeleton, fill
 
@@ -193,7 +195,10 @@ HOSTILE = {
     "node of another domain": (lambda m: setattr(m.graph.node[0], "domain", "com.microsoft"), "of 'com.microsoft'"),
     "future operators": (lambda m: setattr(m.opset_import[0], "version", 999), r"operator versions \[999\]"),
     "no operators": (lambda m: m.ClearField("opset_import"), r"operator versions \[\]"),
-    "unknown operator": (lambda m: setattr(m.graph.node[0], "op_type", "Launch"), "not a valid ONNX graph.*Launch"),
+    "unknown operator": (
+        lambda m: setattr(m.graph.node[0], "op_type", "Launch"),
+        "'Launch'.: this operator is not accepted",
+    ),
     "function": (lambda m: m.functions.add(name="f"), "functions of its own"),
     "training": (lambda m: m.training_info.add(), "training"),
     "sparse": (lambda m: m.graph.sparse_initializer.add(), "sparse"),
@@ -222,8 +227,8 @@ HOSTILE = {
         r"input has shape \(4,\) per sample, the manifest says \(3,\)",
     ),
     "input not a tensor": (lambda m: m.graph.input[0].ClearField("type"), "must be a tensor"),
-    "cut wire": (lambda m: m.graph.node[0].input.__setitem__(0, "nowhere"), "not a valid ONNX graph"),
-    "shapes that clash": (lambda m: m.graph.node[0].attribute.pop(), "not a valid ONNX graph"),
+    "cut wire": (lambda m: m.graph.node[0].input.__setitem__(0, "nowhere"), "reads what no node before it makes"),
+    "shapes that clash": (lambda m: m.graph.node[0].attribute.pop(), "cannot be inferred"),
     "no graph": (lambda m: m.ClearField("graph"), "holds no graph"),
 }
 
@@ -235,6 +240,207 @@ def test_hostile_skeletons_are_refused(proto, manifest, case):
     spoil(proto)
     with pytest.raises(SkeletonError, match=message):
         check_skeleton(proto.SerializeToString(), manifest)
+
+
+# --- files that ask for more memory than they have bytes
+
+
+def before(model, *nodes):
+    """Put nodes before the layer, which the last of them feeds."""
+    for place, node in enumerate(nodes):
+        model.graph.node.insert(place, node)
+    model.graph.node[len(nodes)].input[0] = nodes[-1].output[0]
+
+
+def constant(name, *numbers, dtype=np.int64):
+    return helper.make_node("Constant", [], [name], value=numpy_helper.from_array(np.array(numbers, dtype), name))
+
+
+def make(op, inputs, output, **attributes):
+    return helper.make_node(op, inputs.split(), [output], **attributes)
+
+
+def plus(output):
+    """Nodes that add all of a value to the input, so that it is used."""
+    return [
+        make("ReduceMax", output, "most", keepdims=0),
+        make("Add", "input most", "used"),
+    ]
+
+
+BILLION = 2**30
+GREEDY = {
+    "constant of a shape": [constant("n", BILLION), make("ConstantOfShape", "n", "big"), *plus("big")],
+    "expand": [constant("n", 2**15, 2**15, 3), make("Expand", "input n", "big"), *plus("big")],
+    "tile": [constant("n", BILLION, 1), make("Tile", "input n", "big"), *plus("big")],
+    "tile that wraps around": [constant("n", 2**62, 4), make("Tile", "input n", "big"), *plus("big")],
+    "range": [
+        helper.make_node("Constant", [], ["a"], value_float=0.0),
+        helper.make_node("Constant", [], ["b"], value_float=1e9),
+        helper.make_node("Constant", [], ["c"], value_float=1.0),
+        make("Range", "a b c", "big"),
+        *plus("big"),
+    ],
+    "endless range": [
+        helper.make_node("Constant", [], ["a"], value_float=0.0),
+        helper.make_node("Constant", [], ["b"], value_float=float("inf")),
+        helper.make_node("Constant", [], ["c"], value_float=1e-30),
+        make("Range", "a b c", "big"),
+        *plus("big"),
+    ],
+    "pad": [constant("n", 0, 0, 0, BILLION), make("Pad", "input n", "big"), *plus("big")],
+    "one-hot": [
+        constant("d", BILLION),
+        constant("v", 0.0, 1.0, dtype=np.float32),
+        make("Cast", "input", "i", to=7),
+        make("OneHot", "i d v", "big"),
+        *plus("big"),
+    ],
+    "resize": [
+        constant("s", 1.0, 1e9, dtype=np.float32),
+        helper.make_node("Resize", ["input", "", "s"], ["big"]),
+        *plus("big"),
+    ],
+    "concatenations that double": [
+        make("Concat", "input input", "c0", axis=1),
+        *(make("Concat", f"c{place} c{place}", f"c{place + 1}", axis=1) for place in range(40)),
+        *plus("c41"),
+    ],
+    "shapes that double": [
+        make("Shape", "input", "c0"),
+        *(make("Concat", f"c{place} c{place}", f"c{place + 1}", axis=0) for place in range(40)),
+        make("ConstantOfShape", "c41", "big"),
+        *plus("big"),
+    ],
+    "an outer product": [
+        constant("n", 2**15, 1),
+        make("ConstantOfShape", "n", "tall"),
+        make("Transpose", "tall", "wide"),
+        make("MatMul", "tall wide", "big"),
+        *plus("big"),
+    ],
+    "broadcasting": [
+        constant("n", 2**15, 1),
+        make("ConstantOfShape", "n", "tall"),
+        make("Transpose", "tall", "wide"),
+        make("Add", "tall wide", "big"),
+        *plus("big"),
+    ],
+    "a size that is computed": [
+        constant("n", 2**15),
+        make("Mul", "n n", "m"),
+        make("ConstantOfShape", "m", "big"),
+        *plus("big"),
+    ],
+    "a size that depends on values": [make("NonZero", "input", "big"), make("Cast", "big", "f", to=1), *plus("f")],
+    "a size that depends on the input": [
+        make("Cast", "input", "i", to=7),
+        constant("shape", 3),
+        make("ReduceMax", "i", "most", keepdims=0),
+        make("Reshape", "most one", "n"),
+        make("ConstantOfShape", "n", "big"),
+        *plus("big"),
+    ],
+    "random numbers": [helper.make_node("RandomNormal", [], ["big"], shape=[BILLION]), *plus("big")],
+    "a kernel": [
+        constant("s", 0, 1, 3),
+        make("Reshape", "input s", "maps"),
+        constant("w", 1.0, dtype=np.float32),
+        constant("ws", 1, 1, 1),
+        make("Reshape", "w ws", "kernel"),
+        make("ConvTranspose", "maps kernel", "big", strides=[2**30]),
+        *plus("big"),
+    ],
+    "many operands": [make("Einsum", "input input input", "big", equation="ai,bj,ck->abcijk"), *plus("big")],
+    "many small ones": [
+        constant("n", 2**22),
+        *(make("ConstantOfShape", "n", f"b{place}") for place in range(100)),
+        helper.make_node("Sum", [f"b{place}" for place in range(100)], ["big"]),
+        *plus("big"),
+    ],
+}
+
+
+@pytest.mark.parametrize("case", GREEDY)
+def test_a_small_file_that_asks_for_much_memory_is_refused(proto, manifest, case):
+    before(proto, *GREEDY[case])
+    data = proto.SerializeToString()
+    assert len(data) < 20_000
+    with pytest.raises(SkeletonError, match=r"the node '.*'") as refused:
+        check_skeleton(data, manifest)
+    assert "not a valid ONNX graph" not in str(refused.value), "found before ONNX infers all shapes"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\x3a\xd0\x8c\x01" + b"\x0a\x00" * 9000, "more than 5000 fields"),
+        (b"\x0a\x00" * 9000, "more than 5000 fields"),
+        (b"\x3a\xff\xff\xff\xff\x0f", "is not an ONNX file"),
+        (b"\x3a" + b"\xff" * 20, "is not an ONNX file"),
+    ],
+)
+def test_a_file_of_countless_fields_is_refused_before_it_is_parsed(manifest, monkeypatch, data, message):
+    parsed = []
+    monkeypatch.setattr(export_skeleton, "_parse", parsed.append)
+    monkeypatch.setattr(bounds, "MOST_FIELDS", 5000)
+    with pytest.raises(SkeletonError, match=message):
+        check_skeleton(data, manifest)
+    assert parsed == []
+
+
+def test_a_graph_within_a_graph_within_a_graph_ends(manifest):
+    data = b""
+    for _ in range(200):
+        attribute = b"\x32" + _length(data) + data
+        node = b"\x2a" + _length(attribute) + attribute
+        data = b"\x0a" + _length(node) + node
+    with pytest.raises(SkeletonError, match="deeper than"):
+        check_skeleton(b"\x3a" + _length(data) + data, manifest)
+
+
+def _length(data):
+    number, out = len(data), []
+    while number > 127:
+        out.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*out, number])
+
+
+@pytest.mark.integration
+def test_the_memory_of_a_process_that_is_sent_such_a_file_stays_small(proto, manifest, tmp_path):
+    """The file of 279 bytes that took 2.1 GB, through all that a device does with a skeleton."""
+    before(proto, constant("n", 2**29), make("ConstantOfShape", "n", "big"), *plus("big"))
+    (tmp_path / "skeleton.onnx").write_bytes(proto.SerializeToString())
+    (tmp_path / "manifest.json").write_text(manifest.model_dump_json())
+    code = """
+import resource, sys
+from pathlib import Path
+import numpy as np, onnx, onnxruntime
+from edge_sdk.protocol.manifest import Manifest
+from sparrow.export.errors import SkeletonError
+from sparrow.export.skeleton import fill
+folder = Path(sys.argv[1])
+manifest = Manifest.model_validate_json((folder / "manifest.json").read_text())
+tensors = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in manifest.kept}
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    filled = fill((folder / "skeleton.onnx").read_bytes(), manifest, tensors)
+    onnxruntime.InferenceSession(filled).run(None, {"input": np.zeros((1, 3), np.float32)})
+except SkeletonError:
+    pass
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 32 * 1024, "KiB"
+
+
+def test_fewer_samples_run_at_a_time_where_each_takes_much(proto, manifest):
+    model = check_skeleton(proto.SerializeToString(), manifest)
+    assert samples_at_once(model, 256) == 256
+    before(proto, constant("n", 2**22, 1), make("Tile", "input n", "many"), *plus("many"))
+    model.CopyFrom(proto)
+    assert samples_at_once(model, 256) == 16
 
 
 @pytest.mark.parametrize("data", [b"", b"not onnx", b"\xff" * 100])

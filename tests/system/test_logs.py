@@ -43,7 +43,8 @@ def test_every_line_is_json_and_none_holds_a_secret(coordinator):
     enrolled = call("POST", "/v1/federations/night/devices", made, json=body).json()
     device = enrolled["token"]
     assert call("GET", "/v1/federations/night/assignment", device).status_code == 204
-    renewed = call("POST", f"/v1/devices/{enrolled['device_id']}/token", device).json()["token"]
+    key = {"enrolment_key": body["enrolment_key"]}
+    renewed = call("POST", f"/v1/devices/{enrolled['device_id']}/token", device, json=key).json()["token"]
     assert call("GET", "/v1/federations/night/assignment", renewed).status_code == 204
     for token in (*TOKENS.values(), device, "guessed-secret"):
         call("GET", "/metrics", token)

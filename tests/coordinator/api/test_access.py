@@ -136,7 +136,8 @@ def test_secrets_are_kept_as_digests_only(open_app, command, tmp_path):
     client = open_app()
     secrets = [command("create", kind)["secret"] for kind in ("admin", "observer", "enrolment")]
     device = enrol(client, "one", secrets[2]).json()
-    new = client.post(f"/v1/devices/{device['device_id']}/token", headers=bearer(device["token"])).json()["token"]
+    key, path = {"enrolment_key": "one".ljust(32, "k")}, f"/v1/devices/{device['device_id']}/token"
+    new = client.post(path, json=key, headers=bearer(device["token"])).json()["token"]
     with closing(sqlite3.connect(tmp_path / "data" / "coordinator.sqlite3")) as connection:
         dump = "\n".join(connection.iterdump())
     for secret in (*secrets, device["token"], new, "one".ljust(32, "k")):
@@ -190,6 +191,10 @@ def enrol_in(devices, name="one"):
     return devices.enrol("default", Enrol(**enrolment(name)))
 
 
+def rotate(devices, enrolled, name="one"):
+    return devices.rotate(enrolled.device_id, enrolment(name)["enrolment_key"])
+
+
 def test_a_device_revoked_by_another_process_is_out_within_seconds(domain, clock, command):
     devices = Devices(domain, clock)
     one = enrol_in(devices)
@@ -208,11 +213,10 @@ def test_a_new_token_takes_the_place_of_the_old_one_when_it_is_used(domain, cloc
     assert not devices.wants_rotation(caller)
     clock.pass_seconds(100)
     assert devices.wants_rotation(devices.authenticate(one.token))
-    lost, new = devices.rotate(one.device_id).token, devices.rotate(one.device_id).token
+    lost, new = (rotate(devices, one).token for _ in range(2))
     clock.pass_seconds(1000)
     assert devices.authenticate(one.token).device_id == one.device_id, "good however long the new one is not used"
-    with pytest.raises(NotAuthenticated):
-        devices.authenticate(lost)
+    assert lost == new, "whichever answer arrives"
     renewed = devices.authenticate(new)
     assert (renewed.device_id, devices.wants_rotation(renewed)) == (one.device_id, False)
     with pytest.raises(NotAuthenticated):
@@ -221,17 +225,18 @@ def test_a_new_token_takes_the_place_of_the_old_one_when_it_is_used(domain, cloc
     with pytest.raises(NotAuthenticated):
         devices.authenticate(new)
     with pytest.raises(NotAuthenticated):
-        devices.rotate(one.device_id)
+        rotate(devices, one)
 
 
-def test_a_token_offered_to_a_device_that_is_revoked_or_enrols_again_is_none(domain, clock):
+def test_a_token_offered_to_a_device_that_is_revoked_is_none(domain, clock):
     devices = Devices(domain, clock)
     one, two = enrol_in(devices), enrol_in(devices, "two")
-    offered = [devices.rotate(each.device_id).token for each in (one, two)]
+    offered, same = rotate(devices, one).token, rotate(devices, two, "two").token
     devices.change(one.device_id, ChangeDevice(revoked=True))
     again = enrol_in(devices, "two")
+    assert again.token == same, "whichever of the two answers the device keeps"
     assert devices.authenticate(again.token).device_id == two.device_id
-    for token in (*offered, two.token):
+    for token in (offered, two.token):
         with pytest.raises(NotAuthenticated):
             devices.authenticate(token)
 
@@ -251,6 +256,25 @@ def test_an_enrolment_that_comes_twice_takes_no_token_from_the_device(domain, cl
     with pytest.raises(NameTaken):
         devices.enrol("default", Enrol(name="one", enrolment_key="another" * 8))
     assert devices.authenticate(tokens[-1])
+
+
+def test_a_thief_who_renews_a_token_first_gets_none_and_loses_the_stolen_one(open_app):
+    client = open_app()
+    stolen = enrol(client, "one").json()
+    path, headers = f"/v1/devices/{stolen['device_id']}/token", bearer(stolen["token"])
+    tries = ({}, {"enrolment_key": "g" * 43}, {"enrolment_key": stolen["token"]}, {"enrolment_key": ""})
+    statuses = [client.post(path, json=guess, headers=headers).status_code for guess in tries]
+    assert statuses == [422, 403, 403, 422]
+    assert client.post(path, headers=headers).status_code == 422
+
+    own = {"enrolment_key": enrolment("one")["enrolment_key"]}
+    renewed = client.post(path, json=own, headers=headers).json()["token"]
+    assert client.post(path, json=own, headers=headers).json()["token"] == renewed, "a lost answer does no harm"
+    work = "/v1/federations/default/assignment"
+    assert client.get(work, headers=headers).status_code == 204, "the device has not used the new one yet"
+    assert client.get(work, headers=bearer(renewed)).status_code == 204
+    assert client.get(work, headers=headers).status_code == 401
+    assert client.post(path, json=own, headers=headers).status_code == 401
 
 
 def test_an_expired_token_is_good_for_nothing_but_enrolling_again(domain, clock):
@@ -282,6 +306,7 @@ def test_a_stolen_token_reaches_nothing_of_another_device(open_app):
     unknown = enrol(client, "far", "the-enrolment-token", "night").json()
     work = client.get("/v1/federations/default/assignment", params={"wait": 20}, headers=bearer(other["token"])).json()
     path = f"/v1/assignments/{work['assignment_id']}"
+    of_other = {"enrolment_key": enrolment("other")["enrolment_key"]}
     for token in (thief["token"], unknown["token"]):
         headers = bearer(token)
         answers = [
@@ -290,7 +315,7 @@ def test_a_stolen_token_reaches_nothing_of_another_device(open_app):
             client.request("DELETE", path, json={"reason": "mine"}, headers=headers),
             client.patch(f"/v1/devices/{other['device_id']}", json={"budget": 0.1}, headers=headers),
             client.patch(f"/v1/devices/{other['device_id']}", json={"revoked": True}, headers=headers),
-            client.post(f"/v1/devices/{other['device_id']}/token", headers=headers),
+            client.post(f"/v1/devices/{other['device_id']}/token", json=of_other, headers=headers),
             client.patch("/v1/federations/default", json={"action": "stop"}, headers=headers),
             *(
                 client.get(f"/v1/federations/default/{what}", headers=headers)

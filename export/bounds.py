@@ -1,0 +1,387 @@
+"""Bounds on what an ONNX skeleton makes its readers hold, found before ONNX or ONNX Runtime sees it.
+
+A file of 300 bytes can ask for gigabytes: a constant is described by its shape, a chain of concatenations doubles. So
+the fields of the file are counted before it is parsed, only ``OPERATORS`` are accepted, and the size of every value is
+inferred node by node: one that is too large, or whose size is not known beforehand, ends the walk before anything of
+its size exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+import onnx.helper
+import onnx.numpy_helper
+import onnx.shape_inference
+from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, TypeProto
+from onnx.defs import SchemaError, get_schema
+
+from edge_sdk.protocol.manifest import Array
+from sparrow.export.errors import SkeletonError
+
+MIB = 1024 * 1024
+MOST_FIELDS = 500_000
+"""Most fields of the file, some 10,000 nodes: parsed, each takes about a hundred bytes."""
+DEEPEST = 64
+"""Messages within messages that are accepted."""
+MOST_ACTIVATIONS = 256 * MIB
+"""Bytes of values that may be alive at a time for one sample."""
+MOST_CONSTANTS = 64 * MIB
+"""Bytes of values that depend on no input, beyond ``WEIGHTS`` times those of the weights: they are computed at load."""
+WEIGHTS = 4
+MOST_AT_ONCE = 1024 * MIB
+"""Bytes that may be alive where several samples run at a time."""
+LARGEST_ATTRIBUTE = 2**24
+LARGEST_SIZE = 2**31
+SMALL = 1024
+"""Most elements of a value that is computed to learn a size."""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+FOLDED = _names(
+    """
+    Add Cast CastLike Ceil Concat Div Equal Expand Floor Gather Greater Identity Less Max Min Mod Mul Neg Range
+    ReduceProd ReduceSum Reshape Slice Squeeze Sub Unsqueeze Where
+    """
+)
+"""Operators that sizes are computed with."""
+
+SIZING = _names(
+    """
+    AffineGrid CenterCropPad ConstantOfShape DFT Expand OneHot Pad Range Reshape Resize Split SplitToSequence Tile
+    TopK Trilu
+    """
+)
+"""Operators for which a number among their inputs is a size."""
+
+LAYERS = _names(
+    """
+    Abs Acos Acosh And ArgMax ArgMin Asin Asinh Atan Atanh Attention AveragePool BatchNormalization BitShift
+    BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Celu Clip Constant Conv ConvTranspose Cos Cosh CumSum DepthToSpace
+    Dropout Einsum Elu Erf Exp EyeLike Flatten GRU GatherElements GatherND Gelu Gemm GlobalAveragePool GlobalLpPool
+    GlobalMaxPool GreaterOrEqual GridSample GroupNormalization HardSigmoid HardSwish Hardmax InstanceNormalization
+    IsInf IsNaN LRN LSTM LayerNormalization LeakyRelu LessOrEqual Log LogSoftmax LpNormalization LpPool MatMul
+    MaxPool Mean MeanVarianceNormalization Mish Not Or PRelu Pow RMSNormalization RNN Reciprocal ReduceL1 ReduceL2
+    ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceSumSquare Relu RotaryEmbedding Round
+    ScatterElements ScatterND Selu SequenceAt Shape Shrink Sigmoid Sign Sin Sinh Size Softmax Softplus Softsign
+    SpaceToDepth Sqrt Sum Swish Tan Tanh ThresholdedRelu Transpose Xor
+    """
+)
+"""Layers, and what else is computed between them."""
+
+OPERATORS = FOLDED | SIZING | LAYERS
+"""Operators that are accepted: those whose results have a size that is known beforehand."""
+
+SAME = _names(
+    """
+    Celu Gelu GroupNormalization HardSwish InstanceNormalization MeanVarianceNormalization Mish RMSNormalization
+    RotaryEmbedding Softsign Swish
+    """
+)
+"""Operators whose result is as their first input, of which ONNX itself may say nothing."""
+
+_BYTES: dict[int, int] = {
+    int(number): np.dtype(onnx.helper.tensor_dtype_to_np_dtype(number)).itemsize
+    for number in (
+        *(TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.BOOL),
+        *(TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64),
+        *(TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64),
+    )
+}
+
+_WORK = {"LSTM": 12, "GRU": 12, "RNN": 12, "Attention": 4}
+"""Operators that take a multiple of their results while they run."""
+
+
+def check_fields(data: bytes) -> None:
+    """Raise SkeletonError for a file with more fields, or deeper messages, than a graph needs. Nothing is parsed."""
+    _count(memoryview(data), ModelProto.DESCRIPTOR, 0, MOST_FIELDS)
+
+
+def _count(data: memoryview, kind: Any, depth: int, left: int) -> int:
+    """Return ``left`` less the fields of this message."""
+    if depth > DEEPEST:
+        raise SkeletonError(f"the skeleton nests messages deeper than {DEEPEST}; a graph without subgraphs does not")
+    fields, position = kind.fields_by_number, 0
+    while position < len(data):
+        key, position = _varint(data, position)
+        left -= 1
+        if left < 0:
+            raise SkeletonError(f"the skeleton has more than {MOST_FIELDS} fields; publish a smaller graph")
+        wire, field = key & 7, fields.get(key >> 3)
+        if wire == 0:
+            _, position = _varint(data, position)
+        elif wire in (1, 5):
+            position += 8 if wire == 1 else 4
+        elif wire == 2:
+            length, position = _varint(data, position)
+            if length > len(data) - position:
+                raise _not_onnx()
+            if field is not None and field.message_type is not None:
+                left = _count(data[position : position + length], field.message_type, depth + 1, left)
+            position += length
+        else:
+            raise _not_onnx()
+    return left
+
+
+def _varint(data: memoryview, position: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if position >= len(data):
+            break
+        byte = data[position]
+        position += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, position
+    raise _not_onnx()
+
+
+def _not_onnx() -> SkeletonError:
+    return SkeletonError("the skeleton is not an ONNX file; send the whole file")
+
+
+def check_sizes(model: ModelProto) -> None:
+    """Raise SkeletonError unless every node is one of ``OPERATORS`` and every value has a size that is known and small.
+
+    model: one graph without subgraphs and functions.
+    """
+    _Walk(model, samples=1).run()
+
+
+def samples_at_once(model: ModelProto, most: int) -> int:
+    """Return how many samples, at most ``most``, this checked model may run at a time within ``MOST_AT_ONCE``."""
+    while most > 1:
+        try:
+            if _Walk(model, samples=most).run() <= MOST_AT_ONCE:
+                return most
+        except SkeletonError:
+            pass
+        most = max(1, most // 4)
+    return 1
+
+
+class _Walk:
+    """The nodes in order, with type, shape and, where small and constant, data of each value."""
+
+    def __init__(self, model: ModelProto, *, samples: int) -> None:
+        self._model, self._samples = model, samples
+        self._types: dict[str, TypeProto] = {}
+        self._sizes: dict[str, int] = {}
+        self._data: dict[str, Array] = {}
+        self._pieces: dict[str, list[TypeProto]] = {}  # of what was split into a sequence
+        self._varies: set[str] = set()
+        self._constants = self._weights = 0
+        for tensor in model.graph.initializer:
+            self._add(tensor.name, onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims)))
+            self._weights += self._sizes[tensor.name]
+            if math.prod(tensor.dims) <= SMALL and has_data(tensor):
+                self._data[tensor.name] = _array(tensor)
+        for value in model.graph.input:
+            described = TypeProto()
+            described.CopyFrom(value.type)
+            for dim in described.tensor_type.shape.dim:
+                if dim.WhichOneof("value") != "dim_value":
+                    dim.dim_value = samples
+            self._add(value.name, described)
+            self._varies.add(value.name)
+
+    def run(self) -> int:
+        """Return the most bytes of values that are alive at a time, those of constants left out."""
+        nodes = self._model.graph.node
+        last = {name: place for place, node in enumerate(nodes) for name in node.input}
+        last |= {value.name: len(nodes) for value in self._model.graph.output}
+        alive = {value.name: self._sizes[value.name] for value in self._model.graph.input}
+        peak = held = sum(alive.values())
+        for place, node in enumerate(nodes):
+            varies = not self._varies.isdisjoint(node.input)
+            made = self._infer(node)
+            if varies:
+                self._varies.update(made)
+                alive |= made
+                held += sum(made.values())
+                peak = max(peak, held + (_WORK.get(node.op_type, 0)) * sum(made.values()) + _columns(node, self._shape))
+                if peak > MOST_ACTIVATIONS * self._samples:
+                    raise SkeletonError(
+                        f"{_named(node)}: {peak:,} bytes of values would be alive for one sample, at most "
+                        f"{MOST_ACTIVATIONS:,} are accepted"
+                    )
+                for name in {*node.input, *made}:
+                    if last.get(name, -1) <= place:
+                        held -= alive.pop(name, 0)
+            else:
+                self._constants += sum(made.values())
+                if self._constants > MOST_CONSTANTS + WEIGHTS * self._weights:
+                    raise SkeletonError(
+                        f"{_named(node)}: the skeleton would compute {self._constants:,} bytes of constants; compute "
+                        f"less in forward that does not depend on the input"
+                    )
+        return peak
+
+    def _infer(self, node: NodeProto) -> dict[str, int]:
+        """Return the bytes of what the node makes, by name."""
+        if node.op_type not in OPERATORS:
+            raise SkeletonError(f"{_named(node)}: this operator is not accepted; build forward of common layers")
+        self._check_numbers(node)
+        read = {name for name in node.input if name}
+        if not read <= self._types.keys() | self._pieces.keys():
+            raise SkeletonError(f"{_named(node)} reads what no node before it makes; export the graph in order")
+        if repeated := [name for name in node.output if name in self._types.keys() | self._pieces.keys()]:
+            raise SkeletonError(f"{_named(node)} makes {repeated[0][:80]!r} a second time; export the graph again")
+        if node.op_type == "SplitToSequence":
+            return self._split(node)
+        found = self._piece(node) if node.op_type == "SequenceAt" else self._types_of(node, read)
+        for name in filter(None, node.output):
+            if name not in found:
+                raise _unknown(node)
+            self._add(name, found[name], node)
+        self._fold(node)
+        return {name: self._sizes[name] for name in node.output if name}
+
+    def _types_of(self, node: NodeProto, read: set[str]) -> dict[str, TypeProto]:
+        """Return the types and shapes of what the node makes."""
+        if node.op_type in SAME:
+            return dict.fromkeys(node.output, self._types[node.input[0]])
+        if not read <= self._types.keys():
+            raise SkeletonError(f"{_named(node)} takes a sequence; export the graph without")
+        (opset,) = self._model.opset_import
+        known = {name: onnx.numpy_helper.from_array(self._data[name], name) for name in read & self._data.keys()}
+        try:
+            return onnx.shape_inference.infer_node_outputs(
+                get_schema(node.op_type, opset.version, ""),
+                node,
+                {name: self._types[name] for name in read},
+                known,
+                opset_imports=[opset],
+                ir_version=self._model.ir_version,
+            )
+        except (onnx.shape_inference.InferenceError, SchemaError, RuntimeError, ValueError, TypeError) as error:
+            raise SkeletonError(f"{_named(node)}: its result cannot be inferred ({str(error)[:200]})") from None
+
+    def _split(self, node: NodeProto) -> dict[str, int]:
+        """Keep the types of the pieces that a value is split into."""
+        taken = self._types[node.input[0]]
+        given = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+        axis, shape = given.get("axis", 0), self._shape(node.input[0])
+        length = shape[axis] if -len(shape) <= axis < len(shape) else 0
+        split = self._data.get(node.input[1]) if len(node.input) > 1 and node.input[1] else np.array(1)
+        if split is None or split.dtype.kind not in "iu" or split.size == 0 or split.astype(np.int64).min() < 1:
+            raise _unknown(node)
+        lengths = [int(each) for each in split.flat]
+        if split.ndim == 0 and 0 < length <= SMALL * lengths[0]:
+            lengths = [min(lengths[0], length - start) for start in range(0, length, lengths[0])]
+        if sum(lengths) != length or len(lengths) > SMALL or (len(node.input) < 2 and not given.get("keepdims", 1)):
+            raise _unknown(node)
+        self._pieces[node.output[0]] = [
+            onnx.helper.make_tensor_type_proto(
+                taken.tensor_type.elem_type,
+                [each if place == axis % len(shape) else size for place, size in enumerate(shape)],
+            )
+            for each in lengths
+        ]
+        return {node.output[0]: self._sizes[node.input[0]]}
+
+    def _piece(self, node: NodeProto) -> dict[str, TypeProto]:
+        """Return the type of one piece."""
+        pieces, position = self._pieces.get(node.input[0], []), self._data.get(node.input[1])
+        if position is None or position.size != 1 or not -len(pieces) <= int(position.item()) < len(pieces):
+            raise _unknown(node)
+        return {node.output[0]: pieces[int(position.item())]}
+
+    def _check_numbers(self, node: NodeProto) -> None:
+        if node.op_type != "Constant":  # its numbers are data
+            for each in node.attribute:
+                if any(abs(number) > LARGEST_ATTRIBUTE for number in (each.i, *each.ints)):
+                    raise SkeletonError(f"{_named(node)}: {each.name[:80]} is beyond {LARGEST_ATTRIBUTE}")
+        if node.op_type == "Einsum" and len(node.input) > 2:
+            raise SkeletonError(f"{_named(node)} joins {len(node.input)} operands; join two at a time")
+        if node.op_type not in SIZING:
+            return
+        for name in node.input[0 if node.op_type in ("ConstantOfShape", "Range") else 1 :]:
+            data = self._data.get(name, np.zeros(0))
+            resized = node.op_type in ("Range", "Resize") and data.dtype.kind == "f"
+            if resized and not (np.isfinite(data).all() and (np.abs(data) <= LARGEST_SIZE).all()):
+                raise SkeletonError(f"{_named(node)}: its sizes are no finite numbers")
+            if data.dtype.kind in "iu" and any(abs(int(number)) > LARGEST_SIZE for number in data.flat):
+                raise SkeletonError(f"{_named(node)}: a size is beyond {LARGEST_SIZE}")
+
+    def _add(self, name: str, described: TypeProto, node: NodeProto | None = None) -> None:
+        """Keep what is known of a value. Raises SkeletonError where its size is not, or is too large."""
+        tensor = described.tensor_type
+        dims = tensor.shape.dim
+        if not tensor.HasField("shape") or any(dim.WhichOneof("value") != "dim_value" for dim in dims):
+            raise _unknown(node)
+        sizes = [dim.dim_value for dim in dims]
+        if tensor.elem_type not in _BYTES or len(sizes) > 16 or any(not 0 <= size <= LARGEST_SIZE for size in sizes):
+            what = repr(name[:80]) if node is None else _named(node)
+            raise SkeletonError(f"{what}: a value is no tensor of numbers of a common type and size")
+        self._types[name] = described
+        self._sizes[name] = math.prod(sizes) * _BYTES[tensor.elem_type]
+
+    def _shape(self, name: str) -> list[int]:
+        return [dim.dim_value for dim in self._types[name].tensor_type.shape.dim]
+
+    def _fold(self, node: NodeProto) -> None:
+        """Compute a small constant result, of which a size may be made."""
+        if node.op_type in ("Shape", "Size"):
+            shape = self._shape(node.input[0])
+            given: Mapping[str, Any] = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+            part = shape[slice(given.get("start", 0), given.get("end"))]
+            self._data[node.output[0]] = np.array(part if node.op_type == "Shape" else math.prod(shape), dtype=np.int64)
+        elif any(math.prod(self._shape(name)) > SMALL for name in node.output if name):
+            return
+        elif node.op_type == "Constant":
+            self._data[node.output[0]] = _constant(node.attribute)
+        elif node.op_type in FOLDED | {"ConstantOfShape"} and all(name in self._data for name in node.input if name):
+            from onnx.reference import ReferenceEvaluator
+
+            try:
+                made = ReferenceEvaluator(node).run(None, {name: self._data[name] for name in node.input if name})
+            except Exception:  # of many kinds; what is not known is refused where a size is made of it
+                return
+            self._data |= {name: np.asarray(array) for name, array in zip(node.output, made, strict=True)}
+
+
+def _columns(node: NodeProto, shape: Callable[[str], list[int]]) -> int:
+    """Return the bytes that a transposed convolution unfolds its input to."""
+    if node.op_type != "ConvTranspose":
+        return 0
+    taken, kernel = shape(node.input[0]), shape(node.input[1])
+    return 4 * math.prod(kernel[1:]) * math.prod(taken[2:])
+
+
+def has_data(tensor: TensorProto) -> bool:
+    """Return whether the file holds values of this tensor."""
+    fields = ("raw_data", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
+    return any(len(getattr(tensor, field)) for field in fields)
+
+
+def _array(tensor: TensorProto) -> Array:
+    try:
+        return np.asarray(onnx.numpy_helper.to_array(tensor))
+    except (ValueError, TypeError) as error:
+        raise SkeletonError(f"{tensor.name[:200]!r} has other data than its shape and type say ({error})") from None
+
+
+def _constant(attributes: Collection[AttributeProto]) -> Array:
+    (given,) = attributes
+    value = onnx.helper.get_attribute_value(given)
+    if isinstance(value, TensorProto):
+        return _array(value)
+    return np.array(value, dtype=np.int64 if given.name in ("value_int", "value_ints") else np.float32)
+
+
+def _named(node: NodeProto) -> str:
+    return f"the node {node.name[:80]!r} ({node.op_type[:80]!r})"
+
+
+def _unknown(node: NodeProto | None) -> SkeletonError:
+    what = "an input or initialiser" if node is None else _named(node)
+    return SkeletonError(f"{what}: the size of a value is not known before it runs; let shapes follow from the input's")
