@@ -307,7 +307,7 @@ class Federations:
             federation = find(db, name)
         self._check_usable(federation)
         try:
-            return self._models.file(federation.id, federation.model_version if version is None else version)
+            return self._models.packed(federation, federation.model_version if version is None else version).body
         except FileNotFoundError:
             if version is None:
                 raise
@@ -317,11 +317,14 @@ class Federations:
 
     def model_onnx(self, name: str) -> bytes:
         """Return the global model as ONNX. Raises NoGlobalModel."""
-        from sparrow.export.skeleton import fill  # onnx, as above
-
         with self._store.reading() as db:
             federation = find(db, name)
         self._check_usable(federation)
+        return self._models.packed(federation, federation.model_version, lambda: self._fill(federation)).body
+
+    def _fill(self, federation: Federation) -> bytes:
+        from sparrow.export.skeleton import fill  # onnx, as above
+
         tensors = self._models.model(federation, federation.model_version).tensors
         manifest = self._models.manifest(federation)
         known = {"federation": federation.name, "task": federation.task, "method": federation.method}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,6 +110,11 @@ class Models:
     def file(self, federation_id: int, version: int) -> bytes:
         """Return the values of a global model as stored: a checkpoint."""
         return self._store.blobs.get(model_key(federation_id, version))
+
+    def packed(self, federation: Federation, version: int, pack: Callable[[], bytes] | None = None) -> Packed:
+        """Return a global model's file, or what ``pack`` makes of it: once for all who ask at the same time."""
+        key = (federation.id, version, "file" if pack is None else "packed")
+        return self._payloads.get(key, pack or (lambda: self.file(federation.id, version)))
 
     def versions(self, federation_id: int) -> dict[int, int]:
         """Return the global models that are stored, oldest first, and the bytes of each one's values."""

@@ -11,11 +11,10 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-import uvicorn
 
 from edge_sdk.device.transport import Transport
 from edge_sdk.protocol import bundle
-from sparrow.coordinator.api.headers import TimedHeaders
+from sparrow.coordinator.api import connections
 
 from ...disks import fill, small_disk
 from .test_contract import DIGITS, ask, assert_problem, enrol, open_app, put, settings_of
@@ -157,13 +156,8 @@ def test_a_body_that_dribbles_is_ended_and_others_are_served(open_app, train, ca
     finish_round(client, devices, train)
 
 
-class Impatient(TimedHeaders):
-    head_seconds = 0.3
-
-
 def test_heads_that_dribble_are_closed(open_app, monkeypatch, train):
-    config = uvicorn.Config
-    monkeypatch.setattr(uvicorn, "Config", lambda app, **known: config(app, http=Impatient, **known))
+    monkeypatch.setattr(connections.LimitedConnection, "head_seconds", 0.3)
     client = open_app()
     with dribbling(client, b"") as nothing, dribbling(client, b"GET /healthz HTTP/1.1\r\nHost: he") as half:
         assert nothing.recv(1) == b""
