@@ -1,10 +1,10 @@
 """uvicorn's HTTP protocol with the limits that it lacks, so that nobody takes memory or descriptors without end.
 
-    heads           bytes, number of headers, length of the URL (431), and the time in which a head must arrive; trailers
-                    and chunk extensions count like headers
-    connections     of one address and of all; a connection on which a device has shown its token counts for that device
-    answers         a caller that does not read its answer is disconnected, and one that goes on sending too slowly what
-                    nobody wants any more
+    heads           bytes, number of headers, length of the URL (431), and the time in which a head must arrive;
+                    trailers and chunk extensions count like headers
+    connections     of one address and of all; a connection on which a device has shown its token is that device's
+    answers         a caller that does not read its answer is disconnected, and one that goes on sending too slowly
+                    what nobody wants any more
 
 The application installs it in its server when it starts (``install``), whether that is ``sparrow serve`` or ``uvicorn
 coordinator.main:app``. ``--timeout-keep-alive`` ends connections that are idle between requests.
@@ -41,7 +41,7 @@ HEAD_BYTES = 32 * 1024
 """All headers of a request, with its trailers."""
 HEADERS = 100
 URL_BYTES = 8 * 1024
-PIPELINED = 8
+PIPELINED = 1
 """Requests of one connection that may wait for the answer to the one before."""
 
 PIECE_BYTES = 16 * 1024

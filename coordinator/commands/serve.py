@@ -1,7 +1,7 @@
 """``sparrow serve``: the coordinator, as ``uvicorn coordinator.main:app`` runs it.
 
-It says in one line why it cannot start. Its settings are environment variables ``COORDINATOR_*`` (docs/settings.md). For
-several processes, and for uvicorn's other options, call uvicorn itself.
+It says in one line why it cannot start. Its settings are environment variables ``COORDINATOR_*``
+(docs/settings.md). For several processes, and for uvicorn's other options, call uvicorn itself.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 LOG_SECONDS = 60.0
 """Slow clients are logged at most this often."""
 
-SMALL_REQUEST = 64 * 1024
+SMALL_REQUEST = 16 * 1024
 """Longest body, in bytes, of calls whose body the framework reads and decodes before the caller is checked."""
 
 READS_ITSELF = re.compile(r"POST /v1/federations(/[^/]+/model/evaluation)?|PUT /v1/assignments/[^/]+/update")
