@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import itertools
 import logging
 import os
 import resource
@@ -205,7 +204,6 @@ HEADS = {
     "a URL of a whole head": b"GET /" + b"y" * 9000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     "a second request's": START + b"\r\n" + START + b"X: y\r\n" * 200,
     "an upgrade's": START + UPGRADE + b"X: y\r\n" * 200,
-    "after an upgrade": START + UPGRADE + b"\r\n" + START + b"X: y\r\n" * 200,
     "trailers": CHUNKED + b"0\r\n" + b"X: y\r\n" * 200,
     "a trailer": CHUNKED + b"0\r\nX: " + b"y" * 60_000,
     "a chunk's extension": CHUNKED + b"1;" + b"y" * 60_000,
@@ -323,10 +321,15 @@ def test_who_sends_on_what_was_answered_is_disconnected(open_app):
     head = b"POST /v1/federations/default/devices HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000000000\r\n\r\n"
     with dribbling(client, head) as connection:
         assert b" 413 " in connection.recv(65536)
-        with pytest.raises(OSError):  # reset
-            for _ in itertools.repeat(None, 500):
+
+        def sends():
+            try:
                 connection.sendall(b"y")
-                time.sleep(0.02)
+            except OSError:
+                return False
+            return True
+
+        become(lambda: not sends())
 
 
 # --- connections -------------------------------------------------------------------------------------------------
