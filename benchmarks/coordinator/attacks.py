@@ -68,7 +68,7 @@ class Target:
     assignment: str
     update: int
 
-    def head(self, method: str, path: str, *, device: bool = False, **headers: object) -> bytes:
+    def head(self, method: str, path: str, *, device: bool = False, **headers: str) -> bytes:
         """Return the head of a request, of the device or of a caller without a token."""
         lines = [f"{method} {path} HTTP/1.1", "Host: 127.0.0.1"]
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
@@ -139,9 +139,9 @@ def _endless(piece: bytes, first: bytes) -> Iterator[bytes]:
     yield from itertools.repeat(piece)
 
 
-def _enrolment(target: Target, body: bytes, **headers: object) -> bytes:
+def _enrolment(target: Target, body: bytes, **headers: str) -> bytes:
     path = f"/v1/federations/{FEDERATION}/devices"
-    named = {"Content_Type": "application/json", "Content_Length": len(body), **headers}
+    named = {"Content_Type": "application/json", "Content_Length": str(len(body)), **headers}
     return target.head("POST", path, **named) + body
 
 
@@ -152,7 +152,7 @@ def _valid_enrolment(target: Target) -> bytes:
 
 def _upload(target: Target, *, ranged: bool, short: int) -> Iterator[bytes]:
     size = target.update
-    more = {"Content_Type": bundle.MEDIA_TYPE, "Content_Length": size}
+    more = {"Content_Type": bundle.MEDIA_TYPE, "Content_Length": str(size)}
     if ranged:
         more |= {"Content_Range": f"bytes 0-{size - 1}/{size}", "Sparrow_Update_SHA256": secrets.token_hex(32)}
     yield target.head("PUT", target.path, device=True, **more)
@@ -163,7 +163,7 @@ def _upload(target: Target, *, ranged: bool, short: int) -> Iterator[bytes]:
         left -= len(piece)
 
 
-def _get(path: str, *, device: bool = True, **headers: object) -> Callable[[Target], bytes]:
+def _get(path: str, *, device: bool = True, **headers: str) -> Callable[[Target], bytes]:
     return lambda target: target.head("GET", path.format(target.assignment), device=device, **headers)
 
 
@@ -179,7 +179,7 @@ MANY = 300
 POLL = f"/v1/federations/{FEDERATION}/assignment?wait=50"
 MODEL = f"/v1/federations/{FEDERATION}/model"
 
-STRANGER: dict[str, Attack] = {
+ANYBODY: dict[str, Attack] = {
     "header lines without end": keep(20, lambda target, number: _endless(LINE, START)),
     "one header without end": keep(20, lambda target, number: _endless(b"y" * 65536, START + b"X: ")),
     "a URL without end": keep(20, lambda target, number: _endless(b"y" * 65536, b"GET /")),
@@ -214,7 +214,7 @@ DEVICE: dict[str, Attack] = {
         40,
         lambda target, number: iter(
             [
-                target.head("PUT", target.path, device=True, Content_Type=bundle.MEDIA_TYPE, Content_Length=2**20),
+                target.head("PUT", target.path, device=True, Content_Type=bundle.MEDIA_TYPE, Content_Length=str(2**20)),
                 bytes(2**20 - 1),
             ]
         ),
@@ -409,7 +409,7 @@ def main(arguments: list[str] | None = None) -> int:
     host = options.host or network_address()
     wanted = [
         (who, name, attack)
-        for who, attacks in (("no token", STRANGER), ("device", DEVICE))
+        for who, attacks in (("no token", ANYBODY), ("device", DEVICE))
         for name, attack in attacks.items()
         if options.only in name
     ]

@@ -31,6 +31,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sparrow.coordinator.api.buckets import address_key
 from sparrow.coordinator.api.problems import problem
+from sparrow.coordinator.errors import TooLarge
 from sparrow.coordinator.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -65,13 +66,9 @@ TOO_LONG = (
     "fewer and shorter ones"
 )
 HOW_TO_RUN = (
-    "this server does not limit heads, connections and slow readers (coordinator.api.connections): strangers can "
+    "this server does not limit heads, connections and slow readers (coordinator.api.connections): anybody can "
     "exhaust its memory. Run `sparrow serve`, or `uvicorn coordinator.main:app` without --http and --log-level trace"
 )
-
-
-class _TooLong(Exception):
-    """A head is longer than any valid one."""
 
 
 class Limits:
@@ -291,7 +288,7 @@ class LimitedConnection(HttpToolsProtocol):
     def _stop(self) -> None:
         """Have the parser stop: it answers with ``send_400_response``."""
         self._ended = True
-        raise _TooLong
+        raise TooLarge(TOO_LONG)
 
     def _refuse(self) -> None:
         """Answer 431 and close."""
