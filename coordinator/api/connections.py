@@ -19,6 +19,7 @@ import logging
 import resource
 import struct
 import termios
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,7 +30,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from sparrow.coordinator.api.buckets import address_key
+from sparrow.coordinator.api.buckets import RateLimit, address_key
 from sparrow.coordinator.api.problems import problem
 from sparrow.coordinator.errors import TooLarge
 from sparrow.coordinator.settings import Settings
@@ -50,6 +51,10 @@ PIECE_BYTES = 16 * 1024
 
 DEVICE_CONNECTIONS = 8
 """Connections that count for a device; its further ones count for their address."""
+
+CONNECTIONS_PER_SECOND = 20.0
+"""New connections of one address, of which 10 s' worth may come at once: a caller that does not wait for answers could
+have others wait behind thousands that it has left."""
 
 RESERVED_FILES = 192
 """Descriptors that are not for connections: records, models, parts of updates, threads at work."""
@@ -86,6 +91,7 @@ class Limits:
         self.open = 0
         self.spare: Counter[str] = Counter()
         self.by_caller: Counter[str] = Counter()
+        self.new = RateLimit(CONNECTIONS_PER_SECOND, time.monotonic) if settings.address_connections else None
         self._limit_loopback = settings.limit_loopback
         self._proxies = _Networks(proxies)
 
@@ -95,6 +101,13 @@ class Limits:
         if address is None:
             return "loopback" if self._limit_loopback else None
         return None if host in self._proxies else address
+
+    def has_enough(self, address: str | None) -> bool:
+        """Return whether an address has as many connections as it may, or makes too many; counts one more made."""
+        if address is None:
+            return False
+        often = self.new is not None and self.new.take(address) > 0
+        return often or self.by_caller[address] >= self.of_address
 
 
 class _Networks:
@@ -147,7 +160,7 @@ class LimitedConnection(HttpToolsProtocol):
         limits.open += 1
         self._address = limits.key(self.client[0] if self.client else None)
         full = limits.open > limits.most
-        if full or (self._address is not None and limits.by_caller[self._address] >= limits.of_address):
+        if full or limits.has_enough(self._address):
             self._spare(full)
         else:
             self._count(self._address)

@@ -211,7 +211,9 @@ class Models:
         version, plan = assignment.model_version, json.dumps(assignment.plan)
         sends_changes = load_method(federation.method).sends_changes
         held = self._round_of(federation, device.model) if sends_changes else None
-        key = (federation.id, version, (whose, device.mask, held, plan))
+        # A mask that is unknown here is as none: else a device could have any number of payloads packed and kept.
+        known = None if self._held_mask(federation, device) is None else device.mask
+        key = (federation.id, version, (whose, known, held, plan))
         return self._payloads.get(key, lambda: self._pack(federation, device, assignment, held))
 
     def _pack(self, federation: Federation, device: Device, assignment: Assignment, held: int | None) -> bytes:
