@@ -142,7 +142,7 @@ def _endless(piece: bytes, first: bytes) -> Iterator[bytes]:
 def _enrolment(target: Target, body: bytes, **headers: str) -> bytes:
     path = f"/v1/federations/{FEDERATION}/devices"
     named = {"Content_Type": "application/json", "Content_Length": str(len(body)), **headers}
-    return target.head("POST", path, **named) + body
+    return target.head("POST", path, device=False, **named) + body
 
 
 def _valid_enrolment(target: Target) -> bytes:

@@ -317,7 +317,7 @@ def test_who_does_not_read_an_answer_is_disconnected(tmp_path):
 
 
 def test_who_sends_on_what_was_answered_is_disconnected(open_app):
-    client = open_app(body_patience_seconds=0.2)
+    client = open_app(body_patience_seconds=1)
     head = b"POST /v1/federations/default/devices HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000000000\r\n\r\n"
     with dribbling(client, head) as connection:
         assert b" 413 " in connection.recv(65536)
