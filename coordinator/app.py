@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 from starlette.types import Scope
 
+from sparrow.coordinator.api.bodies import Downloads
 from sparrow.coordinator.api.buckets import RateLimit
+from sparrow.coordinator.api.hosts import Hosts
 from sparrow.coordinator.api.live_views import LiveViews
-from sparrow.coordinator.api.signals import Signal
+from sparrow.coordinator.api.signals import LongPolls, Signal
 from sparrow.coordinator.api.uploads import Uploads
 from sparrow.coordinator.clock import SteadyClock
 from sparrow.coordinator.errors import Unavailable
@@ -45,7 +48,8 @@ class Coordinator:
 
     It is built without an event loop and does nothing by itself before ``open``.
 
-    moved: sent when a round moved, to long polls. changed: sent when anything was recorded, to live views.
+    moved: sent when a round moved, to long polls. changed: sent when anything was recorded, to live views. open_calls:
+    calls in progress, by device.
     """
 
     def __init__(
@@ -93,6 +97,10 @@ class Coordinator:
         self.uploads = Uploads(settings.data_dir / "uploads", self.store, self.acceptance, clock)
         self.device_lists = DeviceLists(self.store, clock)
         self.overviews = Overviews(self.store, self.models, self.federations, self.records, self.metrics, clock)
+        self.hosts = Hosts(settings.hosts)
+        self.downloads = Downloads(settings.download_bytes)
+        self.open_calls: Counter[str] = Counter()
+        self.polls = LongPolls()
         self.closing = False
         self.moved = Signal()
         self.changed = Signal()
@@ -109,6 +117,7 @@ class Coordinator:
         if self.store.is_first:
             self.rounds.resume_after_restart()
             clear_all(self.store, self.models)
+        self.hosts.learn()
         self.store.settled()
         self.store.listen(self._hear)
         self._mover = threading.Thread(target=self._move, name="rounds", daemon=True)

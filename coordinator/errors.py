@@ -11,6 +11,7 @@ CoordinatorError
 │   │   └── FederationDeleted  the device's federation was deleted
 │   ├── TooManyRequests       come back later, as Retry-After says
 │   ├── NotAllowed            the token is valid, but not for this
+│   │   └── WrongHost         the call needs no token, and came under a name that is not this coordinator's
 │   ├── NotFound              no such federation, device, assignment
 │   │   └── NoGlobalModel     this method has no global model that can be used alone
 │   ├── NameTaken             choose another name
@@ -92,6 +93,10 @@ class NotAllowed(RequestError):
     """The token is valid, but not for this call."""
 
     exit_code = Exit.REFUSED
+
+
+class WrongHost(NotAllowed):
+    """The call came under a name that is not this coordinator's, and without a token."""
 
 
 class NotFound(RequestError):

@@ -9,18 +9,20 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
+from starlette.types import Receive, Scope, Send
 
 from sparrow.coordinator import logs
-from sparrow.coordinator.api import devices, federations, pages, problems, status
+from sparrow.coordinator.api import connections, devices, federations, pages, problems, status
 from sparrow.coordinator.api.middleware.authentication import Authentication, UnknownCallers
 from sparrow.coordinator.api.middleware.body_limits import SlowBodies, SmallBodies
 from sparrow.coordinator.api.middleware.cross_site import CrossSite
 from sparrow.coordinator.api.middleware.open_calls import MissingTokenWarning
 from sparrow.coordinator.api.middleware.plain_text import PlainText
-from sparrow.coordinator.api.middleware.rate_limits import AddressLimits, CallerLimits
+from sparrow.coordinator.api.middleware.rate_limits import AddressLimits, CallerLimits, CallsAtOnce
 from sparrow.coordinator.api.middleware.request_ids import RequestIds
 from sparrow.coordinator.app import Coordinator
 from sparrow.coordinator.commands import allocator, starting
@@ -28,6 +30,20 @@ from sparrow.coordinator.commands.starting import Listening
 from sparrow.coordinator.settings import Settings
 
 log = logging.getLogger(__name__)
+
+
+class _Application(FastAPI):
+    """FastAPI, which sees to the limits of its server's connections when that starts it."""
+
+    def __init__(self, settings: Settings, **named: Any) -> None:
+        super().__init__(**named)
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a call, or the application's start and stop."""
+        if scope["type"] == "lifespan":
+            connections.install(receive, self._settings)
+        await super().__call__(scope, receive, send)
 
 
 def create_app(settings: Settings | None = None, listening: Listening | None = None) -> FastAPI:
@@ -58,7 +74,8 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
         finally:
             await run_in_threadpool(coordinator.close)
 
-    app = FastAPI(
+    app = _Application(
+        settings,
         title="Sparrow coordinator",
         version="1",
         description="Sparse personalised federated learning on real devices.",
@@ -71,7 +88,8 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
     app.add_middleware(SmallBodies)
     app.add_middleware(SlowBodies, settings=settings)
     app.add_middleware(MissingTokenWarning, settings=settings)
-    for middleware in (UnknownCallers, CallerLimits, Authentication, AddressLimits, CrossSite, PlainText, RequestIds):
+    inside_out = (CallsAtOnce, UnknownCallers, CallerLimits, Authentication, AddressLimits, CrossSite, PlainText)
+    for middleware in (*inside_out, RequestIds):
         app.add_middleware(middleware)
     for module in (devices, federations, status, pages):  # looked through in this order: devices call most often
         app.include_router(module.router)

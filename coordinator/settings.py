@@ -63,6 +63,16 @@ class Settings(BaseSettings):
         ge=0,
         description="The same for all calls from one address that no device's token came with; 0: no limit",
     )
+    address_connections: int = Field(
+        default=64,
+        ge=0,
+        description="Connections from one address (IPv6: one /64) on which no device's token came; 0: no limit",
+    )
+    hosts: str = Field(
+        default="",
+        description="Names of this coordinator besides IP addresses and this machine's own names, separated by commas; "
+        "`*`: any. Admin and observer calls without a token are answered under these only",
+    )
     limit_loopback: bool = Field(default=False, description="Whether these limits hold for this machine's own calls")
     default_task: str = Field(
         default="digits", description="Built-in task of the federation `default` made at first start; empty: none"
@@ -88,10 +98,18 @@ class Settings(BaseSettings):
         default=256 * 1024**2, gt=0, description="Largest test file that the global model is judged on, bytes"
     )
     body_patience_seconds: float = Field(
-        default=30.0, gt=0, le=3600, description="How long a body may take to come, beyond what the next allows it, s"
+        default=30.0,
+        gt=0,
+        le=3600,
+        description="How long a body that comes too slowly is waited for, and an answer that is not read, s",
     )
     body_bytes_per_second: float = Field(
-        default=500.0, gt=0, description="Slowest rate at which a body may come, bytes/s"
+        default=500.0, gt=0, description="Slowest rate at which a body may come, and an answer be read, bytes/s"
+    )
+    download_bytes: int = Field(
+        default=256 * 1024**2,
+        gt=0,
+        description="Memory of the different bodies that are downloaded at a time, bytes; further callers wait",
     )
     tick_seconds: float = Field(default=0.5, gt=0, le=60, description="How often deadlines are looked at, s")
     min_free_bytes: int = Field(

@@ -1,6 +1,8 @@
 """Permissions of callers, whom ``api.middleware.authentication`` has identified.
 
-Where no token of a kind is set, its calls are open to everybody.
+Where no token of a kind is set, its calls are open to everybody. Those of administrators and observers are answered
+then only under a name of this coordinator (``api.hosts``); not those of devices that are about to join, whose users may
+call this machine by any name.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from fastapi.security import HTTPBearer
 
 from sparrow.coordinator.api.middleware.authentication import Identity
 from sparrow.coordinator.app import Coordinator
-from sparrow.coordinator.errors import NotAuthenticated
+from sparrow.coordinator.errors import NotAuthenticated, WrongHost
 from sparrow.coordinator.fleet.access import Holder, Kind
 from sparrow.coordinator.fleet.devices import UNKNOWN, Caller
 
@@ -45,7 +47,7 @@ async def known_device(identity: TheIdentity) -> Caller:
 
 
 def check_admin(identity: Identity) -> None:
-    """Raise NotAuthenticated unless the caller is an administrator."""
+    """Raise NotAuthenticated, WrongHost unless the caller is an administrator."""
     _need(identity, None, "admin")
 
 
@@ -53,7 +55,7 @@ def is_admin(identity: Identity) -> bool:
     """Return whether the caller is an administrator."""
     try:
         check_admin(identity)
-    except NotAuthenticated:
+    except (NotAuthenticated, WrongHost):
         return False
     return True
 
@@ -108,6 +110,13 @@ def _named(request: Request) -> str | None:
 def _need(identity: Identity, name: str | None, kind: Kind, *others: Kind) -> None:
     """Raise NotAuthenticated if a token of this kind is set and the caller has none of these kinds for it."""
     if kind not in identity.guarded:
+        joins = "enrolment" in (kind, *others) and "enrolment" not in identity.guarded
+        if not identity.own_host and identity.caller is None and not joins:
+            raise WrongHost(
+                f"without an {kind} token this call is answered under this machine's own names and addresses only, so "
+                f"that no web page makes it in its user's name; call it by its IP address, add this name to "
+                f"COORDINATOR_HOSTS, or set COORDINATOR_{kind.upper()}_TOKEN"
+            )
         return
     holder = identity.caller
     if isinstance(holder, Holder) and holder.kind in (kind, *others) and holder.reaches(name):

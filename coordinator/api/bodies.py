@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
+from typing import Any
 
 from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
@@ -15,8 +17,8 @@ from sparrow.coordinator.errors import BadContent, LengthRequired, TooLarge
 LARGEST_REQUEST = 64 * 1024
 """Longest JSON of a request, in bytes: of 1 MiB, naming what is wrong with 80,000 fields takes half a second."""
 
-PART_BYTES = 256 * 1024
-"""The part of a long answer that is handed to the server at a time."""
+PART_BYTES = 64 * 1024
+"""The part of a long answer that is handed to the server at a time: what a caller that does not read it costs."""
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -38,11 +40,58 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
+class Downloads:
+    """The bodies that are being downloaded, of at most ``limit`` bytes; one that many callers get counts once."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._bytes = 0
+        self._callers: Counter[int] = Counter()
+
+    def take(self, body: bytes | memoryview) -> bool:
+        """Count one more caller of this body; return False if there is no room for it."""
+        key, size = _identity(body)
+        if not self._callers[key]:
+            if self._bytes and self._bytes + size > self._limit:
+                del self._callers[key]
+                return False
+            self._bytes += size
+        self._callers[key] += 1
+        return True
+
+    def give_back(self, body: bytes | memoryview) -> None:
+        """Count one caller less."""
+        key, size = _identity(body)
+        self._callers[key] -= 1
+        if not self._callers[key]:
+            del self._callers[key]
+            self._bytes -= size
+
+
+def _identity(body: bytes | memoryview) -> tuple[int, int]:
+    """Return the identity and the bytes of what is kept in memory for the body, which may be a range of it."""
+    whole = body.obj if isinstance(body, memoryview) else body
+    return id(whole), memoryview(whole).nbytes
+
+
 class InParts(Response):
     """A body that is sent part by part, as fast as the caller takes it: the server would copy all of it at once."""
 
+    def __init__(self, body: bytes | memoryview, downloads: Downloads, **named: Any) -> None:
+        super().__init__(body, **named)
+        self._downloads = downloads
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send it; or 503, if too many others are being sent."""
+        if not self._downloads.take(self.body):
+            detail = "too many downloads are in progress; try again when Retry-After has passed"
+            return await problem(503, "Unavailable", detail, {"Retry-After": "5"})(scope, receive, send)
+        try:
+            await self._send(send)
+        finally:
+            self._downloads.give_back(self.body)
+
+    async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for start in range(0, max(1, len(self.body)), PART_BYTES):
             part = bytes(self.body[start : start + PART_BYTES])
@@ -57,15 +106,17 @@ def ranged(request: Request, body: bytes, media_type: str, digest: str | None = 
     """
     etag = f'"{digest or hashlib.sha256(body).hexdigest()}"'
     headers = {"ETag": etag, "Accept-Ranges": "bytes"}
+    downloads: Downloads = request.app.state.coordinator.downloads
     if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
     asked = re.fullmatch(r"bytes=(\d{1,18})-(\d{0,18})", request.headers.get("range", ""))
     if asked is None or request.headers.get("if-range", etag) != etag:
-        return InParts(body, media_type=media_type, headers=headers)
+        return InParts(body, downloads, media_type=media_type, headers=headers)
     first = int(asked[1])
     last = min(int(asked[2]) if asked[2] else len(body) - 1, len(body) - 1)
     if first >= len(body) or first > last:
         detail = f"the body has {len(body)} bytes; ask for a range that begins before its end"
         return problem(416, "RangeNotSatisfiable", detail, {**headers, "Content-Range": f"bytes */{len(body)}"})
     headers["Content-Range"] = f"bytes {first}-{last}/{len(body)}"
-    return InParts(body[first : last + 1], status_code=206, media_type=media_type, headers=headers)
+    wanted = memoryview(body)[first : last + 1]
+    return InParts(wanted, downloads, status_code=206, media_type=media_type, headers=headers)

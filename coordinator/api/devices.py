@@ -118,6 +118,7 @@ async def get_assignment(
     name: str,
     device: KnownDevice,
     coordinator: TheCoordinator,
+    request: Request,
     wait: Annotated[float, Query(ge=0, le=600, description="Longest wait for work, s")] = 0.0,
     mask: Annotated[
         str | None, Query(pattern="^[0-9a-f]{64}$", description="Digest of the mask that the device holds")
@@ -127,7 +128,7 @@ async def get_assignment(
     ] = None,
     upload_cost: Annotated[str | None, Header(alias="Sparrow-Upload-Cost", max_length=2000)] = None,
 ) -> Response:
-    """Ask for work, waiting up to ``wait`` seconds (long poll)."""
+    """Ask for work, waiting up to ``wait`` seconds (long poll), or until this device asks once more."""
     if name != device.federation:
         raise NotAllowed(f"this device is not enrolled in {name}; enrol there first")
     if upload_cost is not None:
@@ -136,22 +137,22 @@ async def get_assignment(
     until = loop.time() + min(wait, coordinator.settings.max_wait_seconds)
     renew = {"Sparrow-Renew-Token": "now"} if coordinator.devices.wants_rotation(device) else {}
     asked = True
-    while True:
-        moved = coordinator.moved.next()
-        work = await run_in_threadpool(coordinator.dispatch.next_assignment, device.device_id, mask, model, asked=asked)
-        asked = False
-        if work.was_away:
-            coordinator.fact_recorded()  # a round may open
-        if work.assignment is not None:
-            return Response(work.assignment.model_dump_json(), media_type="application/json", headers=renew)
-        remaining = until - loop.time()
-        if remaining <= 0 or coordinator.closing:
-            pause = await run_in_threadpool(coordinator.polling.retry_after, device.device_id)
-            return Response(status_code=204, headers={"Retry-After": str(pause), **renew})
-        try:
-            await asyncio.wait_for(moved.wait(), remaining)
-        except asyncio.TimeoutError:
-            continue
+    with coordinator.polls.newest(device.device_id, request.receive) as poll:
+        while True:
+            moved = coordinator.moved.next()
+            work = await run_in_threadpool(
+                coordinator.dispatch.next_assignment, device.device_id, mask, model, asked=asked
+            )
+            asked = False
+            if work.was_away:
+                coordinator.fact_recorded()  # a round may open
+            if work.assignment is not None:
+                return Response(work.assignment.model_dump_json(), media_type="application/json", headers=renew)
+            remaining = until - loop.time()
+            if remaining <= 0 or coordinator.closing or poll.over:
+                pause = await run_in_threadpool(coordinator.polling.retry_after, device.device_id)
+                return Response(status_code=204, headers={"Retry-After": str(pause), **renew})
+            await poll.wait(moved, remaining)
 
 
 def _note_upload_cost(coordinator: TheCoordinator, device_id: str, text: str) -> None:

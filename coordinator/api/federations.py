@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import csv
 import hashlib
 import io
@@ -38,7 +37,8 @@ from sparrow.coordinator.api.access import (
 )
 from sparrow.coordinator.api.bodies import LARGEST_REQUEST, ranged, read_body
 from sparrow.coordinator.api.live import follow, seen_by
-from sparrow.coordinator.api.middleware.authentication import Identity, identify, secret_of
+from sparrow.coordinator.api.middleware.authentication import Identity, identify
+from sparrow.coordinator.api.signals import LongPoll
 from sparrow.coordinator.errors import WrongMediaType, callers_data
 
 router = APIRouter(prefix="/v1/federations", tags=["federations"])
@@ -135,21 +135,23 @@ async def get_open_work(
     wait: Annotated[float, Query(ge=0, le=600, description="Longest wait for a change, s")] = 0.0,
 ) -> Response:
     """Return the open assignments; with ``If-None-Match`` and ``wait``, when they have changed (long poll)."""
-    loop = asyncio.get_running_loop()
+    loop, poll = asyncio.get_running_loop(), LongPoll(request.receive)
     until = loop.time() + min(wait, coordinator.settings.max_wait_seconds)
-    while True:
-        moved = coordinator.moved.next()
-        work = await run_in_threadpool(coordinator.records.open_work, name)
-        # Without times that change while nothing does: when the coordinator looked, and last heard of a device.
-        lasting = work.model_dump_json(exclude={"at": True, "assignments": {"__all__": {"heard_at"}}})
-        headers = {"ETag": f'"{hashlib.sha256(lasting.encode()).hexdigest()}"'}
-        if request.headers.get("if-none-match") != headers["ETag"]:
-            return Response(work.model_dump_json(), media_type="application/json", headers=headers)
-        remaining = until - loop.time()
-        if remaining <= 0 or coordinator.closing:
-            return Response(status_code=304, headers=headers)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(moved.wait(), remaining)
+    try:
+        while True:
+            moved = coordinator.moved.next()
+            work = await run_in_threadpool(coordinator.records.open_work, name)
+            # Without times that change while nothing does: when the coordinator looked, and last heard of a device.
+            lasting = work.model_dump_json(exclude={"at": True, "assignments": {"__all__": {"heard_at"}}})
+            headers = {"ETag": f'"{hashlib.sha256(lasting.encode()).hexdigest()}"'}
+            if request.headers.get("if-none-match") != headers["ETag"]:
+                return Response(work.model_dump_json(), media_type="application/json", headers=headers)
+            remaining = until - loop.time()
+            if remaining <= 0 or coordinator.closing or poll.over:
+                return Response(status_code=304, headers=headers)
+            await poll.wait(moved, remaining)
+    finally:
+        poll.end()
 
 
 def _csv(records: list[RoundRecord]) -> str:
@@ -176,7 +178,7 @@ async def get_events(name: str, coordinator: TheCoordinator, request: Request) -
     await run_in_threadpool(coordinator.federations.get, name)  # 404 before the stream begins
 
     async def admit() -> Identity:
-        identity = await identify(coordinator, secret_of(request))
+        identity = await identify(coordinator, request)
         await observer(identity, request)
         return identity
 

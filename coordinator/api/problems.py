@@ -27,6 +27,7 @@ STATUS: dict[type[Exception], int] = {
     errors.TokenExpired: 401,
     errors.FederationDeleted: 410,
     errors.NotAllowed: 403,
+    errors.WrongHost: 403,
     errors.NotFound: 404,
     errors.NoGlobalModel: 404,
     errors.NameTaken: 409,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
+
+from starlette.types import Receive
 
 
 class Signal:
@@ -37,3 +40,57 @@ class Signal:
     def _wake(self) -> None:
         self._next.set()
         self._next = asyncio.Event()
+
+
+class LongPoll:
+    """One call that waits. It is over when its caller has gone, or a newer call of the same caller has come."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.over = False
+        self._receive = receive
+        self._gone: asyncio.Task[None] | None = None
+
+    async def wait(self, event: asyncio.Event, seconds: float) -> None:
+        """Wait for the event, for so many seconds, or until this call is over."""
+        if self.over:
+            return
+        if self._gone is None:
+            self._gone = asyncio.create_task(self._listen())
+        moved = asyncio.create_task(event.wait())
+        try:
+            await asyncio.wait({moved, self._gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            moved.cancel()
+
+    def end(self) -> None:
+        """End it."""
+        self.over = True
+        if self._gone is not None:
+            self._gone.cancel()
+
+    async def _listen(self) -> None:
+        with contextlib.suppress(Exception):  # a body that comes too slowly, or a connection that breaks
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+        self.over = True
+
+
+class LongPolls:
+    """The calls that wait, one of each caller: a newer one ends the former, whose connection may be broken."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, LongPoll] = {}
+
+    @contextlib.contextmanager
+    def newest(self, key: str, receive: Receive) -> Iterator[LongPoll]:
+        """Begin a call that waits, and end this caller's former one. It ends with the block."""
+        former, poll = self._newest.get(key), LongPoll(receive)
+        if former is not None:
+            former.end()
+        self._newest[key] = poll
+        try:
+            yield poll
+        finally:
+            poll.end()
+            if self._newest.get(key) is poll:
+                del self._newest[key]

@@ -4,11 +4,11 @@
     GET /v1/assignments/{id}/update?sha256=D      {"received": N}: go on with bytes N-LAST/TOTAL, or, where N is TOTAL,
                                                   with an empty body and bytes */TOTAL
 
-The range always goes to the end, so an update is one request where nothing breaks. Parts lie in a folder of this
-machine, wherever blobs are kept; whole, one becomes the update's blob without being written again where that is a file
-beside it. They are no acknowledgement and need not outlive the process: at start they are
-removed, likewise an hour after their last byte, and when their assignment is settled. Another process of the same
-coordinator does not know them: there the update begins anew.
+The range always goes to the end, so an update is one request where nothing breaks. A large update without a range goes
+the same way, but begins anew. Parts lie in a folder of this machine, wherever blobs are kept; whole, one becomes the
+update's blob without being written again where that is a file beside it. They are no acknowledgement and need not
+outlive the process: at start they are removed, likewise an hour after their last byte, and when their assignment is
+settled. Another process of the same coordinator does not know them: there the update begins anew.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from fastapi import Request
 from sqlalchemy import select
@@ -44,14 +45,18 @@ SWEEP_SECONDS = 1.0
 """The time between two looks at all parts, which take a query."""
 AT_ONCE = 4
 """Large updates that are in memory, to be checked and stored: as many as keep cores and disk busy."""
+SMALL_BYTES = 16 * 1024 * 1024
+"""Small updates that are in memory as they come, together; beyond it they go the way of large ones."""
 GATHERED_BYTES = 1024 * 1024
 """The size of a write: a network hands an update over in pieces of a few kB, and a thread
 and an open file for each cost more than all else that is done with an update."""
+ALL_GATHERED_BYTES = 16 * 1024 * 1024
+"""What all updates together may gather; beyond it each piece is written as it comes."""
 
 
 @dataclass
 class _Part:
-    """The part of an update of ``total`` bytes that has arrived.
+    """The part of an update of ``total`` bytes that has arrived. digest: as announced; empty for one without a range.
 
     received: its bytes on the disk. found: their digest. gathered: what is written next. turn: how many calls went on
     with it. calls: how many are at it now. forgotten: it has no file any more."""
@@ -77,6 +82,8 @@ class Uploads:
         self._acceptance = acceptance
         self._parts: dict[str, _Part] = {}
         self._few = asyncio.Semaphore(AT_ONCE)
+        self._one_of_device: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._small = self._gathered = 0
         self._swept = -math.inf
         if store.is_first:
             shutil.rmtree(folder, ignore_errors=True)
@@ -93,38 +100,49 @@ class Uploads:
         """Receive an update, have it checked and stored, and return whether it is new, and its bytes.
 
         A small one is read first, and then one call in a worker thread does the rest. A large one is checked against
-        its assignment before its first byte is taken, too: it may bring no more than is valid.
+        its assignment before its first byte is taken, too: it may bring no more than is valid. It is written to the
+        disk as it comes.
 
-        Raises the errors of ``Acceptance.accept_update``; LengthRequired, TooLarge, BadContent.
+        Raises the errors of ``Acceptance.accept_update``; LengthRequired, TooLarge, BadContent, WrongRange.
         """
-        accept, declared = self._acceptance.accept_update, request.headers.get("content-length", "")
-        if "content-range" not in request.headers:
-            limit = GATHERED_BYTES
-            if declared.isdigit() and int(declared) > limit:
-                limit = await run_in_threadpool(self._acceptance.check_envelope, assignment_id, device_id, media_type)
-            body = await read_body(request, limit)
+        declared = request.headers.get("content-length", "")
+        size = int(declared) if declared.isdigit() else 0
+        whole = "content-range" not in request.headers
+        if not (whole and size <= LARGEST_REQUEST and self._small + size <= SMALL_BYTES):
+            limit = await run_in_threadpool(self._acceptance.check_envelope, assignment_id, device_id, media_type)
+            return await self._receive_large(request, assignment_id, device_id, media_type, limit)
+        self._small += size
+        try:
+            body = await read_body(request, LARGEST_REQUEST)
+            accept = self._acceptance.accept_update
             return await run_in_threadpool(accept, assignment_id, device_id, body, media_type), len(body)
-        limit = await run_in_threadpool(self._acceptance.check_envelope, assignment_id, device_id, media_type)
-        return await self._receive_rest(request, assignment_id, device_id, media_type, limit)
+        finally:
+            self._small -= size
 
-    async def _receive_rest(
+    async def _receive_large(
         self, request: Request, assignment_id: str, device_id: str, media_type: str, limit: int
     ) -> tuple[bool, int]:
         """Add what was missing of a large update, and have the whole accepted; its part is removed when that is done.
 
-        Few at a time are in memory; the others wait when they have sent everything already.
+        Few at a time are in memory, and one of a device; the others wait when they have sent everything already.
 
         Raises WrongRange if it does not begin where the last one broke, or the digest is another.
         """
-        digest = request.headers.get(DIGEST_HEADER, "")
-        asked = re.fullmatch(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", request.headers["content-range"])
-        if asked is None or not re.fullmatch("[0-9a-f]{64}", digest):
-            raise BadContent(f"Content-Range: write bytes FIRST-LAST/TOTAL, and the update's digest in {DIGEST_HEADER}")
-        total = int(asked[3])
-        first, last = (total, total - 1) if asked[1] is None else (int(asked[1]), int(asked[2]))
+        declared, digest = request.headers.get("content-length", ""), request.headers.get(DIGEST_HEADER, "")
+        if "content-range" in request.headers:
+            asked = re.fullmatch(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", request.headers["content-range"])
+            if asked is None or not re.fullmatch("[0-9a-f]{64}", digest):
+                raise BadContent(
+                    f"Content-Range: write bytes FIRST-LAST/TOTAL, and the update's digest in {DIGEST_HEADER}"
+                )
+            total = int(asked[3])
+            first, last = (total, total - 1) if asked[1] is None else (int(asked[1]), int(asked[2]))
+        else:
+            total, digest = int(declared), ""
+            first, last = 0, total - 1
         if total > limit:
             raise TooLarge(f"the update has {total} bytes, nothing valid here is longer than {limit}")
-        if request.headers.get("content-length", "0" if first == total else "") != str(last - first + 1):
+        if (declared or ("0" if first == total else "")) != str(last - first + 1):
             raise LengthRequired("Content-Length must be the length of Content-Range; send both")
         if last != total - 1:
             raise WrongRange("the range must go to the update's end")
@@ -132,7 +150,7 @@ class Uploads:
         part.calls += 1
         try:
             await self._gather(request, part, turn)
-            async with self._few:
+            async with self._one_of_device.setdefault(device_id, asyncio.Lock()), self._few:
                 new = await run_in_threadpool(self._accept, part, turn, assignment_id, device_id, media_type)
             return new, total
         finally:
@@ -141,7 +159,7 @@ class Uploads:
     def _accept(self, part: _Part, turn: int, assignment_id: str, device_id: str, media_type: str) -> bool:
         """Have a whole update accepted, and remove its part."""
         body, found = self._read(part, turn)
-        if found != part.digest:
+        if part.digest and found != part.digest:
             self.forget(assignment_id)
             raise WrongRange("the update's digest is another than was announced; send it again from its first byte")
         new = self._acceptance.accept_update(assignment_id, device_id, body, media_type, found, part.path)
@@ -157,13 +175,16 @@ class Uploads:
                     continue  # another call goes on with it
                 part.gathered.append(piece)
                 unwritten += len(piece)
-                if unwritten >= GATHERED_BYTES:
-                    unwritten = 0
+                self._gathered += len(piece)
+                if unwritten >= GATHERED_BYTES or self._gathered > ALL_GATHERED_BYTES:
                     await run_in_threadpool(self._write, part)
+                    self._gathered -= unwritten
+                    unwritten = 0
             await run_in_threadpool(self._write, part)
         except ClientDisconnect:
             raise BadContent("the connection broke before the whole body had come; send the rest") from None
         finally:
+            self._gathered -= unwritten
             self._write(part)  # also if the call was cut off: its pieces take no memory, and need not be sent again
 
     def _take(self, assignment_id: str, digest: str, first: int, total: int) -> tuple[_Part, int]:

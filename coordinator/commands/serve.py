@@ -1,8 +1,7 @@
 """``sparrow serve``: the coordinator, as ``uvicorn coordinator.main:app`` runs it.
 
-It limits how long a request's head may take (``api.headers``), and says in one line why it cannot start. Its settings
-are environment variables ``COORDINATOR_*`` (docs/settings.md). For several processes, and for uvicorn's other options,
-call uvicorn itself.
+It says in one line why it cannot start. Its settings are environment variables ``COORDINATOR_*``
+(docs/settings.md). For several processes, and for uvicorn's other options, call uvicorn itself.
 """
 
 from __future__ import annotations
@@ -93,7 +92,6 @@ def _run(options: argparse.Namespace) -> None:
         server = uvicorn.Server(
             uvicorn.Config(
                 observed,
-                http="sparrow.coordinator.api.headers:TimedHeaders",
                 ssl_certfile=options.ssl_certfile,
                 ssl_keyfile=options.ssl_keyfile,
             )

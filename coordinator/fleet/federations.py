@@ -352,15 +352,18 @@ class Federations:
             raise NotFound(
                 f"model {version} of {name} is not kept; GET /v1/federations/{name}/models lists those that are"
             )
-        return self._models.file(federation, federation.model_version if version is None else version)
+        return self._models.packed(federation, federation.model_version if version is None else version).body
 
     def model_onnx(self, name: str) -> bytes:
         """Return the global model as ONNX. Raises NoGlobalModel."""
-        from sparrow.export.skeleton import fill  # onnx, as above
-
         with self._store.reading() as db:
             federation = find(db, name)
         self._check_usable(federation)
+        return self._models.packed(federation, federation.model_version, lambda: self._fill(federation)).body
+
+    def _fill(self, federation: Federation) -> bytes:
+        from sparrow.export.skeleton import fill  # onnx, as above
+
         tensors = self._models.model(federation, federation.model_version).tensors
         manifest = self._models.manifest(federation)
         known = {"federation": federation.name, "task": federation.task, "method": federation.method}

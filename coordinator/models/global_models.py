@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,6 +136,11 @@ class Models:
         digest = self.sha256(federation, version)
         return self._store.blobs.get(model_key(federation.id, version, digest))
 
+    def packed(self, federation: Federation, version: int, pack: Callable[[], bytes] | None = None) -> Packed:
+        """Return a global model's file, or what ``pack`` makes of it: once for all who ask at the same time."""
+        key = (federation.id, version, "file" if pack is None else "packed")
+        return self._payloads.get(key, pack or (lambda: self.file(federation, version)))
+
     def versions(self, federation: Federation) -> dict[int, int]:
         """Return the global models that are stored and recorded, oldest first, and the bytes of each one's values."""
         sizes = self._store.blobs.sizes(f"{federation.id}/models")
@@ -238,7 +243,9 @@ class Models:
         version, plan = assignment.model_version, json.dumps(assignment.plan)
         sends_changes = load_method(federation.method).sends_changes
         held = self._round_of(federation, device.model) if sends_changes else None
-        key = (federation.id, version, (whose, device.mask, held, plan))
+        # A mask that is unknown here is as none: else a device could have any number of payloads packed and kept.
+        known = None if self._held_mask(federation, device) is None else device.mask
+        key = (federation.id, version, (whose, known, held, plan))
         return self._payloads.get(key, lambda: self._pack(federation, device, assignment, held))
 
     def _pack(self, federation: Federation, device: Device, assignment: Assignment, held: int | None) -> bytes:

@@ -31,7 +31,7 @@ from edge_sdk.device.heartbeat import Heartbeat
 from edge_sdk.device.rounding import round_update
 from edge_sdk.device.state import Best, Identity, Pending, StateFolder, Totals
 from edge_sdk.device.telemetry import Telemetry as Meter
-from edge_sdk.device.transport import Traffic, Transport, printable
+from edge_sdk.device.transport import Traffic, Transport
 from edge_sdk.device.watchdog import LOOK_SECONDS, Paused, Watchdog, WatchedWork
 from edge_sdk.errors import (
     Damaged,
@@ -90,6 +90,7 @@ from edge_sdk.training.local import (
     set_tensors,
 )
 from edge_sdk.training.merging import is_whole, mixed, whole_model
+from sparrow.command_line.table import printable
 from sparrow.devices import EnergyMeter
 
 log = logging.getLogger(__name__)

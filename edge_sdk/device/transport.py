@@ -85,6 +85,7 @@ PROBLEMS: Mapping[str, type[Refused] | type[Unreachable]] = {
     "TokenExpired": TokenExpired,
     "NotAllowed": NotAllowed,
     "CrossSite": NotAllowed,
+    "WrongHost": NotAllowed,
     "NotFound": NotFound,
     "NoGlobalModel": NoGlobalModel,
     "NameTaken": NameTaken,

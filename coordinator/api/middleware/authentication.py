@@ -34,19 +34,21 @@ TOKEN_NEEDED = (
 class Identity:
     """The caller of a request.
 
-    failure: why its token is not valid. guarded: the kinds of tokens that are set.
+    failure: why its token is not valid. guarded: the kinds of tokens that are set. own_host: whether the call was made
+    under a name of this coordinator (``api.hosts``).
     """
 
     caller: Caller | Holder | None = None
     failure: NotAuthenticated | None = None
     guarded: frozenset[Kind] = field(default_factory=frozenset)
+    own_host: bool = True
 
 
 class Authentication(Middleware):
     """Finds out who is calling, and keeps it as ``request.state.identity``."""
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
-        identity = await identify(coordinator, secret_of(HTTPConnection(scope)))
+        identity = await identify(coordinator, HTTPConnection(scope))
         scope.setdefault("state", {})["identity"] = identity
         await self._app(scope, _seen(coordinator, identity, receive), send)
 
@@ -78,8 +80,9 @@ def secret_of(connection: HTTPConnection) -> str | None:
     return sent.strip() or None
 
 
-async def identify(coordinator: Coordinator, secret: str | None) -> Identity:
-    """Return the identity of the caller who sent this token."""
+async def identify(coordinator: Coordinator, connection: HTTPConnection) -> Identity:
+    """Return the identity of a caller."""
+    secret = secret_of(connection)
     caller: Caller | Holder | None = None
     failure = None
     if secret is not None:
@@ -90,7 +93,9 @@ async def identify(coordinator: Coordinator, secret: str | None) -> Identity:
             failure = error
     tokens = coordinator.tokens
     guarded = tokens.guarded() if tokens.guarded_known() else await run_in_threadpool(tokens.guarded)
-    return Identity(caller, failure, guarded)
+    server = connection.scope.get("server")
+    own_host = coordinator.hosts.include(connection.headers.get("host"), server[0] if server else None)
+    return Identity(caller, failure, guarded, own_host)
 
 
 def _look_up(coordinator: Coordinator, secret: str) -> Caller | Holder:

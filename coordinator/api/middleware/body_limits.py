@@ -1,8 +1,8 @@
 """Limits of bodies: how long they may be, and how slowly they may come.
 
-A body that comes slowly keeps a connection, memory and a place in line. A sender has ``patience_seconds``, and one
-second more for every ``bytes_per_second`` bytes that have come. So a slow link may take as long as it needs, and a
-sender that stops half way, or sends a byte now and then, is ended.
+A body that comes slowly keeps a connection, memory and a place in line. In every ``patience_seconds`` as many bytes
+must come as ``bytes_per_second`` says, however many have come before. So a slow link may take as long as it needs, and
+a sender that stops, be it at the last byte, or sends a byte now and then, is ended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import anyio
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sparrow.coordinator.api.bodies import LARGEST_REQUEST
 from sparrow.coordinator.api.problems import problem
 from sparrow.coordinator.errors import RequestError
 from sparrow.coordinator.settings import Settings
@@ -25,6 +24,9 @@ log = logging.getLogger(__name__)
 
 LOG_SECONDS = 60.0
 """Slow clients are logged at most this often."""
+
+SMALL_REQUEST = 16 * 1024
+"""Longest body, in bytes, of calls whose body the framework reads and decodes before the caller is checked."""
 
 READS_ITSELF = re.compile(r"POST /v1/federations(/[^/]+/model/evaluation)?|PUT /v1/assignments/[^/]+/update")
 """Calls whose handlers read the body with ``read_body``, once they know who is calling."""
@@ -59,8 +61,8 @@ class SmallBodies:
             answer = problem(
                 411, "LengthRequired", "declare the body's length: send Content-Length, not a chunked body"
             )
-        elif not 0 <= _declared(headers) <= LARGEST_REQUEST:
-            answer = problem(413, "TooLarge", f"nothing valid here is longer than {LARGEST_REQUEST} bytes; send less")
+        elif not 0 <= _declared(headers) <= SMALL_REQUEST:
+            answer = problem(413, "TooLarge", f"nothing valid here is longer than {SMALL_REQUEST} bytes; send less")
         else:
             return await self._app(scope, receive, send)
         return await answer(scope, receive, send)
@@ -78,7 +80,7 @@ class SlowBodies:
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._patience = settings.body_patience_seconds
-        self._rate = settings.body_bytes_per_second
+        self._least = settings.body_bytes_per_second * settings.body_patience_seconds
         self._logged_at = -math.inf
         self._ended = 0
 
@@ -86,25 +88,28 @@ class SlowBodies:
         """Time what the call receives until its body is whole."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        loop, received, whole, since = asyncio.get_running_loop(), 0, False, math.nan
+        loop, received, lately, whole, since = asyncio.get_running_loop(), 0, 0, False, math.nan
 
         async def timed() -> Message:
-            nonlocal received, whole, since
+            nonlocal received, lately, whole, since
             if whole:
                 return await receive()
             if math.isnan(since):
                 since = loop.time()
-            until = since + self._patience + received / self._rate
             message: Message | None = None
-            with anyio.move_on_after(max(0.0, until - loop.time())):  # asyncio's wait_for makes a task for each piece
+            # asyncio's wait_for makes a task for each piece
+            with anyio.move_on_after(max(0.0, since + self._patience - loop.time())):
                 message = await receive()
             if message is None:
                 self._log(scope, received)
                 raise TooSlow(
-                    f"only {received} bytes of the body came in {loop.time() - since:.0f} s, so it was given up; send "
-                    f"it again, at {self._rate} bytes/s at least"
+                    f"only {lately} bytes of the body came in {loop.time() - since:.0f} s, so it was given up; send it "
+                    f"again, at {self._least / self._patience:g} bytes/s at least"
                 )
-            received += len(message.get("body", b""))
+            size = len(message.get("body", b""))
+            received, lately = received + size, lately + size
+            if lately >= self._least:
+                lately, since = 0, loop.time()
             whole = not message.get("more_body", False)
             return message
 

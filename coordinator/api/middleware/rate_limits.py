@@ -11,6 +11,7 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from sparrow.coordinator.api import connections
 from sparrow.coordinator.api.buckets import RateLimit, address_key
 from sparrow.coordinator.api.middleware.authentication import Identity, secret_of
 from sparrow.coordinator.api.middleware.base import Middleware
@@ -20,6 +21,10 @@ from sparrow.coordinator.fleet.devices import Caller
 
 FAILURE_COST = 20.0
 """Calls that a wrong token counts as."""
+
+
+CALLS_AT_ONCE = 4
+"""Calls of one device that may be in progress: a call, a heartbeat, and two that broke and are not known to have."""
 
 
 class AddressLimits(Middleware):
@@ -46,6 +51,28 @@ class CallerLimits(Middleware):
         if wait:
             return await _too_many(wait)(scope, receive, send)
         return await self._app(scope, receive, send)
+
+
+class CallsAtOnce(Middleware):
+    """Answers 429 to a device that has as many calls in progress as it may, and has its connection count for it."""
+
+    async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
+        caller, open_calls = scope["state"]["identity"].caller, coordinator.open_calls
+        if not isinstance(caller, Caller):
+            return await self._app(scope, receive, send)
+        connection: connections.LimitedConnection | None = scope["state"].get(connections.STATE)
+        if connection is not None:
+            connection.belongs_to(caller.device_id)
+        if open_calls[caller.device_id] >= CALLS_AT_ONCE:
+            detail = f"this device has {CALLS_AT_ONCE} calls in progress; wait until one of them has ended"
+            return await problem(429, "TooManyRequests", detail, {"Retry-After": "1"})(scope, receive, send)
+        open_calls[caller.device_id] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            open_calls[caller.device_id] -= 1
+            if not open_calls[caller.device_id]:
+                del open_calls[caller.device_id]
 
 
 def _address(coordinator: Coordinator, scope: Scope) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -69,6 +70,54 @@ def test_a_kind_that_has_a_token_is_shut_and_opens_to_it_alone(open_app, command
     assert client.get("/v1/federations").status_code == 401
     assert client.get("/v1/federations", headers=bearer(made["secret"])).status_code == 200, "an admin may look, too"
     assert enrol(client, "one").status_code == 201, "no enrolment token was made"
+
+
+EVIL = {"Host": "evil.example:8000"}
+
+
+def test_a_name_that_is_not_this_machines_opens_nothing(open_app, command):
+    """DNS rebinding: a page's own name, which has come to mean this machine."""
+    client = open_app()
+    made = {"name": "night", "task": "digits"}
+    observing = ("/v1/federations", DEVICES, "/metrics", "/", "/admin", "/docs", "/v1/federations/default/model")
+    for headers in (EVIL, {**EVIL, **bearer("made-up")}, {"Host": "evil.example"}, {"Host": "127.0.0.1.evil.example"}):
+        answers = [client.get(path, headers=headers) for path in observing]
+        answers.append(client.post("/v1/federations", json=made, headers=headers))
+        answers.append(client.patch("/v1/federations/default", json={"status": "stopped"}, headers=headers))
+        answers.append(client.request("DELETE", "/v1/federations/default", headers=headers))
+        assert [answer.status_code for answer in answers] == [403] * len(answers)
+        assert {answer.json()["title"] for answer in answers} == {"WrongHost"}
+        assert "COORDINATOR_HOSTS" in answers[0].json()["detail"]
+    own = ("127.0.0.1:8000", "[::1]:8000", "192.0.2.1", "LOCALHOST:80", socket.gethostname(), "localhost.")
+    for name in own:
+        assert client.get("/v1/federations", headers={"Host": name}).status_code == 200, name
+    observer, admin = (command("create", kind)["secret"] for kind in ("observer", "admin"))
+    assert client.get("/v1/federations", headers={**EVIL, **bearer(observer)}).status_code == 200
+    assert client.post("/v1/federations", json=made, headers={**EVIL, **bearer(admin)}).status_code == 201
+
+
+def test_devices_join_under_any_name(open_app, command):
+    client = open_app()
+    name = {"Host": "SERVER:8000"}
+    assert client.get("/v1/federations/default", headers=name).status_code == 200
+    assert client.get("/v1/federations/default/manifest", headers=name).status_code == 200
+    key = {"name": "pi", "enrolment_key": 32 * "k"}
+    answer = client.post("/v1/federations/default/devices", json=key, headers=name)
+    assert answer.status_code == 201
+    device = {**name, **bearer(answer.json()["token"])}
+    assert client.get("/v1/federations/default/assignment", headers=device).status_code == 204
+    assert client.get("/v1/federations/default/model", headers=device).status_code == 200
+    token = command("create", "enrolment")["secret"]
+    assert client.get("/v1/federations/default", headers={**name, **bearer(token)}).status_code == 200
+    assert client.get("/v1/federations/default", headers=EVIL).status_code == 403, "who joins has a token now"
+
+
+def test_other_names_are_given(open_app, tmp_path):
+    client = open_app(hosts="lab.example, Pi")
+    names = ("lab.example", "pi:8000", "LAB.example.", "evil.example")
+    answers = [client.get("/v1/federations", headers={"Host": name}).status_code for name in names]
+    assert answers == [200, 200, 200, 403]
+    assert open_app(hosts="*", data_dir=tmp_path / "other").get("/v1/federations", headers=EVIL).status_code == 200
 
 
 def test_an_enrolment_token_lets_in_as_many_as_it_says(open_app, command):

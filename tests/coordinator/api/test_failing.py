@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
+import resource
 import socket
 import sqlite3
+import subprocess
+import sys
+import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from unittest.mock import Mock
 
 import httpx
@@ -19,8 +24,10 @@ from edge_sdk.device.transport import Transport
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.messages import FederationSettings
-from sparrow.coordinator.api.headers import TimedHeaders
+from sparrow.coordinator.api import connections, uploads
+from sparrow.coordinator.api.bodies import Downloads
 from sparrow.coordinator.errors import UnknownMethod
+from sparrow.coordinator.settings import Settings
 
 from ...disks import fill, small_disk
 from .test_contract import DIGITS, ask, assert_problem, enrol, open_app, put, settings_of
@@ -240,18 +247,297 @@ def test_a_body_that_dribbles_is_ended_and_others_are_served(open_app, train, ca
     finish_round(client, devices, train)
 
 
-class Impatient(TimedHeaders):
-    head_seconds = 0.3
-
-
 def test_heads_that_dribble_are_closed(open_app, monkeypatch, train):
-    config = uvicorn.Config
-    monkeypatch.setattr(uvicorn, "Config", lambda app, **known: config(app, http=Impatient, **known))
+    monkeypatch.setattr(connections.LimitedConnection, "head_seconds", 0.3)
     client = open_app()
     with dribbling(client, b"") as nothing, dribbling(client, b"GET /healthz HTTP/1.1\r\nHost: he") as half:
         assert nothing.recv(1) == b""
         assert half.recv(1) == b""
     finish_round(client, start_round(client), train)
+
+
+def update_of(headers, assignment, size, **more):
+    """The head of a device's update of so many bytes."""
+    lines = [f"PUT /v1/assignments/{assignment.assignment_id}/update HTTP/1.1", "Host: 127.0.0.1"]
+    more = {"Content-Type": bundle.MEDIA_TYPE, "Content-Length": size, **headers, **more}
+    return "\r\n".join([*lines, *(f"{name}: {value}" for name, value in more.items()), "\r\n"]).encode()
+
+
+def test_a_body_held_a_byte_short_is_ended_whatever_was_sent_before(open_app, train):
+    client = open_app(body_patience_seconds=0.3, body_bytes_per_second=1000)
+    devices = start_round(client)
+    with dribbling(client, update_of(*devices[0], 1_000_000) + bytes(999_999)) as connection:
+        answer = connection.makefile("rb").read().decode()
+    assert answer.startswith("HTTP/1.1 408 ")
+    assert "at 1000 bytes/s at least" in answer
+    finish_round(client, devices, train)
+
+
+# --- heads without end -------------------------------------------------------------------------------------------
+
+START = b"GET /v1/federations HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+CHUNKED = b"POST /v1/federations/x/devices HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+UPGRADE = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+HEADS = {
+    "lines": START + b"X: y\r\n" * 200,
+    "long lines": START + (b"X: " + b"y" * 5000 + b"\r\n") * 8,
+    "one header": START + b"X: " + b"y" * 60_000,
+    "one header's name": START + b"X" * 60_000,
+    "a URL": b"GET /" + b"y" * 9000,
+    "a URL of a whole head": b"GET /" + b"y" * 9000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "a second request's": START + b"\r\n" + START + b"X: y\r\n" * 200,
+    "an upgrade's": START + UPGRADE + b"X: y\r\n" * 200,
+    "trailers": CHUNKED + b"0\r\n" + b"X: y\r\n" * 200,
+    "a trailer": CHUNKED + b"0\r\nX: " + b"y" * 60_000,
+    "a chunk's extension": CHUNKED + b"1;" + b"y" * 60_000,
+    "requests that wait": (START + b"\r\n") * 20,
+}
+
+
+def last_answer(client, sent):
+    """What comes after all of this was sent, to the connection's end."""
+    with dribbling(client, sent) as connection:
+        connection.settimeout(10)
+        found = b""
+        try:
+            while part := connection.recv(65536):
+                found += part
+        except ConnectionResetError:  # some of it came after the answer
+            pass
+        return found
+
+
+def test_heads_without_end_are_refused(open_app):
+    client = open_app()
+    for name, sent in HEADS.items():
+        answer = last_answer(client, sent)
+        assert b"HTTP/1.1 431 " in answer, name
+        if name == "lines":
+            assert b"application/problem+json" in answer
+            assert b"32 KiB, 100 headers and a URL of 8 KiB" in answer
+    many = {f"X-{number}": "y" * 250 for number in range(90)}
+    assert client.get("/v1/federations", headers=many).status_code == 200
+    assert client.get(f"/v1/federations/{'y' * 7000}").status_code == 404
+
+
+def test_plain_uvicorn_has_the_limits(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "uvicorn", "coordinator.main:app", "--port", str(port)]
+    settings = {"COORDINATOR_DATA_DIR": str(tmp_path / "data"), "COORDINATOR_DEFAULT_TASK": ""}
+    with subprocess.Popen(command, env=os.environ | settings, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            client = httpx.Client(base_url=f"http://127.0.0.1:{port}")
+            for _ in range(600):
+                try:
+                    client.get("/healthz")
+                    break
+                except httpx.TransportError:
+                    time.sleep(0.1)
+            assert b"HTTP/1.1 431 " in last_answer(client, HEADS["one header"])
+        finally:
+            process.terminate()
+        assert "does not limit heads" not in process.stderr.read()
+
+
+test_plain_uvicorn_has_the_limits = pytest.mark.integration(test_plain_uvicorn_has_the_limits)
+
+
+@contextmanager
+def served(app, **config):
+    """Serve an ASGI application on a port of this machine; yields the port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none", timeout_graceful_shutdown=1, **config))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+def application(settings, calls):
+    """An application without end: it installs the limits, and notes how each answer has ended."""
+
+    async def app(scope, receive, send):
+        if scope["type"] == "lifespan":
+            connections.install(receive, settings)
+            for kind in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{kind}.complete"})
+            return
+        gone = asyncio.create_task(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await gone  # the request
+        gone = asyncio.create_task(receive())
+        while not gone.done():
+            await send({"type": "http.response.body", "body": bytes(65536), "more_body": True})
+            await asyncio.sleep(0)
+        calls.append((await gone)["type"])
+
+    return app
+
+
+def test_another_protocol_is_warned_of_once(caplog, tmp_path):
+    with served(application(Settings(data_dir=tmp_path), []), http="h11"):
+        pass
+    assert [record.levelname for record in caplog.records if "does not limit heads" in record.getMessage()] == [
+        "WARNING"
+    ]
+
+
+def test_who_does_not_read_an_answer_is_disconnected(tmp_path):
+    ended = []
+    settings = Settings(data_dir=tmp_path, body_patience_seconds=0.1, body_bytes_per_second=1000)
+    with served(application(settings, ended)) as port, ExitStack() as stack:
+        for _ in range(3):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            connection.sendall(START + b"\r\n")
+        become(lambda: ended == ["http.disconnect"] * 3)
+
+
+def test_who_sends_on_what_was_answered_is_disconnected(open_app):
+    client = open_app(body_patience_seconds=1)
+    head = b"POST /v1/federations/default/devices HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000000000\r\n\r\n"
+    with dribbling(client, head) as connection:
+        assert b" 413 " in connection.recv(65536)
+
+        def sends():
+            try:
+                connection.sendall(b"y")
+            except OSError:
+                return False
+            return True
+
+        become(lambda: not sends())
+
+
+# --- connections -------------------------------------------------------------------------------------------------
+
+
+def opened(client, count):
+    """So many connections without a request."""
+    stack = ExitStack()
+    for _ in range(count):
+        stack.enter_context(dribbling(client, b""))
+    return stack
+
+
+def fresh(client, path):
+    """One call on a connection of its own."""
+    with httpx.Client(base_url=client.base_url, timeout=30) as other:
+        return other.get(path)
+
+
+def test_an_address_has_so_many_connections_and_devices_their_own(open_app):
+    client = open_app(address_connections=5, limit_loopback=True)
+    _, headers = enrol(client, "one")
+    poll = {"url": "/v1/federations/default/assignment", "headers": headers}
+    assert client.get(**poll).status_code == 204  # from here on the connection is the device's
+    with opened(client, 5):
+        become(lambda: fresh(client, "/v1/federations").status_code == 429)
+        assert_problem(fresh(client, "/v1/federations"), 429, "too many connections from here")
+        assert fresh(client, "/v1/federations").headers["retry-after"] == "5"
+        assert fresh(client, "/healthz").status_code == 200
+        assert client.get(**poll).status_code == 204
+    become(lambda: fresh(client, "/v1/federations").status_code == 200)
+
+
+def test_loopback_and_proxies_are_not_counted_and_a_customers_network_once(tmp_path):
+    limits = connections.Limits(Settings(data_dir=tmp_path), "127.0.0.1, 192.0.2.7,10.0.0.0/8")
+    assert [limits.key(host) for host in ("127.0.0.1", "::1", "192.0.2.7", "10.1.2.3", None)] == [None] * 5
+    assert limits.key("192.0.2.8") == "192.0.2.8"
+    assert limits.key("2001:db8::1") == limits.key("2001:db8::2:1") != limits.key("2001:db8:0:1::1")
+    assert connections.Limits(Settings(data_dir=tmp_path, address_connections=0)).of_address > 64
+
+
+def test_descriptors_are_left_for_health(open_app, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (40, 40))
+    client = open_app()
+    with opened(client, 21):
+        become(lambda: fresh(client, "/v1/federations").status_code == 503)
+        refused = fresh(client, "/v1/federations")
+        assert_problem(refused, 503, "as many connections as it can")
+        assert refused.headers["retry-after"] == "5"
+        assert fresh(client, "/healthz").status_code == 200
+    become(lambda: fresh(client, "/v1/federations").status_code == 200)
+
+
+# --- calls of one device -----------------------------------------------------------------------------------------
+
+
+def test_a_device_has_one_long_poll(open_app):
+    client = open_app()
+    _, headers = enrol(client, "one")
+    head = "\r\n".join(
+        ["GET /v1/federations/default/assignment?wait=50 HTTP/1.1", "Host: 127.0.0.1", *map(": ".join, headers.items())]
+    )
+    with ExitStack() as stack:
+        polls = []
+        for _ in range(12):
+            polls.append(stack.enter_context(dribbling(client, f"{head}\r\n\r\n".encode())))
+            if len(polls) > 1:
+                assert polls[-2].recv(65536).startswith(b"HTTP/1.1 204 "), "the newer one has ended it"
+        polls[-1].settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            polls[-1].recv(1)
+    assert client.get("/v1/federations/default/assignment", headers=headers).status_code == 204
+
+
+def test_a_device_has_few_calls_at_once(open_app, train):
+    client = open_app()
+    devices = start_round(client)
+    headers, assignment = devices[0]
+    with ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(dribbling(client, update_of(headers, assignment, 100_000) + b"few"))
+        path = f"/v1/assignments/{assignment.assignment_id}/heartbeat"
+        become(lambda: client.post(path, headers=headers).status_code == 429)
+        answer = client.post(path, headers=headers)
+        assert_problem(answer, 429, "4 calls in progress")
+        assert answer.headers["retry-after"] == "1"
+        assert client.post(path.replace(assignment.assignment_id, devices[1][1].assignment_id), headers=devices[1][0])
+    become(lambda: client.post(path, headers=headers).status_code == 204)
+    finish_round(client, devices, train)
+
+
+def test_a_large_update_without_a_range_is_checked_first_and_goes_to_the_disk(open_app, train, tmp_path, monkeypatch):
+    monkeypatch.setattr(uploads, "LARGEST_REQUEST", 1000)
+    monkeypatch.setattr(uploads, "GATHERED_BYTES", 1000)
+    client = open_app()
+    devices = start_round(client)
+    headers, assignment = devices[0]
+    body = train(DIGITS.manifest, assignment)
+    with dribbling(client, update_of(devices[1][0], assignment, len(body))) as connection:
+        assert b"HTTP/1.1 403 " in connection.recv(65536), "before a byte of it was sent"
+    with dribbling(client, update_of(headers, assignment, len(body)) + body[:-1]) as connection:
+        parts = tmp_path / "data" / "uploads"
+        become(lambda: sum(part.stat().st_size for part in parts.rglob("*.part")) > len(body) - 1000)
+        connection.sendall(body[-1:])
+        assert b"HTTP/1.1 201 " in connection.recv(65536)
+    assert put(client, headers, assignment, body).status_code == 200
+    assert put(client, *devices[1], train(DIGITS.manifest, devices[1][1])).status_code == 201
+    assert not list(parts.rglob("*.part"))
+
+
+def test_small_updates_without_room_in_memory_go_to_the_disk(open_app, train, monkeypatch):
+    monkeypatch.setattr(uploads, "SMALL_BYTES", 0)
+    client = open_app()
+    finish_round(client, start_round(client), train)
+
+
+def test_a_body_that_many_download_counts_once_and_others_wait():
+    downloads, shared, other = Downloads(100), bytes(80), bytes(range(30))
+    assert [downloads.take(each) for each in (shared, memoryview(shared)[5:], other)] == [True, True, False]
+    downloads.give_back(memoryview(shared)[5:])
+    assert not downloads.take(other)
+    downloads.give_back(shared)
+    assert downloads.take(other)
+    downloads.give_back(other)
+    assert downloads.take(bytes(1000)), "however large, if it is the only one"
 
 
 @pytest.mark.parametrize("status", [408, 503, 507])

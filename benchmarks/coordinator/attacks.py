@@ -1,0 +1,443 @@
+"""``python -m benchmarks.coordinator.attacks``: what a caller without a token, and an enrolled device, can cost others.
+
+Each attack has a coordinator of its own, with the large model of the comparison and one honest device. It comes from
+this machine's network address, so that the limits hold for it, for ``SECONDS``. Meanwhile the honest device, and a
+``/healthz`` on a connection of its own, call from loopback. Two figures are held to bars:
+
+    memory      the coordinator's peak of resident memory above that before the attack (Linux's VmHWM, reset before)
+    delay       the longest call of the others; the least of ``--turns``, as other load on the machine only adds to it
+
+It prints a table and exits with 1 if a figure is beyond its bar. ``--only WORD`` runs the attacks whose name has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import itertools
+import json
+import multiprocessing
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from edge_sdk.device.transport import Transport, connect
+from edge_sdk.protocol import bundle
+from edge_sdk.protocol.messages import Enrol
+from edge_sdk.publish import publish
+from sparrow.benchmarks import server as ours
+from sparrow.benchmarks.coordinator.contest import Row
+from sparrow.benchmarks.coordinator.models import LARGE, task_of
+from sparrow.benchmarks.coordinator.processes import Side
+from sparrow.benchmarks.markdown import markdown_table
+from sparrow.benchmarks.server import free_port, machine
+
+MEMORY_BAR = 64e6
+"""Bytes."""
+DELAY_BAR = 0.2
+"""Seconds."""
+SECONDS = 6.0
+FEDERATION = "attacked"
+TOKENS = {"COORDINATOR_ADMIN_TOKEN": secrets.token_hex(32), "COORDINATOR_OBSERVER_TOKEN": secrets.token_hex(32)}
+"""Enrolment stays open, or callers without a token could do less."""
+TIMEOUT = 2.0
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class Target:
+    """A coordinator under attack: its address for attackers, an enrolled device's token, and its open assignment.
+
+    update: the bytes of that device's whole update."""
+
+    host: str
+    port: int
+    token: str
+    assignment: str
+    update: int
+
+    def head(self, method: str, path: str, *, device: bool = False, **headers: str) -> bytes:
+        """Return the head of a request, of the device or of a caller without a token."""
+        lines = [f"{method} {path} HTTP/1.1", "Host: 127.0.0.1"]
+        lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        lines += [f"Authorization: Bearer {self.token}"] if device else []
+        return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+    @property
+    def path(self) -> str:
+        """Return the path of the device's update."""
+        return f"/v1/assignments/{self.assignment}/update"
+
+
+Attack = Callable[[Target, float], None]
+"""Attacks until a moment of ``time.monotonic``."""
+
+
+def keep(connections: int, of: Callable[[Target, int], Iterator[bytes]]) -> Attack:
+    """Return an attack of so many connections, each of which sends all that it has and then stays, unread."""
+
+    def attack(target: Target, until: float) -> None:
+        def one(number: int) -> None:
+            with _connected(target) as connection:
+                for piece in of(target, number):
+                    connection.sendall(piece)
+                    if time.monotonic() > until:
+                        return
+                time.sleep(max(0.0, until - time.monotonic()))
+
+        with ThreadPoolExecutor(connections) as pool:
+            list(pool.map(one, range(connections)))
+
+    return attack
+
+
+def repeat(connections: int, of: Callable[[Target], bytes], *, answers: bool = True) -> Attack:
+    """Return an attack of so many connections that make a call again and again; answers: read, or not waited for."""
+
+    def attack(target: Target, until: float) -> None:
+        def one(_: int) -> None:
+            while time.monotonic() < until:
+                with _connected(target) as connection:
+                    while time.monotonic() < until:
+                        connection.sendall(of(target))
+                        if not answers:
+                            break
+                        if not connection.recv(65536):
+                            break
+
+        with ThreadPoolExecutor(connections) as pool:
+            list(pool.map(one, range(connections)))
+
+    return attack
+
+
+@contextlib.contextmanager
+def _connected(target: Target) -> Iterator[socket.socket]:
+    """Connect from the machine's network address. What breaks is the coordinator's answer to an attack."""
+    with contextlib.suppress(OSError), socket.socket() as connection:
+        connection.settimeout(TIMEOUT)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((target.host, target.port))
+        yield connection
+    time.sleep(0.001)
+
+
+def _endless(piece: bytes, first: bytes) -> Iterator[bytes]:
+    yield first
+    yield from itertools.repeat(piece)
+
+
+def _enrolment(target: Target, body: bytes, **headers: str) -> bytes:
+    path = f"/v1/federations/{FEDERATION}/devices"
+    named = {"Content_Type": "application/json", "Content_Length": str(len(body)), **headers}
+    return target.head("POST", path, device=False, **named) + body
+
+
+def _valid_enrolment(target: Target) -> bytes:
+    named = {"name": secrets.token_hex(8), "enrolment_key": secrets.token_hex(32), "num_examples": 100}
+    return _enrolment(target, json.dumps(named).encode())
+
+
+def _upload(target: Target, *, ranged: bool, short: int) -> Iterator[bytes]:
+    size = target.update
+    more = {"Content_Type": bundle.MEDIA_TYPE, "Content_Length": str(size)}
+    if ranged:
+        more |= {"Content_Range": f"bytes 0-{size - 1}/{size}", "Sparrow_Update_SHA256": secrets.token_hex(32)}
+    yield target.head("PUT", target.path, device=True, **more)
+    left = size - short
+    while left:
+        piece = bytes(min(left, 256 * 1024))
+        yield piece
+        left -= len(piece)
+
+
+def _get(path: str, *, device: bool = True, **headers: str) -> Callable[[Target], bytes]:
+    return lambda target: target.head("GET", path.format(target.assignment), device=device, **headers)
+
+
+def _once(of: Callable[[Target], bytes]) -> Callable[[Target, int], Iterator[bytes]]:
+    return lambda target, number: iter([of(target)])
+
+
+LINE = b"".join(b"X-%d: %s\r\n" % (number, b"y" * 100) for number in range(500))
+START = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+CHUNKED = b"POST /v1/federations/x/devices HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+MANY = 300
+"""Connections of an attack that holds as many as it can."""
+POLL = f"/v1/federations/{FEDERATION}/assignment?wait=50"
+MODEL = f"/v1/federations/{FEDERATION}/model"
+
+ANYBODY: dict[str, Attack] = {
+    "header lines without end": keep(20, lambda target, number: _endless(LINE, START)),
+    "one header without end": keep(20, lambda target, number: _endless(b"y" * 65536, START + b"X: ")),
+    "a URL without end": keep(20, lambda target, number: _endless(b"y" * 65536, b"GET /")),
+    "trailers without end": keep(20, lambda target, number: _endless(LINE, CHUNKED + b"0\r\n")),
+    "a chunk's extension without end": keep(20, lambda target, number: _endless(b"y" * 65536, CHUNKED + b"1;")),
+    "heads that stop": keep(MANY, lambda target, number: iter([START])),
+    "connections without a byte": keep(MANY, lambda target, number: iter([])),
+    "pipelined requests": keep(MANY, lambda target, number: _endless((START + b"\r\n") * 1000, b"")),
+    "bodies held a byte short": keep(MANY, lambda target, number: iter([_enrolment(target, b" " * 2**20)[:-1]])),
+    "small bodies held a byte short": keep(MANY, lambda target, number: iter([_enrolment(target, b" " * 60_000)[:-1]])),
+    "deep JSON": repeat(32, lambda target: _enrolment(target, b"[" * 60_000)),
+    "wide JSON": repeat(32, lambda target: _enrolment(target, b"[" + b"[]," * 20_000 + b"[]]")),
+    "wide JSON of a MiB": repeat(32, lambda target: _enrolment(target, b"[" + b"[]," * 340_000 + b"[]]")),
+    "gzip": repeat(
+        32, lambda target: _enrolment(target, zlib.compress(bytes(10**7), wbits=31), Content_Encoding="gzip")
+    ),
+    "wrong tokens": repeat(
+        32, lambda target: target.head("GET", POLL, Authorization=f"Bearer sparrow_device_{secrets.token_hex(20)}")
+    ),
+    "enrolments": repeat(32, _valid_enrolment),
+    "descriptions and manifests": repeat(32, _get(f"/v1/federations/{FEDERATION}/manifest", device=False)),
+    "unread manifests": keep(MANY, _once(_get(f"/v1/federations/{FEDERATION}/manifest", device=False))),
+    "long queries": repeat(32, _get(f"/v1/federations/{FEDERATION}/devices?search={'y' * 7000}", device=False)),
+    "calls of nothing": repeat(32, _get("/v1/nothing", device=False)),
+    "calls that are not waited for": repeat(32, _get(f"/v1/federations/{FEDERATION}", device=False), answers=False),
+}
+
+DEVICE: dict[str, Attack] = {
+    "updates with a range held a byte short": keep(40, lambda target, number: _upload(target, ranged=True, short=1)),
+    "updates held a byte short": keep(40, lambda target, number: _upload(target, ranged=False, short=1)),
+    "small updates held a byte short": keep(
+        40,
+        lambda target, number: iter(
+            [
+                target.head("PUT", target.path, device=True, Content_Type=bundle.MEDIA_TYPE, Content_Length=str(2**20)),
+                bytes(2**20 - 1),
+            ]
+        ),
+    ),
+    "whole updates that are wrong": repeat(16, lambda target: b"".join(_upload(target, ranged=False, short=0))),
+    "updates begun again": repeat(
+        16,
+        lambda target: b"".join(itertools.islice(_upload(target, ranged=True, short=1), 2)),
+        answers=False,
+    ),
+    "long polls": keep(MANY, _once(_get(POLL))),
+    "long polls for another mask": keep(
+        MANY, lambda target, number: iter([_get(f"{POLL}&mask={secrets.token_hex(32)}")(target)])
+    ),
+    "long polls that are left": repeat(16, _get(POLL), answers=False),
+    "unread payloads": keep(40, _once(_get("/v1/assignments/{}/payload"))),
+    "unread models": keep(40, _once(_get(MODEL))),
+    "unread ONNX files": keep(40, _once(_get(f"{MODEL}.onnx"))),
+    "payloads for masks that nobody knows": repeat(
+        4,
+        lambda target: (
+            _get(f"{POLL.replace('50', '0')}&mask={secrets.token_hex(32)}")(target)
+            + _get("/v1/assignments/{}/payload")(target)
+        ),
+        answers=False,
+    ),
+    "ranges of a payload": repeat(16, _get("/v1/assignments/{}/payload", Range="bytes=5-")),
+    "heartbeats": repeat(
+        16, lambda target: target.head("POST", f"/v1/assignments/{target.assignment}/heartbeat", device=True)
+    ),
+}
+
+
+def prepare(folder: Path) -> tuple[str, str, str, str, int]:
+    """Make the data of a coordinator with an open round for two devices.
+
+    Returns the token and assignment of the device that attacks, and of the other one, and the bytes of an update."""
+    with _running(folder, "127.0.0.1") as (port, _), connect(f"http://127.0.0.1:{port}") as client:
+        publish(
+            f"http://127.0.0.1:{port}",
+            FEDERATION,
+            task_of(LARGE),
+            admin_token=TOKENS["COORDINATOR_ADMIN_TOKEN"],
+            method="fedavg",
+            rounds=100,
+            deadline_seconds=3600.0,
+            silence_seconds=3600.0,
+            cohort=2,
+            min_devices=2,
+        )
+        found: list[str] = []
+        transport, size = Transport(client), 0
+        tokens = []
+        for name in ("attacks", "works"):
+            transport.token = None
+            request = Enrol(name=name, enrolment_key=secrets.token_hex(32), num_examples=100)
+            tokens.append(transport.enrol(FEDERATION, request).token)
+        for token in tokens:
+            transport.token = token
+            assignment = None
+            while assignment is None:
+                assignment, _ = transport.assignment(FEDERATION, 10.0, None)
+            assert assignment.payload is not None
+            size = assignment.payload.bytes
+            found += [token, assignment.assignment_id]
+    return found[0], found[1], found[2], found[3], size
+
+
+@contextlib.contextmanager
+def _running(folder: Path, host: str) -> Iterator[tuple[int, int]]:
+    """Run a coordinator with its data in this folder; yield its port and process id."""
+    port = free_port()
+    with Side(folder, {**ours.environment(folder), **TOKENS}) as side:
+        process = side.start("coordinator", [*ours.command(port), "--no-access-log", "--host", host])
+        ours.wait_until_healthy(f"http://127.0.0.1:{port}", process, folder / "coordinator.log")
+        yield port, process.pid
+
+
+class Others:
+    """The callers that do nothing wrong: the longest call of each kind, in seconds."""
+
+    def __init__(self, port: int, token: str, assignment: str) -> None:
+        self._port = port
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._assignment = assignment
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        self.longest: dict[str, float] = {}
+        self.calls = 0
+
+    def download(self) -> None:
+        """Download what the coordinator then keeps in memory, whether it is attacked or not."""
+        for path in (f"/v1/assignments/{self._assignment}/payload", MODEL, f"{MODEL}.onnx"):
+            self._of_device("GET", path)
+
+    def call(self) -> None:
+        """Make each call once."""
+        self._timed("health", self._health)
+        self._timed("device", lambda: self._of_device("POST", f"/v1/assignments/{self._assignment}/heartbeat"))
+        self._timed("device", lambda: self._of_device("GET", POLL.replace("50", "0")))
+        self.calls += 1
+
+    def _timed(self, kind: str, call: Callable[[], None]) -> None:
+        began = time.perf_counter()
+        call()
+        self.longest[kind] = max(self.longest.get(kind, 0.0), time.perf_counter() - began)
+
+    def _health(self) -> None:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)) as connection:
+            connection.request("GET", "/healthz")
+            assert connection.getresponse().status == 200
+
+    def _of_device(self, method: str, path: str) -> None:
+        try:
+            self._connection.request(method, path, headers=self._headers)
+            answer = self._connection.getresponse()
+        except (http.client.HTTPException, OSError):  # an idle connection was closed meanwhile
+            self._connection.close()
+            self._connection.request(method, path, headers=self._headers)
+            answer = self._connection.getresponse()
+        answer.read()
+        assert answer.status in (200, 204), f"{path}: {answer.status}"
+
+
+def measure(attack: Attack, data: Path, known: tuple[str, str, str, str, int], host: str) -> Row:
+    """Attack one coordinator; return the row of its memory and of the others' delays."""
+    with tempfile.TemporaryDirectory(dir=data.parent) as work:
+        shutil.copytree(data, Path(work) / "data")
+        with _running(Path(work) / "data", "0.0.0.0") as (port, pid):
+            others = Others(port, known[2], known[3])
+            others.download()
+            for _ in range(20):
+                others.call()
+            time.sleep(0.5)
+            before, usual = _status(pid, "VmRSS"), max(others.longest.values())
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets VmHWM
+            others.longest.clear()
+            others.calls = 0
+            target = Target(host, port, known[0], known[1], known[4])
+            until = time.monotonic() + SECONDS
+            process = multiprocessing.get_context("fork").Process(target=attack, args=(target, until))
+            process.start()
+            failure = ""
+            try:
+                while time.monotonic() < until:
+                    others.call()
+                    time.sleep(0.01)
+            except (AssertionError, OSError, http.client.HTTPException) as error:
+                failure = f"{type(error).__name__}: {error}"
+            peak = _status(pid, "VmHWM")
+            process.terminate()
+            process.join()
+    return {
+        "before": before,
+        "above": max(0, peak - before),
+        "usual": usual,
+        "health": others.longest.get("health", 60.0),
+        "device": 60.0 if failure else others.longest.get("device", 60.0),
+        "calls": others.calls,
+        "failure": failure,
+        "load": os.getloadavg()[0],
+    }
+
+
+def _status(pid: int, field: str) -> int:
+    """Return a size of ``/proc/PID/status`` in bytes."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit(f"/proc/{pid}/status has no {field}; run this on Linux")
+
+
+def network_address() -> str:
+    """Return this machine's address in its network. Raises SystemExit."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way, contextlib.suppress(OSError):
+        way.connect(("198.51.100.1", 9))  # of nobody (RFC 5737); nothing is sent
+        found: str = way.getsockname()[0]
+        return found
+    for address in socket.gethostbyname_ex(socket.gethostname())[2]:
+        if not address.startswith("127."):
+            return address
+    raise SystemExit("this machine has no address besides loopback, for which there are no limits; give --host")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the attacks; return 1 if one of them is beyond a bar."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.coordinator.attacks")
+    parser.add_argument("--only", default="", metavar="WORD", help="the attacks whose name has it")
+    parser.add_argument("--turns", type=int, default=3, help="how often each is run (default: %(default)s)")
+    parser.add_argument("--host", help="address to attack from, if not this machine's own")
+    parser.add_argument("--rows", type=Path, help="a file to which a line of JSON is added for each attack")
+    options = parser.parse_args(arguments)
+    host = options.host or network_address()
+    wanted = [
+        (who, name, attack)
+        for who, attacks in (("no token", ANYBODY), ("device", DEVICE))
+        for name, attack in attacks.items()
+        if options.only in name
+    ]
+    lines, beyond = [], []
+    with tempfile.TemporaryDirectory() as folder, tqdm(wanted, unit="attack") as bar:
+        data = Path(folder) / "data"
+        data.mkdir()
+        known = prepare(data)
+        for who, name, attack in bar:
+            bar.set_description(name)
+            turns = [measure(attack, data, known, host) for _ in range(options.turns)]
+            above = max(turn["above"] for turn in turns)
+            best = min(turns, key=lambda turn: max(turn["health"], turn["device"]))
+            row = {**best, "who": who, "attack": name, "above": above, "machine": machine()}
+            if options.rows is not None:
+                with options.rows.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            met = above <= MEMORY_BAR and max(best["health"], best["device"]) <= DELAY_BAR
+            beyond += [] if met else [name]
+            figures = (f"{above / MB:.1f}", *(f"{1000 * best[each]:.0f}" for each in ("usual", "health", "device")))
+            lines.append([who, name, *figures, str(best["calls"]), "yes" if met else f"NO {best['failure']}"])
+            bar.write(" | ".join(lines[-1]))
+    head = ["by", "attack", "MB above rest", "ms at rest", "ms /healthz", "ms device", "others' calls", "met"]
+    print(f"\n{machine()}; bars: {MEMORY_BAR / MB:g} MB, {1000 * DELAY_BAR:g} ms\n\n{markdown_table(head, lines)}")
+    if beyond:
+        print(f"beyond a bar: {', '.join(beyond)}")
+    return 1 if beyond else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

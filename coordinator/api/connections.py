@@ -1,0 +1,377 @@
+"""uvicorn's HTTP protocol with the limits that it lacks, so that nobody takes memory or descriptors without end.
+
+    heads           bytes, number of headers, length of the URL (431), and the time in which a head must arrive;
+                    trailers and chunk extensions count like headers
+    connections     of one address and of all; a connection on which a device has shown its token is that device's
+    answers         a caller that does not read its answer is disconnected, and one that goes on sending too slowly
+                    what nobody wants any more
+
+The application installs it in its server when it starts (``install``), whether that is ``sparrow serve`` or ``uvicorn
+coordinator.main:app``. ``--timeout-keep-alive`` ends connections that are idle between requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import ipaddress
+import logging
+import resource
+import struct
+import termios
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import uvicorn
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from sparrow.coordinator.api.buckets import RateLimit, address_key
+from sparrow.coordinator.api.problems import problem
+from sparrow.coordinator.errors import TooLarge
+from sparrow.coordinator.settings import Settings
+
+log = logging.getLogger(__name__)
+
+HEAD_SECONDS = 20.0
+"""From the connection, or a request's first byte, to the end of its headers."""
+HEAD_BYTES = 32 * 1024
+"""All headers of a request, with its trailers."""
+HEADERS = 100
+URL_BYTES = 8 * 1024
+PIPELINED = 1
+"""Requests of one connection that may wait for the answer to the one before."""
+
+PIECE_BYTES = 16 * 1024
+"""What the parser is given at a time: what it gathers between two looks at the limits."""
+
+DEVICE_CONNECTIONS = 8
+"""Connections that count for a device; its further ones count for their address."""
+
+CONNECTIONS_PER_SECOND = 20.0
+"""New connections of one address, of which 10 s' worth may come at once: a caller that does not wait for answers could
+have others wait behind thousands that it has left."""
+
+RESERVED_FILES = 192
+"""Descriptors that are not for connections: records, models, parts of updates, threads at work."""
+SPARE = 32
+"""Connections beyond a limit that are kept for a moment: ``/healthz`` is answered on them, all else refused."""
+SPARE_OF_ONE = 4
+SPARE_SECONDS = 2.0
+
+STATE = "connection"
+"""The key in a request's state under which the application finds its connection."""
+
+TOO_LONG = (
+    f"a request's head may have {HEAD_BYTES // 1024} KiB, {HEADERS} headers and a URL of {URL_BYTES // 1024} KiB; send "
+    "fewer and shorter ones"
+)
+HOW_TO_RUN = (
+    "this server does not limit heads, connections and slow readers (coordinator.api.connections): anybody can "
+    "exhaust its memory. Run `sparrow serve`, or `uvicorn coordinator.main:app` without --http and --log-level trace"
+)
+
+
+class Limits:
+    """The connections of one process, by whom they count for.
+
+    proxies: uvicorn's ``forwarded_allow_ips``; their connections are other people's, and are not counted by address.
+    """
+
+    def __init__(self, settings: Settings, proxies: str | Sequence[str] | None = None) -> None:
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.most = max(files - RESERVED_FILES, files // 2)
+        # However few there are, one address may not take them all.
+        self.of_address = min(settings.address_connections, self.most // 2) or self.most
+        self.patience, self.rate = settings.body_patience_seconds, settings.body_bytes_per_second
+        self.open = 0
+        self.spare: Counter[str] = Counter()
+        self.by_caller: Counter[str] = Counter()
+        self.new = RateLimit(CONNECTIONS_PER_SECOND, time.monotonic) if settings.address_connections else None
+        self._limit_loopback = settings.limit_loopback
+        self._proxies = _Networks(proxies)
+
+    def key(self, host: str | None) -> str | None:
+        """Return what an address is counted under; None for this machine, unless it is limited, and for proxies."""
+        address = address_key(host)
+        if address is None:
+            return "loopback" if self._limit_loopback else None
+        return None if host in self._proxies else address
+
+    def has_enough(self, address: str | None) -> bool:
+        """Return whether an address has as many connections as it may, or makes too many; counts one more made."""
+        if address is None:
+            return False
+        often = self.new is not None and self.new.take(address) > 0
+        return often or self.by_caller[address] >= self.of_address
+
+
+class _Networks:
+    """Addresses and networks, as uvicorn takes them."""
+
+    def __init__(self, text: str | Sequence[str] | None) -> None:
+        items = text.split(",") if isinstance(text, str) else text or ()
+        self._any = "*" in items
+        self._networks = []
+        for item in items:
+            with suppress(ValueError):  # a name: of a unix socket, which has no address
+                self._networks.append(ipaddress.ip_network(item.strip(), strict=False))
+
+    def __contains__(self, host: str | None) -> bool:
+        if self._any:
+            return True
+        try:
+            address = ipaddress.ip_address(host or "")
+        except ValueError:
+            return False
+        return any(address in network for network in self._networks)
+
+
+class LimitedConnection(HttpToolsProtocol):
+    """One connection within the limits. ``limits`` is set by ``install``."""
+
+    limits: ClassVar[Limits]
+    head_seconds = HEAD_SECONDS
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.ws_protocol_class = None  # there is no web socket here, and its protocol has none of these limits
+        self._limit: asyncio.TimerHandle | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._counted: str | None = None
+        self._address: str | None = None
+        self._is_spare = self._ended = False
+        self._head_bytes = self._header_count = self._unparsed = 0
+        self._in_body = False
+        self._received = self._received_before = 0
+        self._unsent = 0
+        self._resumed = False
+
+    # --- connections ---------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: Any) -> None:
+        """Count the connection, and start the limit for the head of the first request."""
+        super().connection_made(transport)
+        limits = self.limits
+        limits.open += 1
+        self._address = limits.key(self.client[0] if self.client else None)
+        full = limits.open > limits.most
+        if full or limits.has_enough(self._address):
+            self._spare(full)
+        else:
+            self._count(self._address)
+        self._await_head(SPARE_SECONDS if self._is_spare else self.head_seconds)
+        self._watch = self.loop.call_later(limits.patience, self._check_progress)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the limits, and count one less."""
+        self._have_head()
+        if self._watch is not None:
+            self._watch.cancel()
+        self.limits.open -= 1
+        self._count(None)
+        if self._is_spare:
+            _less(self.limits.spare, self._address or "")
+        super().connection_lost(exc)
+
+    def belongs_to(self, device_id: str) -> None:
+        """Count this connection for a device, whose token came with a call: many may share an address."""
+        if self._counted == self._address and self._address is not None:
+            key = f"device {device_id}"
+            if not self._is_spare and self.limits.by_caller[key] < DEVICE_CONNECTIONS:
+                self._count(key)
+
+    def _count(self, key: str | None) -> None:
+        """Count the connection for another caller; None for nobody."""
+        if self._counted is not None:
+            _less(self.limits.by_caller, self._counted)
+        self._counted = key
+        if key is not None:
+            self.limits.by_caller[key] += 1
+
+    def _spare(self, full: bool) -> None:
+        """Keep a connection beyond a limit for one call, or close it, if there are too many such."""
+        spare, key = self.limits.spare, self._address or ""
+        if spare.total() >= SPARE or spare[key] >= SPARE_OF_ONE:
+            self._ended = True
+            self.transport.abort()
+            return
+        self._is_spare = True
+        spare[key] += 1
+        if full:
+            refusal = problem(503, "Unavailable", "this coordinator has as many connections as it can; try again later")
+        else:
+            refusal = problem(429, "TooManyRequests", "too many connections from here; close some, or wait")
+        refusal.headers.update({"Retry-After": "5", "Connection": "close"})
+        self.app = _OnlyHealth(self.app, refusal)
+
+    # --- heads ---------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Give the parser what has come, in pieces, and look at what it has gathered after each."""
+        self._received += len(data)
+        if self.timeout_keep_alive_task is not None and not self._in_body:
+            self._await_head(self.head_seconds)  # empty lines may come before a request, and are no first byte
+        for start in range(0, len(data), PIECE_BYTES):
+            if self._ended or self.transport.is_closing():
+                return
+            piece = data[start : start + PIECE_BYTES]
+            self._unparsed += len(piece)
+            super().data_received(piece)
+            if self._unparsed > HEAD_BYTES and not self._ended:  # one header, or chunk extension, without end
+                self._refuse()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer 431 where that is the reason why the parser has stopped."""
+        if self._ended:
+            self._refuse()
+        else:
+            super().send_400_response(msg)
+
+    def on_message_begin(self) -> None:
+        """Start the limits at a request's first byte; an idle connection has another limit."""
+        super().on_message_begin()
+        self.scope["state"][STATE] = self
+        self._head_bytes = self._header_count = self._unparsed = 0
+        self._await_head(SPARE_SECONDS if self._is_spare else self.head_seconds)
+
+    def on_url(self, url: bytes) -> None:
+        """Limit the URL."""
+        super().on_url(url)
+        self._unparsed = 0
+        if len(self.url) > URL_BYTES:
+            self._stop()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Limit headers and trailers."""
+        self._unparsed = 0
+        self._head_bytes += len(name) + len(value)
+        self._header_count += 1
+        if self._head_bytes > HEAD_BYTES or self._header_count > HEADERS:
+            self._stop()
+        if not self._in_body:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Cancel the limit of time, since the head has arrived."""
+        self._have_head()
+        self._unparsed = 0
+        if len(self.pipeline) >= PIPELINED:
+            self._stop()
+        self._in_body = True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Note that the body goes on."""
+        self._unparsed = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Note that the request is whole."""
+        self._in_body = False
+        self._unparsed = 0
+        super().on_message_complete()
+        answered_before = self.cycle.response_complete and not self.transport.is_closing()
+        if answered_before and self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Log nothing: an upgrade that is asked for and ignored is no fault, and anybody could fill the log."""
+
+    def _await_head(self, seconds: float) -> None:
+        self._have_head()
+        self._limit = self.loop.call_later(seconds, self._give_up)
+
+    def _have_head(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+
+    def _give_up(self) -> None:
+        log.info("a connection from %s was closed: no whole request head in time", self.client)
+        self._ended = True
+        self.transport.close()
+
+    def _stop(self) -> None:
+        """Have the parser stop: it answers with ``send_400_response``."""
+        self._ended = True
+        raise TooLarge(TOO_LONG)
+
+    def _refuse(self) -> None:
+        """Answer 431 and close."""
+        self._ended = True
+        self._have_head()
+        answer = problem(431, "RequestHeaderFieldsTooLarge", TOO_LONG, {"Connection": "close"})
+        lines = [b"HTTP/1.1 431 Request Header Fields Too Large", *(b": ".join(pair) for pair in answer.raw_headers)]
+        self.transport.write(b"\r\n".join([*lines, b"", bytes(answer.body)]))
+        self.transport.close()
+
+    # --- answers -------------------------------------------------------------------------------------------------
+
+    def resume_writing(self) -> None:
+        """Note that the caller reads."""
+        self._resumed = True
+        super().resume_writing()
+
+    def _check_progress(self) -> None:
+        """Disconnect a caller that has read too little of its answer, or sent too little of a body that is answered."""
+        least = self.limits.patience * self.limits.rate
+        unsent = self.transport.get_write_buffer_size()
+        unsent = unsent + _unacknowledged(self.transport) if unsent and not self._resumed else 0
+        reads = not unsent or not self._unsent or self._unsent - unsent >= least
+        answered = self._in_body and self.cycle is not None and self.cycle.response_complete
+        sends = not answered or self._received - self._received_before >= least
+        if not reads or not sends:
+            log.info("a connection from %s was closed: it neither reads nor sends", self.client)
+            self.transport.abort()
+            return
+        self._unsent, self._resumed, self._received_before = unsent, False, self._received
+        self._watch = self.loop.call_later(self.limits.patience, self._check_progress)
+
+
+class _OnlyHealth:
+    """Answers ``/healthz`` and refuses all else."""
+
+    def __init__(self, app: ASGIApp, refusal: Response) -> None:
+        self._app = app
+        self._refusal = refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app if scope["path"] == "/healthz" else self._refusal
+        await app(scope, receive, send)
+
+
+def install(receive: Receive, settings: Settings) -> None:
+    """Have uvicorn make connections with these limits; log a warning on another server, or protocol.
+
+    receive: the one that the server handed to the application for its lifespan.
+    """
+    # It is a method of uvicorn's ``LifespanOn``, whose configuration is read again for each connection.
+    config = getattr(getattr(receive, "__self__", None), "config", None)
+    if isinstance(config, uvicorn.Config) and config.http_protocol_class is HttpToolsProtocol:
+        limits = Limits(settings, config.forwarded_allow_ips if config.proxy_headers else None)
+        config.http_protocol_class = type("LimitedConnection", (LimitedConnection,), {"limits": limits})
+    else:
+        log.warning("%s", HOW_TO_RUN)
+
+
+def _less(counter: Counter[str], key: str) -> None:
+    """Count one less, and keep no zeros: there would be one for each caller ever."""
+    counter[key] -= 1
+    if counter[key] <= 0:
+        del counter[key]
+
+
+def _unacknowledged(transport: asyncio.Transport) -> int:
+    """Return the bytes that the kernel holds of what was sent: it takes some at a time, long before they are read."""
+    with suppress(OSError, AttributeError, TypeError):
+        number = transport.get_extra_info("socket").fileno()
+        found: int = struct.unpack("i", fcntl.ioctl(number, termios.TIOCOUTQ, b"\0" * 4))[0]
+        return found
+    return 0

@@ -1,0 +1,50 @@
+"""The names of this coordinator, by which a browser that was lured here is told from one that was sent here.
+
+A page of another site may have its own name resolve to the address of this machine (DNS rebinding). To the browser the
+coordinator is then that site, whose page may make any call and read the answer; and where no token is set, no token is
+missing. Its calls carry the page's name as ``Host``.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import threading
+
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:\d*)?")
+
+
+class Hosts:
+    """The names of this coordinator: IP addresses, this machine's own, and ``others``, separated by commas."""
+
+    def __init__(self, others: str) -> None:
+        names = {_plain(name.strip()) for name in others.split(",")} - {""}
+        self._any = "*" in names
+        own = _plain(socket.gethostname())
+        self._names = names | {"localhost", own, f"{own.partition('.')[0]}.local"}
+
+    def learn(self) -> None:
+        """Look up this machine's whole name, without waiting for the answer, which may take long."""
+        threading.Thread(target=lambda: self._names.add(_plain(socket.getfqdn())), daemon=True).start()
+
+    def include(self, host: str | None, server: str | None = None) -> bool:
+        """Return whether a call with this ``Host`` was meant for this coordinator; browsers always send one.
+
+        server: the name under which the server itself was called, where it is known without a network.
+        """
+        if host is None or self._any:
+            return True
+        found = HOST.fullmatch(host.strip().lower())
+        if found is None:
+            return False
+        name = _plain(found[1])
+        try:
+            ipaddress.ip_address(name.strip("[]"))
+        except ValueError:
+            return name in self._names or name == server
+        return True
+
+
+def _plain(name: str) -> str:
+    return name.lower().removesuffix(".")
