@@ -108,12 +108,12 @@ class Uploads:
         declared = request.headers.get("content-length", "")
         size = int(declared) if declared.isdigit() else 0
         whole = "content-range" not in request.headers
-        if not (whole and size <= LARGEST_REQUEST and self._small + size <= SMALL_BYTES):
+        if not (whole and size <= GATHERED_BYTES and self._small + size <= SMALL_BYTES):
             limit = await run_in_threadpool(self._acceptance.check_envelope, assignment_id, device_id, media_type)
             return await self._receive_large(request, assignment_id, device_id, media_type, limit)
         self._small += size
         try:
-            body = await read_body(request, LARGEST_REQUEST)
+            body = await read_body(request, GATHERED_BYTES)
             accept = self._acceptance.accept_update
             return await run_in_threadpool(accept, assignment_id, device_id, body, media_type), len(body)
         finally:
