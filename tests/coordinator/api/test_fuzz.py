@@ -598,10 +598,15 @@ def test_no_call_is_answered_by_a_5xx_and_none_spoils_a_view(tmp_path, train, ta
     check_calls(tmp_path, caplog, seed, count, train, take_apart, sign)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_nor_with_postgresql(tmp_path, train, take_apart, sign, caplog, postgresql):
-    check_calls(tmp_path, caplog, 5, 5_000, train, take_apart, sign, database_url=postgresql.new_database())
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(300, marks=pytest.mark.integration),
+        pytest.param(5_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+    ],
+)
+def test_nor_with_postgresql(tmp_path, train, take_apart, sign, caplog, postgresql, count):
+    check_calls(tmp_path, caplog, 5, count, train, take_apart, sign, database_url=postgresql.new_database())
 
 
 def check_calls(tmp_path, caplog, seed, count, *tools, **settings):
