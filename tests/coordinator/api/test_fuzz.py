@@ -324,7 +324,7 @@ def spoil_value(value, chance):
         return with_numbers(value, chance.choice(ENDLESS))
     for _ in range(chance.choice((1, 1, 1, 2))):
         at = chance.choice(list(places(value)))
-        strange = chance.choice((*STRANGE, *EDGES, *WORDS))
+        strange = copy.deepcopy(chance.choice((*STRANGE, *EDGES, *WORDS)))
         if not at:
             if chance.random() < 0.1:
                 return strange
