@@ -205,7 +205,7 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
     weights = [weight for _, _, weight in counted]
     examples = sum(weights)
     lost = {name: DAMAGED for each, name in training if (each.status, each.return_reason) == ("expired", DAMAGED)}
-    notes = dict(item.notes or {})
+    notes = dict(item.notes) if isinstance(item.notes, dict) else {}
     left_out, privacy = notes.pop("left_out", {}), notes.pop("privacy", None)
     evaluation_phases = [
         phase for receipt in receipts for phase in (receipt.telemetry.download, receipt.telemetry.train)
@@ -299,8 +299,9 @@ def _add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return {name: total[name] for name in names}
 
 
-def _whole_numbers(stored: Mapping[str, object] | None) -> dict[str, int]:
-    return {name: value for name, value in (stored or {}).items() if isinstance(value, int)}
+def _whole_numbers(stored: object) -> dict[str, int]:
+    named = stored if isinstance(stored, dict) else {}
+    return {name: value for name, value in named.items() if isinstance(value, int)}
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

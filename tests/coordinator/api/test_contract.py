@@ -295,6 +295,7 @@ def test_a_model_of_ones_own_is_published(client):
         (published(skeleton=b"another"), "not that of the skeleton sent; publish both together"),
         (published(note='{"name": "mine", "task": "digits"}'), "task: leave it out"),
         (published(note="[]"), "body"),
+        (published(note='{"name": "mine", "task": "a\\u0000"}'), "NUL"),
         (published(lambda t: t.update({"sparrow.manifest": np.zeros(9, np.uint8)})), "JSON"),
         (published()[:-5], "not a safetensors file"),
         (b"", "too few"),
@@ -302,6 +303,23 @@ def test_a_model_of_ones_own_is_published(client):
 )
 def test_a_model_that_cannot_be_published_leaves_nothing_behind(client, body, said):
     assert_problem(client.post("/v1/federations", content=body, headers=CHECKPOINT), 422, said)
+
+
+def test_a_few_lines_do_not_describe_gigabytes(client):
+    """Constant and drawn values need not travel: two tensors of 8 GB would have been made of these 2 kB."""
+    spec = {"shape": [2**31], "init": {"kind": "constant", "value": 1}}
+    tensors = [{"name": name, **spec} for name in ("a", "b")]
+    manifest = {"task": "big", "input_shape": [1], "output_shape": [1], "tensors": tensors}
+    body = checkpoint.save(
+        {
+            "sparrow.manifest": np.frombuffer(json.dumps(manifest).encode(), np.uint8),
+            "sparrow.skeleton": np.zeros(1, np.uint8),
+        },
+        json.dumps({"name": "big", "settings": {"method": "fedavg"}}),
+    )
+    assert_problem(client.post("/v1/federations", content=body, headers=CHECKPOINT), 413, "takes up to 2147483648")
+    note = checkpoint.save({}, json.dumps({"name": "big", "x": "y" * 2**16}))
+    assert_problem(client.post("/v1/federations", content=note, headers=CHECKPOINT), 413, "the note has")
     assert [each["name"] for each in client.get("/v1/federations").json()] == ["default"]
 
 

@@ -324,7 +324,7 @@ def spoil_value(value, chance):
         return with_numbers(value, chance.choice(ENDLESS))
     for _ in range(chance.choice((1, 1, 1, 2))):
         at = chance.choice(list(places(value)))
-        strange = chance.choice((*STRANGE, *EDGES, *WORDS))
+        strange = copy.deepcopy(chance.choice((*STRANGE, *EDGES, *WORDS)))
         if not at:
             if chance.random() < 0.1:
                 return strange
@@ -356,7 +356,7 @@ def as_json(value, chance):
     return body
 
 
-class Strangers:
+class Fuzzer:
     """Calls that are valid but for what is spoilt, about a federation and two devices that are there."""
 
     def __init__(self, client, chance, train, take_apart, sign):
@@ -374,7 +374,7 @@ class Strangers:
             assert self._client.delete(f"/v1/federations/{name}").status_code == 204
         for name in ("default", "crowd"):
             if self._client.get(f"/v1/federations/{name}").status_code == 404:
-                wanted = {"name": name, "task": "digits", "settings": SETTINGS_OF_STRANGERS}
+                wanted = {"name": name, "task": "digits", "settings": FUZZED_SETTINGS}
                 assert self._client.post("/v1/federations", json=wanted).status_code == 201
         now = {"cohort": 1000, "deadline_seconds": 7200, "silence_seconds": 7200, "rounds": 1_000_000}
         assert self._client.patch("/v1/federations/default", json=now).status_code == 200
@@ -438,7 +438,7 @@ class Strangers:
             case 5:
                 method, path, headers = "POST", "/v1/federations", {}
                 self._made += 1
-                body = {"name": f"f{self._made}", "task": "digits", "settings": {**SETTINGS_OF_STRANGERS}}
+                body = {"name": f"f{self._made}", "task": "digits", "settings": {**FUZZED_SETTINGS}}
                 own = {"density": 0.2, "adjust_interval": 5, "over_pruning": 0.5, "smallest_budget": 0.5, "blocks": 20}
                 body["settings"] |= {"method": chance.choice(METHODS), "clip": 1.0, "method_settings": {}}
                 if chance.random() < 0.5:
@@ -450,7 +450,7 @@ class Strangers:
                 body = {key: body[key] for key in chance.sample(list(body), chance.randrange(1, 4))}
             case 7:
                 method, path = "POST", FEDERATION + "/comparison"
-                body = {"task": "digits", "model_digest": "0" * 64, "settings": SETTINGS_OF_STRANGERS}
+                body = {"task": "digits", "model_digest": "0" * 64, "settings": FUZZED_SETTINGS}
             case 8:
                 path = chance.choice((*FILES, assignment + "/payload", assignment + "/update"))
                 params = {"version": 0, "sha256": "0" * 64, "federation": "default"}
@@ -530,7 +530,7 @@ class Strangers:
             tensors["sparrow.manifest"] = np.frombuffer(
                 as_json(spoil_value(manifest, chance), chance) or b" ", np.uint8
             )
-            note = as_json(spoil_value({"name": "mine", "settings": SETTINGS_OF_STRANGERS}, chance), chance)
+            note = as_json(spoil_value({"name": "mine", "settings": FUZZED_SETTINGS}, chance), chance)
             body = checkpoint.save(tensors, note.decode("latin-1"))
         elif what == 2:
             body = spoil_bytes(body, [body], chance)
@@ -548,8 +548,8 @@ class Strangers:
 
 
 METHODS = ("fedspu", "fedavg", "fedsgc", "dmpfl", "pfedgate", "prunefl", "grasp", "fjord", "heterofl", "hermes", "none")
-SETTINGS_OF_STRANGERS = {"rounds": 1_000_000, "evaluation_interval": 3, "min_devices": 1, "deadline_seconds": 7200}
-SETTINGS_OF_STRANGERS |= {"cohort": 1000, "quorum": 1e-3, "min_participations": 2, "patience": 1}
+FUZZED_SETTINGS = {"rounds": 1_000_000, "evaluation_interval": 3, "min_devices": 1, "deadline_seconds": 7200}
+FUZZED_SETTINGS |= {"cohort": 1000, "quorum": 1e-3, "min_participations": 2, "patience": 1}
 FILES = [FEDERATION + more for more in ("/model", "/model.onnx", "/skeleton.onnx", "/rounds/{number}/reports")]
 FILES += [
     "/",
@@ -577,19 +577,19 @@ ODD_HEADERS = (
 
 def record_calls(client, chance, count, *tools):
     """Make ``count`` calls; how often each status came."""
-    strangers, came = Strangers(client, chance, *tools), Counter()
+    fuzzer, came = Fuzzer(client, chance, *tools), Counter()
     for number in range(count):
         if number % 100 == 0:
-            strangers.settle()
+            fuzzer.settle()
         if number % 5_000 == 4_999:
             print(number + 1, dict(came), flush=True)  # with -s
-        answer = strangers.call()
+        answer = fuzzer.call()
         came[answer.status_code] += 1
         assert answer.status_code < 500, f"call {number}: {answer.request} {answer.text[:500]}"
         if answer.status_code >= 400:
             assert answer.headers["content-type"] == "application/problem+json"
             assert answer.json()["detail"]
-    strangers.settle()
+    fuzzer.settle()
     return came
 
 
@@ -598,16 +598,21 @@ def test_no_call_is_answered_by_a_5xx_and_none_spoils_a_view(tmp_path, train, ta
     check_calls(tmp_path, caplog, seed, count, train, take_apart, sign)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_nor_with_postgresql(tmp_path, train, take_apart, sign, caplog, postgresql):
-    check_calls(tmp_path, caplog, 5, 5_000, train, take_apart, sign, database_url=postgresql.new_database())
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(300, marks=pytest.mark.integration),
+        pytest.param(5_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+    ],
+)
+def test_nor_with_postgresql(tmp_path, train, take_apart, sign, caplog, postgresql, count):
+    check_calls(tmp_path, caplog, 5, count, train, take_apart, sign, database_url=postgresql.new_database())
 
 
 def check_calls(tmp_path, caplog, seed, count, *tools, **settings):
     caplog.set_level(logging.ERROR)
     usual = {"data_dir": tmp_path / "data", "tick_seconds": 0.05, "max_wait_seconds": 0, "max_model_bytes": 2**22}
-    settings |= {"default_settings": FederationSettings(**SETTINGS_OF_STRANGERS), "min_free_bytes": 0}
+    settings |= {"default_settings": FederationSettings(**FUZZED_SETTINGS), "min_free_bytes": 0}
     with in_process.running(create_app(Settings(**usual, **settings))) as client:
         came = record_calls(client, random.Random(seed), count, *tools)
     assert min(came[200], came[201]) > count / 50

@@ -19,6 +19,7 @@ from edge_sdk.protocol import bundle
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.messages import Assignment as Work
 from edge_sdk.protocol.messages import CreateFederation, FederationSettings, Phase, Telemetry
+from sparrow.command_line.table import table
 from sparrow.coordinator.fleet.federations import Federations, find
 from sparrow.coordinator.logs import JsonFormatter, TextFormatter, about
 from sparrow.coordinator.models.global_models import Models
@@ -342,6 +343,12 @@ def test_no_line_of_the_log_is_a_callers(open_app, formatter):
         if isinstance(formatter, JsonFormatter):
             said = json.loads(line)
             assert all(each.isprintable() for each in (said["message"], said.get("device", "")))
+
+
+def test_no_line_of_a_table_is_a_devices():
+    lines = table(("device", "board"), [("one", NASTY), ("two", "pi")]).split("\n")
+    assert len(lines) == 3
+    assert all(line.isprintable() for line in lines)
 
 
 ASKED = "/v1/federations/default"
