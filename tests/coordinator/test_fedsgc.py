@@ -621,6 +621,7 @@ def update(model, mask, *, seed=0, examples=10, status="active", **more):
     """What a device could send: the model's values with noise, packed under ``mask``."""
     chance = np.random.default_rng(seed)
     noisy = {n: (t + chance.normal(size=t.shape)).astype(np.float32) for n, t in model.tensors.items()}
+    noisy |= {name: np.abs(values) for name, values in noisy.items() if name.endswith("running_var")}
     report = UpdateReport(num_examples=examples, status=status, steps=1, train_loss=0.5).model_dump_json()
     return bundle.encode(DIGITS, pack(DIGITS, noisy, mask), mask, report=report, known=model.mask, **more)
 
