@@ -128,21 +128,26 @@ def _kill(chaos: Chaos, at: Struck) -> None:
         coordinator.kill()
 
 
-def _kill_when_written(*endings: str) -> Callable[[Chaos, Struck], None]:
-    """Killed as soon as there is a new file of a model with one of these endings: its transaction follows within
-    milliseconds, so this looks without a pause."""
+def _kill_when_written(is_it: Callable[[str], bool]) -> Callable[[Chaos, Struck], None]:
+    """Killed as soon as there is such a new file of a model: its transaction follows within milliseconds, so this
+    looks without a pause."""
 
     def act(chaos: Chaos, at: Struck) -> None:
         until = time.monotonic() + 0.5
         with chaos.victim(at.chance, moves=True) as coordinator:
             while time.monotonic() < until:
-                if any(name.endswith(endings) for name in chaos.world.model_files() - at.models):
+                if any(map(is_it, chaos.world.model_files() - at.models)):
                     break
             else:
                 raise NotMet
             coordinator.kill()
 
     return act
+
+
+def _has_values(name: str) -> bool:
+    """Of the files of a model, that of its values, whole; the other ones are partial, or the method's own."""
+    return name.endswith(".safetensors") and ".state." not in name
 
 
 def _kill_starting(chaos: Chaos, at: Struck) -> None:
@@ -322,7 +327,7 @@ def _damage_update(harm: Callable[[Path, float], None]) -> Callable[[Chaos, Stru
             if not files:
                 raise NotMet
             hurt = files[int(at.chance * len(files))]
-            chaos.damaged.append(hurt.name)
+            chaos.damaged.add(f"/v1/assignments/{hurt.name[:32]}/update")
             harm(hurt, at.chance)
 
     return act
@@ -403,7 +408,7 @@ KINDS = [
         "coordinator killed writing a model",
         "kill",
         ACKNOWLEDGED,
-        _kill_when_written(".partial", ".state.safetensors"),
+        _kill_when_written(lambda name: not _has_values(name)),
         closing=True,
         kills=1,
     ),
@@ -411,7 +416,7 @@ KINDS = [
         "coordinator killed closing a round",
         "kill",
         ACKNOWLEDGED,
-        _kill_when_written(".safetensors"),
+        _kill_when_written(_has_values),
         weight=2,
         closing=True,
         kills=1,
@@ -516,7 +521,7 @@ class StrikeOn(Fault):
 class Chaos:
     """What befalls the calls of a federation's devices, and the machines that make and answer them.
 
-    ``unheard`` are paths of acknowledged updates whose device was killed before it knew.
+    ``damaged`` are paths of updates that were damaged, ``unheard`` those of acknowledged ones whose device was killed before it knew.
     ``befell`` counts what did, by kind, ``kills`` the processes killed. ``acknowledged`` has what each update was
     answered with, by path, and ``bodies`` what was sent. ``told`` has round, device and kind of each assignment by the
     path of its update. ``errors`` has what went wrong in a strike.
@@ -530,7 +535,7 @@ class Chaos:
         self.bodies: dict[str, bytes] = {}
         self.trained: set[str] = set()
         self.told: dict[str, tuple[int, str, str]] = {}
-        self.damaged: list[str] = []
+        self.damaged: set[str] = set()
         self.unheard: list[str] = []
         self.errors: list[BaseException] = []
         self.over = False
@@ -727,7 +732,9 @@ class Chaos:
         if exchange.produced in (200, 201):
             self.acknowledged.setdefault(called, []).append(exchange.produced)
             former = self.bodies.setdefault(called, body)
-            if former != body:
+            if called in self.damaged:  # its device was asked again, and has trained again
+                self.bodies[called] = body
+            elif former != body:
                 self.errors.append(AssertionError(f"{called}: two different updates were acknowledged"))
             if exchange.media_type == bundle.MEDIA_TYPE:
                 self.trained.add(called)
