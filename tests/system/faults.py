@@ -355,11 +355,11 @@ def _damage_model(harm: Callable[[Path, float], None], *, current: bool) -> Call
                     wait_until(lambda: file.name in _why_not_ready(coordinator), f"/readyz names {file.name}", 15)
                 else:
                     coordinator.wait_until_it_answers()
-                    if not file.name.endswith(".state.safetensors"):
-                        answer = coordinator.http.get(
-                            f"/v1/federations/{world.name}/model?version={int(file.name[:9])}"
-                        )
-                        assert answer.status_code == 503, f"a damaged {file.name} is answered with {answer.status_code}"
+                    if _has_values(file.name) and world.get("")["global_model_usable"]:
+                        version, gone = int(file.name[:9]), not file.exists()
+                        answer = coordinator.http.get(f"/v1/federations/{world.name}/model?version={version}")
+                        right = (503, 404) if gone else (503,)  # deleted is as good as not kept any more
+                        assert answer.status_code in right, f"damaged {file.name} is answered with {answer.status_code}"
             finally:
                 coordinator.kill()
                 file.write_bytes(whole)
@@ -521,10 +521,10 @@ class StrikeOn(Fault):
 class Chaos:
     """What befalls the calls of a federation's devices, and the machines that make and answer them.
 
-    ``damaged`` are paths of updates that were damaged, ``unheard`` those of acknowledged ones whose device was killed before it knew.
     ``befell`` counts what did, by kind, ``kills`` the processes killed. ``acknowledged`` has what each update was
     answered with, by path, and ``bodies`` what was sent. ``told`` has round, device and kind of each assignment by the
-    path of its update. ``errors`` has what went wrong in a strike.
+    path of its update. ``damaged`` are the paths of updates that were damaged at rest, ``unheard`` of those whose
+    device was killed before it could hear of its acknowledgement. ``errors`` has what went wrong in a strike.
     """
 
     def __init__(self, world: World, strikes: Sequence[Strike], seed: int, *, network: bool) -> None:
