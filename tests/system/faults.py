@@ -438,17 +438,21 @@ KINDS = [
     Kind("PostgreSQL restarted", "records", ARRIVED, _restart_database, possible=_on_postgresql),
     Kind("disk full", "disk", ARRIVED, _fill_disk, possible=lambda world: world.own_disk),
     Kind("writes fail", "disk", ARRIVED, _fail_writes, possible=_one_process),
-    Kind("clock stepped by hours", "clock", ACKNOWLEDGED, _step_clock, possible=_one_process),
+    Kind("clock stepped by hours", "clock", ACKNOWLEDGED, _step_clock, possible=_one_process, kills=1),
     *(
-        Kind(f"update {what}", "damage", ACKNOWLEDGED, _damage_update(harm), possible=_hides)
+        Kind(f"update {what}", "damage", ACKNOWLEDGED, _damage_update(harm), possible=_hides, kills=1)
         for what, harm in HARM.items()
     ),
     *(
-        Kind(f"current model {what}", "damage", ACKNOWLEDGED, _damage_model(harm, current=True), possible=_hides)
+        Kind(
+            f"current model {what}", "damage", ACKNOWLEDGED, _damage_model(harm, current=True), possible=_hides, kills=1
+        )
         for what, harm in HARM.items()
     ),
     *(
-        Kind(f"older model {what}", "damage", ACKNOWLEDGED, _damage_model(harm, current=False), possible=_hides)
+        Kind(
+            f"older model {what}", "damage", ACKNOWLEDGED, _damage_model(harm, current=False), possible=_hides, kills=1
+        )
         for what, harm in HARM.items()
     ),
 ]
