@@ -21,6 +21,7 @@ is tested with a layer that loses what was not flushed.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -37,6 +38,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.messages import Receipt, UpdateReport
 
@@ -342,8 +344,6 @@ def _report(body: bytes, in_bundle: bool) -> str:
 
 def check_models(world: World, chaos: Chaos, records: list[dict[str, Any]], counted: dict[int, list[str]]) -> Found:
     """Every model is the one that the bodies which its record names make."""
-    import hashlib
-
     found = Found(rounds=len(records), acknowledged=len(chaos.bodies))
     manifest = Manifest.model_validate(world.get("/manifest"))
     info = world.get("")
@@ -357,14 +357,16 @@ def check_models(world: World, chaos: Chaos, records: list[dict[str, Any]], coun
             if info["global_model_usable"]:
                 values = http.get(f"/v1/federations/{world.name}/model?version={version}").raise_for_status().content
             else:  # it is of no use without what devices have, and not given out
-                (file,) = (each for each in of_version if ".state." not in each.name)
-                values = file.read_bytes()
-            if digests[version] not in (None, hashlib.sha256(values).hexdigest()):
+                bodies = [each.read_bytes() for each in of_version if ".state." not in each.name]
+                values = next(each for each in bodies if hashlib.sha256(each).hexdigest() == digests[version])
+            digest = hashlib.sha256(values).hexdigest()
+            if digests[version] not in (None, digest):
                 raise Lost(f"model {version} has not the digest that its record names")
-            state = [each.read_bytes() for each in of_version if ".state." in each.name]
-            if len(state) > 1:
-                raise Lost(f"model {version} has {len(state)} states")
-            known[version] = Model.read(manifest, values, state[0] if state else None)
+            states = [each for each in of_version if ".state." in each.name]
+            if len(states) > 1:  # one is of a process that died
+                names = f"{digest} {checkpoint.read_note(values)}"
+                states = [each for each in states if any(part in names for part in each.name.split(".")[1:-1])]
+            known[version] = Model.read(manifest, values, states[0].read_bytes() if states else None)
         return known[version]
 
     if settings["method"] == "dmpfl":
