@@ -32,7 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from edge_sdk.protocol import checkpoint
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import Receipt, UpdateReport
+from edge_sdk.protocol.messages import FederationSettings, Receipt, UpdateReport
 
 from ..coordinator.postgresql import Server, serving
 from ..disks import mounted
@@ -90,6 +90,8 @@ def _scenario(name: str, method: str, budgets: Sequence[float], **more: Any) -> 
         "early_stopping": "off",
         "seed": 11,
     }
+    if "draws" in FederationSettings.model_fields:
+        settings["draws"] = "seed"
     return Scenario(name, {**settings, **more}, tuple(budgets), **of_itself)
 
 
@@ -379,6 +381,8 @@ def check_models(world: World, chaos: Chaos, records: list[dict[str, Any]], coun
         for path in counted[record["round"]]:
             then = began[chaos.told[path][0]]
             update = read_update(manifest, chaos.bodies[path], model(then))
+            if chaos.told[path][1] in record.get("capped", {}):
+                update = replace(update, examples=record["capped"][chaos.told[path][1]])
             if settings["buffer"] is not None and then != base:
                 exponent = settings["staleness_exponent"]
                 update = brought_forward(update, model(then), model(base), base - then, exponent)
