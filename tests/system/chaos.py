@@ -1,6 +1,6 @@
 """``make chaos``: federations of several methods on bad machines, bad networks, bad disks and bad databases.
 
-    .venv/bin/python -m tests.system.chaos --faults 1000 --minutes 50 --rows docs/results/chaos.jsonl
+    .venv/bin/python -m tests.system.chaos --faults 1000 --minutes 45 --rows docs/results/chaos.jsonl
 
 Each federation is real coordinators (``sparrow serve``) and real devices (``edge_sdk.join``), each a process, with a
 proxy between every device and them. ``faults`` says what befalls them; it is drawn from the seed. The federation must
@@ -527,8 +527,10 @@ def run(
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.system.chaos", description=__doc__.split("\n")[0])
-    parser.add_argument("--faults", type=int, default=1000, help="kills and faults after which it ends")
-    parser.add_argument("--minutes", type=float, default=50.0, help="begin no federation after so many")
+    parser.add_argument(
+        "--faults", type=int, default=1000, help="kills and faults after which it ends, the network's not counted"
+    )
+    parser.add_argument("--minutes", type=float, default=45.0, help="begin no federation after so many")
     parser.add_argument("--seed", type=int, default=1, help="of the first federation; each one more has the next")
     parser.add_argument("--strikes", type=int, default=18, help="drawn for each federation, beside the network's")
     parser.add_argument("--families", default=",".join(FAMILIES), help="of faults (default: %(default)s)")
@@ -608,6 +610,7 @@ def summarise(rows: Sequence[dict[str, Any]], seconds: float, options: argparse.
         "methods": sorted({row["method"] for row in good}),
         "faults": {store: _faults(rows, store) for store in stores},
         "kills": {store: sum(row["kills"] for row in good if row["store"] == store) for store in stores},
+        "network_faults": sum(row["faults"].get(kind, 0) for row in good for kind in NETWORK),
         "rounds": sum(row["rounds"] for row in good),
         "models_recomputed": sum(row["models"] for row in good),
         "values_off_by_a_last_bit": sum(row["last_bits"] for row in good),

@@ -352,7 +352,7 @@ def _damage_model(harm: Callable[[Path, float], None], *, current: bool) -> Call
                 harm(file, at.chance)
                 coordinator.launch()
                 if current:
-                    wait_until(lambda: file.name in _why_not_ready(coordinator), f"/readyz names {file.name}", 15)
+                    wait_until(lambda: file.name in _why_not_ready(coordinator), f"/readyz names {file.name}", 30)
                 else:
                     coordinator.wait_until_it_answers()
                     if _has_values(file.name) and world.get("")["global_model_usable"]:
