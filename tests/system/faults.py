@@ -133,7 +133,7 @@ def _kill_when_written(is_it: Callable[[str], bool]) -> Callable[[Chaos, Struck]
     looks without a pause."""
 
     def act(chaos: Chaos, at: Struck) -> None:
-        until = time.monotonic() + 0.5
+        until = time.monotonic() + 2
         with chaos.victim(at.chance, moves=True) as coordinator:
             while time.monotonic() < until:
                 if any(map(is_it, chaos.world.model_files() - at.models)):
@@ -407,7 +407,7 @@ KINDS = [
     Kind(
         "coordinator killed writing a model",
         "kill",
-        ACKNOWLEDGED,
+        ARRIVED,
         _kill_when_written(lambda name: not _has_values(name)),
         closing=True,
         kills=1,
@@ -415,7 +415,7 @@ KINDS = [
     Kind(
         "coordinator killed closing a round",
         "kill",
-        ACKNOWLEDGED,
+        ARRIVED,
         _kill_when_written(_has_values),
         weight=2,
         closing=True,
@@ -497,7 +497,7 @@ def draw_strikes(seed: int, count: int, world: World, families: Sequence[str]) -
         if kind.place is ENROLLED:
             updates, skip = 0, chance.randrange(2)
         elif kind.closing:
-            updates, skip = cohort * max(1, round(updates / cohort)), 0
+            updates, skip = cohort * max(1, round(updates / cohort)) - 1, 0  # that of the last one is on its way
         found.append(Strike(updates, skip, kind.name, round(chance.random(), 4)))
     return sorted(found, key=lambda each: (each.updates, BY_NAME[each.kind].place is not ENROLLED, each))
 
