@@ -63,6 +63,7 @@ def test_methods_deadlines_and_fleets(shared, scenario, store):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_undisturbed_each_method_does_what_is_its_own(shared):
     """What would go unnoticed if two runs were alike in doing nothing."""
     sparse = shared.peace(SCENARIOS["fedsgc"]).rounds
