@@ -25,6 +25,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -539,6 +540,8 @@ def main() -> int:
     parser.add_argument("--rows", type=Path, default=Path("runs/chaos.jsonl"), help="where rows are appended")
     parser.add_argument("--resume", action="store_true", help="go on after the rows that are there")
     options = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):  # a background job inherits the first one ignored
+        signal.signal(number, signal.default_int_handler)
     families = [each for each in options.families.split(",") if each]
     for each in families:
         if each not in FAMILIES:
