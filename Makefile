@@ -1,5 +1,6 @@
 # make demo   set up, run the main job, show what came out; with KEEP=1 its page stays open
 # make test   set up, run the fast tests: 2.5 minutes on 2 cores; .ci/run runs all
+# make chaos  1,000 kills and faults, within an hour on 2 cores; rows in runs/, and with ROWS=FILE there
 # make dist   a wheel in dist/, to install on other machines
 # make site   docs/ as a site, in .site
 # make test-arm64   the device's side on aarch64, emulated; as root, with debootstrap and qemu-user-static
@@ -10,7 +11,7 @@ READY  := $(VENV)/.ready
 TORCH  := torch==2.13.0
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo dist test test-integration test-slow test-arm64 check format setup builtin demo-seeds pictures site clean
+.PHONY: demo dist test test-integration test-slow chaos test-arm64 check format setup builtin demo-seeds pictures site clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.demo $(if $(KEEP),--keep)
@@ -26,6 +27,10 @@ test-integration: setup
 test-slow: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal -m 'slow and not integration'
 	$(BIN)/python -m pytest -m 'slow and integration'
+
+# Not in CI, which runs a federation of each kind. MORE=--resume goes on after the rows that are there; MORE=--help says what else.
+chaos: setup
+	$(BIN)/python -m tests.system.chaos --rows $(or $(ROWS),runs/chaos.jsonl) $(MORE)
 
 # Not in CI: the first run takes 10 minutes and downloads 250 MB.
 test-arm64: setup

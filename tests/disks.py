@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
+
+
+@contextmanager
+def mounted(folder: Path, megabytes: int) -> Iterator[bool]:
+    """A file system of so many megabytes in ``folder``; False where none can be mounted."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    done = False
+    with suppress(FileNotFoundError):
+        done = subprocess.run(mount, capture_output=True).returncode == 0
+    try:
+        yield done
+    finally:
+        if done:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture
@@ -13,13 +29,10 @@ def small_disk(tmp_path):
     """A file system of 4 MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    with suppress(FileNotFoundError):
-        if subprocess.run(mount, capture_output=True).returncode == 0:
-            yield folder
-            subprocess.run(["umount", "--lazy", str(folder)], check=True)
-            return
-    pytest.skip("file systems cannot be mounted here: needs root")
+    with mounted(folder, 4) as done:
+        if not done:
+            pytest.skip("file systems cannot be mounted here: needs root")
+        yield folder
 
 
 def fill(folder):

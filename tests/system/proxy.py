@@ -254,12 +254,14 @@ class Proxy:
             mine.strike()
         server.sendall(head)
         kept = [head]
-        for piece in _pieces(requests, length, mine):
-            server.sendall(piece)
-            exchange.up += len(piece)
-            kept.append(piece)
-        if self._keeps:
-            exchange.sent = b"".join(kept)
+        try:
+            for piece in _pieces(requests, length, mine):
+                server.sendall(piece)
+                exchange.up += len(piece)
+                kept.append(piece)
+        finally:
+            if self._keeps:
+                exchange.sent = b"".join(kept)
 
     def _pass_answer(
         self, exchange: Exchange, fault: Fault | None, answers: BinaryIO, client: socket.socket | None

@@ -14,7 +14,6 @@ from edge_sdk.join import join
 from edge_sdk.publish import publish
 
 from .conftest import Coordinator, Device, Devices, Machine, wait_until
-from .kills import ACKNOWLEDGED
 from .proxy import Exchange, Proxy
 from .test_bytes import CHANNELS, CLASSES, HIDDEN, PIXELS, active_values, task
 
@@ -104,7 +103,7 @@ def play(coordinator: Coordinator, devices: Devices, disturbed: bool) -> tuple[l
         wait_until((devices.folder / "small" / "mask.bits").exists, "the neurons that the device chose")
         running["small"].kill()
         running["small"] = start("small")
-        coordinator.wait_for_log(ACKNOWLEDGED)
+        coordinator.wait_for_log(r"PUT /v1/assignments/\w+/update HTTP/1.1\" 201")
         coordinator.kill()
         coordinator.start()
     for device in running.values():
