@@ -52,7 +52,7 @@ class PFedGateSettings(MethodSettings):
 
     smallest_budget: float = Field(
         default=0.3,
-        gt=0,
+        ge=1e-6,
         le=1,
         description="Budget of the weakest device, for which the model is cut; others not drawn",
     )
