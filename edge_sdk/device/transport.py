@@ -97,10 +97,10 @@ PROBLEMS: Mapping[str, type[Refused] | type[Unreachable]] = {
     "FederationDeleted": FederationDeleted,
     "NoSuchMethod": NotInstalled,
     **dict.fromkeys(("BadContent", "InvalidRequest", "LengthRequired", "TooLarge", "WrongMediaType"), BadContent),
-    **dict.fromkeys(("WrongRange", "RangeNotSatisfiable"), BadContent),
+    **dict.fromkeys(("WrongRange", "RangeNotSatisfiable", "RequestHeaderFieldsTooLarge"), BadContent),
     "TooManyRequests": TooManyRequests,
     "DiskFull": CoordinatorFull,
-    **dict.fromkeys(("Unavailable", "NotReady", "InternalError"), Unreachable),
+    **dict.fromkeys(("Unavailable", "NotReady", "Unreadable", "Damaged", "InternalError"), Unreachable),
 }
 """Type of a problem document, without ``PREFIX`` -> its exception. Problems of any other type are ``Refused``.
 
@@ -622,6 +622,6 @@ def _type(answer: httpx.Response) -> str:
 def _detail(answer: httpx.Response) -> str:
     """Return what the answer says."""
     try:
-        return printable(str(answer.json()["detail"])[:LONGEST_TEXT])
+        return printable(str(answer.json()["detail"])[:LONGEST_TEXT])[:LONGEST_TEXT]
     except (ValueError, KeyError, TypeError, RecursionError):
         return f"The answer of {answer.url.host} is not one of a Sparrow coordinator; check the address"

@@ -205,7 +205,7 @@ def domain(tmp_path, clock):
 
 
 def test_a_token_revoked_elsewhere_or_expired_lives_on_for_seconds_at_most(domain, clock, command, monkeypatch):
-    monkeypatch.setattr(tokens.time, "time", clock)
+    monkeypatch.setattr(tokens, "SteadyClock", lambda folder: clock)
     known = Tokens(domain, clock, {})
     assert known.guarded() == frozenset()
     made, short = command("create", "observer"), command("create", "enrolment", "--expires", "30m")

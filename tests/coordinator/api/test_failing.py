@@ -505,7 +505,6 @@ def test_a_device_has_few_calls_at_once(open_app, train):
 
 
 def test_a_large_update_without_a_range_is_checked_first_and_goes_to_the_disk(open_app, train, tmp_path, monkeypatch):
-    monkeypatch.setattr(uploads, "LARGEST_REQUEST", 1000)
     monkeypatch.setattr(uploads, "GATHERED_BYTES", 1000)
     client = open_app()
     devices = start_round(client)

@@ -239,6 +239,7 @@ def test_a_running_coordinator_answers_and_keeps_no_file_and_no_memory(
     assert len(blobs) <= 4
     assert {path.name for path in (tmp_path / "data").iterdir()} <= {
         "blobs",
+        "clock.json",
         "lock",
         "coordinator.sqlite3",
         "coordinator.sqlite3-wal",
