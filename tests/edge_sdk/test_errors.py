@@ -79,7 +79,8 @@ def test_each_problem_of_the_coordinator_has_its_class():
 
 def test_what_may_pass_is_unreachable_and_all_else_refused():
     for name, kind in PROBLEMS.items():
-        passes = name in {"TooManyRequests", "DiskFull", "Unavailable", "NotReady", "InternalError"}
+        of_the_coordinator = {"Unavailable", "NotReady", "Unreadable", "Damaged", "InternalError"}
+        passes = name in {"TooManyRequests", "DiskFull", *of_the_coordinator}
         assert issubclass(kind, Unreachable if passes else Refused), name
 
 
