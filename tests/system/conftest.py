@@ -261,7 +261,7 @@ for line in sys.stdin:
 OF_DEVICES = ("edge_sdk.simulation.simulate", "edge_sdk.join", "edge_sdk.tasks.digits", "edge_sdk.device.transport")
 """What the nursery of devices has loaded."""
 
-OF_COORDINATORS = ("sparrow.coordinator.commands.serve", "sparrow.coordinator.main", "sparrow.coordinator.api.headers")
+OF_COORDINATORS = ("sparrow.coordinator.commands.serve", "sparrow.coordinator.main", "sparrow.coordinator.api.connections")
 """What that of coordinators has loaded."""
 
 
