@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 import threading
 import time
 from collections.abc import Callable
 
+from anyio import CapacityLimiter, to_thread
 from sqlalchemy import select
 from starlette.types import Scope
 
-from sparrow.coordinator.api.buckets import RateLimit
+from sparrow.coordinator.api.buckets import AtOnce, RateLimit
 from sparrow.coordinator.api.live_views import LiveViews
 from sparrow.coordinator.api.signals import Signal
+from sparrow.coordinator.api.threads import LOOK_UPS, WRITERS, Threads
 from sparrow.coordinator.api.uploads import Uploads
 from sparrow.coordinator.errors import Unavailable
 from sparrow.coordinator.fleet.access import Tokens
@@ -39,6 +42,15 @@ log = logging.getLogger(__name__)
 
 DAY = 24 * 3600.0
 
+STALLED_SECONDS = 30.0
+"""How long the thread of the rounds may take for one step, update or file before this process is not ready: as long as
+slow storage takes for one file that does come."""
+HANGS_SECONDS = 90.0
+"""How long it may take before another process moves rounds: that would begin the round's sums anew, and slow storage is
+as slow for all."""
+READY_SECONDS = 3.0
+"""How long an answer on readiness waits for records and blobs."""
+
 
 def steady_clock() -> Callable[[], float]:
     """Return a clock of seconds since the epoch that never jumps.
@@ -47,6 +59,21 @@ def steady_clock() -> Callable[[], float]:
     """
     offset = time.time() - time.monotonic()
     return lambda: offset + time.monotonic()
+
+
+class Progress:
+    """When the thread of the rounds was last seen to move. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._at = time.monotonic()
+
+    def note(self) -> None:
+        """Note that it moves."""
+        self._at = time.monotonic()
+
+    def seconds(self) -> float:
+        """Return how long it has not moved."""
+        return time.monotonic() - self._at
 
 
 class Coordinator:
@@ -68,6 +95,8 @@ class Coordinator:
         self.metrics = Metrics()
         self.metrics.measure(self.store)
         self.metrics.observe_records(self.store)
+        self.progress = Progress()
+        self.metrics.observe_rounds(self.progress.seconds, lambda: self.store.moves_now)
         self.models = Models(self.store, Retention(settings.keep_models, settings.keep_every))
         self.federations = Federations(self.store, self.models, clock)
         self.tokens = Tokens(self.store, clock, settings.tokens())
@@ -80,6 +109,8 @@ class Coordinator:
         )
         self.by_device = _limit(settings.device_calls_per_second, clock)
         self.by_address = _limit(settings.address_calls_per_second, clock)
+        self.at_once = AtOnce()
+        self.writers, self.look_ups = Threads(WRITERS), Threads(LOOK_UPS)
         self.dispatch = Dispatch(self.store, self.models, clock)
         decoded = DecodedUpdates()
         self.acceptance = Acceptance(self.store, self.models, decoded)
@@ -95,9 +126,10 @@ class Coordinator:
             decoded,
             longest_pause=self.polling.longest,
             on_closed=self._count_round,
+            progress=self.progress.note,
         )
         self.records = Records(self.store, self.costs.write, clock, self.last_seen)
-        self.uploads = Uploads(settings.data_dir / "uploads", self.store, self.acceptance, clock)
+        self.uploads = Uploads(settings.data_dir / "uploads", self.store, self.acceptance, clock, self.writers)
         self.device_lists = DeviceLists(self.store, clock)
         self.overviews = Overviews(self.store, self.models, self.federations, self.records, self.metrics, clock)
         self.closing = False
@@ -107,6 +139,7 @@ class Coordinator:
         self._facts = threading.Event()
         self._ended = threading.Event()
         self._mover: threading.Thread | None = None
+        self._checking: asyncio.Future[None] | None = None
 
     def open(self) -> None:
         """Go on from where the last process ended, and begin to move rounds. At the first start, make the default
@@ -118,6 +151,8 @@ class Coordinator:
             clear_all(self.store, self.models)
         self.store.settled()
         self.store.listen(self._hear)
+        self.store.keep_lease(lambda: self._moves_on(HANGS_SECONDS))
+        self.progress.note()
         self._mover = threading.Thread(target=self._move, name="rounds", daemon=True)
         self._mover.start()
 
@@ -135,11 +170,32 @@ class Coordinator:
         finally:
             self.store.close()
 
-    def check_ready(self) -> None:
-        """Raise an error if the coordinator cannot read its records or write its folder, now or soon."""
+    async def check_ready(self) -> None:
+        """Raise an error if the coordinator does not move rounds, or cannot read its records or write its folder, now
+        or soon.
+
+        All who ask at a time share one look, in a thread of its own, and wait no longer than ``READY_SECONDS``.
+        """
+        if not self._moves_on(STALLED_SECONDS):
+            raise Unavailable(f"the thread of the rounds has not moved for {self.progress.seconds():.0f} s")
+        self.store.troubles.check()
+        if self._checking is None or self._checking.done():
+            look = to_thread.run_sync(self._check_storage, limiter=CapacityLimiter(1))
+            self._checking = asyncio.ensure_future(look)
+        done, _ = await asyncio.wait({self._checking}, timeout=READY_SECONDS)
+        if not done:
+            raise Unavailable(f"the records or the data folder have not answered for {READY_SECONDS:.0f} s")
+        self._checking.result()
+
+    def _moves_on(self, seconds: float) -> bool:
+        """Return whether the thread of the rounds runs, if it was ever started, and has moved within ``seconds``."""
+        return self._mover is None or (self._mover.is_alive() and self.progress.seconds() < seconds)
+
+    def _check_storage(self) -> None:
         with self.store.reading() as db:
             db.execute(select(1))
-        self.store.check()
+        self.store.check_lease()
+        self.store.check_turn()
         self.store.probe()
         free = shutil.disk_usage(self.settings.data_dir).free
         if free < self.settings.min_free_bytes:
@@ -180,6 +236,7 @@ class Coordinator:
     def _advance(self) -> bool:
         """Move rounds on, if this process is the one that does; return whether one moved."""
         moves, newly = self.store.moves()
+        self.progress.note()
         if not moves:
             self.costs.write()  # with several processes, the one that closes a round may not know them
             return False
@@ -198,6 +255,7 @@ class Coordinator:
         """Move rounds on whenever a fact was recorded, and every tick for their deadlines."""
         tick = self.settings.tick_seconds
         while not self._ended.is_set():
+            self.progress.note()
             try:
                 if self._look_after():
                     self.wake()

@@ -29,14 +29,14 @@ from sqlalchemy.orm import Session
 
 from sparrow.command_line.command import Command, Parser, add_json
 from sparrow.coordinator.errors import BackupFailed, MissingProgram, NoRecords
-from sparrow.coordinator.models.global_models import model_key
+from sparrow.coordinator.models.global_models import model_key, state_key
 from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, update_key
 from sparrow.coordinator.settings import Settings, read_settings
 from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, flush_folder
 from sparrow.coordinator.storage.database import connect
 from sparrow.coordinator.storage.failing import database_errors
 from sparrow.coordinator.storage.store import RECORDS_FILE, open_blobs
-from sparrow.coordinator.storage.tables import Assignment, Federation, Round
+from sparrow.coordinator.storage.tables import Assignment, Federation, Model, Round
 
 DUMP_FILE, SUMMARY_FILE, BLOBS_FOLDER = "records.dump", "backup.json", "blobs"
 TRIES = 50
@@ -80,12 +80,10 @@ def back_up(settings: Settings, target: Path, copied: Callable[[], None] = lambd
 def blobs_named(db: Session) -> dict[str, str | None]:
     """Return the keys of the blobs that the records need, and their SHA-256 if the records know it."""
     named: dict[str, str | None] = {}
-    for federation in db.scalars(select(Federation)):
-        named[model_key(federation.id, federation.model_version)] = federation.model_sha256
-        of_it = select(Assignment.model_version).where(Assignment.federation_id == federation.id)
-        others = set(db.scalars(of_it.where(Assignment.status == "open"))) | {federation.rollback_version}
-        for version in others - {None, federation.model_version}:
-            named[model_key(federation.id, version or 0)] = None
+    for model in db.scalars(select(Model)):
+        named[model_key(model.federation_id, model.version, model.sha256)] = model.sha256
+        if model.state_sha256 is not None:
+            named[state_key(model.federation_id, model.version, model.state_sha256)] = model.state_sha256
     waiting = (
         select(Assignment)
         .join(Round, (Round.federation_id == Assignment.federation_id) & (Round.number == Assignment.round))
@@ -98,19 +96,16 @@ def blobs_named(db: Session) -> dict[str, str | None]:
     for each in db.scalars(waiting):
         digest = each.update_sha256 or ""
         named[update_key(each.federation_id, each.id, digest)] = digest
-        named.setdefault(model_key(each.federation_id, each.model_version), None)  # its base
     return named
 
 
 def _copy(source: Blobs, kept: Blobs, ids: Sequence[int], named: dict[str, str | None]) -> bool:
-    """Copy the named blobs and all other models and masks; return False if a named one has gone."""
+    """Copy the named blobs and all other models and masks; return False if a named one has gone.
+
+    Newer records may name a model that is here already, and has gone by then."""
     wanted = [f"{number}/skeleton.onnx" for number in ids]
     for number in ids:
-        # A model's state before its values: these are deleted first, so values that are there had their state before.
-        keys = source.keys(f"{number}/models")
-        wanted += [key for key in keys if key.endswith(".state.safetensors")]
-        wanted += [key for key in keys if not key.endswith(".state.safetensors")]
-        wanted += source.keys(f"{number}/masks")
+        wanted += source.keys(f"{number}/models") + source.keys(f"{number}/masks")
     for key in dict.fromkeys([*wanted, *named]):
         if key in kept.sizes(key.rpartition("/")[0]):
             continue

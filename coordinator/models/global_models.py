@@ -4,6 +4,10 @@ A payload is not stored: which values it holds follows from the assignment (mode
 and from the mask that the device holds, so it is packed when asked for, and a restarted coordinator packs the same
 bytes again. The last few are remembered (``payloads``).
 
+A model is written under its digests before the transaction that makes it the federation's, which records them
+(``tables.Model``). So two processes never write the same file with different content, and a file whose transaction
+failed is named nowhere, not served, and removed when a later model is there.
+
 A method's own arrays lie in a second file of the same version. Masks of elements also lie by themselves, under their
 digests, as long as a device holds them: it is sent the changes since then. So do the
 masks of neurons that devices have chosen, whose values are what these are sent. Where a method knows what of the values
@@ -14,11 +18,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from sqlalchemy import select
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.elements import ElementMask, from_bits
@@ -30,7 +35,7 @@ from sparrow.coordinator.errors import NotFound
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method
 from sparrow.coordinator.models.payloads import Packed, Payloads
 from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
+from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Model, Round
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,18 @@ class Retention:
         """Return which of ``versions`` are kept."""
         numbers = sorted(versions)
         return {*numbers[-self.last :], *(number for number in numbers if self.every and number % self.every == 0)}
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of a global model that is to be written: key -> content, and what the records are to say of them."""
+
+    version: int
+    model: GlobalModel
+    files: Mapping[str, bytes]
+    sha256: str
+    state_sha256: str | None
+    bytes: int
 
 
 def settings_of(federation: Federation) -> FederationSettings:
@@ -63,7 +80,7 @@ class Models:
         self._store = store
         self._retention = retention or Retention()
         self._manifests: dict[int, Manifest] = {}
-        self._latest: dict[int, tuple[int, GlobalModel]] = {}
+        self._latest: dict[int, tuple[str, GlobalModel]] = {}  # with the SHA-256 of the file of its values
         self._payloads = Payloads()
 
     def manifest(self, federation: Federation) -> Manifest:
@@ -74,11 +91,6 @@ class Models:
             self._manifests[federation.id] = Manifest.model_validate_json(text)
         return self._manifests[federation.id]
 
-    def add(self, federation_id: int, manifest: Manifest, skeleton: bytes) -> None:
-        """Take in a new federation's model: its description, and its ONNX skeleton on disk."""
-        self._manifests[federation_id] = manifest
-        self._store.blobs.put(f"{federation_id}/skeleton.onnx", skeleton)
-
     def skeleton(self, federation_id: int) -> bytes:
         """Return the ONNX skeleton of the forward pass."""
         try:
@@ -86,18 +98,35 @@ class Models:
         except FileNotFoundError:
             raise NotFound("this federation was published without an ONNX skeleton") from None
 
-    def save(self, federation_id: int, version: int, model: GlobalModel) -> str:
-        """Store a global model durably; return the SHA-256 of the file of its values."""
+    def files(self, federation_id: int, version: int, model: GlobalModel) -> ModelFiles:
+        """Return the files of a global model, which ``write`` stores."""
+        files, state_sha256 = {}, None
         if model.mask is not None or model.own:
             state = {f"own:{name}": array for name, array in model.own.items()}
             if model.mask is not None:
                 state["mask"] = np.frombuffer(model.mask.bits, dtype=np.uint8)
-                self._keep_mask(federation_id, model.mask.digest, model.mask.bits)
-            self._store.blobs.put(state_key(federation_id, version), checkpoint.save(state))
+                files[mask_key(federation_id, model.mask.digest)] = model.mask.bits
+            body = checkpoint.save(state)
+            state_sha256 = hashlib.sha256(body).hexdigest()
+            files[state_key(federation_id, version, state_sha256)] = body
         body = checkpoint.save(model.tensors, json.dumps({"version": version}))
-        self._store.blobs.put(model_key(federation_id, version), body)
-        self._latest[federation_id] = (version, model)
-        return hashlib.sha256(body).hexdigest()
+        sha256 = hashlib.sha256(body).hexdigest()
+        files[model_key(federation_id, version, sha256)] = body
+        return ModelFiles(version, model, files, sha256, state_sha256, len(body))
+
+    def write(self, federation_id: int, files: ModelFiles, after_each: Callable[[], None] = lambda: None) -> None:
+        """Store a global model's files durably; outside of any transaction, for it may take a minute."""
+        known = self._store.blobs.keys(f"{federation_id}/masks")
+        for key, body in files.files.items():
+            if key not in known:
+                self._store.blobs.put(key, body)
+            after_each()
+
+    def record(self, db: Session, federation_id: int, files: ModelFiles) -> None:
+        """Record a global model, whose files are written, in the transaction that makes it the federation's."""
+        row = Model(federation_id=federation_id, version=files.version, bytes=files.bytes)
+        row.sha256, row.state_sha256 = files.sha256, files.state_sha256
+        db.add(row)
 
     def digest(self, federation: Federation, version: int) -> str | None:
         """Return the SHA-256 of a model's file, by which devices name it; None if the method needs none."""
@@ -105,40 +134,47 @@ class Models:
             return None
         if version == federation.model_version:
             return federation.model_sha256
-        return hashlib.sha256(self.file(federation.id, version)).hexdigest()
+        return self._named(federation.id, version).sha256
 
     def file(self, federation_id: int, version: int) -> bytes:
-        """Return the values of a global model as stored: a checkpoint."""
-        return self._store.blobs.get(model_key(federation_id, version))
+        """Return the values of a global model as stored: a checkpoint. Raises FileNotFoundError."""
+        return self._store.blobs.get(model_key(federation_id, version, self._named(federation_id, version).sha256))
 
-    def versions(self, federation_id: int) -> dict[int, int]:
-        """Return the global models that are stored, oldest first, and the bytes of each one's values."""
-        sizes = self._store.blobs.sizes(f"{federation_id}/models")
-        versions = {key: int(key.rpartition("/")[2].partition(".")[0]) for key in sizes}
-        return {number: sizes[key] for key, number in versions.items() if key == model_key(federation_id, number)}
+    def _named(self, federation_id: int, version: int) -> Model:
+        """Return what the records say of a global model. Raises FileNotFoundError."""
+        with self._store.reading() as db:
+            found = db.get(Model, (federation_id, version))
+        if found is None:
+            raise FileNotFoundError(f"the records name no model {version} of federation {federation_id}")
+        return found
 
-    def kept(self, federation: Federation) -> dict[int, int]:
-        """Return the global models that are kept, oldest first, with the bytes of each; others may go at any time."""
-        versions = self.versions(federation.id)
-        stay = self._retention.kept(versions) | {federation.model_version}
-        return {number: size for number, size in versions.items() if number in stay}
+    def kept(self, db: Session, federation: Federation) -> dict[int, Model]:
+        """Return the global models that are kept, oldest first; others may go at any time."""
+        of_federation = select(Model).where(Model.federation_id == federation.id).order_by(Model.version)
+        models = {each.version: each for each in db.scalars(of_federation)}
+        stay = self._retention.kept(models) | {federation.model_version}
+        return {number: each for number, each in models.items() if number in stay}
 
     def model(self, federation: Federation, version: int) -> GlobalModel:
-        """Return a global model."""
+        """Return a global model. Raises FileNotFoundError."""
         latest = self._latest.get(federation.id)
-        if latest is None or latest[0] != version:
-            model = self._load(federation, version)
-            if version != federation.model_version:  # of an older assignment: not worth the newest one's place
-                return model
-            latest = self._latest[federation.id] = (version, model)
+        if version != federation.model_version:  # of an older assignment: not worth the newest one's place
+            named = self._named(federation.id, version)
+            return latest[1] if latest is not None and latest[0] == named.sha256 else self._load(federation, version)
+        if latest is None or latest[0] != federation.model_sha256:
+            latest = self._latest[federation.id] = (federation.model_sha256, self._load(federation, version))
         return latest[1]
 
+    def remember(self, federation_id: int, files: ModelFiles) -> None:
+        """Keep a model in memory that is the federation's from now on."""
+        self._latest[federation_id] = (files.sha256, files.model)
+
     def _load(self, federation: Federation, version: int) -> GlobalModel:
-        tensors, _ = checkpoint.load(self.file(federation.id, version))
-        try:
-            state, _ = checkpoint.load(self._store.blobs.get(state_key(federation.id, version)))
-        except FileNotFoundError:
+        named = self._named(federation.id, version)
+        tensors, _ = checkpoint.load(self._store.blobs.get(model_key(federation.id, version, named.sha256)))
+        if named.state_sha256 is None:
             return GlobalModel(tensors)
+        state, _ = checkpoint.load(self._store.blobs.get(state_key(federation.id, version, named.state_sha256)))
         bits = state.pop("mask", None)
         mask = None if bits is None else from_bits(self.manifest(federation), bits.tobytes())
         return GlobalModel(tensors, mask, {name.removeprefix("own:"): array for name, array in state.items()})
@@ -148,34 +184,40 @@ class Models:
         self._manifests.pop(federation_id, None)
         self._latest.pop(federation_id, None)
 
-    def forget(self, federation_id: int, in_use: set[int], masks: set[str]) -> None:
-        """Delete the global models that are not in use and not to be kept, and the masks that nothing refers to."""
-        kept = in_use | self._retention.kept(self.versions(federation_id))
-        keep = {key(federation_id, version) for version in kept for key in (model_key, state_key)}
-        keep |= {_mask_key(federation_id, digest) for digest in masks}
-        for folder in ("models", "masks"):
-            for key in self._store.blobs.keys(f"{federation_id}/{folder}"):
-                if key not in keep:
-                    self._store.blobs.delete(key)
+    def drop_old(self, db: Session, federation: Federation, in_use: set[int]) -> None:
+        """Have the records forget the global models that are neither in use nor to be kept: their files go later."""
+        stay = in_use | set(self.kept(db, federation))
+        db.execute(delete(Model).where(Model.federation_id == federation.id, Model.version.not_in(stay)))
+
+    def unnamed(self, db: Session, federation_id: int, keys: Sequence[str]) -> list[str]:
+        """Return which of these keys of models no record names, nor ever will.
+
+        keys: as they were before this transaction began. A version that is newer than all in the records may be one
+        that another process is about to record.
+        """
+        rows = db.scalars(select(Model).where(Model.federation_id == federation_id)).all()
+        newest, named = max((row.version for row in rows), default=-1), set()
+        for row in rows:
+            named.add(model_key(federation_id, row.version, row.sha256))
+            if row.state_sha256 is not None:
+                named.add(state_key(federation_id, row.version, row.state_sha256))
+        return [key for key in keys if key not in named and _version_in(key) <= newest]
 
     def keep_mask(self, federation: Federation, mask: NeuronMask) -> str:
         """Store a mask that a device has chosen; return its digest."""
         manifest = self.manifest(federation)
         digest = mask_digest(manifest, mask)
-        self._keep_mask(federation.id, digest, mask_to_file(manifest, mask))
+        key = mask_key(federation.id, digest)
+        if key not in self._store.blobs.keys(f"{federation.id}/masks"):
+            self._store.blobs.put(key, mask_to_file(manifest, mask))
         return digest
-
-    def _keep_mask(self, federation_id: int, digest: str, data: bytes) -> None:
-        key = _mask_key(federation_id, digest)
-        if key not in self._store.blobs.keys(f"{federation_id}/masks"):
-            self._store.blobs.put(key, data)
 
     def _held_mask(self, federation: Federation, device: Device) -> ElementMask | NeuronMask | None:
         """Return the mask that a device said it holds, if it is one of this federation's."""
         if device.mask is None:
             return None
         try:
-            data = self._store.blobs.get(_mask_key(federation.id, device.mask))
+            data = self._store.blobs.get(mask_key(federation.id, device.mask))
         except FileNotFoundError:
             return None
         return mask_from_file(self.manifest(federation), data)
@@ -242,15 +284,20 @@ class Models:
             return db.scalars(of_digest.order_by(Round.number).limit(1)).first()
 
 
-def model_key(federation_id: int, version: int) -> str:
+def model_key(federation_id: int, version: int, sha256: str) -> str:
     """Return the key of a global model's values."""
-    return f"{federation_id}/models/{version:09d}.safetensors"
+    return f"{federation_id}/models/{version:09d}.{sha256}.safetensors"
 
 
-def state_key(federation_id: int, version: int) -> str:
+def state_key(federation_id: int, version: int, sha256: str) -> str:
     """Return the key of what a method keeps beside the values, if anything."""
-    return f"{federation_id}/models/{version:09d}.state.safetensors"
+    return f"{federation_id}/models/{version:09d}.{sha256}.state.safetensors"
 
 
-def _mask_key(federation_id: int, digest: str) -> str:
+def _version_in(key: str) -> int:
+    return int(key.rpartition("/")[2].partition(".")[0])
+
+
+def mask_key(federation_id: int, digest: str) -> str:
+    """Return the key of a mask that a device may hold."""
     return f"{federation_id}/masks/{digest}"

@@ -5,12 +5,20 @@ No label is per device: there may be many. Counters begin anew when the process 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy import func, literal_column, select
@@ -86,6 +94,21 @@ class Metrics:
         store.on_commit = self.commits.observe
         timed: Any = _TimedBlobs(store.blobs, self.blobs)
         store.blobs = timed
+
+    def observe_rounds(self, still_seconds: Callable[[], float], moves: Callable[[], bool]) -> None:
+        """Read, at every look, how long the thread of the rounds has not moved, and whether it moves rounds here."""
+        still = Gauge(
+            "sparrow_rounds_thread_still_seconds",
+            "Time since the thread of the rounds last finished a step, update or file",
+            registry=self.registry,
+        )
+        still.set_function(still_seconds)
+        holder = Gauge(
+            "sparrow_moves_rounds",
+            "1 in the process that opens and closes rounds, 0 in others of the same coordinator",
+            registry=self.registry,
+        )
+        holder.set_function(lambda: float(moves()))
 
     def observe_records(self, store: Store) -> None:
         """Read the other metrics from its records, at every look."""

@@ -214,7 +214,7 @@ class Folding:
     round: its number. position: how many of its assignments, in the cohort's order, were looked at. taken: how many
     updates were taken in. last: in a buffered round the number of the last arrival among them, and behind: how many
     models old each was. parts: bytes of the updates' bundles by part. intact: that this process itself has checked
-    their digests when they came, and nobody else stores any.
+    their digests when they came, and nobody else stores any. progress: called with each update.
     """
 
     def __init__(
@@ -226,7 +226,9 @@ class Folding:
         situation: Situation,
         *,
         intact: bool,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
+        self._progress = progress
         self._store = store
         self._models = models
         self._decoded = decoded
@@ -275,6 +277,7 @@ class Folding:
 
     def _read(self, key: str, version: int | None) -> tuple[Update, Mapping[str, int]]:
         """Return an update, and the bytes of its parts. version: of the model it was trained on, if not today's."""
+        self._progress()
         decoded = self._decoded.take(key)
         if decoded is None:
             body = self._store.blobs.load(key)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 RECORDS, BLOBS = "records", "blobs"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-DISK_FULL_STATE = "53100"  # PostgreSQL's SQLSTATE
+DISK_FULL_STATE, LOCKED_STATE = "53100", "55P03"  # PostgreSQL's SQLSTATE
 SQLITE_NEEDS = 64 * 1024
 """Free bytes below which SQLite cannot even begin to write: then it calls its I/O broken, not the disk full."""
 
@@ -55,6 +55,11 @@ class Troubles:
                 return
             del self._found[what]
         log.warning("%s: written again; going on", what)
+
+    def check(self) -> None:
+        """Raise the Unavailable of a failure that lasts, without trying again."""
+        for error, _ in list(self._found.values()):
+            raise error
 
     def size(self, what: str) -> int | None:
         """Return the largest number of bytes whose writing failed; None if all is well."""
@@ -102,6 +107,8 @@ def of_database(error: SQLAlchemyError | sqlite3.Error) -> Unavailable:
     full = "database or disk is full" in str(cause) or getattr(cause, "sqlstate", None) == DISK_FULL_STATE
     if full:
         return DiskFull("the disk of the coordinator's records is full; it goes on when its operator has made room")
+    if "database is locked" in str(cause) or getattr(cause, "sqlstate", None) == LOCKED_STATE:
+        return Unavailable("another program keeps the coordinator's records locked; try again in a while")
     return Unavailable("the coordinator cannot reach its records just now; try again in a while")
 
 

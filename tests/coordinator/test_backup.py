@@ -68,7 +68,7 @@ def test_rounds_that_close_meanwhile_do_no_harm(tmp_path, clock, answer, play):
         assert tries == [2, 3], "what the newer records name was copied before it went, too"
     bring_back(settings_for(tmp_path / "new"), tmp_path / "copy")
     with closing(Store(tmp_path / "new")) as store:
-        assert "1/models/000000003.safetensors" in store.blobs.keys("1/models")
+        assert [key for key in store.blobs.keys("1/models") if key.startswith("1/models/000000003.")]
 
 
 def test_nothing_is_overwritten_and_nothing_incomplete_is_used(tmp_path, clock, answer):

@@ -141,14 +141,14 @@ def test_a_federation_that_cannot_be_read_keeps_no_other_from_being_cleared(open
     for name in ("f", "g"):
         coordinator.create(name, **TRAINING)
     coordinator.store.blobs.put("2/updates/left", b"over")
-    forget = Models.forget
+    unnamed = Models.unnamed
 
-    def broken(self, federation_id, *kept):
+    def broken(self, db, federation_id, keys):
         if federation_id == 1:
             raise FileNotFoundError("a lost file")
-        forget(self, federation_id, *kept)
+        return unnamed(self, db, federation_id, keys)
 
-    monkeypatch.setattr(Models, "forget", broken)
+    monkeypatch.setattr(Models, "unnamed", broken)
     coordinator = restart(open_coordinator)
     assert "unused files of federation 1 could not be removed" in caplog.text
     assert coordinator.store.blobs.keys("2/updates") == []

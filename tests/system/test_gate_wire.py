@@ -206,7 +206,8 @@ def test_a_device_that_comes_after_the_end_trains_its_gate_alone(played, coordin
     assert exchange.up < SPARE
     (download,) = played.exchanges(LATE, "GET", "/payload")
     version = coordinator.info(NAME)["model_version"]
-    path = sorted(Path(coordinator.data / "blobs").glob(f"*/models/{version:09d}.safetensors"))[0]
+    path = sorted(Path(coordinator.data / "blobs").glob(f"*/models/{version:09d}.*.safetensors"))
+    path = next(each for each in path if ".state." not in each.name)
     theta = load_file(path)
     held = dict(zip([spec.name for spec in played.manifest.shared], _model(played, LATE), strict=True))
     assert theta.keys() == held.keys()

@@ -1,4 +1,4 @@
-"""Limits of how often somebody may call: devices are counted each, all other callers by address.
+"""Limits of how often, and how many at a time, somebody may call: devices are counted each, all others by address.
 
 An address that has sent too much waits before its token is looked up; identified callers are counted afterwards.
 """
@@ -6,6 +6,7 @@ An address that has sent too much waits before its token is looked up; identifie
 from __future__ import annotations
 
 import math
+import re
 
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
@@ -20,6 +21,10 @@ from sparrow.coordinator.fleet.devices import Caller
 
 FAILURE_COST = 20.0
 """Calls that a wrong token counts as."""
+
+
+WAITS = re.compile(r"GET /v1/federations/[^/]+/(assignments?|events)|PUT /v1/assignments/[^/]+/update")
+"""Calls that wait for long without a thread, for work, for news or for a body: they are not counted at a time."""
 
 
 class AddressLimits(Middleware):
@@ -39,13 +44,20 @@ class AddressLimits(Middleware):
 
 
 class CallerLimits(Middleware):
-    """Counts each call of an identified caller, and answers 429 if there are too many."""
+    """Counts each call of an identified caller, and answers 429 if there are too many; a few at a time go on."""
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
-        wait = _count(coordinator, _address(coordinator, scope), scope["state"]["identity"])
+        identity: Identity = scope["state"]["identity"]
+        address = _address(coordinator, scope)
+        wait = _count(coordinator, address, identity)
         if wait:
             return await _too_many(wait)(scope, receive, send)
-        return await self._app(scope, receive, send)
+        if address is None or WAITS.fullmatch(f"{scope['method']} {scope['path']}"):
+            return await self._app(scope, receive, send)
+        key = identity.caller.device_id if isinstance(identity.caller, Caller) else address
+        async with coordinator.at_once.call(key) as may:
+            answer = self._app if may else _too_many(1.0)
+            return await answer(scope, receive, send)
 
 
 def _address(coordinator: Coordinator, scope: Scope) -> str | None:

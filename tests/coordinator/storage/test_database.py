@@ -88,7 +88,7 @@ ADDED = {
     *("token_issued_at", "next_token_sha256"),
     *("rollback_version", "base_version", "model_version", "undone"),
     *("arrivals", "target", "extensions", "arrival", "counted_round"),
-    *("hosted", "published", "published_bytes", "bytes_down", "bytes_up"),
+    *("hosted", "published", "published_bytes", "bytes_down", "bytes_up", "facts"),
 }
 
 
