@@ -36,6 +36,7 @@ from sparrow.coordinator.rounds.dispatch import Dispatch
 from sparrow.coordinator.rounds.engine import Rounds
 from sparrow.coordinator.rounds.intake import DecodedUpdates
 from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.storage.database import BUSY_SECONDS
 from sparrow.coordinator.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class Coordinator:
         self.by_device = _limit(settings.device_calls_per_second, clock)
         self.by_address = _limit(settings.address_calls_per_second, clock)
         self.at_once = AtOnce()
-        self.writers, self.look_ups = Threads(WRITERS), Threads(LOOK_UPS)
+        self.writers, self.look_ups = Threads(WRITERS, BUSY_SECONDS), Threads(LOOK_UPS, BUSY_SECONDS)
         self.dispatch = Dispatch(self.store, self.models, clock)
         decoded = DecodedUpdates()
         self.acceptance = Acceptance(self.store, self.models, decoded)

@@ -15,7 +15,6 @@ from typing import ParamSpec, TypeVar
 from starlette.concurrency import run_in_threadpool
 
 from sparrow.coordinator.errors import Unavailable
-from sparrow.coordinator.storage.database import BUSY_SECONDS
 
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
@@ -29,11 +28,11 @@ MOST_WAITING = 2000
 
 
 class Threads:
-    """A few threads for one kind of calls."""
+    """A few threads for one kind of calls. patience: how long none of them may end before those who wait give up, s."""
 
-    def __init__(self, at_once: int, most_waiting: int = MOST_WAITING, patience: float = BUSY_SECONDS) -> None:
+    def __init__(self, at_once: int, patience: float) -> None:
         self._slots = asyncio.Semaphore(at_once)
-        self._most_waiting, self._patience = most_waiting, patience
+        self._patience = patience
         self._waiting = 0
         self._moved_at = 0.0  # when a call had last done its work
 
@@ -58,7 +57,7 @@ class Threads:
     async def _take(self) -> None:
         if not self._slots.locked():
             return await self._acquired()
-        if self._waiting >= self._most_waiting:
+        if self._waiting >= MOST_WAITING:
             raise Unavailable("too many calls wait already; try again in a while")
         came = time.monotonic()
         self._waiting += 1

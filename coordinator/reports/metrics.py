@@ -25,6 +25,7 @@ from sqlalchemy import func, literal_column, select
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol.messages import FederationSettings, PrivacySpent
+from sparrow.coordinator.errors import Unavailable
 from sparrow.coordinator.models.global_models import settings_of
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
@@ -147,6 +148,12 @@ class _Records(Collector):
         return []  # else registering would read the records
 
     def collect(self) -> Iterable[Metric]:
+        try:
+            return self._collect()
+        except Unavailable:  # what the process itself counts tells why
+            return []
+
+    def _collect(self) -> Iterable[Metric]:
         label = ["federation"]
         rounds = CounterMetricFamily("sparrow_rounds_closed", "Closed rounds", labels=label)
         devices = GaugeMetricFamily("sparrow_devices", "Devices by status", labels=["federation", "status"])

@@ -50,7 +50,7 @@ class Turns:
     They wait for as long as turns change. patience: how long a turn may take before those behind it give up, s.
     """
 
-    def __init__(self, patience: float = BUSY_SECONDS) -> None:
+    def __init__(self, patience: float) -> None:
         self._patience = patience
         self._line: deque[threading.Event] = deque()  # whose turn it is, and those who wait
         self._began = 0.0
@@ -126,10 +126,10 @@ class Store:
         self._sessions = sessionmaker(self.engine, expire_on_commit=False)
         self._writers = sessionmaker(self.engine.execution_options(**WRITING), expire_on_commit=False)
         self.on_commit: Callable[[float], None] = lambda seconds: None
-        self._turns = Turns()
+        self._turns = Turns(BUSY_SECONDS)
         self._closed = False
         self._facts: deque[_Fact[Any]] = deque()
-        self._gathering = Turns()
+        self._gathering = Turns(BUSY_SECONDS)
 
     @contextmanager
     def reading(self) -> Iterator[Session]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 
 from sparrow.coordinator.errors import DifferentUpdate, RoundClosed
 from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.rounds.assignments import update_key
-from sparrow.coordinator.rounds.cleanup import clear_all
+from sparrow.coordinator.rounds.cleanup import clear, clear_all
 from sparrow.coordinator.storage.blobs import FolderBlobs
 
 from .fakes import DIGITS
@@ -134,6 +136,38 @@ def test_updates_that_are_refused_after_they_were_written(open_coordinator, trai
     with pytest.raises(RoundClosed):
         two.send(assignment, train(DIGITS, assignment))
     assert len(updates(coordinator)) == 1
+
+
+def test_a_process_that_was_replaced_in_the_middle_removes_nothing_of_its_successor(
+    open_coordinator, answer, monkeypatch
+):
+    """It has looked at the records, and stands still; what comes then, of rounds that it does not know, stays."""
+    coordinator = open_coordinator()
+    coordinator.create(rounds=3, min_devices=2, evaluation_interval=0)
+    devices = coordinator.enrol("a", "b")
+    coordinator.rounds.advance()
+    for device in devices:
+        answer(device)
+    model, uncommitted = f"1/models/000000002.{'a' * 64}.safetensors", f"1/models/000000003.{'b' * 64}.safetensors"
+    reading, looks = coordinator.store.reading, []
+
+    @contextmanager
+    def overtaken():
+        with reading() as db:
+            yield db
+        if not looks:
+            looks.append("the one of the process that stands still then")
+            coordinator.rounds.advance()
+            for device in devices:
+                answer(device)
+            coordinator.store.blobs.put(model, b"of the round that the other one closes")
+
+    coordinator.store.blobs.put(uncommitted, b"of a close that has begun")
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinator.store, "reading", overtaken)
+        clear(coordinator.store, coordinator.models, 1)
+    assert len(updates(coordinator)) == 2
+    assert {model, uncommitted} <= set(coordinator.store.blobs.keys("1/models"))
 
 
 def test_a_federation_that_cannot_be_read_keeps_no_other_from_being_cleared(open_coordinator, caplog, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import Manifest, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings
-from sparrow.coordinator.errors import BadContent
+from sparrow.coordinator.errors import BadContent, NotFound, Unavailable
 from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.methods import Aggregation, CoordinatorMethod, any_budget, load_method
 from sparrow.coordinator.reports.metrics import Metrics
@@ -203,6 +204,38 @@ def test_a_round_in_which_nobody_answers_makes_noise_all_the_same(coordinator, c
         "half-normal"
     )
     assert coordinator.record(1).updates == 0
+    assert coordinator.record(1).privacy.most_draws == 1
+
+
+@accountant
+def test_a_round_whose_transaction_fails_draws_its_noise_once_and_shows_no_model(coordinator, clock, monkeypatch):
+    coordinator.create(task="mnist", **CALM)
+    coordinator.enrol("a", "b", "c")
+    coordinator.rounds.advance()
+    drawn, mean, moving = [], PrivateSums.mean, coordinator.store.moving
+    monkeypatch.setattr(PrivateSums, "mean", lambda *known: drawn.append(1) or mean(*known))
+    clock.pass_seconds(101)
+    fails = 10
+
+    @contextmanager
+    def failing():
+        nonlocal fails
+        with moving() as db:
+            yield db
+            if len(drawn) and fails:
+                fails -= 1
+                raise (Unavailable if fails % 2 else OSError)("no commit")
+
+    monkeypatch.setattr(coordinator.store, "moving", failing)
+    while fails:
+        coordinator.rounds.advance()
+        assert coordinator.info().model_version == 0
+        with pytest.raises(NotFound):
+            coordinator.federations.model("f", 1)
+    (made,) = (key for key in coordinator.store.blobs.keys("1/models") if "000000001" in key)
+    coordinator.rounds.advance()
+    assert len(drawn) == 1
+    assert coordinator.store.blobs.get(made) == coordinator.model()
     assert coordinator.record(1).privacy.most_draws == 1
 
 
