@@ -77,7 +77,8 @@ def migrate(engine: Engine) -> None:
     with engine.connect() as connection:
         if engine.dialect.name == "postgresql":  # processes that start together take turns, and look only then
             connection = connection.execution_options(isolation_level="READ COMMITTED")
-            wait_long(connection)
+            # Who comes up may have much to do.
+            connection.execute(text("SET LOCAL lock_timeout = 0; SET LOCAL statement_timeout = 0"))
             connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('sparrow tables'))"))
         known = inspect(connection).has_table(REVISION.name)
         revision = connection.scalar(select(REVISION.c.version_num)) if known else None
@@ -88,11 +89,6 @@ def migrate(engine: Engine) -> None:
             connection.commit()
         elif revision != newest_revision():
             _upgrade(connection)
-
-
-def wait_long(connection: Connection) -> None:
-    """Let this connection's statements take as long as they need: one that comes up may have much to do."""
-    connection.execute(text("SET lock_timeout = 0; SET statement_timeout = 0"))
 
 
 def newest_revision() -> str:

@@ -72,7 +72,8 @@ class Troubles:
         try:
             yield
         except (DBAPIError, NoConnectionLeft) as error:
-            if not isinstance(error, (OperationalError, InterfaceError, NoConnectionLeft)):
+            ended = isinstance(error, DBAPIError) and error.connection_invalidated
+            if not ended and not isinstance(error, (OperationalError, InterfaceError, NoConnectionLeft)):
                 raise  # a statement of ours is wrong
             unavailable = of_database(error)
             self.begin(RECORDS, unavailable, 0, getattr(error, "orig", None) or error)

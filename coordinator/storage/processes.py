@@ -29,7 +29,6 @@ from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from sqlalchemy.orm import Session
 
 from sparrow.coordinator.errors import Unavailable
-from sparrow.coordinator.storage.database import wait_long
 
 log = logging.getLogger(__name__)
 
@@ -224,7 +223,8 @@ class SharedDatabase:
             connection.close()
             return False
         if not exclusively:
-            wait_long(connection)  # the first one may have much to clean up
+            # The first one may have much to clean up.
+            connection.execute(text("SET lock_timeout = 0; SET statement_timeout = 0"))
             connection.execute(text(f"SELECT pg_advisory_lock_shared({_THERE})"))
             connection.execute(text("RESET lock_timeout; RESET statement_timeout"))
         self._connection = connection
