@@ -163,7 +163,7 @@ class Coordinator:
         self._ended.set()
         self._facts.set()
         if self._mover is not None:
-            self._mover.join()
+            self._mover.join(STALLED_SECONDS)  # one that hangs ends with the process
         try:
             self.costs.write()
         except Unavailable as error:
@@ -178,11 +178,14 @@ class Coordinator:
         All who ask at a time share one look, in a thread of its own, and wait no longer than ``READY_SECONDS``.
         """
         if not self._moves_on(STALLED_SECONDS):
-            raise Unavailable(f"the thread of the rounds has not moved for {self.progress.seconds():.0f} s")
+            runs = self._mover is not None and self._mover.is_alive()
+            stalled = f"has not moved for {self.progress.seconds():.0f} s"
+            raise Unavailable(f"the thread of the rounds {stalled if runs else 'has ended: start the process again'}")
         self.store.troubles.check()
         if self._checking is None or self._checking.done():
             look = to_thread.run_sync(self._check_storage, limiter=CapacityLimiter(1))
             self._checking = asyncio.ensure_future(look)
+            self._checking.add_done_callback(lambda done: done.cancelled() or done.exception())  # if nobody waits
         done, _ = await asyncio.wait({self._checking}, timeout=READY_SECONDS)
         if not done:
             raise Unavailable(f"the records or the data folder have not answered for {READY_SECONDS:.0f} s")

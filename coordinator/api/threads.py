@@ -65,7 +65,7 @@ class Threads:
             while True:
                 left = max(came, self._moved_at) + self._patience - time.monotonic()
                 if left <= 0:
-                    raise Unavailable("the coordinator can write nothing down just now; try again in a while")
+                    raise Unavailable("the coordinator's records take long to answer just now; try again in a while")
                 try:
                     return await asyncio.wait_for(self._acquired(), left)
                 except asyncio.TimeoutError:  # writes may have gone on meanwhile

@@ -216,6 +216,7 @@ class Store:
         """Wait for a turn to write, and write nothing. Raises Unavailable."""
         with self._turns.turn(), self.troubles.of_records(writes=False), self._writers.begin() as session:
             self._check_open()
+            session.connection()  # SQLAlchemy begins when it must
             if self.shared is not None:
                 self.shared.take_turn(session)
 

@@ -105,6 +105,7 @@ async def identify(coordinator: Coordinator, secret: str | None) -> Identity:
 async def _identify_soon(coordinator: Coordinator, secret: str | None) -> Identity:
     """Return the identity of a caller who asks whether the records can be read: as nobody's, where they cannot."""
     look_up = asyncio.ensure_future(identify(coordinator, secret))
+    look_up.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it any more
     await asyncio.wait({look_up}, timeout=IDENTIFY_SECONDS)
     if look_up.done() and not isinstance(look_up.exception(), Unavailable):
         return look_up.result()
