@@ -63,8 +63,8 @@ def new_model_file(coordinator: Coordinator, pause_seconds: float = 0.0) -> None
     That lasts for some milliseconds, so this looks without pause.
     """
     newest = max((coordinator.data / "blobs").glob("*/models/*.safetensors"))
-    following = newest.with_name(f"{int(newest.stem) + 1:0{len(newest.stem)}}{newest.suffix}")
-    wait_until(following.exists, f"{following.name} in the coordinator's folder", interval=0)
+    folder, following = newest.parent, f"{int(newest.name[:9]) + 1:09d}.*.safetensors"
+    wait_until(lambda: any(folder.glob(following)), f"{following} in the coordinator's folder", interval=0)
     time.sleep(pause_seconds)
 
 
