@@ -212,7 +212,7 @@ def test_a_round_whose_transaction_fails_draws_its_noise_once_and_shows_no_model
     coordinator.create(task="mnist", **CALM)
     coordinator.enrol("a", "b", "c")
     coordinator.rounds.advance()
-    drawn, mean, moving = [], PrivateSums.mean, coordinator.store.moving
+    drawn, mean, writing = [], PrivateSums.mean, coordinator.store.writing
     monkeypatch.setattr(PrivateSums, "mean", lambda *known: drawn.append(1) or mean(*known))
     clock.pass_seconds(101)
     fails = 10
@@ -220,13 +220,13 @@ def test_a_round_whose_transaction_fails_draws_its_noise_once_and_shows_no_model
     @contextmanager
     def failing():
         nonlocal fails
-        with moving() as db:
+        with writing() as db:
             yield db
             if len(drawn) and fails:
                 fails -= 1
                 raise (Unavailable if fails % 2 else OSError)("no commit")
 
-    monkeypatch.setattr(coordinator.store, "moving", failing)
+    monkeypatch.setattr(coordinator.store, "writing", failing)
     while fails:
         coordinator.rounds.advance()
         assert coordinator.info().model_version == 0
