@@ -106,6 +106,11 @@ class Coordinator:
         self._process.kill()
         self._process.wait()
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send its process a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def stop(self) -> None:
         """End it as an operator does."""
         if self._process is not None and self._process.poll() is None:
