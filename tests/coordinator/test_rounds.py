@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -600,9 +601,9 @@ def test_one_broken_federation_does_not_stop_the_others(coordinator, answer, cap
     coordinator.rounds.advance()
     assert caplog.text.count("is missing; bring this file back") == 1, "said once, not at every tick"
     with pytest.raises(Unavailable, match=rf"1/models/{model.name} is missing; bring this file back from a backup"):
-        coordinator.check_ready()
+        asyncio.run(coordinator.check_ready())
     (tmp_path / "lost").rename(model)
-    coordinator.check_ready()
+    asyncio.run(coordinator.check_ready())
     coordinator.rounds.advance()
     assert coordinator.info("f").round == 1
 
@@ -779,7 +780,7 @@ def test_a_damaged_update_is_left_out_and_its_device_asked_again(open_coordinato
     coordinator.rounds.advance()
     record = coordinator.record(1)
     assert (record.status, record.updates, record.left_out) == ("closed", 2, {})
-    coordinator.check_ready()
+    asyncio.run(coordinator.check_ready())
 
 
 def test_who_does_not_send_it_again_in_time_is_left_out_in_the_record(open_coordinator, tmp_path, clock, answer):
@@ -797,7 +798,7 @@ def test_who_does_not_send_it_again_in_time_is_left_out_in_the_record(open_coord
     record = coordinator.record(1)
     assert (record.status, record.updates, record.expired) == ("closed", 1, 1)
     assert list(record.left_out.values()) == ["its stored update was damaged, and no other came in time"]
-    coordinator.check_ready()
+    asyncio.run(coordinator.check_ready())
 
 
 def test_the_first_word_about_an_upload_counts_and_a_other_devices_none(coordinator, answer):
