@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 
+from anyio import CapacityLimiter, to_thread
 from starlette.types import Scope
 
 from sparrow.coordinator.api.bodies import Downloads
-from sparrow.coordinator.api.buckets import RateLimit
+from sparrow.coordinator.api.buckets import AtOnce, RateLimit
 from sparrow.coordinator.api.hosts import Hosts
 from sparrow.coordinator.api.live_views import LiveViews
 from sparrow.coordinator.api.signals import LongPolls, Signal
+from sparrow.coordinator.api.threads import LOOK_UPS, WRITERS, Threads
 from sparrow.coordinator.api.uploads import Uploads
 from sparrow.coordinator.clock import SteadyClock
 from sparrow.coordinator.errors import Unavailable
@@ -35,12 +39,36 @@ from sparrow.coordinator.rounds.dispatch import Dispatch
 from sparrow.coordinator.rounds.engine import Rounds
 from sparrow.coordinator.rounds.intake import DecodedUpdates
 from sparrow.coordinator.settings import Settings
-from sparrow.coordinator.storage.database import check_revision
+from sparrow.coordinator.storage.database import BUSY_SECONDS, check_revision
 from sparrow.coordinator.storage.store import Store
 
 log = logging.getLogger(__name__)
 
 DAY = 24 * 3600.0
+
+STALLED_SECONDS = 30.0
+"""How long the thread of the rounds may take for one step, update or file before this process is not ready: as long as
+slow storage takes for one file that does come."""
+HANGS_SECONDS = 90.0
+"""How long it may take before another process moves rounds: that would begin the round's sums anew, and slow storage is
+as slow for all."""
+READY_SECONDS = 3.0
+"""How long an answer on readiness waits for records and blobs."""
+
+
+class Progress:
+    """When the thread of the rounds was last seen to move. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._at = time.monotonic()
+
+    def note(self) -> None:
+        """Note that it moves."""
+        self._at = time.monotonic()
+
+    def seconds(self) -> float:
+        """Return how long it has not moved."""
+        return time.monotonic() - self._at
 
 
 class Coordinator:
@@ -65,6 +93,8 @@ class Coordinator:
         self.metrics = Metrics()
         self.metrics.measure(self.store)
         self.metrics.observe_records(self.store)
+        self.progress = Progress()
+        self.metrics.observe_rounds(self.progress.seconds, lambda: self.store.moves_now)
         self.models = Models(self.store, Retention(settings.keep_models, settings.keep_every))
         self.federations = Federations(self.store, self.models, clock)
         self.tokens = Tokens(self.store, clock, settings.tokens())
@@ -77,6 +107,8 @@ class Coordinator:
         )
         self.by_device = _limit(settings.device_calls_per_second, clock)
         self.by_address = _limit(settings.address_calls_per_second, clock)
+        self.at_once = AtOnce()
+        self.writers, self.look_ups = Threads(WRITERS, BUSY_SECONDS), Threads(LOOK_UPS, BUSY_SECONDS)
         self.dispatch = Dispatch(self.store, self.models, clock)
         decoded = DecodedUpdates()
         self.acceptance = Acceptance(self.store, self.models, decoded)
@@ -92,9 +124,10 @@ class Coordinator:
             decoded,
             longest_pause=self.polling.longest,
             on_closed=self._count_round,
+            progress=self.progress.note,
         )
         self.records = Records(self.store, self.costs.write, clock, self.last_seen)
-        self.uploads = Uploads(settings.data_dir / "uploads", self.store, self.acceptance, clock)
+        self.uploads = Uploads(settings.data_dir / "uploads", self.store, self.acceptance, clock, self.writers)
         self.device_lists = DeviceLists(self.store, clock)
         self.overviews = Overviews(self.store, self.models, self.federations, self.records, self.metrics, clock)
         self.hosts = Hosts(settings.hosts)
@@ -108,6 +141,7 @@ class Coordinator:
         self._facts = threading.Event()
         self._ended = threading.Event()
         self._mover: threading.Thread | None = None
+        self._checking: asyncio.Future[None] | None = None
 
     def open(self) -> None:
         """Go on from where the last process ended, and begin to move rounds. At the first start, make the default
@@ -120,6 +154,8 @@ class Coordinator:
         self.hosts.learn()
         self.store.settled()
         self.store.listen(self._hear)
+        self.store.keep_lease(lambda: self._moves_on(HANGS_SECONDS))
+        self.progress.note()
         self._mover = threading.Thread(target=self._move, name="rounds", daemon=True)
         self._mover.start()
 
@@ -129,7 +165,7 @@ class Coordinator:
         self._ended.set()
         self._facts.set()
         if self._mover is not None:
-            self._mover.join()
+            self._mover.join(STALLED_SECONDS)  # one that hangs ends with the process
         try:
             self.costs.write()
         except Unavailable as error:
@@ -137,13 +173,36 @@ class Coordinator:
         finally:
             self.store.close()
 
-    def check_ready(self) -> None:
-        """Raise an error if the coordinator cannot read its records or write its folder, now or soon, or if any is
-        damaged."""
+    async def check_ready(self) -> None:
+        """Raise an error if the coordinator does not move rounds, or cannot read its records or write its folder, now
+        or soon.
+
+        All who ask at a time share one look, in a thread of its own, and wait no longer than ``READY_SECONDS``.
+        """
+        if not self._moves_on(STALLED_SECONDS):
+            runs = self._mover is not None and self._mover.is_alive()
+            stalled = f"has not moved for {self.progress.seconds():.0f} s"
+            raise Unavailable(f"the thread of the rounds {stalled if runs else 'has ended: start the process again'}")
+        self.store.troubles.check()
+        if self._checking is None or self._checking.done():
+            look = to_thread.run_sync(self._check_storage, limiter=CapacityLimiter(1))
+            self._checking = asyncio.ensure_future(look)
+            self._checking.add_done_callback(lambda done: done.cancelled() or done.exception())  # if nobody waits
+        done, _ = await asyncio.wait({self._checking}, timeout=READY_SECONDS)
+        if not done:
+            raise Unavailable(f"the records or the data folder have not answered for {READY_SECONDS:.0f} s")
+        self._checking.result()
+
+    def _moves_on(self, seconds: float) -> bool:
+        """Return whether the thread of the rounds runs, if it was ever started, and has moved within ``seconds``."""
+        return self._mover is None or (self._mover.is_alive() and self.progress.seconds() < seconds)
+
+    def _check_storage(self) -> None:
         with self.store.reading() as db:
             check_revision(db.connection())
-        self.store.check()
         self.store.check_whole()
+        self.store.check_lease()
+        self.store.check_turn()
         self.store.probe()
         free = shutil.disk_usage(self.settings.data_dir).free
         if free < self.settings.min_free_bytes:
@@ -186,6 +245,7 @@ class Coordinator:
     def _advance(self) -> bool:
         """Move rounds on, if this process is the one that does; return whether one moved."""
         moves, newly = self.store.moves()
+        self.progress.note()
         if not moves:
             self.costs.write()  # with several processes, the one that closes a round may not know them
             return False
@@ -204,6 +264,7 @@ class Coordinator:
         """Move rounds on whenever a fact was recorded, and every tick for their deadlines."""
         tick = self.settings.tick_seconds
         while not self._ended.is_set():
+            self.progress.note()
             try:
                 if self._look_after():
                     self.wake()

@@ -1,4 +1,4 @@
-"""Rate limits: a token bucket for each caller, in memory, and at most a given number of buckets.
+"""Limits for each caller: calls at a time, and calls per second by a token bucket, of which there is a given number.
 
 The library ``limits`` has windows instead of buckets and forgets nobody before their window ends, so that a caller
 with many addresses could take any amount of memory.
@@ -6,9 +6,11 @@ with many addresses could take any amount of memory.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 BURST_SECONDS = 10.0
 """Calls of so many seconds may come at once."""
@@ -56,6 +58,33 @@ class RateLimit:
         self._full_at.move_to_end(key)
         if len(self._full_at) > self._most:
             self._full_at.popitem(last=False)
+
+
+class AtOnce:
+    """Calls of each caller at a time: further ones wait for these, so that one caller is not in all threads.
+
+    most: calls at a time. waiting: further ones that may wait.
+    """
+
+    def __init__(self, most: int = 8, waiting: int = 200) -> None:
+        self._most, self._waiting = most, waiting
+        self._callers: dict[str, tuple[asyncio.Semaphore, list[None]]] = {}
+
+    @asynccontextmanager
+    async def call(self, key: str) -> AsyncIterator[bool]:
+        """Wait until this caller may make one more call, and make it within; False where too many wait already."""
+        semaphore, calls = self._callers.setdefault(key, (asyncio.Semaphore(self._most), []))
+        if len(calls) >= self._most + self._waiting:
+            yield False
+            return
+        calls.append(None)
+        try:
+            async with semaphore:
+                yield True
+        finally:
+            calls.pop()
+            if not calls:
+                del self._callers[key]
 
 
 def address_key(host: str | None) -> str | None:

@@ -46,11 +46,11 @@ router = APIRouter(prefix="/v1", tags=["devices"])
 
 
 @router.post("/federations/{name}/devices", status_code=201, dependencies=[EnrollerOnly])
-def enrol(name: str, request: Enrol, coordinator: TheCoordinator, identity: TheIdentity) -> Enrolled:
+async def enrol(name: str, request: Enrol, coordinator: TheCoordinator, identity: TheIdentity) -> Enrolled:
     """Enrol a device: it gets an id and a secret token."""
     holder = identity.caller
     counted = holder.token_id if isinstance(holder, Holder) and holder.kind == "enrolment" else None
-    enrolled = coordinator.devices.enrol(name, request, counted)
+    enrolled = await coordinator.writers.run(coordinator.devices.enrol, name, request, counted)
     coordinator.fact_recorded()
     return enrolled
 
@@ -89,7 +89,7 @@ async def _itself(device_id: str, identity: TheIdentity) -> bool:
 
 
 @router.patch("/devices/{device_id}", status_code=204)
-def change_device(
+async def change_device(
     device_id: str,
     change: ChangeDevice,
     coordinator: TheCoordinator,
@@ -99,16 +99,18 @@ def change_device(
     """Change a device: it changes its own budget and conditions, an admin those of any device, and revokes it."""
     if change.revoked and itself:
         check_admin(identity)
-    coordinator.devices.change(device_id, change)
+    await coordinator.writers.run(coordinator.devices.change, device_id, change)
     coordinator.fact_recorded()
 
 
 @router.post("/devices/{device_id}/token", status_code=201)
-def rotate_token(device_id: str, device: KnownDevice, coordinator: TheCoordinator, request: RenewToken) -> NewToken:
+async def rotate_token(
+    device_id: str, device: KnownDevice, coordinator: TheCoordinator, request: RenewToken
+) -> NewToken:
     """Return a new token for the calling device. Its old one is valid until the new one is used for the first time."""
     if device_id != device.device_id:
         raise NotAllowed("a device renews only its own token")
-    return coordinator.devices.rotate(device_id, request.enrolment_key)
+    return await coordinator.writers.run(coordinator.devices.rotate, device_id, request.enrolment_key)
 
 
 @router.get(
@@ -140,9 +142,8 @@ async def get_assignment(
     with coordinator.polls.newest(device.device_id, request.receive) as poll:
         while True:
             moved = coordinator.moved.next()
-            work = await run_in_threadpool(
-                coordinator.dispatch.next_assignment, device.device_id, mask, model, asked=asked
-            )
+            ask = coordinator.dispatch.next_assignment
+            work = await coordinator.writers.run(ask, device.device_id, mask, model, asked=asked)
             asked = False
             if work.was_away:
                 coordinator.fact_recorded()  # a round may open
@@ -180,9 +181,9 @@ def heartbeat(assignment_id: str, device: KnownDevice, coordinator: TheCoordinat
 
 
 @router.delete("/assignments/{assignment_id}", status_code=204)
-def hand_back(assignment_id: str, device: KnownDevice, coordinator: TheCoordinator, request: HandBack) -> None:
+async def hand_back(assignment_id: str, device: KnownDevice, coordinator: TheCoordinator, request: HandBack) -> None:
     """Hand an assignment back, with a reason."""
-    coordinator.dispatch.hand_back(assignment_id, device.device_id, request.reason)
+    await coordinator.writers.run(coordinator.dispatch.hand_back, assignment_id, device.device_id, request.reason)
     coordinator.fact_recorded()
 
 

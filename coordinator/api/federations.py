@@ -65,10 +65,11 @@ async def create_federation(request: Request, coordinator: TheCoordinator) -> Fe
             body = await read_body(request, LARGEST_REQUEST)
             with callers_data():
                 wanted = CreateFederation.model_validate_json(body)
-            return await run_in_threadpool(coordinator.federations.create, wanted)
+            return await coordinator.writers.run(coordinator.federations.create, wanted)
         case checkpoint.MEDIA_TYPE:
             body = await read_body(request, coordinator.settings.max_model_bytes)
-            return await run_in_threadpool(coordinator.federations.publish, body, coordinator.settings.max_model_bytes)
+            publish, most = coordinator.federations.publish, coordinator.settings.max_model_bytes
+            return await coordinator.writers.run(publish, body, most)
         case other:
             raise WrongMediaType(f"send application/json or {checkpoint.MEDIA_TYPE}, not {other!r}")
 
@@ -86,11 +87,11 @@ def get_federation(name: str, coordinator: TheCoordinator) -> FederationInfo:
 
 
 @router.patch("/{name}", dependencies=[AdminOnly])
-def change_federation(name: str, change: ChangeFederation, coordinator: TheCoordinator) -> FederationInfo:
+async def change_federation(name: str, change: ChangeFederation, coordinator: TheCoordinator) -> FederationInfo:
     """Pause, resume, stop or reopen a federation, or go back to an older model.
 
     Deadline, cohort and rounds change from the next round on."""
-    info = coordinator.federations.change(name, change)
+    info = await coordinator.writers.run(coordinator.federations.change, name, change)
     coordinator.fact_recorded()
     coordinator.wake()
     return info
@@ -103,9 +104,9 @@ def compare_federation(name: str, wanted: CompareFederation, coordinator: TheCoo
 
 
 @router.delete("/{name}", status_code=204, dependencies=[AdminOnly])
-def delete_federation(name: str, coordinator: TheCoordinator) -> None:
+async def delete_federation(name: str, coordinator: TheCoordinator) -> None:
     """Delete a federation that is waiting, finished or stopped, with its records, devices and models."""
-    coordinator.federations.delete(name)
+    await coordinator.writers.run(coordinator.federations.delete, name)
     coordinator.devices.forget()
     coordinator.tokens.forget()
     coordinator.fact_recorded()

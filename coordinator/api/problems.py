@@ -77,6 +77,12 @@ def problem(status: int, title: str, detail: str, headers: dict[str, str] | None
     )
 
 
+def unavailable(error: errors.Unavailable) -> JSONResponse:
+    """Return the answer to a call that comes again later."""
+    headers = {"Retry-After": str(RETRY_SECONDS)}
+    return problem(STATUS[type(error)], type(error).__name__, str(error), headers)
+
+
 def _domain(status: int):  # type: ignore[no-untyped-def]
     async def handler(request: Request, error: Exception) -> JSONResponse:
         headers = challenge(request.url.path) if status == 401 else {}

@@ -23,16 +23,17 @@ router = APIRouter(tags=["status"])
 
 
 @router.get("/healthz")
-def healthz() -> dict[str, str]:
+async def healthz() -> dict[str, str]:
     """Report that the process runs."""
     return {"status": "ok"}
 
 
 @router.get("/readyz", response_model=dict[str, str])
-def readyz(coordinator: TheCoordinator, identity: TheIdentity) -> dict[str, str] | JSONResponse:
-    """Report whether records can be read and the data folder written. Unknown callers are not told the reason."""
+async def readyz(coordinator: TheCoordinator, identity: TheIdentity) -> dict[str, str] | JSONResponse:
+    """Report whether rounds move on, records can be read and the data folder written. Unknown callers are not told the
+    reason."""
     try:
-        coordinator.check_ready()
+        await coordinator.check_ready()
     except Exception as error:
         log.error("not ready: %s", error)
         closed = identity.caller is None and len(identity.guarded) == len(KINDS)

@@ -33,6 +33,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from sparrow.coordinator.api.bodies import read_body
+from sparrow.coordinator.api.threads import Threads
 from sparrow.coordinator.errors import BadContent, LengthRequired, TooLarge, WrongRange
 from sparrow.coordinator.rounds.acceptance import Acceptance
 from sparrow.coordinator.storage.blobs import make_folder, private, read_file
@@ -77,9 +78,11 @@ class _Part:
 class Uploads:
     """Updates on their way, one for each assignment."""
 
-    def __init__(self, folder: Path, store: Store, acceptance: Acceptance, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, folder: Path, store: Store, acceptance: Acceptance, clock: Callable[[], float], writers: Threads
+    ) -> None:
         self._folder, self._store, self._clock = folder / secrets.token_hex(8), store, clock
-        self._acceptance = acceptance
+        self._acceptance, self._writers = acceptance, writers
         self._parts: dict[str, _Part] = {}
         self._few = asyncio.Semaphore(AT_ONCE)
         self._one_of_device: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -115,7 +118,7 @@ class Uploads:
         try:
             body = await read_body(request, GATHERED_BYTES)
             accept = self._acceptance.accept_update
-            return await run_in_threadpool(accept, assignment_id, device_id, body, media_type), len(body)
+            return await self._writers.run(accept, assignment_id, device_id, body, media_type), len(body)
         finally:
             self._small -= size
 
@@ -151,7 +154,7 @@ class Uploads:
         try:
             await self._gather(request, part, turn)
             async with self._one_of_device.setdefault(device_id, asyncio.Lock()), self._few:
-                new = await run_in_threadpool(self._accept, part, turn, assignment_id, device_id, media_type)
+                new = await self._writers.run(self._accept, part, turn, assignment_id, device_id, media_type)
             return new, total
         finally:
             part.calls -= 1

@@ -33,14 +33,14 @@ from sqlalchemy.orm import Session
 from edge_sdk.protocol.manifest import Manifest
 from sparrow.command_line.command import Command, Parser, add_json
 from sparrow.coordinator.errors import BackupFailed, Damaged, MissingProgram, NoRecords
-from sparrow.coordinator.models.global_models import model_key, recorded_models, skeleton_key
+from sparrow.coordinator.models.global_models import keys_of, skeleton_key
 from sparrow.coordinator.rounds.assignments import BUNDLE_KINDS, update_key
 from sparrow.coordinator.settings import Settings, read_settings
 from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, flush, flush_folder, make_folder, private, read_file
 from sparrow.coordinator.storage.database import check_sqlite, connect
 from sparrow.coordinator.storage.failing import database_errors
 from sparrow.coordinator.storage.store import RECORDS_FILE, open_blobs
-from sparrow.coordinator.storage.tables import Assignment, Federation, Round
+from sparrow.coordinator.storage.tables import Assignment, Federation, Model, Round
 
 DUMP_FILE, SUMMARY_FILE, BLOBS_FOLDER = "records.dump", "backup.json", "blobs"
 TRIES = 50
@@ -107,23 +107,9 @@ def check_copy(copy: Path, summary: dict[str, Any]) -> None:
 
 def blobs_named(db: Session) -> set[str]:
     """Return the keys of the blobs that the records need."""
-    named: set[str] = set()
-    of_models = {each.id: (each, recorded_models(db, each)) for each in db.scalars(select(Federation))}
-
-    def model(federation_id: int, version: int) -> str:
-        digest = of_models[federation_id][1].get(version)
-        if digest is None:
-            raise BackupFailed(
-                f"the records of federation {federation_id} need its model {version}, and do not know it"
-            )
-        return model_key(federation_id, version, digest)
-
-    for number, (federation, _) in of_models.items():
-        manifest = Manifest.model_validate_json(federation.manifest)
-        named |= {skeleton_key(number, manifest), model(number, federation.model_version)}
-        of_it = select(Assignment.model_version).where(Assignment.federation_id == number)
-        others = set(db.scalars(of_it.where(Assignment.status == "open"))) | {federation.rollback_version}
-        named.update(model(number, version) for version in others if version is not None)
+    named = {key for model in db.scalars(select(Model)) for key in keys_of(model)}
+    for federation in db.scalars(select(Federation)):
+        named.add(skeleton_key(federation.id, Manifest.model_validate_json(federation.manifest)))
     waiting = (
         select(Assignment)
         .join(Round, (Round.federation_id == Assignment.federation_id) & (Round.number == Assignment.round))
@@ -135,24 +121,19 @@ def blobs_named(db: Session) -> set[str]:
     )
     for each in db.scalars(waiting):
         named.add(update_key(each.federation_id, each.id, each.update_sha256 or ""))
-        named.add(model(each.federation_id, each.model_version))  # its base
     return named
 
 
 def _copy(source: Blobs, kept: Blobs, ids: Sequence[int], named: set[str], gone: set[str]) -> bool:
     """Copy the named blobs and all other models and masks; return False if a named one has gone.
 
-    gone: those that had gone before; one that newer records name as well is lost. Raises BackupFailed where any is, or
+    Newer records may name a model that is here already, and has gone by then. gone: those that had gone before; one that newer records name as well is lost. Raises BackupFailed where any is, or
     is damaged."""
-    wanted: list[str] = []
+    wanted = sorted(named)
     for number in ids:
-        # A model's state before its values: these are deleted first, so values that are there had their state before.
-        keys = source.keys(f"{number}/models")
-        wanted += [key for key in keys if ".state." in key]
-        wanted += [key for key in keys if ".state." not in key]
-        wanted += source.keys(f"{number}/masks")
+        wanted += source.keys(f"{number}/models") + source.keys(f"{number}/masks")
     damaged: list[str] = []
-    for key in dict.fromkeys([*wanted, *sorted(named)]):
+    for key in dict.fromkeys(wanted):
         if key in kept.sizes(key.rpartition("/")[0]):
             continue
         try:

@@ -104,6 +104,10 @@ class Tokens:
         self.remembered.clear()
         self._looked_at = -REMEMBER_SECONDS
 
+    def guarded_before(self) -> frozenset[Kind]:
+        """Return what ``guarded`` was when it was last looked up."""
+        return self._kinds
+
     def guarded_known(self) -> bool:
         """Return whether ``guarded`` answers without reading the records."""
         return len(self._kinds) == len(KINDS) or abs(self._clock() - self._looked_at) < REMEMBER_SECONDS

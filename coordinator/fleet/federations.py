@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import secrets
@@ -35,6 +36,7 @@ from sparrow.coordinator.errors import (
     NoSuchMethod,
     NotFound,
     TooLarge,
+    Unavailable,
     UnknownMethod,
     Unreadable,
     WrongState,
@@ -60,12 +62,16 @@ from sparrow.coordinator.storage.tables import (
     DeletedFederation,
     Device,
     Federation,
+    Model,
     Round,
     Token,
 )
 from sparrow.export.metadata import properties
 
 log = logging.getLogger(__name__)
+
+NEVER = 0.0
+"""When a federation was deleted that is being created, or whose creation failed."""
 
 LARGEST_NOTE = 64 * 1024
 
@@ -150,23 +156,31 @@ class Federations:
         for text in (warning, _unbounded(settings)):
             if text:
                 log.warning("%s: %s", request.name, text)
+        federation_id = self._reserve_id(request.name)
+        # Blobs first, outside of any transaction: a federation that can be seen has its model on disk.
+        files = self._models.files(federation_id, 0, model)
+        try:
+            self._models.add_skeleton(federation_id, manifest, skeleton)
+            self._models.write(federation_id, files)
+        except Unavailable:
+            with contextlib.suppress(Unavailable):  # then the next start removes what was written
+                clear_deleted(self._store, federation_id)
+            raise
+        manifest_json = manifest.model_dump_json()
         with self._store.writing() as db:
-            if db.scalar(select(Federation).where(Federation.name == request.name)):
-                raise NameTaken(
-                    f"a federation called {request.name!r} exists; choose another name, or publish with --exist-ok "
-                    f"(exist_ok=True), which uses it where it is the same"
-                )
+            _check_free(db, request.name)
+            db.execute(delete(DeletedFederation).where(DeletedFederation.id == federation_id))
             federation = Federation(
-                id=_next_id(db),
+                id=federation_id,
                 uid=uuid.uuid4().hex,
                 secret=new_secret(request.name, settings),
                 name=request.name,
                 task=manifest.task,
                 method=settings.method,
                 settings=settings.model_dump(mode="json"),
-                manifest=manifest.model_dump_json(),
+                manifest=manifest_json,
                 status=FederationStatus.waiting.value,
-                model_sha256="",
+                model_sha256=files.sha256,
                 published_bytes=published_bytes,
                 warning=warning,
                 round=0,
@@ -177,20 +191,32 @@ class Federations:
             )
             db.add(federation)
             db.flush()
-            # Blobs first, then the commit: a federation that can be seen has its model on disk.
-            self._models.add(federation.id, manifest, skeleton)
-            federation.model_sha256 = federation.first_sha256 = self._models.save(federation.id, 0, model)
-            return self.describe(db, federation)
+            self._models.record(db, federation_id, files)
+        self._models.remember(federation_id, files)
+        return self.get(request.name)
+
+    def _reserve_id(self, name: str) -> int:
+        """Return the id of a federation that is about to be created, under which its blobs may be written.
+
+        Until it is, the records have it as deleted before it began: killed, it leaves nothing. Raises NameTaken."""
+        with self._store.writing() as db:
+            _check_free(db, name)
+            federation_id = _next_id(db)
+            db.add(DeletedFederation(id=federation_id, name=name, deleted_at=NEVER))
+            return federation_id
 
     def ensure_default(self, task: str, settings: FederationSettings) -> None:
         """Create the federation ``default`` when there never was any: the first start."""
         with self._store.reading() as db:
-            if _next_id(db) > 1:
+            deleted = select(DeletedFederation.id).where(DeletedFederation.deleted_at != NEVER)
+            if db.scalar(select(Federation.id).limit(1)) or db.scalar(deleted.limit(1)):
                 return
         self.create(CreateFederation(name="default", task=task, settings=settings))
 
     def change(self, name: str, request: ChangeFederation) -> FederationInfo:
         """Pause, resume, stop or reopen a federation, or change settings from the next round on."""
+        if request.model_version is not None:
+            self._check_whole(name, request.model_version)
         with self._store.writing() as db:
             federation = find(db, name)
             settings_of(federation)  # can be read
@@ -218,7 +244,7 @@ class Federations:
                 forget_adapted(db, federation)
             if request.action == "resume":
                 extend_deadlines(db, federation, self._clock())
-            return self.describe(db, federation)
+        return self.get(name)
 
     def compare(self, name: str, wanted: CompareFederation) -> FederationInfo:
         """Return the federation of this name if ``wanted`` would make the same one: method, model and settings.
@@ -269,7 +295,7 @@ class Federations:
                     Device.federation_id == federation.id, token.is_not(None)
                 )
                 db.execute(insert(DeletedDevice).from_select(["token_sha256", "federation_id"], known))
-            for table in (Assignment, Round, Device):
+            for table in (Assignment, Round, Device, Model):
                 db.execute(delete(table).where(table.federation_id == federation.id))
             its_own = update(Token).where(Token.federation_id == federation.id)
             db.execute(its_own.values(federation_id=None, revoked_at=func.coalesce(Token.revoked_at, now)))
@@ -347,8 +373,9 @@ class Federations:
         """Return the newest global model, or one that is kept, as a checkpoint. Raises NoGlobalModel, NotFound."""
         with self._store.reading() as db:
             federation = find(db, name)
+            kept = self._models.kept(db, federation)
         self._check_usable(federation)
-        if version is not None and version not in self._models.versions(federation):
+        if version is not None and version not in kept:
             raise NotFound(
                 f"model {version} of {name} is not kept; GET /v1/federations/{name}/models lists those that are"
             )
@@ -378,6 +405,14 @@ class Federations:
         manifest = self.manifest(name)
         at_once = samples_at_once(check_skeleton(self.skeleton(name), manifest), CHUNK)
         return judge(self.model_onnx(name), manifest, body, at_once)
+
+    def _check_whole(self, name: str, version: int) -> None:
+        """Raise Damaged where a model that is kept is: now, and not when the federation goes back to it."""
+        with self._store.reading() as db:
+            federation = find(db, name)
+            kept = self._models.kept(db, federation)
+        if version in kept:
+            self._models.file(federation, version)
 
     def _check_usable(self, federation: Federation) -> None:
         reason = why_unusable(federation, self._models.manifest(federation))
@@ -448,6 +483,14 @@ def _check_model(name: str, manifest: Manifest) -> CoordinatorMethod:
             f"publish with --running-statistics shared, or register a buffer that never changes with persistent=False"
         )
     return method
+
+
+def _check_free(db: Session, name: str) -> None:
+    if db.scalar(select(Federation.id).where(Federation.name == name)) is not None:
+        raise NameTaken(
+            f"a federation called {name!r} exists; choose another name, or publish with --exist-ok "
+            f"(exist_ok=True), which uses it where it is the same"
+        )
 
 
 def _next_id(db: Session) -> int:

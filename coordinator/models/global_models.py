@@ -4,10 +4,14 @@ A payload is not stored: which values it holds follows from the assignment (mode
 and from the mask that the device holds, so it is packed when asked for, and a restarted coordinator packs the same
 bytes again. The last few are remembered (``payloads``).
 
-A method's own arrays lie in a second file of the same version, whose digest is in the note of the first. Masks of
-elements also lie by themselves, under their digests, as long as a device holds them: it is sent the changes since
-then. So do the masks of neurons that devices have chosen, whose values are what these are sent. Where a method knows
-what of the values changed since a round, a device that holds the model of that round is sent no more.
+A model is written under its digests before the transaction that makes it the federation's, which records them
+(``tables.Model``). So a file whose transaction failed is named nowhere, not served, and removed when a later model is
+there.
+
+A method's own arrays lie in a second file of the same version. Masks of elements also lie by themselves, under their
+digests, as long as a device holds them: it is sent the changes since then. So do the masks of neurons that devices have
+chosen, whose values are what these are sent. Where a method knows what of the values changed since a round, a device
+that holds the model of that round is sent no more.
 """
 
 from __future__ import annotations
@@ -15,12 +19,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from pydantic import ValidationError
-from sqlalchemy import select
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol import bundle, checkpoint
@@ -29,12 +33,12 @@ from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind
 from edge_sdk.protocol.neurons import fits_ratio, mask_digest, mask_from_file, mask_to_file
-from sparrow.coordinator.errors import Damaged, NotFound, Unreadable, explain
+from sparrow.coordinator.errors import Damaged, NotFound, Unavailable, Unreadable, explain
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method
 from sparrow.coordinator.models.payloads import Packed, Payloads
 from sparrow.coordinator.rounds.draws import neuron_key
 from sparrow.coordinator.storage.store import Store
-from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
+from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Model, Round
 
 SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -50,6 +54,18 @@ class Retention:
         """Return which of ``versions`` are kept."""
         numbers = sorted(versions)
         return {*numbers[-self.last :], *(number for number in numbers if self.every and number % self.every == 0)}
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of a global model that is to be written: key -> content, and what the records are to say of them."""
+
+    version: int
+    model: GlobalModel
+    files: Mapping[str, bytes]
+    sha256: str
+    state_sha256: str | None
+    bytes: int
 
 
 def settings_of(federation: Federation) -> FederationSettings:
@@ -89,31 +105,43 @@ class Models:
                 raise unreadable(federation, "manifest", error) from None
         return self._manifests[federation.id]
 
-    def add(self, federation_id: int, manifest: Manifest, skeleton: bytes) -> None:
-        """Take in a new federation's model: its description, and its ONNX skeleton on disk."""
-        self._manifests[federation_id] = manifest
+    def add_skeleton(self, federation_id: int, manifest: Manifest, skeleton: bytes) -> None:
+        """Store the ONNX skeleton of a new federation's model durably."""
         self._store.blobs.put(skeleton_key(federation_id, manifest), skeleton)
 
     def skeleton(self, federation: Federation) -> bytes:
         """Return the ONNX skeleton of the forward pass."""
         return self._store.blobs.get(skeleton_key(federation.id, self.manifest(federation)))
 
-    def save(self, federation_id: int, version: int, model: GlobalModel) -> str:
-        """Store a global model durably; return the SHA-256 of the file of its values, which names all of it."""
-        note: dict[str, object] = {"version": version}
+    def files(self, federation_id: int, version: int, model: GlobalModel) -> ModelFiles:
+        """Return the files of a global model, which ``write`` stores."""
+        files, state_sha256 = {}, None
         if model.mask is not None or model.own:
             state = {f"own:{name}": array for name, array in model.own.items()}
             if model.mask is not None:
                 state["mask"] = np.frombuffer(model.mask.bits, dtype=np.uint8)
-                self._keep_mask(federation_id, model.mask.digest, model.mask.bits)
-            kept = checkpoint.save(state)
-            note["state"] = hashlib.sha256(kept).hexdigest()
-            self._store.blobs.put(state_key(federation_id, version, str(note["state"])), kept)
-        body = checkpoint.save(model.tensors, json.dumps(note))
-        digest = hashlib.sha256(body).hexdigest()
-        self._store.blobs.put(model_key(federation_id, version, digest), body)
-        self._latest[federation_id] = (digest, model)
-        return digest
+                files[mask_key(federation_id, model.mask.digest)] = model.mask.bits
+            body = checkpoint.save(state)
+            state_sha256 = hashlib.sha256(body).hexdigest()
+            files[state_key(federation_id, version, state_sha256)] = body
+        body = checkpoint.save(model.tensors, json.dumps({"version": version}))
+        sha256 = hashlib.sha256(body).hexdigest()
+        files[model_key(federation_id, version, sha256)] = body
+        return ModelFiles(version, model, files, sha256, state_sha256, len(body))
+
+    def write(self, federation_id: int, files: ModelFiles, after_each: Callable[[], None] = lambda: None) -> None:
+        """Store a global model's files durably; outside of any transaction, for it may take a minute."""
+        known = self._store.blobs.keys(f"{federation_id}/masks")
+        for key, body in files.files.items():
+            if key not in known:
+                self._store.blobs.put(key, body)
+            after_each()
+
+    def record(self, db: Session, federation_id: int, files: ModelFiles) -> None:
+        """Record a global model, whose files are written, in the transaction that makes it the federation's."""
+        row = Model(federation_id=federation_id, version=files.version, bytes=files.bytes)
+        row.sha256, row.state_sha256 = files.sha256, files.state_sha256
+        db.add(row)
 
     def digest(self, federation: Federation, version: int) -> str | None:
         """Return the SHA-256 of a model's file, by which devices name it; None if the method needs none."""
@@ -125,38 +153,44 @@ class Models:
         """Return the SHA-256 of a model's file. Raises NotFound for a version that the records do not know."""
         if version == federation.model_version:
             return federation.model_sha256
-        with self._store.reading() as db:
-            found = recorded_models(db, federation, version).get(version)
-        if found is None:
-            raise NotFound(f"{federation.name} has no model {version}")
-        return found
+        return self._named(federation, version).sha256
 
     def file(self, federation: Federation, version: int) -> bytes:
         """Return the values of a global model as stored: a checkpoint. Raises NotFound for one that is not kept."""
-        digest = self.sha256(federation, version)
-        return self._store.blobs.get(model_key(federation.id, version, digest))
+        return self._get(federation, version, model_key(federation.id, version, self.sha256(federation, version)))
 
     def packed(self, federation: Federation, version: int, pack: Callable[[], bytes] | None = None) -> Packed:
         """Return a global model's file, or what ``pack`` makes of it: once for all who ask at the same time."""
         key = (federation.id, version, "file" if pack is None else "packed")
         return self._payloads.get(key, pack or (lambda: self.file(federation, version)))
 
-    def versions(self, federation: Federation) -> dict[int, int]:
-        """Return the global models that are stored and recorded, oldest first, and the bytes of each one's values."""
-        sizes = self._store.blobs.sizes(f"{federation.id}/models")
+    def _named(self, federation: Federation, version: int) -> Model:
+        """Return what the records say of a global model. Raises NotFound."""
         with self._store.reading() as db:
-            recorded = recorded_models(db, federation)
-        keys = {number: model_key(federation.id, number, recorded[number]) for number in sorted(recorded)}
-        return {number: sizes[key] for number, key in keys.items() if key in sizes}
+            found = db.get(Model, (federation.id, version))
+        if found is None:
+            raise NotFound(f"{federation.name} has no model {version}, or not any more")
+        return found
 
-    def kept(self, federation: Federation) -> dict[int, int]:
-        """Return the global models that are kept, oldest first, with the bytes of each; others may go at any time."""
-        versions = self.versions(federation)
-        stay = self._retention.kept(versions) | {federation.model_version}
-        return {number: size for number, size in versions.items() if number in stay}
+    def _get(self, federation: Federation, version: int, key: str) -> bytes:
+        """Return a file of a global model. Raises Unavailable where the model is not kept any more."""
+        try:
+            return self._store.blobs.get(key, needed=False)
+        except FileNotFoundError:
+            with self._store.reading() as db:
+                if db.get(Model, (federation.id, version)) is None:
+                    raise Unavailable("a newer global model has just come in the place of this; try again") from None
+            return self._store.blobs.get(key)
+
+    def kept(self, db: Session, federation: Federation) -> dict[int, Model]:
+        """Return the global models that are kept, oldest first; others may go at any time."""
+        of_federation = select(Model).where(Model.federation_id == federation.id).order_by(Model.version)
+        models = {each.version: each for each in db.scalars(of_federation)}
+        stay = self._retention.kept(models) | {federation.model_version}
+        return {number: each for number, each in models.items() if number in stay}
 
     def model(self, federation: Federation, version: int) -> GlobalModel:
-        """Return a global model."""
+        """Return a global model. Raises NotFound for one that is not kept."""
         latest, digest = self._latest.get(federation.id), self.sha256(federation, version)
         if latest is None or latest[0] != digest:
             model = self._load(federation, version)
@@ -165,12 +199,18 @@ class Models:
             latest = self._latest[federation.id] = (digest, model)
         return latest[1]
 
+    def remember(self, federation_id: int, files: ModelFiles) -> None:
+        """Keep a model in memory that is the federation's from now on."""
+        self._latest[federation_id] = (files.sha256, files.model)
+
     def _load(self, federation: Federation, version: int) -> GlobalModel:
-        tensors, note = checkpoint.load(self.file(federation, version))
-        digest = json.loads(note).get("state")
-        if digest is None:
+        named = self._named(federation, version)
+        tensors, _ = checkpoint.load(self._get(federation, version, model_key(federation.id, version, named.sha256)))
+        if named.state_sha256 is None:
             return GlobalModel(tensors)
-        state, _ = checkpoint.load(self._store.blobs.get(state_key(federation.id, version, digest)))
+        state, _ = checkpoint.load(
+            self._get(federation, version, state_key(federation.id, version, named.state_sha256))
+        )
         bits = state.pop("mask", None)
         mask = None if bits is None else from_bits(self.manifest(federation), bits.tobytes())
         return GlobalModel(tensors, mask, {name.removeprefix("own:"): array for name, array in state.items()})
@@ -180,34 +220,35 @@ class Models:
         self._manifests.pop(federation_id, None)
         self._latest.pop(federation_id, None)
 
-    def forget(self, federation: Federation, in_use: set[int], masks: set[str]) -> None:
-        """Delete the global models that are not in use and not to be kept, and the masks that nothing refers to."""
-        blobs, folder = self._store.blobs, f"{federation.id}/models"
-        kept = in_use | self._retention.kept(self.versions(federation))
-        with self._store.reading() as db:
-            recorded = recorded_models(db, federation)
-        keep = {model_key(federation.id, version, recorded[version]) for version in kept & recorded.keys()}
-        states = tuple(f"{folder}/{version:09d}.state." for version in kept)
-        blobs.retain(folder, keep.union(key for key in blobs.keys(folder) if key.startswith(states)))
-        blobs.retain(f"{federation.id}/masks", {_mask_key(federation.id, digest) for digest in masks})
+    def drop_old(self, db: Session, federation: Federation, in_use: set[int]) -> None:
+        """Have the records forget the global models that are neither in use nor to be kept: their files go later."""
+        stay = in_use | set(self.kept(db, federation))
+        db.execute(delete(Model).where(Model.federation_id == federation.id, Model.version.not_in(stay)))
+
+    @staticmethod
+    def needed(db: Session, federation_id: int, keys: Iterable[str]) -> set[str]:
+        """Return the keys of the models that the records name, and which of ``keys`` they may name soon.
+
+        A version that is newer than all in the records may be one that another process is about to record.
+        """
+        rows = db.scalars(select(Model).where(Model.federation_id == federation_id)).all()
+        newest = max((row.version for row in rows), default=-1)
+        return {key for row in rows for key in keys_of(row)}.union(key for key in keys if _version_in(key) > newest)
 
     def keep_mask(self, federation: Federation, mask: NeuronMask) -> str:
         """Store a mask that a device has chosen; return its digest."""
         manifest = self.manifest(federation)
         digest = mask_digest(manifest, mask)
-        self._keep_mask(federation.id, digest, mask_to_file(manifest, mask))
+        key = mask_key(federation.id, digest)
+        if key not in self._store.blobs.keys(f"{federation.id}/masks"):
+            self._store.blobs.put(key, mask_to_file(manifest, mask))
         return digest
-
-    def _keep_mask(self, federation_id: int, digest: str, data: bytes) -> None:
-        key = _mask_key(federation_id, digest)
-        if key not in self._store.blobs.keys(f"{federation_id}/masks"):
-            self._store.blobs.put(key, data)
 
     def _held_mask(self, federation: Federation, device: Device) -> ElementMask | NeuronMask | None:
         """Return the mask that a device said it holds, if it is one of this federation's."""
         if device.mask is None or not SHA256.fullmatch(device.mask):
             return None
-        key = _mask_key(federation.id, device.mask)
+        key = mask_key(federation.id, device.mask)
         try:
             data = self._store.blobs.get(key, needed=False)
         except FileNotFoundError:
@@ -281,26 +322,22 @@ class Models:
             return db.scalars(of_digest.order_by(Round.number).limit(1)).first()
 
 
-def recorded_models(db: Session, federation: Federation, version: int | None = None) -> dict[int, str]:
-    """Return the SHA-256 of the global models that the records know, by version: of all, or at least of one."""
-    made = select(Round.model_version, Round.model_sha256).where(
-        Round.federation_id == federation.id, Round.model_version.is_not(None), Round.model_sha256.is_not(None)
-    )
-    if version is not None:
-        made = made.where(Round.model_version == version)
-    first = {} if federation.first_sha256 is None else {0: federation.first_sha256}
-    rounds = {row[0] or 0: row[1] or "" for row in db.execute(made)}
-    return first | rounds | {federation.model_version: federation.model_sha256}
+def keys_of(model: Model) -> set[str]:
+    """Return the keys of a global model's files."""
+    keys = {model_key(model.federation_id, model.version, model.sha256)}
+    if model.state_sha256 is not None:
+        keys.add(state_key(model.federation_id, model.version, model.state_sha256))
+    return keys
 
 
-def model_key(federation_id: int, version: int, digest: str) -> str:
-    """Return the key of a global model's values; digest: the SHA-256 of their file."""
-    return f"{federation_id}/models/{version:09d}.{digest}.safetensors"
+def model_key(federation_id: int, version: int, sha256: str) -> str:
+    """Return the key of a global model's values; sha256: of their file."""
+    return f"{federation_id}/models/{version:09d}.{sha256}.safetensors"
 
 
-def state_key(federation_id: int, version: int, digest: str) -> str:
+def state_key(federation_id: int, version: int, sha256: str) -> str:
     """Return the key of what a method keeps beside the values, if anything."""
-    return f"{federation_id}/models/{version:09d}.state.{digest}.safetensors"
+    return f"{federation_id}/models/{version:09d}.state.{sha256}.safetensors"
 
 
 def skeleton_key(federation_id: int, manifest: Manifest) -> str:
@@ -308,5 +345,10 @@ def skeleton_key(federation_id: int, manifest: Manifest) -> str:
     return f"{federation_id}/skeletons/{manifest.skeleton_sha256}"
 
 
-def _mask_key(federation_id: int, digest: str) -> str:
+def _version_in(key: str) -> int:
+    return int(key.rpartition("/")[2].partition(".")[0])
+
+
+def mask_key(federation_id: int, digest: str) -> str:
+    """Return the key of a mask that a device may hold."""
     return f"{federation_id}/masks/{digest}"

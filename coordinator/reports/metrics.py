@@ -5,19 +5,27 @@ No label is per device: there may be many. Counters begin anew when the process 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy import func, literal_column, select
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol.messages import FederationSettings, PrivacySpent
-from sparrow.coordinator.errors import Unreadable, read_stored
+from sparrow.coordinator.errors import Unavailable, Unreadable, read_stored
 from sparrow.coordinator.models.global_models import settings_of
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation, Round
@@ -88,6 +96,21 @@ class Metrics:
         timed: Any = _TimedBlobs(store.blobs, self.blobs)
         store.blobs = timed
 
+    def observe_rounds(self, still_seconds: Callable[[], float], moves: Callable[[], bool]) -> None:
+        """Read, at every look, how long the thread of the rounds has not moved, and whether it moves rounds here."""
+        still = Gauge(
+            "sparrow_rounds_thread_still_seconds",
+            "Time since the thread of the rounds last finished a step, update or file",
+            registry=self.registry,
+        )
+        still.set_function(still_seconds)
+        holder = Gauge(
+            "sparrow_moves_rounds",
+            "1 in the process that opens and closes rounds, 0 in others of the same coordinator",
+            registry=self.registry,
+        )
+        holder.set_function(lambda: float(moves()))
+
     def observe_records(self, store: Store) -> None:
         """Read the other metrics from its records, at every look."""
         self.registry.register(_Records(store))
@@ -125,6 +148,12 @@ class _Records(Collector):
         return []  # else registering would read the records
 
     def collect(self) -> Iterable[Metric]:
+        try:
+            return self._collect()
+        except Unavailable:  # what the process itself counts tells why
+            return []
+
+    def _collect(self) -> Iterable[Metric]:
         label = ["federation"]
         rounds = CounterMetricFamily("sparrow_rounds_closed", "Closed rounds", labels=label)
         devices = GaugeMetricFamily("sparrow_devices", "Devices by status", labels=["federation", "status"])

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 
-from sqlalchemy import ColumnElement, and_, or_, select
+from sqlalchemy import ColumnElement, and_, or_, select, update
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol.messages import (
@@ -29,11 +30,12 @@ from edge_sdk.protocol.messages import (
     RoundRecord,
     UpdateReport,
 )
-from sparrow.coordinator.errors import NotFound, read_stored
+from sparrow.coordinator.errors import NotFound, Unavailable, read_stored
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.fleet.last_seen import LastSeen
 from sparrow.coordinator.methods import load_method
 from sparrow.coordinator.rounds.assignments import COHORT_KINDS, DAMAGED, UNCOUNTED, weight_of
+from sparrow.coordinator.storage.failing import RECORDS
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device, Round
 
@@ -41,7 +43,7 @@ MOST_NAMES = 50
 """Different names of counts in a record, as devices choose these names."""
 
 RECORDS_AT_A_TIME = 10
-"""Records made in one transaction: of a long training that nobody looked at there are many, and all who write wait."""
+"""Records that are made, and then written, together: of a long training that nobody looked at there are many."""
 
 
 class Records:
@@ -67,24 +69,37 @@ class Records:
     def refresh(self, federation_name: str) -> int:
         """Make the records of closed rounds that a fact has come to since; answers the federation's id. Raises
         NotFound."""
-        self._bring()
         with self._store.reading() as db:
             federation_id = find(db, federation_name).id
+        if self._store.troubles.size(RECORDS) is None:  # else who only looks would wait for what cannot be written
+            with suppress(Unavailable):
+                self._bring()
+                self._remember(federation_id)
+        return federation_id
+
+    def _remember(self, federation_id: int) -> None:
+        with self._store.reading() as db:
             outdated = select(Round).where(Round.federation_id == federation_id, Round.status == "closed", Round.stale)
             waiting = len(db.scalars(outdated.with_only_columns(Round.id)).all())
         for _ in range(0, waiting, RECORDS_AT_A_TIME):
-            # Looked at and remembered in one transaction: a fact that came in between would be forgotten.
+            with self._store.reading() as db:
+                found = [
+                    (item.id, item.facts, json.loads(_look(db, item).model_dump_json()))
+                    for item in db.scalars(outdated.order_by(Round.number.desc()).limit(RECORDS_AT_A_TIME))
+                ]
             with self._store.writing() as db:
-                for item in db.scalars(outdated.order_by(Round.number.desc()).limit(RECORDS_AT_A_TIME)):
-                    item.summary, item.stale = json.loads(_look(db, item).model_dump_json()), False
-        return federation_id
+                for round_id, facts, summary in found:  # but where a fact has come meanwhile
+                    made = update(Round).where(Round.id == round_id, Round.facts == facts)
+                    db.execute(made.values(summary=summary, stale=False))
 
     def reports(self, federation_name: str, number: int) -> list[DeviceReport]:
         """Return the report of each device in round ``number``, training first, by name. Raises NotFound.
 
         A report that cannot be read is left out; the round's record names its device.
         """
-        self._bring()
+        if self._store.troubles.size(RECORDS) is None:
+            with suppress(Unavailable):
+                self._bring()
         with self._store.reading() as db:
             federation = find(db, federation_name)
             prepared = load_method(federation.method).prepares

@@ -196,7 +196,8 @@ def forget_adapted(db: Session, federation: Federation) -> None:
 
 def touch(db: Session, federation_id: int, number: int) -> None:
     """Mark the cached record of a round as stale, since a fact about it has come."""
-    db.execute(update(Round).where(Round.federation_id == federation_id, Round.number == number).values(stale=True))
+    of_round = (Round.federation_id == federation_id, Round.number == number)
+    db.execute(update(Round).where(*of_round).values(stale=True, facts=Round.facts + 1))
 
 
 def update_folder(federation_id: int) -> str:

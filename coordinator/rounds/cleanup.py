@@ -13,7 +13,7 @@ from sqlalchemy import and_, select
 from sqlalchemy.orm import Session
 
 from sparrow.coordinator.errors import Unavailable
-from sparrow.coordinator.models.global_models import Models
+from sparrow.coordinator.models.global_models import Models, mask_key
 from sparrow.coordinator.rounds.assignments import assignment_of, update_folder, update_key
 from sparrow.coordinator.rounds.buffered import Arrival, arrivals
 from sparrow.coordinator.storage.store import Store
@@ -25,29 +25,36 @@ log = logging.getLogger(__name__)
 def clear(store: Store, models: Models, federation_id: int) -> None:
     """Remove the blobs of a federation that no record names.
 
-    Updates of open assignments stay: they may be on their way to the records."""
+    Updates of open assignments stay: they may be on their way to the records. What is there is listed before the
+    records are read: another process may move rounds meanwhile, and what it writes must not look unneeded."""
+    folders = (f"{federation_id}/models", f"{federation_id}/masks", update_folder(federation_id))
+    found = model_keys, mask_keys, update_keys = [store.blobs.keys(folder) for folder in folders]
     with store.reading() as db:
         federation = db.get_one(Federation, federation_id)
-        open_ones = db.execute(
-            select(Assignment.id, Assignment.model_version).where(
-                Assignment.federation_id == federation_id, Assignment.status == "open"
-            )
-        ).all()
+        of_open = select(Assignment.id).where(Assignment.federation_id == federation_id, Assignment.status == "open")
+        on_the_way = set(db.scalars(of_open))
         late = arrivals(db, federation)
-        in_use = {federation.model_version, *(row[1] for row in open_ones), *(each.model_version for each in late)}
         known = select(Device.mask).where(
             Device.federation_id == federation_id, Device.mask.is_not(None), Device.status != "revoked"
         )
         masks = {digest for digest in db.scalars(known) if digest}
-        updates, on_the_way = _needed(db, federation_id, late), {row[0] for row in open_ones}
-    if store.blobs.keys(f"{federation_id}/masks"):
+        updates = _needed(db, federation_id, late).union(key for key in update_keys if assignment_of(key) in on_the_way)
+        models_needed = models.needed(db, federation_id, model_keys)
+    if mask_keys:
         current_mask = models.model(federation, federation.model_version).mask
         if current_mask is not None:
             masks.add(current_mask.digest)
-    models.forget(federation, in_use, masks)
-    folder = update_folder(federation_id)
-    updates.update(key for key in store.blobs.keys(folder) if assignment_of(key) in on_the_way)
-    store.blobs.retain(folder, updates)
+    needed = (models_needed, {mask_key(federation_id, digest) for digest in masks}, updates)
+    for folder, keys, keep in zip(folders, found, needed, strict=True):
+        store.blobs.retain(folder, keep, keys)
+
+
+def models_in_use(db: Session, federation: Federation) -> set[int]:
+    """Return the versions of the global models that devices train on, or updates that wait were trained on."""
+    of_open = select(Assignment.model_version).where(
+        Assignment.federation_id == federation.id, Assignment.status == "open"
+    )
+    return {federation.model_version, *db.scalars(of_open), *(each.model_version for each in arrivals(db, federation))}
 
 
 def clear_all(store: Store, models: Models) -> None:

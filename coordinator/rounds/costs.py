@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from edge_sdk.protocol.messages import UploadCost
+from sparrow.coordinator.errors import Unavailable
 from sparrow.coordinator.rounds.assignments import touch
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device
@@ -28,6 +30,13 @@ class UploadCosts:
             costs.append(self._costs.popleft())
         if not costs:
             return
+        try:
+            self._write(costs)
+        except Unavailable:
+            self._costs.extendleft(reversed(costs))
+            raise
+
+    def _write(self, costs: Sequence[tuple[str, UploadCost]]) -> None:
         with self._store.writing() as db:
             for device_id, cost in costs:
                 device = db.get(Device, device_id)

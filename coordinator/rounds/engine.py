@@ -21,8 +21,12 @@ memory: after a restart they are rebuilt from the stored updates. Updates are fo
 by device name); one that comes out of turn waits on disk. So the same updates give the same model bit for bit, in
 whatever order they arrive, and memory does not grow with the cohort.
 
-A round closes in two steps: first the new model's files, then the commit of the transaction that moves everything on.
-Killed between them, the coordinator finds the round still open, and does the same again.
+A round closes in two steps: first the new model's files, outside of any transaction, for slow storage may take a
+minute; then a short transaction that looks whether the round is still open, records the model and moves everything on.
+Killed between them, the coordinator finds the round still open, and does the same again; files that no record names are
+never served. Where only the second step fails, it is repeated with the model that was made: noise is drawn once.
+
+Every transaction here is refused where another process has taken over the moving of rounds (``storage.processes``).
 
 Devices that miss a deadline, or are not seen for ``silence_seconds`` while their work is awaited, are not drawn again
 until they ask for work; those that hand back are not drawn for a minute. Silence counts only while this process looks:
@@ -36,6 +40,8 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import and_, delete, func, or_, select
 from sqlalchemy.exc import NoResultFound
@@ -46,7 +52,7 @@ from sparrow.coordinator.errors import Damaged, Unavailable
 from sparrow.coordinator.fleet.last_seen import LastSeen
 from sparrow.coordinator.logs import about
 from sparrow.coordinator.methods import GlobalModel, Situation, Work, load_method
-from sparrow.coordinator.models.global_models import Models, settings_of
+from sparrow.coordinator.models.global_models import ModelFiles, Models, settings_of
 from sparrow.coordinator.rounds.assignments import (
     COHORT_KINDS,
     DAMAGED,
@@ -64,7 +70,7 @@ from sparrow.coordinator.rounds.assignments import (
 )
 from sparrow.coordinator.rounds.buffered import arrivals, count_in, working
 from sparrow.coordinator.rounds.candidates import draw, drawable, most_examples, situation_of, why_over
-from sparrow.coordinator.rounds.cleanup import clear
+from sparrow.coordinator.rounds.cleanup import clear, models_in_use
 from sparrow.coordinator.rounds.costs import UploadCosts
 from sparrow.coordinator.rounds.evaluations import ask_for_evaluation
 from sparrow.coordinator.rounds.intake import DecodedUpdates, Folding, next_model
@@ -89,12 +95,29 @@ GAP_SECONDS = 10.0
 """The longest gap between two looks; after a longer one silence counts anew, for the process may have stood still."""
 
 
+@dataclass(frozen=True)
+class _Closing:
+    """What the close of a round is to record: made once, and kept until it is recorded.
+
+    last: in a buffered round the last arrival that counts in it. files: those of its new model; None for none.
+    """
+
+    round: int
+    base: int
+    files: ModelFiles | None
+    updates: int
+    notes: dict[str, Any]
+    parts: dict[str, int]
+    last: int
+    warning: str | None
+
+
 class Rounds:
     """Runs the rounds of every federation.
 
     last_seen: when each device was. decoded: accepted updates that are still in memory. longest_pause: the pause, s,
     that a device without work may make because it was asked to. on_closed: called with each round that closes, its
-    seconds, and the number of its updates that were left out.
+    seconds, and the number of its updates that were left out. progress: called with each step, update and file.
     """
 
     def __init__(
@@ -108,6 +131,7 @@ class Rounds:
         *,
         longest_pause: Callable[[], float] = lambda: 0.0,
         on_closed: Callable[[str, float, int], None] = lambda federation, seconds, left_out: None,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._models = models
@@ -117,8 +141,10 @@ class Rounds:
         self._decoded = decoded
         self._longest_pause = longest_pause
         self._on_closed = on_closed
+        self._progress = progress
         self._advancing = threading.Lock()
         self._folding: dict[int, Folding] = {}
+        self._closing: dict[int, _Closing] = {}
         self._failed_to_prepare: dict[
             int, set[str]
         ] = {}  # by federation: devices that did not, since the others were asked
@@ -141,6 +167,7 @@ class Rounds:
         """
         with self._advancing:
             self._folding.clear()
+            self._closing.clear()
             self._looking_since.clear()
 
     def advance(self) -> bool:
@@ -160,11 +187,13 @@ class Rounds:
                     try:
                         while self._step_whole(federation_id):
                             moved = True
+                            self._progress()
                     except Unavailable:  # the store has logged it, once; the sums are made again
                         self._folding.pop(federation_id, None)
                         self._looking_since.pop(federation_id, None)
                     except NoResultFound:  # deleted meanwhile
                         self._folding.pop(federation_id, None)
+                        self._closing.pop(federation_id, None)
                     except Exception:
                         # A lost file or an uninstalled method stops its federation, not the others. Its sums may hold
                         # half an update: they are made again from what is stored.
@@ -204,7 +233,12 @@ class Rounds:
             return True  # before its round, which may be open: paused in round 1, then resumed
         if federation.status == "running" and self._withdraw_silent(federation, current):
             return True
+        self._models.manifest(federation)  # read and parsed here, and not in a transaction
         if current is not None:
+            closing = self._closing.get(federation_id)
+            if closing is not None and (closing.round, closing.base) == (current.number, federation.model_version):
+                self._record_close(federation, closing)
+                return True
             if settings_of(federation).buffer is not None:
                 return self._step_buffered(federation, current)
             return self._step_round(federation, current, cohort)
@@ -213,7 +247,7 @@ class Rounds:
         return False
 
     def _start(self, federation_id: int) -> bool:
-        with self._store.writing() as db:
+        with self._store.moving() as db:
             federation = db.get_one(Federation, federation_id)
             enrolled = db.scalar(
                 select(func.count()).where(Device.federation_id == federation_id, Device.status != "revoked")
@@ -227,7 +261,7 @@ class Rounds:
     def _open_round(self, federation_id: int) -> bool:
         """Open the next round, or end the federation."""
         now = self._clock()
-        with self._store.writing() as db:
+        with self._store.moving() as db:
             federation = db.get_one(Federation, federation_id)
             settings = settings_of(federation)
             if federation.status != "running" or open_round(db, federation):
@@ -339,7 +373,7 @@ class Rounds:
         """
         if not late and not self._somebody_is_free(federation_id, number):
             return False
-        with self._store.writing() as db:
+        with self._store.moving() as db:
             federation = db.get_one(Federation, federation_id)
             current = open_round(db, federation)
             if current is None or current.number != number:
@@ -391,7 +425,7 @@ class Rounds:
         """Give a buffered round's work to so many more devices that a cohort trains; False where nobody is there."""
         if not self._somebody_is_free(federation_id, number):
             return False
-        with self._store.writing() as db:
+        with self._store.moving() as db:
             federation = db.get_one(Federation, federation_id)
             current = open_round(db, federation)
             if federation.status != "running" or current is None or current.number != number:
@@ -401,7 +435,7 @@ class Rounds:
 
     def _expire(self, assignment_ids: Sequence[str], *, away: bool) -> None:
         """Close assignments to updates. ``away``: their devices missed a deadline, and are not drawn until they ask."""
-        with self._store.writing() as db:
+        with self._store.moving() as db:
             for assignment in db.scalars(select(Assignment).where(Assignment.id.in_(assignment_ids))):
                 if assignment.status == "open":
                     assignment.status = "expired"
@@ -415,7 +449,7 @@ class Rounds:
 
         Its device trains for it again if it asks before the deadline. Else the round's record says what was left out.
         """
-        with self._store.writing() as db:
+        with self._store.moving() as db:
             damaged = db.get(Assignment, assignment_of(key))
             if damaged is None or key != update_key(federation_id, damaged.id, damaged.update_sha256 or ""):
                 return False
@@ -503,16 +537,15 @@ class Rounds:
         if folding is None or folding.round != number:
             with self._store.reading() as db:
                 situation = self._situation(db, federation, number)
-            folding = Folding(self._store, self._models, self._decoded, federation, situation)
+            folding = Folding(self._store, self._models, self._decoded, federation, situation, progress=self._progress)
             self._folding[federation.id] = folding
         return folding
 
     def _close(
         self, federation: Federation, number: int, folding: Folding, skipped: Mapping[str, str] | None = None
     ) -> None:
-        """Make the next model. skipped: assignment id -> why its update is not in it, where none is made."""
-        self._costs.write()
-        version, digest = federation.model_version, federation.model_sha256
+        """Make the next model, and close. skipped: assignment id -> why its update is not in it, where none is made."""
+        version = federation.model_version
         method, warning = load_method(federation.method), federation.warning
         folding.intake.finish(folding.position)
         sums, notes = folding.intake.sums, folding.intake.notes()
@@ -534,27 +567,47 @@ class Rounds:
                 warning = method.warning(model, situation)
             if warning and warning != federation.warning:
                 log.warning("%s: %s", federation.name, warning)
-        now = self._clock()
-        with self._store.writing() as db:
+        with self._store.reading() as db:
+            cost = spent(db, federation.id, number, settings_of(federation))
+        self._closing[federation.id] = closing = _Closing(
+            number,
+            federation.model_version,
+            None if model is None else self._models.files(federation.id, version, model),
+            0 if model is None else sums.updates,
+            notes if cost is None else {**notes, "privacy": cost.model_dump()},
+            dict(folding.parts),
+            folding.last,
+            warning,
+        )
+        self._record_close(federation, closing)
+
+    def _record_close(self, federation: Federation, closing: _Closing) -> None:
+        """Write the next model's files, and then, in a transaction, what its close changes."""
+        number, files, notes = closing.round, closing.files, closing.notes
+        method, now = load_method(federation.method), self._clock()
+        self._costs.write()
+        if files is not None:
+            self._models.write(federation.id, files, self._progress)
+        with self._store.moving() as db:
             federation = db.get_one(Federation, federation.id)
             current = open_round(db, federation)
-            if current is None or current.number != number:  # another process has closed it meanwhile
-                del self._folding[federation.id]
+            version = federation.model_version if files is None else files.version
+            outdated = files is not None and version != newest_version(db, federation) + 1
+            if outdated or current is None or (current.number, federation.model_version) != (number, closing.base):
+                self._forget(federation.id)  # another process has closed it meanwhile
                 return
             if self._is_final(federation, number) and working(db, federation):
+                del self._closing[federation.id]
                 return  # an operator has just said so: who trains is told first
-            if model is not None:
-                # In this process's turn to write, so that no two write the same file; the records name it afterwards.
-                digest = self._models.save(federation.id, version, model)
-            before, base = federation.round, federation.model_version
-            federation.round, federation.model_version, federation.model_sha256 = number, version, digest
-            federation.warning = warning
-            current.base_version, current.model_version = base, version
+            if files is not None:
+                self._models.record(db, federation.id, files)
+                federation.model_version, federation.model_sha256 = version, files.sha256
+            before, digest = federation.round, federation.model_sha256
+            federation.round, federation.warning = number, closing.warning
+            current.base_version, current.model_version = closing.base, version
             current.status, current.closed_at, current.model_sha256, current.stale = "closed", now, digest, True
-            cost = spent(db, federation.id, number, settings_of(federation))
-            current.notes = notes if cost is None else {**notes, "privacy": cost.model_dump()}
-            current.parts = dict(folding.parts)
-            count_in(db, federation, number, folding.last)
+            current.notes, current.parts = notes, closing.parts
+            count_in(db, federation, number, closing.last)
             left_out = self._names(db, notes.get("left_out", {}))
             if method.prepares and version == 0:
                 self._withdraw(db, current)
@@ -562,13 +615,16 @@ class Rounds:
                     "the model has not been prepared yet: the device that was asked did not answer in time, or handed "
                     "back; another one, or the same, is asked again. Where preparing takes long, raise deadline_seconds"
                 )
-            carry_out(db, federation, self._models)
+            carry_out(db, federation)
             if federation.status == "running":
                 self._evaluate_in_between(db, federation, before, now)
-        del self._folding[federation.id]
+            self._models.drop_old(db, federation, models_in_use(db, federation))
+        if files is not None and federation.model_sha256 == files.sha256:
+            self._models.remember(federation.id, files)
+        self._forget(federation.id)
         log.info(
             "%s: round %s closes, %s updates in its model",
-            *(federation.name, number, 0 if model is None else sums.updates),
+            *(federation.name, number, closing.updates),
             extra={"round": number},
         )
         if left_out:
@@ -577,6 +633,11 @@ class Rounds:
         # Only now, with the new model in the records, may its updates be removed.
         self._decoded.forget(update_folder(federation.id))
         clear(self._store, self._models, federation.id)
+
+    def _forget(self, federation_id: int) -> None:
+        """Forget the sums of a round that is closed."""
+        self._folding.pop(federation_id, None)
+        self._closing.pop(federation_id, None)
 
     @staticmethod
     def _names(db: Session, left_out: Mapping[str, str]) -> str:

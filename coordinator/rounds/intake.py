@@ -303,7 +303,7 @@ class Folding:
 
     round: its number. position: how many of its assignments, in the cohort's order, were looked at. taken: those whose
     updates were taken in. last: in a buffered round the number of the last arrival among them, and behind: how many
-    models old each was. parts: bytes of the updates' bundles by part.
+    models old each was. parts: bytes of the updates' bundles by part. progress: called with each update.
     """
 
     def __init__(
@@ -313,7 +313,10 @@ class Folding:
         decoded: DecodedUpdates,
         federation: Federation,
         situation: Situation,
+        *,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
+        self._progress = progress
         self._store = store
         self._models = models
         self._decoded = decoded
@@ -371,6 +374,7 @@ class Folding:
 
     def _read(self, key: str) -> tuple[Update, Mapping[str, int]]:
         """Return an update as it counts in this round, and the bytes of its parts."""
+        self._progress()
         decoded = self._decoded.take(key)
         if decoded is None:
             # Its digest was compared with its key's: that inside of it need not be.

@@ -22,18 +22,18 @@ from sparrow.coordinator.errors import NotFound, WrongState
 from sparrow.coordinator.methods import Situation, load_method
 from sparrow.coordinator.models.global_models import Models, settings_of
 from sparrow.coordinator.rounds.assignments import open_round
-from sparrow.coordinator.storage.tables import Federation, Round
+from sparrow.coordinator.storage.tables import Federation, Model, Round
 
 log = logging.getLogger(__name__)
 
 
 def ask(db: Session, federation: Federation, models: Models, version: int) -> None:
-    """Go back to ``version``: now, or, while a round is open, when it has closed.
-
-    Raises NotFound, WrongState, Damaged."""
-    if version not in models.kept(federation):
-        kept = ", ".join(str(each) for each in models.kept(federation))
-        raise NotFound(f"model_version: {federation.name} has no model {version} any more; it has {kept}")
+    """Go back to ``version``: now, or, while a round is open, when it has closed. Raises NotFound, WrongState."""
+    kept = models.kept(db, federation)
+    if version not in kept:
+        raise NotFound(
+            f"model_version: {federation.name} has no model {version} any more; it has {', '.join(map(str, kept))}"
+        )
     method, current = load_method(federation.method), open_round(db, federation)
     if method.prepares and version == 0:
         raise WrongState(
@@ -42,13 +42,12 @@ def ask(db: Session, federation: Federation, models: Models, version: int) -> No
     following = (current.number if current else federation.round) + 1
     situation = Situation(models.manifest(federation), settings_of(federation), following)
     method.check_rollback(_round_of(db, federation, version), situation)
-    models.file(federation, version)  # raises Damaged now, and not when the round has closed
     federation.rollback_version = version
     if current is None:
-        carry_out(db, federation, models)
+        carry_out(db, federation)
 
 
-def carry_out(db: Session, federation: Federation, models: Models) -> None:
+def carry_out(db: Session, federation: Federation) -> None:
     """Go back to the model that was asked for; between rounds."""
     version = federation.rollback_version
     if version is None:
@@ -56,10 +55,11 @@ def carry_out(db: Session, federation: Federation, models: Models) -> None:
     of_federation = Round.federation_id == federation.id
     stays = _made_of(db, federation, version)
     known = (of_federation, Round.model_version.is_not(None))
-    db.execute(update(Round).where(*known).values(undone=Round.model_version.not_in(stays), stale=True))
+    undone = Round.model_version.not_in(stays)
+    db.execute(update(Round).where(*known).values(undone=undone, stale=True, facts=Round.facts + 1))
     log.warning("%s: goes back from model %s to %s", federation.name, federation.model_version, version)
-    federation.model_sha256 = models.sha256(federation, version)
     federation.model_version, federation.rollback_version = version, None
+    federation.model_sha256 = db.get_one(Model, (federation.id, version)).sha256
 
 
 def newest_version(db: Session, federation: Federation) -> int:
@@ -77,12 +77,12 @@ def list_models(db: Session, federation: Federation, models: Models) -> list[Mod
         ModelInfo(
             version=version,
             round=made[version].number if version in made else 0 if version == 0 else None,
-            bytes=size,
-            model_sha256=made[version].model_sha256 if version in made else None,
+            bytes=model.bytes,
+            model_sha256=model.sha256,
             undone=version in made and made[version].undone,
             current=version == federation.model_version,
         )
-        for version, size in models.kept(federation).items()
+        for version, model in models.kept(db, federation).items()
     ]
 
 

@@ -93,10 +93,13 @@ class Blobs(ABC):
     def _remove(self, key: str) -> None:
         """Remove a blob, if it is there."""
 
-    def retain(self, prefix: str, keep: Iterable[str]) -> None:
-        """Remove the blobs in the folder ``prefix`` but those to keep; nobody needs the others any more."""
+    def retain(self, prefix: str, keep: Iterable[str], found: Iterable[str] | None = None) -> None:
+        """Remove the blobs in the folder ``prefix`` but those to keep; nobody needs the others any more.
+
+        found: those that were there before it was known which to keep, where others may have written since.
+        """
         keep = set(keep)
-        for key in self.keys(prefix):
+        for key in self.keys(prefix) if found is None else found:
             if key not in keep:
                 self.delete(key)
         self._troubles.forget(

@@ -35,7 +35,14 @@ from sparrow.coordinator.storage.tables import Base, Federation
 
 log = logging.getLogger(__name__)
 
-BUSY_SECONDS = 30  # that a commit waits for another process that holds the lock: a backup, somebody's sqlite3
+BUSY_SECONDS = 5
+"""How long a call waits for a lock that another program holds, such as somebody's sqlite3 or psql. Its thread and
+connection serve nobody else meanwhile, and its caller comes again anyway."""
+IDLE_SECONDS = 10
+"""PostgreSQL ends a transaction whose process has been silent for so long: it may have been stopped in its turn to
+write. Ours compute for milliseconds between two statements, and store nothing elsewhere."""
+STATEMENT_SECONDS = 30
+"""The longest that a statement may take in PostgreSQL, waiting for locks included."""
 LARGEST_WAL = 16 * 1024 * 1024
 CONNECTIONS = 10
 """Kept open between calls, the last used first: to make one takes longer than most calls need it."""
@@ -138,6 +145,8 @@ def migrate(engine: Engine) -> None:
     with engine.connect() as connection:
         if engine.dialect.name == "postgresql":  # processes that start together take turns, and look only then
             connection = connection.execution_options(isolation_level="READ COMMITTED")
+            # Who comes up may have much to do.
+            connection.execute(text("SET LOCAL lock_timeout = 0; SET LOCAL statement_timeout = 0"))
             connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('sparrow tables'))"))
         known = inspect(connection).has_table(REVISION.name)
         revision = connection.scalar(select(REVISION.c.version_num)) if known else None
@@ -185,6 +194,7 @@ def _sqlite(path: Path) -> Engine:
         f"sqlite:///{path.resolve()}",
         connect_args={"timeout": BUSY_SECONDS},
         pool_size=CONNECTIONS,
+        pool_timeout=BUSY_SECONDS,
         pool_use_lifo=True,
         json_deserializer=_read_json,
     )
@@ -220,8 +230,10 @@ def _postgresql(address: str) -> Engine:
             isolation_level="REPEATABLE READ",
             connect_args={
                 # A commit that was acknowledged is on the disk, whatever the server's own default is.
-                # A process that stands still in the middle of a transaction must not keep the others from writing.
-                "options": "-c synchronous_commit=on -c idle_in_transaction_session_timeout=30s",
+                # Nobody waits for long: neither for a process that stands still in the middle of a transaction, nor for
+                # somebody's lock on a table.
+                "options": f"-c synchronous_commit=on -c idle_in_transaction_session_timeout={IDLE_SECONDS}s "
+                f"-c lock_timeout={BUSY_SECONDS}s -c statement_timeout={STATEMENT_SECONDS}s",
                 # Writers take turns: none may wait for minutes on a machine that has gone without a word.
                 "connect_timeout": 5,
                 "tcp_user_timeout": 10_000,
@@ -230,6 +242,7 @@ def _postgresql(address: str) -> Engine:
                 "keepalives_count": 3,
             },
             pool_size=CONNECTIONS,
+            pool_timeout=BUSY_SECONDS,
             pool_use_lifo=True,
             pool_pre_ping=True,  # a connection that a restart of the server broke is replaced, not used
         )

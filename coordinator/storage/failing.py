@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 RECORDS, BLOBS = "records", "blobs"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-DISK_FULL_STATE = "53100"  # PostgreSQL's SQLSTATE
+DISK_FULL_STATE, LOCKED_STATE = "53100", "55P03"  # PostgreSQL's SQLSTATEs
 DAMAGE_STATES = ("XX001", "XX002")
 """PostgreSQL's SQLSTATEs data_corrupted and index_corrupted."""
 SQLITE_DAMAGE = ("database disk image is malformed", "file is not a database")
@@ -60,6 +60,11 @@ class Troubles:
                 return
             del self._found[what]
         log.warning("%s: written again; going on", what)
+
+    def check(self) -> None:
+        """Raise the Unavailable of a failure that lasts, without trying again."""
+        for error, _ in list(self._found.values()):
+            raise error
 
     def size(self, what: str) -> int | None:
         """Return the largest number of bytes whose writing failed; None if all is well."""
@@ -99,7 +104,8 @@ class Troubles:
             if is_damage(error):
                 self.damaged(RECORDS, f"damaged ({getattr(error, 'orig', None)})")
                 raise Unavailable(DAMAGED_RECORDS) from error
-            if not isinstance(error, (OperationalError, InterfaceError, NoConnectionLeft)):
+            ended = isinstance(error, DBAPIError) and error.connection_invalidated
+            if not ended and not isinstance(error, (OperationalError, InterfaceError, NoConnectionLeft)):
                 raise  # a statement of ours is wrong
             unavailable = of_database(error)
             self.begin(RECORDS, unavailable, 0, getattr(error, "orig", None) or error)
@@ -149,6 +155,8 @@ def of_database(error: SQLAlchemyError | sqlite3.Error) -> Unavailable:
     full = "database or disk is full" in str(cause) or getattr(cause, "sqlstate", None) == DISK_FULL_STATE
     if full:
         return DiskFull("the disk of the coordinator's records is full; it goes on when its operator has made room")
+    if "database is locked" in str(cause) or getattr(cause, "sqlstate", None) == LOCKED_STATE:
+        return Unavailable("another program keeps the coordinator's records locked; try again in a while")
     return Unavailable("the coordinator cannot reach its records just now; try again in a while")
 
 

@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from sparrow.coordinator.errors import DataInUse, Unavailable, WrongBlobs
 from sparrow.coordinator.storage.blobs import Blobs, FolderBlobs, make_folder, private
-from sparrow.coordinator.storage.database import WRITING, open_database, seal
+from sparrow.coordinator.storage.database import BUSY_SECONDS, WRITING, open_database, seal
 from sparrow.coordinator.storage.failing import BLOBS, RECORDS, Troubles, advice
 from sparrow.coordinator.storage.mounts import check_local
 from sparrow.coordinator.storage.objects import ObjectBlobs
@@ -35,6 +35,9 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 SMALLEST_PROBE = 4096
 MOST_SAID = 10
 """Damaged files that one answer of /readyz names."""
+CLOSING_SECONDS = 60.0
+"""How long closing waits for a write: longer than any statement may take."""
+
 Result = TypeVar("Result")
 
 
@@ -47,6 +50,50 @@ class _Fact(Generic[Result]):
     settled: bool = False
     result: Result | None = None
     error: BaseException | None = None
+
+
+class Turns:
+    """Turns that threads take one after the other, in the order in which they came.
+
+    They wait for as long as turns change. patience: how long a turn may take before those behind it give up, s.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._line: deque[threading.Event] = deque()  # whose turn it is, and those who wait
+        self._began = 0.0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def turn(self, patience: float | None = None) -> Iterator[None]:
+        """Wait for a turn, and have it for as long as the block takes. Raises Unavailable."""
+        self._wait(patience or self._patience)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._line.popleft()
+                self._began = time.monotonic()
+                if self._line:
+                    self._line[0].set()
+
+    def _wait(self, patience: float) -> None:
+        mine = threading.Event()
+        with self._lock:
+            came = time.monotonic()
+            self._line.append(mine)
+            if self._line[0] is mine:
+                self._began = came
+                return
+        while True:
+            if mine.wait(max(self._began, came) + patience - time.monotonic()):
+                return
+            with self._lock:
+                if self._line[0] is mine:
+                    return
+                if time.monotonic() >= max(self._began, came) + patience:
+                    self._line.remove(mine)
+                    raise Unavailable("what is to be written waits for a write that takes long; try again in a while")
 
 
 class Store:
@@ -88,10 +135,10 @@ class Store:
         self._sessions = sessionmaker(self.engine, expire_on_commit=False)
         self._writers = sessionmaker(self.engine.execution_options(**WRITING), expire_on_commit=False)
         self.on_commit: Callable[[float], None] = lambda seconds: None
-        self._turn = threading.Lock()
+        self._turns = Turns(BUSY_SECONDS)
         self._closed = False
         self._facts: deque[_Fact[Any]] = deque()
-        self._gathering = threading.Lock()
+        self._gathering = Turns(BUSY_SECONDS)
 
     @contextmanager
     def reading(self) -> Iterator[Session]:
@@ -102,8 +149,11 @@ class Store:
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
-        """Open a transaction: committed durably when the block ends, undone if it raises. Raises Unavailable."""
-        with self._turn, self.troubles.of_records(writes=True):
+        """Open a transaction: committed durably when the block ends, undone if it raises. Raises Unavailable.
+
+        All others that write wait for it, in all processes: within it, nothing is computed that takes long, and no blob
+        is written or read."""
+        with self._turns.turn(), self.troubles.of_records(writes=True):
             self._check_open()
             with self._writers.begin() as session:
                 if self.shared is not None:
@@ -114,6 +164,14 @@ class Store:
                 began = time.perf_counter()
             self.on_commit(time.perf_counter() - began)
 
+    @contextmanager
+    def moving(self) -> Iterator[Session]:
+        """Open a transaction of the process that moves rounds. Raises Unavailable, also where another does by now."""
+        with self.writing() as session:
+            if self.shared is not None:
+                self.shared.check_moves(session)
+            yield session
+
     def record(self, work: Callable[[Session], Result], keys: Sequence[str] = ()) -> Result:
         """Do ``work`` in a transaction that many callers may share; durable when this returns. Raises its errors.
 
@@ -123,9 +181,15 @@ class Store:
         """
         fact = _Fact(work, keys)
         self._facts.append(fact)
-        with self._gathering:
+        try:
+            with self._gathering.turn():
+                if not fact.settled:
+                    self._write_down([self._facts.popleft() for _ in range(len(self._facts))])
+        except Unavailable:  # it did not come to its turn, though another may have written for it
+            with suppress(ValueError):
+                self._facts.remove(fact)
             if not fact.settled:
-                self._write_down([self._facts.popleft() for _ in range(len(self._facts))])
+                raise
         if fact.error is not None:
             raise fact.error
         return cast(Result, fact.result)
@@ -167,6 +231,14 @@ class Store:
         if damages:
             raise Unavailable("; ".join(advice(*each) for each in sorted(damages.items())[:MOST_SAID]))
 
+    def check_turn(self) -> None:
+        """Wait for a turn to write, and write nothing. Raises Unavailable."""
+        with self._turns.turn(), self.troubles.of_records(writes=False), self._writers.begin() as session:
+            self._check_open()
+            session.connection()  # SQLAlchemy begins when it must
+            if self.shared is not None:
+                self.shared.take_turn(session)
+
     def probe(self, size: int = SMALLEST_PROBE) -> None:
         """Write a blob of ``size`` bytes, and take it away. Raises Unavailable."""
         try:
@@ -191,6 +263,11 @@ class Store:
         with self.troubles.of_records(writes=False):
             return self.shared.moves()
 
+    @property
+    def moves_now(self) -> bool:
+        """Return whether this process moves rounds, as it last knew."""
+        return self.shared is None or self.shared.moves_now
+
     def say_moved(self) -> None:
         """Tell other processes, if there are any, that something moved. Raises Unavailable."""
         if self.shared is not None:
@@ -204,6 +281,17 @@ class Store:
         """
         if self.shared is not None:
             self.shared.listen(heard)
+
+    def keep_lease(self, is_alive: Callable[[], bool]) -> None:
+        """Renew the lease of the process that moves rounds, if there are several, for as long as ``is_alive``."""
+        if self.shared is not None:
+            self.shared.keep_lease(is_alive)
+
+    def check_lease(self) -> None:
+        """Raise Unavailable where no process moves rounds."""
+        if self.shared is not None:
+            with self.troubles.of_records(writes=False):
+                self.shared.check_lease()
 
     def _check_blobs(self) -> None:
         """Raise WrongBlobs where records and blobs are not of one coordinator: its rounds would delete the other's."""
@@ -224,7 +312,7 @@ class Store:
 
     def close(self) -> None:
         """Close the database and release the folder after the current write; later calls are refused."""
-        with self._turn:
+        with self._turns.turn(CLOSING_SECONDS):
             self._closed = True
             self._let_go()
             if self.shared is None and RECORDS not in self.troubles.damages():

@@ -19,20 +19,19 @@ class Federation(Base):
     """One learning problem with one method and its settings.
 
     ``uid`` tells it from another of the same name on a coordinator that was set up anew. ``round`` counts closed
-    rounds; ``model_version`` the global models, 0 being w^0; ``model_sha256`` is the digest of today's file,
-    ``first_sha256`` that of w^0, and the others' are in the rounds. ``rollback_version`` is one to go back to when the
-    open round has closed. ``warning`` is what its method found wrong, last. ``secret`` is what its draws follow from
-    (``rounds.draws``), ``noise_key`` what a private federation's noise follows from; both leave the records in backups
-    alone. ``published_bytes`` is the size of its publication, 0 for a built-in task; ``published``: its settings as
-    they were asked for, completed, and the digest of its model. ``arrivals`` numbers the updates of buffered rounds. An
-    ``id`` is never given twice.
+    rounds; ``model_version`` the global models, 0 being w^0; ``model_sha256`` is the digest of today's file.
+    ``rollback_version`` is one to go back to when the open round has closed. ``warning`` is what its method found
+    wrong, last. ``secret`` is what its draws follow from (``rounds.draws``), ``noise_key`` what a private federation's
+    noise follows from; both leave the records in backups alone. ``published_bytes`` is the size of its publication, 0
+    for a built-in task; ``published``: its settings as they were asked for, completed, and the digest of its model.
+    ``arrivals`` numbers the updates of buffered rounds. An ``id`` is never given twice.
     """
 
     __tablename__ = "federations"
 
     id: Mapped[int] = mapped_column(primary_key=True)
     uid: Mapped[str] = mapped_column(String(32), unique=True)
-    secret: Mapped[bytes] = mapped_column(LargeBinary(32), nullable=True)  # SQLite adds no other to a table
+    secret: Mapped[bytes] = mapped_column(LargeBinary(32))
     name: Mapped[str] = mapped_column(String(64), unique=True)
     task: Mapped[str] = mapped_column(String(200))
     method: Mapped[str] = mapped_column(String(64))
@@ -46,7 +45,6 @@ class Federation(Base):
     rollback_version: Mapped[int | None]
     arrivals: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     model_sha256: Mapped[str] = mapped_column(String(64))
-    first_sha256: Mapped[str | None] = mapped_column(String(64))
     published_bytes: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     created_at: Mapped[float]
     finished_at: Mapped[float | None]
@@ -55,7 +53,10 @@ class Federation(Base):
 
 
 class DeletedFederation(Base):
-    """A deleted federation. Its id is not used again, since blobs that a kill left lie under it."""
+    """A deleted federation. Its id is not used again, since blobs that a kill left lie under it.
+
+    ``deleted_at`` is 0 while a federation is being created, and for good if that failed.
+    """
 
     __tablename__ = "deleted_federations"
 
@@ -127,7 +128,8 @@ class Device(Base):
 
 
 class Round(Base):
-    """One round. ``summary`` caches its record; ``stale`` says that a fact has come since it was made.
+    """One round. ``summary`` caches its record; ``stale`` says that a fact has come since it was made; ``facts`` counts
+    these, so that one is noticed which comes while the record is being made.
 
     ``target`` is the number of updates that closes it before its deadline; ``extensions`` how often that was moved.
 
@@ -156,6 +158,36 @@ class Round(Base):
     parts: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     summary: Mapped[dict[str, Any] | None] = mapped_column(JSON)
     stale: Mapped[bool] = mapped_column(default=True)
+    facts: Mapped[int] = mapped_column(default=0, server_default="0")
+
+
+class Model(Base):
+    """A global model of a federation that a round, or the publication, has committed and that is kept.
+
+    What is here may be served, and nothing else: a file whose transaction failed is named nowhere. ``sha256`` is of the
+    file of its values, of ``bytes`` bytes, ``state_sha256`` of what its method keeps beside them, None for nothing.
+    """
+
+    __tablename__ = "models"
+
+    federation_id: Mapped[int] = mapped_column(ForeignKey("federations.id"), primary_key=True)
+    version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    sha256: Mapped[str] = mapped_column(String(64))
+    state_sha256: Mapped[str | None] = mapped_column(String(64))
+    bytes: Mapped[int] = mapped_column(BigInteger)
+
+
+class Lease(Base):
+    """The right to move rounds, in one row, where several processes share the records (``storage.processes``).
+
+    ``epoch`` counts its holders: a transaction of an earlier one is refused. ``expires_at`` is by the database's clock.
+    """
+
+    __tablename__ = "lease"
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    epoch: Mapped[int] = mapped_column(server_default="0")
+    expires_at: Mapped[float] = mapped_column(server_default="0")
 
 
 class Assignment(Base):

@@ -30,6 +30,7 @@ class LocalCoordinator(Coordinator):
         self.clock = clock
         usual = {"data_dir": folder, "default_task": "", "keep_models": 1, "retry_after_seconds": 0}
         super().__init__(Settings(**{**usual, **settings}), clock, store and store(folder))
+        self.store.moves()
 
     def create(self, name="f", task="digits", **settings):
         self.federations.create(

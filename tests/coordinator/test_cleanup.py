@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 
 from sparrow.coordinator.errors import DifferentUpdate, RoundClosed
 from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.rounds.assignments import update_key
-from sparrow.coordinator.rounds.cleanup import clear_all
+from sparrow.coordinator.rounds.cleanup import clear, clear_all
 from sparrow.coordinator.storage.blobs import FolderBlobs
 
 from .fakes import DIGITS
@@ -136,19 +138,51 @@ def test_updates_that_are_refused_after_they_were_written(open_coordinator, trai
     assert len(updates(coordinator)) == 1
 
 
+def test_a_process_that_was_replaced_in_the_middle_removes_nothing_of_its_successor(
+    open_coordinator, answer, monkeypatch
+):
+    """It has looked at the records, and stands still; what comes then, of rounds that it does not know, stays."""
+    coordinator = open_coordinator()
+    coordinator.create(rounds=3, min_devices=2, evaluation_interval=0)
+    devices = coordinator.enrol("a", "b")
+    coordinator.rounds.advance()
+    for device in devices:
+        answer(device)
+    model, uncommitted = f"1/models/000000002.{'a' * 64}.safetensors", f"1/models/000000003.{'b' * 64}.safetensors"
+    reading, looks = coordinator.store.reading, []
+
+    @contextmanager
+    def overtaken():
+        with reading() as db:
+            yield db
+        if not looks:
+            looks.append("the one of the process that stands still then")
+            coordinator.rounds.advance()
+            for device in devices:
+                answer(device)
+            coordinator.store.blobs.put(model, b"of the round that the other one closes")
+
+    coordinator.store.blobs.put(uncommitted, b"of a close that has begun")
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinator.store, "reading", overtaken)
+        clear(coordinator.store, coordinator.models, 1)
+    assert len(updates(coordinator)) == 2
+    assert {model, uncommitted} <= set(coordinator.store.blobs.keys("1/models"))
+
+
 def test_a_federation_that_cannot_be_read_keeps_no_other_from_being_cleared(open_coordinator, caplog, monkeypatch):
     coordinator = open_coordinator()
     for name in ("f", "g"):
         coordinator.create(name, **TRAINING)
     coordinator.store.blobs.put("2/updates/left", b"over")
-    forget = Models.forget
+    needed = Models.needed
 
-    def broken(self, federation, *kept):
-        if federation.id == 1:
+    def broken(db, federation_id, keys):
+        if federation_id == 1:
             raise FileNotFoundError("a lost file")
-        forget(self, federation, *kept)
+        return needed(db, federation_id, keys)
 
-    monkeypatch.setattr(Models, "forget", broken)
+    monkeypatch.setattr(Models, "needed", staticmethod(broken))
     coordinator = restart(open_coordinator)
     assert "unused files of federation 1 could not be removed" in caplog.text
     assert coordinator.store.blobs.keys("2/updates") == []

@@ -6,6 +6,7 @@ asked again, so that whatever a coordinator serves or publishes can be compared 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import shutil
 from collections import defaultdict
@@ -167,7 +168,7 @@ def damage(path, fault, names):
 
 def why_not_ready(coordinator):
     try:
-        coordinator.check_ready()
+        asyncio.run(coordinator.check_ready())
     except Unavailable as error:
         return str(error)
     return None

@@ -12,11 +12,11 @@ from sparrow.coordinator.fleet.access import digest_of
 from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.rounds.cleanup import clear_all
 from sparrow.coordinator.storage.blobs import FolderBlobs
-from sparrow.coordinator.storage.tables import Base, DeletedDevice, DeletedFederation, Token
+from sparrow.coordinator.storage.tables import Base, DeletedDevice, DeletedFederation, Lease, Token
 
 from .fakes import CALM, DIGITS
 
-STAYS = {DeletedDevice, DeletedFederation, Token}
+STAYS = {DeletedDevice, DeletedFederation, Token, Lease}
 
 
 @pytest.fixture

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
 import numpy as np
@@ -39,10 +42,15 @@ from sparrow.coordinator.errors import (
     Unavailable,
     WrongState,
 )
+from sparrow.coordinator.models.global_models import Models
+from sparrow.coordinator.reports import records
 from sparrow.coordinator.reports.records import with_joules_per_point
+from sparrow.coordinator.rounds.assignments import touch
+from sparrow.coordinator.rounds.cleanup import clear_all
 from sparrow.coordinator.rounds.dispatch import REST_SECONDS
 from sparrow.coordinator.rounds.draws import Candidate, choose, new_secret
 from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.storage.blobs import FolderBlobs
 from sparrow.coordinator.storage.store import Store
 
 from .fakes import CALM, DIGITS, STOPS, FakeDevice, LocalCoordinator, answering, playing
@@ -593,9 +601,9 @@ def test_one_broken_federation_does_not_stop_the_others(coordinator, answer, cap
     coordinator.rounds.advance()
     assert caplog.text.count("is missing; bring this file back") == 1, "said once, not at every tick"
     with pytest.raises(Unavailable, match=rf"1/models/{model.name} is missing; bring this file back from a backup"):
-        coordinator.check_ready()
+        asyncio.run(coordinator.check_ready())
     (tmp_path / "lost").rename(model)
-    coordinator.check_ready()
+    asyncio.run(coordinator.check_ready())
     coordinator.rounds.advance()
     assert coordinator.info("f").round == 1
 
@@ -772,7 +780,7 @@ def test_a_damaged_update_is_left_out_and_its_device_asked_again(open_coordinato
     coordinator.rounds.advance()
     record = coordinator.record(1)
     assert (record.status, record.updates, record.left_out) == ("closed", 2, {})
-    coordinator.check_ready()
+    asyncio.run(coordinator.check_ready())
 
 
 def test_who_does_not_send_it_again_in_time_is_left_out_in_the_record(open_coordinator, tmp_path, clock, answer):
@@ -790,7 +798,7 @@ def test_who_does_not_send_it_again_in_time_is_left_out_in_the_record(open_coord
     record = coordinator.record(1)
     assert (record.status, record.updates, record.expired) == ("closed", 1, 1)
     assert list(record.left_out.values()) == ["its stored update was damaged, and no other came in time"]
-    coordinator.check_ready()
+    asyncio.run(coordinator.check_ready())
 
 
 def test_the_first_word_about_an_upload_counts_and_a_other_devices_none(coordinator, answer):
@@ -968,6 +976,109 @@ def test_killed_between_the_models_file_and_the_records(open_coordinator, answer
     play(coordinator, devices)
     assert coordinator.model() == undisturbed
     assert [record.updates for record in coordinator.records.rounds("f")] == [3, 3, 3]
+
+
+def test_a_model_whose_transaction_failed_is_not_served_and_is_recorded_as_it_was_made(
+    open_coordinator, answer, undisturbed, play
+):
+    coordinator = open_coordinator(PowerCut)
+    devices = start(coordinator)
+    coordinator.rounds.advance()
+    for device in devices:
+        answer(device)
+    coordinator.store.cut = True
+    coordinator.rounds.advance()
+    (written,) = (key for key in coordinator.store.blobs.keys("1/models") if "000000001" in key)
+    with pytest.raises(NotFound, match="model 1 of f is not kept"):
+        coordinator.federations.model("f", 1)
+    assert [model.version for model in coordinator.federations.models("f")] == [0]
+    body = coordinator.store.blobs.get(written)
+    coordinator.store.blobs.put("1/models/000000001." + 64 * "f" + ".safetensors", b"another process's, that is late")
+    coordinator.store.cut = False
+    coordinator.rounds.advance()
+    assert coordinator.federations.model("f", 1) == coordinator.model() == body
+    assert coordinator.store.blobs.keys("1/models") == [written], "and of others nothing stays"
+    play(coordinator, devices)
+    assert coordinator.model() == undisturbed
+
+
+class Held(threading.Event):
+    """Blobs of models whose writing takes until this is set; ``begun`` is set when one is being written."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.begun, write = threading.Event(), FolderBlobs.write
+
+        def slow(blobs, key, *content):
+            if "/models/" in key:
+                self.begun.set()
+                assert self.wait(60)
+            write(blobs, key, *content)
+
+        monkeypatch.setattr(FolderBlobs, "write", slow)
+
+
+def test_storage_that_takes_its_time_for_a_model_keeps_nobody_from_writing(coordinator, answer, train, monkeypatch):
+    coordinator.create(rounds=2)
+    one, two = coordinator.enrol("a", "b")
+    coordinator.rounds.advance()
+    answer(one)
+    answer(two)
+    slow = Held(monkeypatch)
+    with ThreadPoolExecutor() as pool:
+        closing = pool.submit(coordinator.rounds.advance)
+        assert slow.begun.wait(60)
+        publishing = pool.submit(coordinator.create, "g")
+        for name in ("c", "d"):
+            (device,) = coordinator.enrol(name)
+            assert device.ask() is None
+        coordinator.change(rounds=3)
+        assert [record.status for record in coordinator.records.rounds("f")] == ["open"]
+        assert not closing.done()
+        assert not publishing.done()
+        slow.set()
+        assert closing.result()
+        publishing.result()
+    assert coordinator.record(1).updates == 2
+    assert {info.name for info in coordinator.federations.list()} == {"f", "g"}
+
+
+def test_a_publication_that_was_killed_leaves_neither_a_federation_nor_files(open_coordinator, monkeypatch):
+    coordinator = open_coordinator(PowerCut)
+    with monkeypatch.context() as patch:
+        patch.setattr(Models, "record", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            coordinator.create("g")
+    assert coordinator.store.blobs.keys("1/models")
+    assert coordinator.federations.list() == []
+    coordinator = open_coordinator()
+    clear_all(coordinator.store, coordinator.models)
+    assert coordinator.store.blobs.keys("1/models") == []
+    coordinator.federations.ensure_default("digits", FederationSettings())
+    assert [info.name for info in coordinator.federations.list()] == ["default"], "there never was any"
+
+
+def test_records_are_made_outside_of_transactions_and_forget_no_fact(coordinator, answer, monkeypatch):
+    coordinator.create(rounds=1)
+    one, two = coordinator.enrol("a", "b")
+    coordinator.rounds.advance()
+    answer(one)
+    answer(two)
+    coordinator.rounds.advance()
+    made, summarise = [], records.summarise
+
+    def meanwhile(item, rows):
+        made.append(item.number)
+        if looks == 1 and len(made) == 1:
+            with coordinator.store.writing() as db:  # waits for nobody
+                touch(db, 1, item.number)
+        return summarise(item, rows)
+
+    monkeypatch.setattr(records, "summarise", meanwhile)
+    for looks, wanted in ((1, [1, 1]), (2, [1]), (3, [])):  # it is made again, once, and then remembered
+        coordinator.records.rounds("f")
+        assert made == wanted, looks
+        made.clear()
 
 
 def test_an_update_whose_records_could_not_be_written_is_not_acknowledged(open_coordinator, train, answer):

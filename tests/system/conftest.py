@@ -121,6 +121,11 @@ class Coordinator:
         self._process.kill()
         self._process.wait()
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send its process a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def stop(self) -> None:
         """End it as an operator does."""
         if self._process is not None and self._process.poll() is None:
@@ -261,7 +266,7 @@ for line in sys.stdin:
 OF_DEVICES = ("edge_sdk.simulation.simulate", "edge_sdk.join", "edge_sdk.tasks.digits", "edge_sdk.device.transport")
 """What the nursery of devices has loaded."""
 
-OF_COORDINATORS = ("sparrow.coordinator.commands.serve", "sparrow.coordinator.main", "sparrow.coordinator.api.connections")
+OF_COORDINATORS = tuple(f"sparrow.coordinator.{name}" for name in ("commands.serve", "main", "api.connections"))
 """What that of coordinators has loaded."""
 
 

@@ -146,6 +146,14 @@ class Proxy:
             self._faults.append(fault)
         return fault
 
+    def cut(self) -> None:
+        """Break what is running, as a load balancer does whose target does not answer; later calls are passed on."""
+        with self._changed:
+            sockets = [*self._sockets]
+        for each in sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Break what is running, and wait for every thread."""
         with self._changed:

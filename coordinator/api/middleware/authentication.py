@@ -7,18 +7,18 @@ middlewares of this file.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from dataclasses import dataclass, field
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from sparrow.coordinator.api.middleware.base import READY, Middleware
-from sparrow.coordinator.api.problems import challenge, problem
+from sparrow.coordinator.api.problems import challenge, problem, unavailable
 from sparrow.coordinator.app import Coordinator
-from sparrow.coordinator.errors import FederationDeleted, NotAuthenticated, TokenExpired
+from sparrow.coordinator.errors import FederationDeleted, NotAuthenticated, TokenExpired, Unavailable
 from sparrow.coordinator.fleet.access import KINDS, Holder, Kind
 from sparrow.coordinator.fleet.devices import Caller
 from sparrow.coordinator.logs import about
@@ -28,6 +28,10 @@ TOKEN_NEEDED = (
     "needed to join (SPARROW_ENROLMENT_TOKEN), an admin token to publish (SPARROW_ADMIN_TOKEN), an observer token to "
     "look; the operator makes them with sparrow token"
 )
+
+
+IDENTIFY_SECONDS = 1.0
+"""How long ``/readyz`` waits until it is known who asks: that decides only whether the reason is told."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,14 @@ class Authentication(Middleware):
     """Finds out who is calling, and keeps it as ``request.state.identity``."""
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
-        identity = await identify(coordinator, HTTPConnection(scope))
+        connection = HTTPConnection(scope)
+        try:
+            looking = _identify_soon if scope["path"] == READY else identify
+            identity = await looking(coordinator, connection)
+        except Unavailable as error:
+            return await unavailable(error)(scope, receive, send)
         scope.setdefault("state", {})["identity"] = identity
-        await self._app(scope, _seen(coordinator, identity, receive), send)
+        return await self._app(scope, _seen(coordinator, identity, receive), send)
 
 
 class UnknownCallers(Middleware):
@@ -88,14 +97,27 @@ async def identify(coordinator: Coordinator, connection: HTTPConnection) -> Iden
     if secret is not None:
         caller = coordinator.devices.known_caller(secret) or coordinator.tokens.known_holder(secret)
         try:
-            caller = caller or await run_in_threadpool(_look_up, coordinator, secret)
+            caller = caller or await coordinator.look_ups.run(_look_up, coordinator, secret)
         except NotAuthenticated as error:
             failure = error
     tokens = coordinator.tokens
-    guarded = tokens.guarded() if tokens.guarded_known() else await run_in_threadpool(tokens.guarded)
+    guarded = tokens.guarded() if tokens.guarded_known() else await coordinator.look_ups.run(tokens.guarded)
+    return Identity(caller, failure, guarded, _own_host(coordinator, connection))
+
+
+def _own_host(coordinator: Coordinator, connection: HTTPConnection) -> bool:
     server = connection.scope.get("server")
-    own_host = coordinator.hosts.include(connection.headers.get("host"), server[0] if server else None)
-    return Identity(caller, failure, guarded, own_host)
+    return coordinator.hosts.include(connection.headers.get("host"), server[0] if server else None)
+
+
+async def _identify_soon(coordinator: Coordinator, connection: HTTPConnection) -> Identity:
+    """Return the identity of a caller who asks whether the records can be read: as nobody's, where they cannot."""
+    look_up = asyncio.ensure_future(identify(coordinator, connection))
+    look_up.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it any more
+    await asyncio.wait({look_up}, timeout=IDENTIFY_SECONDS)
+    if look_up.done() and not isinstance(look_up.exception(), Unavailable):
+        return look_up.result()
+    return Identity(guarded=coordinator.tokens.guarded_before(), own_host=_own_host(coordinator, connection))
 
 
 def _look_up(coordinator: Coordinator, secret: str) -> Caller | Holder:

@@ -1,4 +1,4 @@
-"""Limits of how often somebody may call: devices are counted each, all other callers by address.
+"""Limits of how often, and how many at a time, somebody may call: devices are counted each, all others by address.
 
 An address that has sent too much waits before its token is looked up; identified callers are counted afterwards.
 """
@@ -6,6 +6,7 @@ An address that has sent too much waits before its token is looked up; identifie
 from __future__ import annotations
 
 import math
+import re
 
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
@@ -26,6 +27,9 @@ FAILURE_COST = 20.0
 CALLS_AT_ONCE = 4
 """Calls of one device that may be in progress: a call, a heartbeat, and two that broke and are not known to have."""
 
+EVENTS = re.compile(r"GET /v1/federations/[^/]+/events")
+"""Calls that wait for long without a thread, for news: they are not counted at a time."""
+
 
 class AddressLimits(Middleware):
     """Answers 429 to addresses that have called too often, before their token is looked up.
@@ -44,13 +48,21 @@ class AddressLimits(Middleware):
 
 
 class CallerLimits(Middleware):
-    """Counts each call of an identified caller, and answers 429 if there are too many."""
+    """Counts each call of an identified caller, and answers 429 if there are too many; of an address that is not a
+    device's, a few at a time go on."""
 
     async def _handle(self, coordinator: Coordinator, scope: Scope, receive: Receive, send: Send) -> None:
-        wait = _count(coordinator, _address(coordinator, scope), scope["state"]["identity"])
+        identity: Identity = scope["state"]["identity"]
+        address = _address(coordinator, scope)
+        wait = _count(coordinator, address, identity)
         if wait:
             return await _too_many(wait)(scope, receive, send)
-        return await self._app(scope, receive, send)
+        counted = not isinstance(identity.caller, Caller)  # of a device as many as ``CallsAtOnce`` lets pass
+        if address is None or not counted or EVENTS.fullmatch(f"{scope['method']} {scope['path']}"):
+            return await self._app(scope, receive, send)
+        async with coordinator.at_once.call(address) as may:
+            answer = self._app if may else _too_many(1.0)
+            return await answer(scope, receive, send)
 
 
 class CallsAtOnce(Middleware):

@@ -13,21 +13,29 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from unittest.mock import Mock
 
 import httpx
+import psycopg
 import pytest
 import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 
 from edge_sdk.device.transport import Transport
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.messages import FederationSettings
+from sparrow.coordinator import app
 from sparrow.coordinator.api import connections, uploads
 from sparrow.coordinator.api.bodies import Downloads
-from sparrow.coordinator.errors import UnknownMethod
+from sparrow.coordinator.api.threads import Threads
+from sparrow.coordinator.errors import NotFound, Unavailable, UnknownMethod
+from sparrow.coordinator.fleet.federations import Federations
+from sparrow.coordinator.rounds.engine import Rounds
 from sparrow.coordinator.settings import Settings
+from sparrow.coordinator.storage import database, store
 
 from ...disks import fill, small_disk
 from .test_contract import DIGITS, ask, assert_problem, enrol, open_app, put, settings_of
@@ -212,6 +220,147 @@ def test_a_damaged_model_is_not_served_and_readyz_names_it_until_it_is_restored(
     assert client.get("/readyz").status_code == 200
     assert said(caplog, logging.WARNING)[-1].endswith("is whole again; going on")
     assert client.get("/v1/federations/default/model").content == whole
+
+
+# --- a locked database -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """What waits five seconds for a lock waits one."""
+    for module in (database, store, app):
+        monkeypatch.setattr(module, "BUSY_SECONDS", 1)
+    monkeypatch.setattr(app, "READY_SECONDS", 0.5)
+
+
+def all_at_once(call, count):
+    """So many calls at a time: their futures."""
+    pool = ThreadPoolExecutor(count)
+    calls = [pool.submit(call, number) for number in range(count)]
+    pool.shutdown(wait=False)
+    return calls
+
+
+def enrolment(client):
+    """A call that enrols a device of this number."""
+
+    def enrol_one(number):
+        body = {"name": f"device-{number}", "enrolment_key": 32 * "k"}
+        return client.post("/v1/federations/default/devices", json=body)
+
+    return enrol_one
+
+
+def test_a_locked_database_takes_neither_health_nor_readers_with_it(open_app, tmp_path, impatient, train):
+    client = open_app(limit_loopback=False)
+    devices = start_round(client)
+    with closing(sqlite3.connect(tmp_path / "data" / "coordinator.sqlite3")) as somebody:
+        somebody.execute("BEGIN IMMEDIATE")
+        assert_problem(client.get("/readyz"), 503, "have not answered for")
+
+        writers = all_at_once(enrolment(client), 60)  # more than there are threads
+        for _ in range(5):
+            assert client.get("/healthz").status_code == 200
+            assert client.get("/v1/federations/default").json()["devices"] == 2
+            assert (
+                client.get("/v1/federations/default", headers={"Authorization": "Bearer nobody's"}).status_code == 200
+            )
+        assert not any(each.done() for each in writers[:16])
+        for answer in (each.result() for each in writers):
+            assert_problem(answer, 503, "try again")
+            assert answer.headers["retry-after"] == "5"
+        become(lambda: "keeps the coordinator's records locked" in client.get("/readyz").text)
+        assert client.get("/v1/federations/default/rounds").json()[0]["status"] == "open", "though none can be kept"
+        assert b"sparrow_rounds_thread_still_seconds" in client.get("/metrics").content
+    become(lambda: client.get("/readyz").status_code == 200)
+    assert client.get("/v1/federations/default").json()["devices"] == 2, "who was sent away is not written down later"
+    finish_round(client, devices, train)
+
+
+def test_a_crowd_of_writers_is_not_refused(open_app):
+    assert {each.result().status_code for each in all_at_once(enrolment(open_app()), 200)} == {201}
+
+
+def test_who_waits_for_a_thread_gives_up_only_where_none_is_done_with_its_work():
+    async def crowd(patience, seconds):
+        threads = Threads(1, patience)
+        return await asyncio.gather(*(threads.run(time.sleep, seconds) for _ in range(12)), return_exceptions=True)
+
+    assert asyncio.run(crowd(0.5, 0.1)) == [None] * 12, "though the last one waits for 1.1 s"
+    first, *others = asyncio.run(crowd(0.1, 0.5))
+    assert first is None
+    assert {type(each) for each in others} == {Unavailable}
+
+
+def test_one_addresss_calls_are_not_in_all_threads(open_app, monkeypatch):
+    client = open_app(limit_loopback=True, device_calls_per_second=100.0)
+    _, other = enrol(client, "other")
+    free, inside = threading.Event(), []
+
+    def model(self, name, version=None):
+        if version == 7:
+            inside.append(name)
+            assert free.wait(60)
+        raise NotFound("no such model")
+
+    monkeypatch.setattr(Federations, "model", model)
+    calls = all_at_once(lambda number: client.get("/v1/federations/default/model", params={"version": 7}), 60)
+    become(lambda: len(inside) >= 8)
+    for _ in range(5):
+        assert client.get("/v1/federations/default/model", headers=other).status_code == 404
+    assert len(inside) == 8
+    free.set()
+    assert {each.result().status_code for each in calls} == {404}
+    assert len(inside) == 60
+
+
+def test_tables_that_somebody_locks_leave_health(open_app, postgresql, impatient, train):
+    url = postgresql.new_database()
+    client = open_app(database_url=url)
+    devices = start_round(client)
+    with psycopg.connect(url) as somebody:
+        somebody.execute("LOCK TABLE federations, devices, tokens, alembic_version IN ACCESS EXCLUSIVE MODE")
+        time.sleep(5.1)  # what was looked up before is forgotten
+        calls = all_at_once(enrolment(client), 60)
+        assert client.get("/healthz").status_code == 200
+        assert not any(each.done() for each in calls)
+        assert client.get("/readyz").status_code == 503
+        for answer in (each.result() for each in calls):
+            assert_problem(answer, 503, "try again")
+    become(lambda: client.get("/readyz").status_code == 200)
+    finish_round(client, devices, train)
+
+
+# --- a thread of the rounds that does not move ------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Exception in thread rounds")
+def test_readiness_says_that_the_thread_of_the_rounds_hangs_or_has_ended(open_app, monkeypatch):
+    held, advance, dies = threading.Event(), Rounds.advance, []
+
+    def stuck(self):
+        assert held.wait(60)
+        if dies:
+            raise SystemExit
+        return advance(self)
+
+    held.set()
+    monkeypatch.setattr(Rounds, "advance", stuck)
+    client = open_app()
+    become(lambda: client.get("/readyz").status_code == 200)
+    monkeypatch.setattr(app, "STALLED_SECONDS", 0.2)
+    held.clear()
+    become(lambda: client.get("/readyz").status_code == 503)
+    assert_problem(client.get("/readyz"), 503, "the thread of the rounds has not moved for")
+    assert client.get("/healthz").status_code == 200
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    found = {sample.name: sample.value for family in families for sample in family.samples}
+    assert found["sparrow_rounds_thread_still_seconds"] > 0.2
+    assert found["sparrow_moves_rounds"] == 1
+    held.set()
+    become(lambda: client.get("/readyz").status_code == 200)
+    dies.append(True)
+    become(lambda: "the thread of the rounds has ended" in client.get("/readyz").text)
 
 
 # --- clients that dribble ----------------------------------------------------------------------------------------

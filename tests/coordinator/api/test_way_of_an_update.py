@@ -12,7 +12,7 @@ import pytest
 
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol.messages import FederationSettings
-from sparrow.coordinator.api import uploads
+from sparrow.coordinator.api import threads, uploads
 from sparrow.coordinator.models.global_models import Models
 from sparrow.coordinator.rounds import acceptance
 from sparrow.coordinator.rounds.intake import DecodedUpdates
@@ -42,6 +42,7 @@ def calls(monkeypatch):
         (Models, "mask"),
         (bundle, "decode"),
         (uploads, "run_in_threadpool"),
+        (threads, "run_in_threadpool"),
     ):
         count(owner, name)
     return counts

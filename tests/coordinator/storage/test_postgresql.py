@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import queue
+import time
 from concurrent import futures
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 from prometheus_client import generate_latest
@@ -14,13 +15,20 @@ from sqlalchemy.exc import DBAPIError
 
 from edge_sdk.protocol.messages import Enrol
 from sparrow.coordinator.commands import tokens
-from sparrow.coordinator.errors import BadDatabase, NotAuthenticated
+from sparrow.coordinator.errors import BadDatabase, NotAuthenticated, Unavailable
 from sparrow.coordinator.reports.metrics import Metrics
-from sparrow.coordinator.storage import database
+from sparrow.coordinator.storage import database, processes
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Base
 
 from ..sessions import CoordinatorWithDevices
+
+
+def become(condition):
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until, "in vain"
+        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -80,6 +88,125 @@ def test_one_process_moves_rounds_and_another_takes_over(tmp_path, url):
             assert second.shared.moves() == (False, False)
             first.close()
             assert second.shared.moves() == (True, True)
+
+
+EXPIRED = text("UPDATE lease SET expires_at = 0")
+"""As it is when its holder has renewed it for the last time ten seconds ago."""
+
+
+def test_who_was_replaced_after_it_stood_still_writes_nothing_more(tmp_path, url):
+    with closing(Store(tmp_path, url)) as first:
+        first.settled()
+        with closing(Store(tmp_path, url)) as second:
+            assert first.moves() == (True, True)
+            with first.moving() as db:
+                db.execute(EXPIRED)
+            with first.moving():  # nobody has taken over
+                pass
+            assert second.moves() == (True, True)
+            for _ in range(2):
+                with pytest.raises(Unavailable, match="another process moves rounds"), first.moving() as db:
+                    db.execute(text("DELETE FROM lease"))
+            with first.writing() as db:  # what devices bring is taken all the same
+                assert db.scalar(text("SELECT epoch FROM lease")) == 2
+            with second.moving():
+                pass
+            assert first.moves() == (False, False)
+            assert second.moves() == (True, False)
+
+
+def test_a_lease_is_taken_over_between_two_transactions_of_its_holder(tmp_path, url):
+    with closing(Store(tmp_path, url)) as first, futures.ThreadPoolExecutor() as pool:
+        first.settled()
+        with closing(Store(tmp_path, url)) as second:
+            assert first.moves()[0]
+            with first.writing() as db:
+                db.execute(EXPIRED)
+            with first.moving() as db:
+                taking = pool.submit(second.moves)
+                with pytest.raises(futures.TimeoutError):
+                    taking.result(0.3)
+                db.execute(text("CREATE TABLE written (value integer)"))
+            assert taking.result(10) == (True, True)
+            with second.reading() as db:
+                assert db.scalar(text("SELECT count(*) FROM written")) == 0
+
+
+def test_of_many_that_want_an_expired_lease_one_gets_it(tmp_path, url):
+    with closing(Store(tmp_path, url)) as first, ExitStack() as stack, futures.ThreadPoolExecutor() as pool:
+        first.settled()
+        others = [stack.enter_context(closing(Store(tmp_path, url))) for _ in range(4)]
+        assert first.moves()[0]
+        for _ in range(5):
+            with first.writing() as db:
+                db.execute(EXPIRED)
+            took = [each.result() for each in [pool.submit(store.moves) for store in [first, *others]]]
+            assert sum(newly for _, newly in took) == 1
+            assert [moves for moves, _ in (store.moves() for store in [first, *others])].count(True) == 1
+
+
+def test_a_process_that_hangs_lets_its_lease_expire_and_readiness_says_when_nobody_has_it(tmp_path, url, monkeypatch):
+    monkeypatch.setattr(processes, "BEAT_SECONDS", 0.02)
+    alive = True
+    with closing(Store(tmp_path, url)) as first:
+        first.settled()
+        with closing(Store(tmp_path, url)) as second:
+            assert first.moves()[0]
+            first.keep_lease(lambda: alive)
+
+            def left():
+                with first.reading() as db:
+                    return db.scalar(text("SELECT expires_at - extract(epoch FROM clock_timestamp()) FROM lease"))
+
+            def expire(seconds):
+                with second.writing() as db:
+                    db.execute(text("UPDATE lease SET expires_at = expires_at - :seconds"), {"seconds": seconds})
+
+            expire(60)
+            become(lambda: left() > 0)
+            assert second.moves() == (False, False)
+            first.check_lease()
+            alive = False
+            time.sleep(0.1)  # a beat that had begun
+            expire(60)
+            with pytest.raises(Unavailable, match="no process moves rounds on"):
+                first.check_lease()
+            assert second.moves() == (True, True)
+            second.check_lease()
+
+
+def test_a_transaction_whose_process_is_stopped_is_ended(tmp_path, url, monkeypatch):
+    monkeypatch.setattr(database, "IDLE_SECONDS", 1)
+    with closing(Store(tmp_path, url)) as first:
+        first.settled()
+        with closing(Store(tmp_path, url)) as second:
+
+            def stand_still():
+                with first.writing() as db:
+                    with second.writing() as other:  # its turn comes when the server has ended the first one's
+                        other.execute(text("CREATE TABLE written (value integer)"))
+                    db.execute(text("INSERT INTO written VALUES (1)"))
+
+            with pytest.raises(Unavailable):
+                stand_still()
+            with first.writing() as db:
+                db.execute(text("INSERT INTO written VALUES (1)"))
+
+
+def test_readers_and_writers_do_not_wait_for_long_where_tables_are_locked(tmp_path, url, monkeypatch):
+    monkeypatch.setattr(database, "BUSY_SECONDS", 1)
+    with closing(Store(tmp_path, url)) as store, store.engine.connect() as somebody:
+        store.settled()
+        store.moves()
+        somebody.execute(text("LOCK TABLE federations, lease, alembic_version IN ACCESS EXCLUSIVE MODE"))
+        with pytest.raises(Unavailable, match="keeps the coordinator's records locked"), store.reading() as db:
+            db.execute(text("SELECT * FROM federations"))
+        with pytest.raises(Unavailable, match="keeps the coordinator's records locked"), store.writing():
+            pass
+        with pytest.raises(Unavailable, match="keeps the coordinator's records locked"):
+            store.moves()
+        somebody.rollback()
+        assert store.moves() == (True, False)
 
 
 def test_writers_take_turns_over_processes_and_see_what_the_last_one_wrote(tmp_path, url):
