@@ -45,7 +45,7 @@ class Echo(FakeDevice):
         received = bundle.decode(self.payload(assignment), DIGITS, self.mask)
         self.mask = received.mask
         seed = hashlib.sha256(f"{self.name}|{assignment.round}".encode()).digest()
-        moved = np.random.default_rng(list(seed)).normal(size=len(received.values)).astype(np.float32)
+        moved = np.random.default_rng(list(seed)).random(len(received.values), np.float32)  # variances stay positive
         report = UpdateReport(num_examples=10, steps=1, train_loss=0.5).model_dump_json()
         self.send(assignment, bundle.encode(DIGITS, received.values + moved, self.mask, known=self.mask, report=report))
         return assignment, received
