@@ -127,8 +127,8 @@ def blobs_named(db: Session) -> set[str]:
 def _copy(source: Blobs, kept: Blobs, ids: Sequence[int], named: set[str], gone: set[str]) -> bool:
     """Copy the named blobs and all other models and masks; return False if a named one has gone.
 
-    Newer records may name a model that is here already, and has gone by then. gone: those that had gone before; one that newer records name as well is lost. Raises BackupFailed where any is, or
-    is damaged."""
+    Newer records may name a model that is here already, and has gone by then. gone: those that had gone before; one
+    that newer records name as well is lost. Raises BackupFailed where any is, or is damaged."""
     wanted = sorted(named)
     for number in ids:
         wanted += source.keys(f"{number}/models") + source.keys(f"{number}/masks")

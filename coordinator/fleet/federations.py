@@ -379,14 +379,14 @@ class Federations:
             raise NotFound(
                 f"model {version} of {name} is not kept; GET /v1/federations/{name}/models lists those that are"
             )
-        return self._models.packed(federation, federation.model_version if version is None else version).body
+        return self._models.shared_file(federation, federation.model_version if version is None else version)
 
     def model_onnx(self, name: str) -> bytes:
         """Return the global model as ONNX. Raises NoGlobalModel."""
         with self._store.reading() as db:
             federation = find(db, name)
         self._check_usable(federation)
-        return self._models.packed(federation, federation.model_version, lambda: self._fill(federation)).body
+        return self._models.packed(federation, federation.model_version, lambda: self._fill(federation))
 
     def _fill(self, federation: Federation) -> bytes:
         from sparrow.export.skeleton import fill  # onnx, as above

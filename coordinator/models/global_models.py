@@ -159,10 +159,14 @@ class Models:
         """Return the values of a global model as stored: a checkpoint. Raises NotFound for one that is not kept."""
         return self._get(federation, version, model_key(federation.id, version, self.sha256(federation, version)))
 
-    def packed(self, federation: Federation, version: int, pack: Callable[[], bytes] | None = None) -> Packed:
-        """Return a global model's file, or what ``pack`` makes of it: once for all who ask at the same time."""
-        key = (federation.id, version, "file" if pack is None else "packed")
-        return self._payloads.get(key, pack or (lambda: self.file(federation, version)))
+    def shared_file(self, federation: Federation, version: int) -> bytes:
+        """Return a global model's file, read and checked at each call, in one place of memory for all who ask."""
+        body = self.file(federation, version)
+        return self._payloads.get((federation.id, version, "file"), lambda: body).body
+
+    def packed(self, federation: Federation, version: int, pack: Callable[[], bytes]) -> bytes:
+        """Return what ``pack`` makes of a global model: once for all who ask."""
+        return self._payloads.get((federation.id, version, "packed"), pack).body
 
     def _named(self, federation: Federation, version: int) -> Model:
         """Return what the records say of a global model. Raises NotFound."""

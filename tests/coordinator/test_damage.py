@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from edge_sdk.protocol import bundle
-from edge_sdk.protocol.masks import unpack
 from edge_sdk.protocol.messages import UpdateReport
 from edge_sdk.protocol.neurons import mask_digest
 from sparrow.coordinator.errors import Finished, NotFound, OperatorError, Unavailable
@@ -46,12 +45,8 @@ class Echo(FakeDevice):
         received = bundle.decode(self.payload(assignment), DIGITS, self.mask)
         self.mask = received.mask
         seed = hashlib.sha256(f"{self.name}|{assignment.round}".encode()).digest()
-        values = received.values + np.random.default_rng(list(seed)).normal(size=len(received.values)).astype(
-            np.float32
-        )
-        for spec, _, part in unpack(DIGITS, values, self.mask):
-            if spec.name.endswith("running_var"):
-                np.abs(part, out=part)
+        moved = np.random.default_rng(list(seed)).random(len(received.values), np.float32)  # variances stay positive
+        values = received.values + moved
         report = UpdateReport(num_examples=10, steps=1, train_loss=0.5).model_dump_json()
         self.send(assignment, bundle.encode(DIGITS, values, self.mask, known=self.mask, report=report))
         return assignment, received

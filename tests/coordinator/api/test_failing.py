@@ -208,7 +208,6 @@ def test_a_damaged_model_is_not_served_and_readyz_names_it_until_it_is_restored(
     assert client.get("/readyz").status_code == 200
     (model,) = (tmp_path / "data" / "blobs" / "1" / "models").iterdir()
     whole = model.read_bytes()
-    assert client.get("/v1/federations/default/model").content == whole
     for damaged in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
         model.write_bytes(damaged)
         answer = client.get("/v1/federations/default/model")
@@ -640,11 +639,14 @@ def test_a_device_has_few_calls_at_once(open_app, train):
     client = open_app()
     devices = start_round(client)
     headers, assignment = devices[0]
+    path = f"/v1/assignments/{assignment.assignment_id}/heartbeat"
     with ExitStack() as stack:
-        for _ in range(4):
+
+        def is_refused_beside_one_more():  # which may be refused itself, if a heartbeat is the fourth
             stack.enter_context(dribbling(client, update_of(headers, assignment, 100_000) + b"few"))
-        path = f"/v1/assignments/{assignment.assignment_id}/heartbeat"
-        become(lambda: client.post(path, headers=headers).status_code == 429)
+            return client.post(path, headers=headers).status_code == 429
+
+        become(is_refused_beside_one_more)
         answer = client.post(path, headers=headers)
         assert_problem(answer, 429, "4 calls in progress")
         assert answer.headers["retry-after"] == "1"
