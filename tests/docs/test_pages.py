@@ -41,6 +41,12 @@ def test_its_files_exist(page):
 
 
 @each_page
+def test_its_tests_exist(page):
+    named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()))
+    assert not {f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / file).read_text()}
+
+
+@each_page
 def test_its_modules_exist(page):
     text = page.read_text()
     named = set(re.findall(r"python -m ((?:benchmarks|coordinator|devices|edge_sdk|export|sparrow)[\w.]*\w)", text))
