@@ -476,14 +476,14 @@ def test_plain_uvicorn_has_the_limits(tmp_path):
     settings = {"COORDINATOR_DATA_DIR": str(tmp_path / "data"), "COORDINATOR_DEFAULT_TASK": ""}
     with subprocess.Popen(command, env=os.environ | settings, stderr=subprocess.PIPE, text=True) as process:
         try:
-            client = httpx.Client(base_url=f"http://127.0.0.1:{port}")
-            for _ in range(600):
-                try:
-                    client.get("/healthz")
-                    break
-                except httpx.TransportError:
-                    time.sleep(0.1)
-            assert b"HTTP/1.1 431 " in last_answer(client, HEADS["one header"])
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+                for _ in range(600):
+                    try:
+                        client.get("/healthz")
+                        break
+                    except httpx.TransportError:
+                        time.sleep(0.1)
+                assert b"HTTP/1.1 431 " in last_answer(client, HEADS["one header"])
         finally:
             process.terminate()
         assert "does not limit heads" not in process.stderr.read()
