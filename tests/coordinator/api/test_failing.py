@@ -620,6 +620,7 @@ def test_descriptors_are_left_for_health(open_app, monkeypatch):
 def test_a_device_has_one_long_poll(open_app):
     client = open_app()
     _, headers = enrol(client, "one")
+    assert client.get("/v1/federations/default/assignment", headers=headers).status_code == 204  # its token is known
     head = "\r\n".join(
         ["GET /v1/federations/default/assignment?wait=50 HTTP/1.1", "Host: 127.0.0.1", *map(": ".join, headers.items())]
     )
