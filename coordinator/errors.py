@@ -22,6 +22,7 @@ CoordinatorError
 │   ├── Finished              the federation is over
 │   ├── TooSlow               the body came too slowly: send it again (``api.middleware.body_limits``)
 │   ├── Unavailable           storage does not work at the moment: try again later
+│   │   ├── Damaged           a stored file is not what it was, or missing
 │   │   └── DiskFull          there is no room left
 │   ├── Unreadable            a record that the call needs is damaged, or another version's
 │   ├── WrongRange            ask how much of the update has arrived, and send the rest

@@ -44,6 +44,7 @@ STATUS: dict[type[Exception], int] = {
     errors.NoSuchMethod: 422,
     errors.TooManyRequests: 429,
     errors.Unavailable: 503,
+    errors.Damaged: 503,
     errors.DiskFull: 507,
     errors.Unreadable: 503,
 }

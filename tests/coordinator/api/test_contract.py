@@ -32,6 +32,7 @@ from edge_sdk.protocol.messages import Assignment, FederationSettings, Phase, Up
 from sparrow.coordinator import errors
 from sparrow.coordinator.api.middleware.body_limits import TooSlow
 from sparrow.coordinator.api.problems import STATUS
+from sparrow.coordinator.fleet.federations import Federations
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 from sparrow.coordinator.storage.store import RECORDS_FILE
@@ -162,11 +163,11 @@ def test_what_the_framework_refuses_is_a_problem_document_too(client):
     assert_problem(client.get("/v1/federations/default/rounds?format=xml"), 422, "format", "/docs")
 
 
-def test_an_unforeseen_error_shows_advice_and_no_secrets(open_app, tmp_path, caplog):
-    client = open_app()
-    assert client.get("/v1/federations/default/model").status_code == 200
-    (models,) = (tmp_path / "data" / "blobs").glob("*/models")
-    shutil.rmtree(models)
+def test_an_unforeseen_error_shows_advice_and_no_secrets(client, tmp_path, caplog, monkeypatch):
+    def broken(*_):
+        raise RuntimeError(f"something in {tmp_path}")
+
+    monkeypatch.setattr(Federations, "model", broken)
     document = assert_problem(client.get("/v1/federations/default/model"), 500, "try again", "operator")
     assert str(tmp_path) not in json.dumps(document)
     assert "GET /v1/federations/default/model failed" in caplog.text

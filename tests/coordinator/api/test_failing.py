@@ -476,14 +476,14 @@ def test_plain_uvicorn_has_the_limits(tmp_path):
     settings = {"COORDINATOR_DATA_DIR": str(tmp_path / "data"), "COORDINATOR_DEFAULT_TASK": ""}
     with subprocess.Popen(command, env=os.environ | settings, stderr=subprocess.PIPE, text=True) as process:
         try:
-            client = httpx.Client(base_url=f"http://127.0.0.1:{port}")
-            for _ in range(600):
-                try:
-                    client.get("/healthz")
-                    break
-                except httpx.TransportError:
-                    time.sleep(0.1)
-            assert b"HTTP/1.1 431 " in last_answer(client, HEADS["one header"])
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+                for _ in range(600):
+                    try:
+                        client.get("/healthz")
+                        break
+                    except httpx.TransportError:
+                        time.sleep(0.1)
+                assert b"HTTP/1.1 431 " in last_answer(client, HEADS["one header"])
         finally:
             process.terminate()
         assert "does not limit heads" not in process.stderr.read()
@@ -620,6 +620,7 @@ def test_descriptors_are_left_for_health(open_app, monkeypatch):
 def test_a_device_has_one_long_poll(open_app):
     client = open_app()
     _, headers = enrol(client, "one")
+    assert client.get("/v1/federations/default/assignment", headers=headers).status_code == 204  # its token is known
     head = "\r\n".join(
         ["GET /v1/federations/default/assignment?wait=50 HTTP/1.1", "Host: 127.0.0.1", *map(": ".join, headers.items())]
     )
