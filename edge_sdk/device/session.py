@@ -796,8 +796,9 @@ class Session:
             held_out, validation = evaluate_held_out(self.task.model, self.task)
         except TrainingDiverged:
             raise UnsoundModel(
-                "the model received gives no finite loss on this device's held-out data, before any training; its "
-                "operator can go back to an older one, and bound what one device moves (update_clip)"
+                "the model received gives no finite loss on this device's held-out data, before any training: "
+                "see whether the data are finite and scaled as the task expects; if they are, the federation's operator "
+                "can go back to an older model, and bound what one device moves (update_clip)"
             ) from None
         return {"accuracy_before": held_out.accuracy, "validation_before": validation}
 

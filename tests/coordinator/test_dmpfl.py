@@ -437,11 +437,11 @@ def test_a_federation_passes_through_all_stages(coordinator, precision):
     for session in sessions:
         check_personal(session)
         assert masks_of(session)[1].digest == model.mask.digest
-    assert records[0].notes["replaced"] > 0
+    assert records[0].counts["replaced"] > 0
     for number in (1, 2, 4, 5, 6, 8):
-        notes = records[number - 1].notes
-        assert notes["personal"] == 3 * sum(COUNTS.values())
-        assert 0 < notes["private"] < notes["personal"]
+        counts = records[number - 1].counts
+        assert counts["personal"] == 3 * sum(COUNTS.values())
+        assert 0 < counts["private"] < counts["personal"]
     last = records[-1]
     assert last.accuracy_personal > 0.3
     assert last.accuracy_global > 0.3

@@ -77,7 +77,7 @@ def guarded(tmp_path, monkeypatch):
     """A client of a coordinator whose doors are all shut, and the bytes of bodies that went through it."""
     for kind in ("ADMIN", "OBSERVER", "ENROLMENT"):
         monkeypatch.delenv(f"SPARROW_{kind}_TOKEN", raising=False)
-    tokens = {f"{kind}_token": f"{kind}-secret" for kind in ("admin", "observer", "enrolment")}
+    tokens = {f"{kind}_token": f"{kind}-secret-0123456789" for kind in ("admin", "observer", "enrolment")}
     with inprocess.running(create_app(Settings(data_dir=tmp_path / "data", default_task="", **tokens))) as client:
         client.moved = 0
 
@@ -105,17 +105,17 @@ def test_a_script_that_publishes_and_joins_needs_an_admin_token_on_the_first_dev
             quiet=True,
         )
 
-    monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", "enrolment-secret")
+    monkeypatch.setenv("SPARROW_ENROLMENT_TOKEN", "enrolment-secret-0123456789")
     with pytest.raises(Refused, match="an admin token is needed here"):
         script("first", 0)
-    monkeypatch.setenv("SPARROW_ADMIN_TOKEN", "admin-secret")
+    monkeypatch.setenv("SPARROW_ADMIN_TOKEN", "admin-secret-0123456789")
     assert script("first", 0).rounds == 1
     monkeypatch.delenv("SPARROW_ADMIN_TOKEN")
     assert script("second", 1).adapted, "it came after the end"
 
 
 def test_what_is_there_already_is_not_uploaded_again(guarded, monkeypatch):
-    monkeypatch.setenv("SPARROW_ADMIN_TOKEN", "admin-secret")
+    monkeypatch.setenv("SPARROW_ADMIN_TOKEN", "admin-secret-0123456789")
     first = publish(inprocess.ADDRESS, "wide", wide(0), exist_ok=True, client=guarded, rounds=2)
     assert guarded.moved > 28_000
     guarded.moved = 0

@@ -25,6 +25,7 @@ TOKENS = {
     "observer_token": "an-observer-s-secret",
     "enrolment_token": "the-enrolment-token",
 }
+OBSERVER = {"Authorization": f"Bearer {TOKENS['observer_token']}"}
 
 
 @pytest.fixture
@@ -190,10 +191,11 @@ def test_a_device_whose_token_expired_enrols_again_and_stays_who_it_was(start, f
     client = start()
     session(client, folder)
     before = folder.known_identity().token
-    (device,) = client.get("/v1/federations/default/devices", headers={"Authorization": "Bearer eye"}).json()
+    (device,) = client.get("/v1/federations/default/devices", headers=OBSERVER).json()
     start.stop()
     with closing(sqlite3.connect(tmp_path / "data" / "coordinator.sqlite3")) as records, records:
         records.execute("UPDATE devices SET token_issued_at = 0")
+    (tmp_path / "data" / "coordinator.sqlite3.sha256").unlink(missing_ok=True)  # it was not damage
     client = start(device_token_rotation_days=1, device_token_lifetime_days=7)
     assert status_of(client, before) == 401
     with pytest.raises(Refused, match="SPARROW_ENROLMENT_TOKEN") as refused:
@@ -201,7 +203,7 @@ def test_a_device_whose_token_expired_enrols_again_and_stays_who_it_was(start, f
     assert not isinstance(refused.value, TokenExpired)
     assert session(client, folder).step().outcome is Outcome.idle
     assert folder.known_identity().token != before
-    (found,) = client.get("/v1/federations/default/devices", headers={"Authorization": "Bearer eye"}).json()
+    (found,) = client.get("/v1/federations/default/devices", headers=OBSERVER).json()
     assert found["device_id"] == device["device_id"]
 
 
@@ -222,16 +224,18 @@ def test_a_clock_that_is_set_between_two_starts_ages_no_token_and_no_deadline(st
 
 def seen_of(client):
     """Return when a device was seen last, in seconds of the coordinator's clock."""
-    (device,) = client.get("/v1/federations/default/devices", headers={"Authorization": "Bearer eye"}).json()
+    (device,) = client.get("/v1/federations/default/devices", headers=OBSERVER).json()
     return datetime.fromisoformat(device["seen_at"]).timestamp()
 
 
 def test_a_revoked_device_stays_out_whatever_it_holds(start, folder):
     client = start()
     session(client, folder)
-    (device,) = client.get("/v1/federations/default/devices", headers={"Authorization": "Bearer eye"}).json()
+    (device,) = client.get("/v1/federations/default/devices", headers=OBSERVER).json()
     path = f"/v1/devices/{device['device_id']}"
-    client.patch(path, json={"revoked": True}, headers={"Authorization": "Bearer key"}).raise_for_status()
+    client.patch(
+        path, json={"revoked": True}, headers={"Authorization": "Bearer the-chief-s-secret"}
+    ).raise_for_status()
     with pytest.raises(Refused) as refused:
         session(client, folder)
     assert refused.value.status == 401
