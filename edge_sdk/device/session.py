@@ -797,8 +797,8 @@ class Session:
         except TrainingDiverged:
             raise UnsoundModel(
                 "the model received gives no finite loss on this device's held-out data, before any training: "
-                "see whether the data are finite and scaled as the task expects; if they are, the federation's operator "
-                "can go back to an older model, and bound what one device moves (update_clip)"
+                "see whether the data are finite and scaled as the task expects; if they are, the operator can go back "
+                "to an older model, and bound what one device moves (update_clip)"
             ) from None
         return {"accuracy_before": held_out.accuracy, "validation_before": validation}
 

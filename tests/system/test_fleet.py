@@ -41,6 +41,7 @@ SETTINGS: dict[str, Any] = {
     "evaluation_interval": 2,
     "early_stopping": "off",
     "seed": 5,
+    "draws": "seed",
 }
 BUDGETS = (0.3, 0.6, 1.0)
 PLAN = Plan(NAME, DEVICES, budgets=BUDGETS)
