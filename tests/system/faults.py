@@ -533,6 +533,7 @@ class Chaos:
 
     def __init__(self, world: World, strikes: Sequence[Strike], seed: int, *, network: bool) -> None:
         self.world = world
+        self._holders: dict[str, str] = {}  # by the token: the device's name
         self.befell: Counter[str] = Counter()
         self.kills = 0
         self.acknowledged: dict[str, list[int]] = {}
@@ -716,17 +717,25 @@ class Chaos:
         if cut and kind.kills:
             raise ConnectionAbortedError("broken as the test wanted it")
 
+    def _named(self, device: str, called: str, exchange: Exchange) -> str:
+        """Return whose call it is: the devices of one process are told apart by the tokens that they were given."""
+        head, _, body = exchange.sent.partition(b"\r\n\r\n")
+        shown = re.search(rb"(?i)\r\nauthorization: bearer (\S+)", head)
+        device = self._holders.get(shown[1].decode() if shown else "", device)
+        if exchange.method == "POST" and exchange.produced == 201 and called.endswith(("/devices", "/token")):
+            with suppress(ValueError, KeyError):
+                name = json.loads(body)["name"] if called.endswith("/devices") else device
+                self._holders[json.loads(exchange.answer)["token"]] = name
+        return device
+
     def _note(self, device: str, exchange: Exchange) -> None:
         """What the coordinator has said, whether or not it is passed on."""
         called = exchange.path.split("?")[0]
-        if called.rsplit("/", 1)[-1] in ("assignment", "assignments") and exchange.produced == 200:
+        device = self._named(device, called, exchange)
+        if called.endswith("/assignment") and exchange.produced == 200:
             with suppress(ValueError):  # cut short: it was killed in the middle of it
-                answer = json.loads(exchange.answer)
-                for each in answer.get("assignments", [answer]):
-                    path = f"/v1/assignments/{each['assignment_id']}/update"
-                    name = each.get("device") or (each.get("work") or {}).get("device")
-                    if name or path not in self.told:
-                        self.told[path] = (each["round"], name or device, each["kind"])
+                each = json.loads(exchange.answer)
+                self.told[f"/v1/assignments/{each['assignment_id']}/update"] = (each["round"], device, each["kind"])
         if exchange.method != "PUT" or not called.endswith("/update"):
             return
         head, _, body = exchange.sent.partition(b"\r\n\r\n")
