@@ -783,6 +783,34 @@ def test_a_damaged_update_is_left_out_and_its_device_asked_again(open_coordinato
     asyncio.run(coordinator.check_ready())
 
 
+def test_the_same_update_that_comes_again_at_once_is_kept(open_coordinator, tmp_path, train, monkeypatch, caplog):
+    coordinator = open_coordinator()
+    coordinator.create()
+    (device,) = coordinator.enrol("a")
+    coordinator.enrol("b")
+    coordinator.rounds.advance()
+    assignment = device.ask()
+    body = train(DIGITS, assignment)
+    assert device.send(assignment, body)
+    coordinator = device.coordinator = open_coordinator()
+    next(tmp_path.rglob("updates/*")).write_bytes(b"")
+    delete, sent = coordinator.store.blobs.delete, []
+
+    def meanwhile(key):
+        monkeypatch.undo()
+        sent.append(device.send(assignment, body))
+        delete(key)
+
+    monkeypatch.setattr(coordinator.store.blobs, "delete", meanwhile)
+    coordinator.rounds.advance()
+    sent.append(device.send(assignment, body))
+    assert sorted(sent) == [False, True], "it was acknowledged once"
+    coordinator = open_coordinator()  # which has nothing of it in memory
+    coordinator.rounds.advance()
+    assert coordinator.record(1).updates == 1
+    assert caplog.text.count("it is asked to train round 1 again") == 1
+
+
 def test_who_does_not_send_it_again_in_time_is_left_out_in_the_record(open_coordinator, tmp_path, clock, answer):
     coordinator = open_coordinator()
     coordinator.create()
