@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -847,6 +848,22 @@ def test_the_first_word_about_an_upload_counts_and_a_other_devices_none(coordina
     record = coordinator.record(1)
     assert record.bytes_up == arrived + 999
     assert (record.upload.seconds, record.upload.seconds_without_joules) == (2, 2)
+
+
+def test_what_one_device_says_of_its_uploads_costs_little_memory_and_nobody_elses(coordinator, answer):
+    coordinator.create()
+    one, two = coordinator.enrol("a", "b")
+    coordinator.rounds.advance()
+    sent = answer(one)
+    coordinator.costs.note(one.id, UploadCost(assignment_id=sent.assignment_id, upload=Phase(seconds=2)))
+    tracemalloc.start()
+    for number in range(10_000):
+        other = UploadCost.model_construct(assignment_id=f"{number:064d}", upload=Phase.model_construct())
+        coordinator.costs.note(two.id, other)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 2**20
+    assert coordinator.record(1).upload.seconds == 2
 
 
 class Interrupted(Store):
