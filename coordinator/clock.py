@@ -2,11 +2,13 @@
 
 The machine's clock is read once a boot. What it said then, less the time since the boot, is kept in the data folder: a
 process that is started again goes on by the time since the boot alone. After a reboot the machine's clock is read anew,
-but time does not go back: not before the last moment that was kept, which is at most ``KEEP_SECONDS`` old.
+but time does not go back: not before the last moment that was kept, which is at most ``KEEP_SECONDS`` old. The file has
+its own digest: one wrong digit would be years, from which the time would not come back.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -70,7 +72,8 @@ class SteadyClock:
             return
         self._kept_at = passed
         partial = self._path.with_suffix(".partial")
-        text = json.dumps({"boot": self._boot, "offset": self._offset, "at": self._offset + passed})
+        kept = {"boot": self._boot, "offset": self._offset, "at": self._offset + passed}
+        text = json.dumps({**kept, "sha256": _digest(kept)})
         try:
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
                 file.write(text)
@@ -82,10 +85,16 @@ class SteadyClock:
         """Return the offset where it is of this boot, and the last time that was kept."""
         try:
             kept = json.loads(self._path.read_text())
+            if kept.pop("sha256") != _digest(kept):
+                raise ValueError("its SHA-256 is not the one in it")
             offset, last = float(kept["offset"]), float(kept["at"])
         except FileNotFoundError:
             return None, 0.0
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             log.warning("%s cannot be read (%s): the time is that of the machine's clock", self._path, error)
             return None, 0.0
         return (offset if self._boot and kept.get("boot") == self._boot else None), last
+
+
+def _digest(kept: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(kept).encode()).hexdigest()

@@ -1,8 +1,8 @@
 """Permissions of callers, whom ``api.middleware.authentication`` has identified.
 
 Where no token of a kind is set, its calls are open to everybody. Those of administrators and observers are answered
-then only under a name of this coordinator (``api.hosts``); not those of devices that are about to join, whose users may
-call this machine by any name.
+then only under a name of this coordinator (``api.hosts``), to devices as well: a page that may enrol one has its token.
+Not so those of devices that are about to join, whose users may call this machine by any name.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _need(identity: Identity, name: str | None, kind: Kind, *others: Kind) -> No
     """Raise NotAuthenticated if a token of this kind is set and the caller has none of these kinds for it."""
     if kind not in identity.guarded:
         joins = "enrolment" in (kind, *others) and "enrolment" not in identity.guarded
-        if not identity.own_host and identity.caller is None and not joins:
+        if not identity.own_host and not isinstance(identity.caller, Holder) and not joins:
             raise WrongHost(
                 f"without an {kind} token this call is answered under this machine's own names and addresses only, so "
                 f"that no web page makes it in its user's name; call it by its IP address, add this name to "

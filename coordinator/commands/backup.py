@@ -17,6 +17,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -44,6 +45,8 @@ from sparrow.coordinator.storage.tables import Assignment, Federation, Model, Ro
 
 DUMP_FILE, SUMMARY_FILE, BLOBS_FOLDER = "records.dump", "backup.json", "blobs"
 TRIES = 50
+KEY = re.compile(r"[0-9]{1,18}/[a-z]+/[A-Za-z0-9_-][A-Za-z0-9._-]*")
+"""A blob's key: no other is read or written, so that a backup of somebody else's names no file outside of the folder."""
 FORMAT = 2
 
 
@@ -98,9 +101,11 @@ def check_copy(copy: Path, summary: dict[str, Any]) -> None:
         damaged.append(summary["records"])
     for key in summary["blobs"]:
         try:
+            if KEY.fullmatch(key) is None:
+                raise ValueError(f"{key!r} is no key of a blob")
             blobs.load(key)
-        except Damaged:
-            damaged.append(key)
+        except (Damaged, ValueError):
+            damaged.append(repr(key)[1:-1])
     if damaged:
         raise BackupFailed(f"{copy} is damaged: {', '.join(damaged)}; take another backup")
 

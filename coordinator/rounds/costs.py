@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -12,28 +13,36 @@ from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device
 
 
+MOST_OF_ONE = 16
+"""Costs of one device that are kept, the latest: more than an honest one uploads until a round closes."""
+
+
 class UploadCosts:
     """Costs of uploads, kept in memory until a round closes or somebody looks: not worth a transaction of their own."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._costs: deque[tuple[str, UploadCost]] = deque(maxlen=100_000)
+        self._costs: dict[str, deque[UploadCost]] = {}
+        self._lock = threading.Lock()
 
     def note(self, device_id: str, cost: UploadCost) -> None:
         """Keep what a device's last upload cost it; its first report counts, and only for its own assignment."""
-        self._costs.append((device_id, cost))
+        with self._lock:
+            self._costs.setdefault(device_id, deque(maxlen=MOST_OF_ONE)).append(cost)
 
     def write(self) -> None:
         """Write to the records what was kept in memory."""
-        costs: list[tuple[str, UploadCost]] = []
-        while self._costs:
-            costs.append(self._costs.popleft())
+        with self._lock:
+            costs, self._costs = self._costs, {}
         if not costs:
             return
         try:
-            self._write(costs)
+            self._write([(device_id, cost) for device_id, of_one in costs.items() for cost in of_one])
         except Unavailable:
-            self._costs.extendleft(reversed(costs))
+            with self._lock:
+                for device_id, of_one in costs.items():
+                    of_one.extend(self._costs.get(device_id, ()))
+                    self._costs[device_id] = of_one
             raise
 
     def _write(self, costs: Sequence[tuple[str, UploadCost]]) -> None:

@@ -449,10 +449,15 @@ class Rounds:
 
         Its device trains for it again if it asks before the deadline. Else the round's record says what was left out.
         """
+        with self._store.reading() as db:
+            if not _is_update(db.get(Assignment, assignment_of(key)), key):
+                return False
+        # First, for its device may send the same again, to the same key, as soon as it is asked.
+        self._store.blobs.delete(key)
         with self._store.moving() as db:
             damaged = db.get(Assignment, assignment_of(key))
-            if damaged is None or key != update_key(federation_id, damaged.id, damaged.update_sha256 or ""):
-                return False
+            if damaged is None or not _is_update(damaged, key):
+                return True
             device = db.get_one(Device, damaged.device_id)
             damaged.status = "open" if device.status != "revoked" else "expired"
             damaged.return_reason = DAMAGED
@@ -463,7 +468,6 @@ class Rounds:
                 *(device.name, damaged.round),
                 extra={"round": damaged.round},
             )
-        self._store.blobs.delete(key)
         return True
 
     def _withdraw_silent(self, federation: Federation, current: Round | None) -> bool:
@@ -673,3 +677,10 @@ class Rounds:
         if with_global or is_due(settings.evaluation_interval):
             last = why_over(db, federation) is not None
             ask_for_evaluation(db, federation, now, with_global=with_global, last=last)
+
+
+def _is_update(assignment: Assignment | None, key: str) -> bool:
+    """Return whether the update of this assignment that the records name is the one under this key."""
+    if assignment is None:
+        return False
+    return key == update_key(assignment.federation_id, assignment.id, assignment.update_sha256 or "")

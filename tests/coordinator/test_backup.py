@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from contextlib import closing
 
@@ -112,6 +114,26 @@ def test_a_damaged_folder_is_not_backed_up_and_what_is_damaged_is_named(
         assert backup.main([str(tmp_path / "copy")]) == 1
     assert f"damaged or missing: 1/{folder}/{path.name}; this copy is not complete" in capsys.readouterr().err
     assert not (tmp_path / "copy" / "backup.json").exists()
+
+
+@pytest.mark.parametrize("where", ["{tmp}/{sha}", "../../{sha}", "1/models/../../../../{sha}.service", "1//{sha}", "{sha}"])
+def test_a_hostile_backup_writes_nothing_beside_the_data_folder(tmp_path, clock, answer, where):
+    coordinator = LocalCoordinator(tmp_path / "data", clock)
+    with closing(coordinator.store):
+        some_way(coordinator, answer)
+        back_up(settings_for(tmp_path / "data"), tmp_path / "copy")
+    planted = b"* * * * * root id"
+    key = where.format(tmp=tmp_path / "etc", sha=hashlib.sha256(planted).hexdigest())
+    (tmp_path / "etc").mkdir()
+    source = tmp_path / "copy" / "blobs" / key
+    source.parent.mkdir(exist_ok=True)
+    source.write_bytes(planted)
+    summary = json.loads((tmp_path / "copy" / "backup.json").read_text())
+    (tmp_path / "copy" / "backup.json").write_text(json.dumps({**summary, "blobs": [*summary["blobs"], key]}))
+    source_files = set(tmp_path.rglob("*"))
+    with pytest.raises(BackupFailed, match="is damaged"):
+        bring_back(settings_for(tmp_path / "deep" / "new"), tmp_path / "copy")
+    assert set(tmp_path.rglob("*")) == source_files, "nothing was written"
 
 
 def test_damaged_records_are_neither_copied_nor_restored(tmp_path, clock, answer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -783,6 +784,34 @@ def test_a_damaged_update_is_left_out_and_its_device_asked_again(open_coordinato
     asyncio.run(coordinator.check_ready())
 
 
+def test_the_same_update_that_comes_again_at_once_is_kept(open_coordinator, tmp_path, train, monkeypatch, caplog):
+    coordinator = open_coordinator()
+    coordinator.create()
+    (device,) = coordinator.enrol("a")
+    coordinator.enrol("b")
+    coordinator.rounds.advance()
+    assignment = device.ask()
+    body = train(DIGITS, assignment)
+    assert device.send(assignment, body)
+    coordinator = device.coordinator = open_coordinator()
+    next(tmp_path.rglob("updates/*")).write_bytes(b"")
+    delete, sent = coordinator.store.blobs.delete, []
+
+    def meanwhile(key):
+        monkeypatch.undo()
+        sent.append(device.send(assignment, body))
+        delete(key)
+
+    monkeypatch.setattr(coordinator.store.blobs, "delete", meanwhile)
+    coordinator.rounds.advance()
+    sent.append(device.send(assignment, body))
+    assert sorted(sent) == [False, True], "it was acknowledged once"
+    coordinator = open_coordinator()  # which has nothing of it in memory
+    coordinator.rounds.advance()
+    assert coordinator.record(1).updates == 1
+    assert caplog.text.count("it is asked to train round 1 again") == 1
+
+
 def test_who_does_not_send_it_again_in_time_is_left_out_in_the_record(open_coordinator, tmp_path, clock, answer):
     coordinator = open_coordinator()
     coordinator.create()
@@ -819,6 +848,22 @@ def test_the_first_word_about_an_upload_counts_and_a_other_devices_none(coordina
     record = coordinator.record(1)
     assert record.bytes_up == arrived + 999
     assert (record.upload.seconds, record.upload.seconds_without_joules) == (2, 2)
+
+
+def test_what_one_device_says_of_its_uploads_costs_little_memory_and_nobody_elses(coordinator, answer):
+    coordinator.create()
+    one, two = coordinator.enrol("a", "b")
+    coordinator.rounds.advance()
+    sent = answer(one)
+    coordinator.costs.note(one.id, UploadCost(assignment_id=sent.assignment_id, upload=Phase(seconds=2)))
+    tracemalloc.start()
+    for number in range(10_000):
+        other = UploadCost.model_construct(assignment_id=f"{number:064d}", upload=Phase.model_construct())
+        coordinator.costs.note(two.id, other)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 2**20
+    assert coordinator.record(1).upload.seconds == 2
 
 
 class Interrupted(Store):

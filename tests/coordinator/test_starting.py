@@ -189,6 +189,19 @@ def test_a_damaged_anchor_is_read_anew_from_the_machine(tmp_path, text, caplog):
     assert (tmp_path / "clock.json").stat().st_mode & 0o777 == 0o600
 
 
+def test_no_bit_of_the_anchor_that_flips_moves_the_time(tmp_path):
+    machine = Machine(tmp_path)
+    machine.clock().keep()
+    machine.passes(30)
+    file, time = tmp_path / "clock.json", machine.clock()()
+    whole = file.read_bytes()
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(damaged)
+        assert machine.clock()() == time, damaged
+
+
 def test_the_time_is_kept_once_a_minute(tmp_path, monkeypatch):
     machine, writes, replace = Machine(tmp_path), [], Path.replace
     monkeypatch.setattr(Path, "replace", lambda path, target: (writes.append(path), replace(path, target)))

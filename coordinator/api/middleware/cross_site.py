@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
 from starlette.requests import HTTPConnection
 from starlette.types import Receive, Scope, Send
 
@@ -35,4 +33,4 @@ def _from_another_site(method: str, connection: HTTPConnection) -> bool:
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if site is not None:
         return site not in ("same-origin", "none")
-    return origin is not None and urlsplit(origin).netloc != headers.get("host")
+    return origin is not None and origin not in (f"http://{headers.get('host')}", f"https://{headers.get('host')}")

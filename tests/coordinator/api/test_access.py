@@ -112,6 +112,18 @@ def test_devices_join_under_any_name(open_app, command):
     assert client.get("/v1/federations/default", headers=EVIL).status_code == 403, "who joins has a token now"
 
 
+def test_a_page_that_enrols_a_device_is_no_administrator_with_its_token(open_app):
+    client = open_app()
+    device = {**EVIL, **bearer(client.post(DEVICES, json=enrolment("page"), headers=EVIL).json()["token"])}
+    answers = [client.get(path, headers=device) for path in ("/v1/federations", DEVICES, "/metrics", "/")]
+    answers.append(client.patch("/v1/federations/default", json={"action": "stop"}, headers=device))
+    answers.append(client.request("DELETE", "/v1/federations/default", headers=device))
+    assert [answer.json()["title"] for answer in answers] == ["WrongHost"] * len(answers)
+    other = enrol(client, "other").json()["device_id"]
+    assert client.patch(f"/v1/devices/{other}", json={"revoked": True}, headers=device).status_code == 403
+    assert client.get("/v1/federations", headers=bearer(device["Authorization"].split()[1])).status_code == 200
+
+
 def test_other_names_are_given(open_app, tmp_path):
     client = open_app(hosts="lab.example, Pi")
     names = ("lab.example", "pi:8000", "LAB.example.", "evil.example")
