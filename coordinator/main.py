@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import sys
@@ -69,9 +70,11 @@ def create_app(settings: Settings | None = None, listening: Listening | None = N
             where = listening or starting.by_uvicorn(sys.argv)
             for line in starting.introduction(settings, where, enrolment_guarded="enrolment" in guarded):
                 log.info("%s", line)
+            gc.freeze()  # a collection that looks through all modules again and again stops every call for 0.1 s
             with _before_stop(coordinator.leave):
                 yield
         finally:
+            gc.unfreeze()
             await run_in_threadpool(coordinator.close)
 
     app = _Application(
