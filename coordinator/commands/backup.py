@@ -46,7 +46,7 @@ from sparrow.coordinator.storage.tables import Assignment, Federation, Model, Ro
 DUMP_FILE, SUMMARY_FILE, BLOBS_FOLDER = "records.dump", "backup.json", "blobs"
 TRIES = 50
 KEY = re.compile(r"[0-9]{1,18}/[a-z]+/[A-Za-z0-9_-][A-Za-z0-9._-]*")
-"""A blob's key: no other is read or written, so that a backup of somebody else's names no file outside of the folder."""
+"""A blob's key. No other is read or written: a backup of somebody else's names no file outside of the folder."""
 FORMAT = 2
 
 

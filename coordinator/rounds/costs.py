@@ -12,7 +12,6 @@ from sparrow.coordinator.rounds.assignments import touch
 from sparrow.coordinator.storage.store import Store
 from sparrow.coordinator.storage.tables import Assignment, Device
 
-
 MOST_OF_ONE = 16
 """Costs of one device that are kept, the latest: more than an honest one uploads until a round closes."""
 

@@ -116,7 +116,9 @@ def test_a_damaged_folder_is_not_backed_up_and_what_is_damaged_is_named(
     assert not (tmp_path / "copy" / "backup.json").exists()
 
 
-@pytest.mark.parametrize("where", ["{tmp}/{sha}", "../../{sha}", "1/models/../../../../{sha}.service", "1//{sha}", "{sha}"])
+@pytest.mark.parametrize(
+    "where", ["{tmp}/{sha}", "../../{sha}", "1/models/../../../../{sha}.service", "1//{sha}", "{sha}"]
+)
 def test_a_hostile_backup_writes_nothing_beside_the_data_folder(tmp_path, clock, answer, where):
     coordinator = LocalCoordinator(tmp_path / "data", clock)
     with closing(coordinator.store):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import tracemalloc
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
