@@ -43,6 +43,7 @@ from edge_sdk.training.checking import check_task
 from edge_sdk.training.local import get_tensors
 from sparrow.command_line.command import Command, Parser, add_json, add_wait
 from sparrow.command_line.faults import faults
+from sparrow.command_line.table import printable
 
 PATIENCE_SECONDS = 30.0
 ARGUMENTS = ("running_statistics", "blocks", "exist_ok", "admin_token", "trust", "client", "patience_seconds")
@@ -226,14 +227,13 @@ def _run(options: argparse.Namespace) -> None:
         **settings,
     )
     if info.notice:
-        print(f"warning: {info.notice}", file=sys.stderr)
-    print(
-        info.model_dump_json()
-        if options.json
-        else f"federation {info.name}: task {info.task}, method {info.method}, {info.parameters:,} parameters, "
-        f"starts with {info.settings.min_devices} devices\n"
-        f"join it with: sparrow join --server {options.server} --federation {info.name}"
+        print(f"warning: {printable(info.notice)}", file=sys.stderr)
+    said = (
+        f"federation {info.name}: task {info.task}, method {info.method}, {info.parameters:,} parameters, starts with "
+        f"{info.settings.min_devices} devices",
+        f"join it with: sparrow join --server {options.server} --federation {info.name}",
     )
+    print(info.model_dump_json() if options.json else "\n".join(map(printable, said)))
 
 
 def _fields() -> dict[str, str]:

@@ -10,6 +10,7 @@ from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import FederationInfo
 from sparrow.command_line.command import Command, Parser, WrongUsage, add_json, add_wait
+from sparrow.command_line.table import printable
 
 
 def _options(parser: Parser) -> None:
@@ -29,7 +30,7 @@ def _run(options: argparse.Namespace) -> None:
         if not options.yes:
             _ask(info)
         transport.delete_federation(info.name)
-    what = f"federation {info.name} is deleted: {info.devices} devices, {info.round} rounds"
+    what = printable(f"federation {info.name} is deleted: {info.devices} devices, {info.round} rounds")
     print(json.dumps({"deleted": info.name}) if options.json else what)
 
 
@@ -38,7 +39,8 @@ def _ask(info: FederationInfo) -> None:
     if not sys.stdin.isatty():
         raise WrongUsage(f"{info.name} would be gone for good, and nobody can be asked here: give --yes to delete it")
     sys.stderr.write(
-        f"Delete {info.name} for good, its {info.devices} devices, {info.round} rounds and all its models? [y/N] "
+        f"Delete {printable(info.name)} for good, its {info.devices} devices, {info.round} rounds and all its models? "
+        "[y/N] "
     )
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):

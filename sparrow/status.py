@@ -14,7 +14,7 @@ from edge_sdk.device.transport import Transport, connect, token_of
 from edge_sdk.protocol import tls
 from edge_sdk.protocol.messages import DeviceInfo, FederationInfo, FederationStatus, OpenWork, RoundRecord
 from sparrow.command_line.command import Command, Parser, WrongUsage, add_json, add_wait
-from sparrow.command_line.table import table
+from sparrow.command_line.table import printable, table
 
 WATCH_SECONDS = 2.0
 ROUNDS_SHOWN, DEVICES_SHOWN = 10, 20
@@ -65,7 +65,7 @@ def as_text(status: Status) -> str:
         _federations(status.federations) if status.federations else "no federations; make one: sparrow publish"
     )
     for info in status.federations:
-        parts += [f"{info.name}: {text}" for text in (info.waiting_for, info.warning) if text]
+        parts += [printable(f"{info.name}: {text}") for text in (info.waiting_for, info.warning) if text]
     parts += [_awaited(name, work) for name, work in status.open_work.items()]
     if status.rounds:
         parts.append(_rounds(status.rounds))

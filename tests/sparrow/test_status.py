@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
 
+from edge_sdk.device.transport import Transport, connect
 from sparrow import status
 from sparrow.coordinator.settings import Settings
 
@@ -91,6 +93,21 @@ def test_it_looks_again_and_again_until_it_is_interrupted(sparrow, lab, monkeypa
     code, out, err = sparrow("status", lab, "--json", "--watch", "7")
     assert (code, err, naps) == (130, "sparrow status: interrupted\n", [7.0] * 3)
     assert [json.loads(line)["ready"] for line in out.splitlines()] == [True] * 3
+
+
+def test_nothing_that_a_coordinator_says_steers_the_terminal(lab):
+    with connect(lab) as client:
+        transport = Transport(client)
+        transport.token = OBSERVER
+        found = status.look(lab, transport, "lab")
+    evil = "\x1b]0;owned\x07\x9b2J\u202e\r\n"
+    info = found.federations[0].model_copy(
+        update=dict.fromkeys(("name", "method", "task", "reason", "waiting_for", "warning"), evil)
+    )
+    hostile = replace(found, federations=[info], open_work=dict.fromkeys([evil], *found.open_work.values()))
+    text = status.as_text(hostile)
+    assert "owned" in text
+    assert all(line.isprintable() for line in text.split("\n"))
 
 
 def test_of_many_devices_the_newest_are_shown(sparrow, tmp_path):
