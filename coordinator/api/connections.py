@@ -23,12 +23,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.utils import get_remote_addr
 
 from sparrow.coordinator.api.buckets import RateLimit, address_key
 from sparrow.coordinator.api.problems import problem
@@ -62,6 +64,11 @@ SPARE = 32
 """Connections beyond a limit that are kept for a moment: ``/healthz`` is answered on them, all else refused."""
 SPARE_OF_ONE = 4
 SPARE_SECONDS = 2.0
+SPARE_PER_SECOND = SPARE_OF_ONE / SPARE_SECONDS
+"""Of one address, however quickly they end: refusing one in words costs as much as ten that are closed."""
+
+KEYS = 4096
+"""Addresses whose keys are kept: to read one takes longer than to close its connection."""
 
 STATE = "connection"
 """The key in a request's state under which the application finds its connection."""
@@ -92,10 +99,12 @@ class Limits:
         self.spare: Counter[str] = Counter()
         self.by_caller: Counter[str] = Counter()
         self.new = RateLimit(CONNECTIONS_PER_SECOND, time.monotonic) if settings.address_connections else None
+        self._spare_rate = RateLimit(SPARE_PER_SECOND, time.monotonic)
         self._limit_loopback = settings.limit_loopback
         self._proxies = _Networks(proxies)
+        self.key = lru_cache(maxsize=KEYS)(self._key)
 
-    def key(self, host: str | None) -> str | None:
+    def _key(self, host: str | None) -> str | None:
         """Return what an address is counted under; None for this machine, unless it is limited, and for proxies."""
         address = address_key(host)
         if address is None:
@@ -108,6 +117,12 @@ class Limits:
             return False
         often = self.new is not None and self.new.take(address) > 0
         return often or self.by_caller[address] >= self.of_address
+
+    def may_spare(self, address: str | None) -> bool:
+        """Return whether a connection beyond a limit may be kept for a moment; counts it as one made."""
+        key = address or ""
+        enough = self.spare.total() >= SPARE or self.spare[key] >= SPARE_OF_ONE
+        return not enough and (address is None or self._spare_rate.take(key) == 0)
 
 
 class _Networks:
@@ -144,7 +159,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._watch: asyncio.TimerHandle | None = None
         self._counted: str | None = None
         self._address: str | None = None
-        self._is_spare = self._ended = False
+        self._is_made = self._is_spare = self._ended = False
         self._head_bytes = self._header_count = self._unparsed = 0
         self._in_body = False
         self._received = self._received_before = 0
@@ -155,12 +170,20 @@ class LimitedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         """Count the connection, and start the limit for the head of the first request."""
-        super().connection_made(transport)
         limits = self.limits
+        client = get_remote_addr(transport)
+        self._address = limits.key(client[0] if client else None)
+        full = limits.open >= limits.most
+        over = full or limits.has_enough(self._address)
+        if over and not limits.may_spare(self._address):
+            self._ended = True
+            self.parser = None  # type: ignore[assignment]  # which holds this protocol
+            transport.abort()
+            return  # before more is done for it: thousands a second may come
+        super().connection_made(transport)
+        self._is_made = True
         limits.open += 1
-        self._address = limits.key(self.client[0] if self.client else None)
-        full = limits.open > limits.most
-        if full or limits.has_enough(self._address):
+        if over:
             self._spare(full)
         else:
             self._count(self._address)
@@ -169,6 +192,8 @@ class LimitedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the limits, and count one less."""
+        if not self._is_made:
+            return
         self._have_head()
         if self._watch is not None:
             self._watch.cancel()
@@ -194,14 +219,9 @@ class LimitedConnection(HttpToolsProtocol):
             self.limits.by_caller[key] += 1
 
     def _spare(self, full: bool) -> None:
-        """Keep a connection beyond a limit for one call, or close it, if there are too many such."""
-        spare, key = self.limits.spare, self._address or ""
-        if spare.total() >= SPARE or spare[key] >= SPARE_OF_ONE:
-            self._ended = True
-            self.transport.abort()
-            return
+        """Keep a connection beyond a limit for one call."""
         self._is_spare = True
-        spare[key] += 1
+        self.limits.spare[self._address or ""] += 1
         if full:
             refusal = problem(503, "Unavailable", "this coordinator has as many connections as it can; try again later")
         else:
