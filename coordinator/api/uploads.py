@@ -87,6 +87,7 @@ class Uploads:
         self._few = asyncio.Semaphore(AT_ONCE)
         self._one_of_device: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._small = self._gathered = 0
+        self._taking = threading.Lock()
         self._swept = -math.inf
         if store.is_first:
             shutil.rmtree(folder, ignore_errors=True)
@@ -149,15 +150,15 @@ class Uploads:
             raise LengthRequired("Content-Length must be the length of Content-Range; send both")
         if last != total - 1:
             raise WrongRange("the range must go to the update's end")
-        part, turn = self._take(assignment_id, digest, first, total)
-        part.calls += 1
+        part, turn = await run_in_threadpool(self._take, assignment_id, digest, first, total)
         try:
             await self._gather(request, part, turn)
             async with self._one_of_device.setdefault(device_id, asyncio.Lock()), self._few:
                 new = await self._writers.run(self._accept, part, turn, assignment_id, device_id, media_type)
             return new, total
         finally:
-            part.calls -= 1
+            with self._taking:
+                part.calls -= 1
 
     def _accept(self, part: _Part, turn: int, assignment_id: str, device_id: str, media_type: str) -> bool:
         """Have a whole update accepted, and remove its part."""
@@ -191,6 +192,11 @@ class Uploads:
             self._write(part)  # also if the call was cut off: its pieces take no memory, and need not be sent again
 
     def _take(self, assignment_id: str, digest: str, first: int, total: int) -> tuple[_Part, int]:
+        """Return the part that a call goes on with, one of its calls from now on, and the call's turn."""
+        with self._taking:
+            return self._begin(assignment_id, digest, first, total)
+
+    def _begin(self, assignment_id: str, digest: str, first: int, total: int) -> tuple[_Part, int]:
         received = self.received(assignment_id, digest)
         part = self._parts.get(assignment_id)
         if first == 0 and (part is None or (part.digest, part.total) != (digest, total) or received):
@@ -208,6 +214,7 @@ class Uploads:
             if self._parts.get(assignment_id) is not part:
                 raise WrongRange("the part of this update that had arrived is gone; begin with its first byte")
             part.turn += 1
+            part.calls += 1
             return part, part.turn
 
     def _write(self, part: _Part) -> None:
