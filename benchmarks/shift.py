@@ -125,7 +125,7 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[str
         task = replace(plan, data=text).task(index, info).on(plan.compute)  # with a model of its own, made anew
         job = Job(
             assignment=Assignment(
-                assignment_id="", kind=Kind.evaluate, round=info.round, deadline_seconds=0.0, settings=settings
+                assignment_id="judging", kind=Kind.evaluate, round=info.round, deadline_seconds=0.0, settings=settings
             ),
             manifest=manifest,
             task=task,
