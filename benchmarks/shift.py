@@ -25,15 +25,15 @@ import httpx
 import torch
 from tqdm import tqdm
 
-from edge_sdk.device.session import MASK
+from edge_sdk.device.session import load_mask
 from edge_sdk.device.state import Reference, StateFolder
 from edge_sdk.device.transport import Transport
 from edge_sdk.methods import DeviceState, Evaluated, Job, load_method
 from edge_sdk.protocol import bundle, checkpoint
-from edge_sdk.protocol.elements import ElementMask, from_bits
+from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import pack
+from edge_sdk.protocol.masks import Mask, pack
 from edge_sdk.protocol.messages import Assignment, FederationInfo, Kind
 from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks import load_task
@@ -112,14 +112,14 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[str
     folder = StateFolder(finished.root / plan.name(index), durable=False, reference=finished.reference)
     try:
         personal, progress = folder.load(manifest)
-        own, bits = folder.own, folder.cached(MASK)
+        own, mask = folder.own, load_mask(folder, manifest)
     finally:
         folder.close()
     adapted = personal if progress.adapted else None
     keeps = load_coordinator_method(info.method).personal_models
     kept = adapted if info.settings.finetune_epochs and not keeps else None
     settings = info.settings.model_copy(update={"finetune_epochs": 0})
-    body = None if finished.model is None else _payload(manifest, finished.model, bits, info)
+    body = None if finished.model is None else _payload(manifest, finished.model, mask, info)
     found = []
     for text in texts:
         task = replace(plan, data=text).task(index, info).on(plan.compute)  # with a model of its own, made anew
@@ -152,11 +152,9 @@ def _judge(job: Job, method: str, kept: Tensors | None) -> Evaluated:
     return evaluated
 
 
-def _payload(manifest: Manifest, model: Tensors, bits: bytes | None, info: FederationInfo) -> bytes:
-    """Return the global model as an evaluation sends it. ``bits``: the element mask that the device received last."""
-    mask = None if bits is None else from_bits(manifest, bits)
-    if mask is not None and not _covers(mask, model):
-        mask = None  # of an earlier model: this one is sent whole, which says the same of its values
+def _payload(manifest: Manifest, model: Tensors, held: Mask | None, info: FederationInfo) -> bytes:
+    """Return the global model as an evaluation sends it. ``held``: the mask that the device received last."""
+    mask = held if isinstance(held, ElementMask) and _covers(held, model) else None  # else it is sent whole
     precision = info.settings.precision_of("down", Kind.evaluate)
     return bundle.encode(manifest, pack(manifest, model, mask), mask, precision=precision)
 

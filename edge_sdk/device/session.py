@@ -142,6 +142,15 @@ class Known:
     manifest: Manifest
 
 
+def load_mask(folder: StateFolder, manifest: Manifest) -> ElementMask | NeuronMask | None:
+    """Return the mask that a device holds. A file that cannot be read counts as none: it is sent, or chosen, again."""
+    data = folder.cached(MASK) or b""
+    try:
+        return mask_from_file(manifest, data[32:]) if data[:32] == hashlib.sha256(data[32:]).digest() else None
+    except ProtocolError:
+        return None
+
+
 class Session:
     """One device in one federation.
 
@@ -215,7 +224,7 @@ class Session:
         self._best: tuple[Best, Tensors] | None = None
         self._moved_before = self.progress.everything
         self._as_new = {} if self.personal is not None else self._never_sent()
-        self._mask = self._load_mask()
+        self._mask = load_mask(folder, self.manifest)
         if self._identity.token is None:
             self._enrol()
         elif announce:
@@ -560,16 +569,6 @@ class Session:
             return bundle.decode(body, self.manifest, _elements(self._mask))
         except BundleError as error:
             raise Damaged(f"the payload cannot be used: {error}") from error
-
-    def _load_mask(self) -> ElementMask | NeuronMask | None:
-        """Return the mask that this device holds. A file that cannot be read counts as none: the mask is sent, or
-        chosen, again.
-        """
-        data = self._folder.cached(MASK) or b""
-        try:
-            return mask_from_file(self.manifest, data[32:]) if data[:32] == hashlib.sha256(data[32:]).digest() else None
-        except ProtocolError:
-            return None
 
     def _keep_mask(self, mask: ElementMask | NeuronMask | None) -> None:
         if mask is not None and not same_mask(mask, self._mask):
