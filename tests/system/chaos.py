@@ -233,7 +233,17 @@ class World:
 
 # --- how it ended ------------------------------------------------------------------------------------------------
 
-COUNTED = ("round", "cohort", "updates", "handed_back", "expired", "num_examples", "evaluated_devices", "notes")
+COUNTED = (
+    "round",
+    "cohort",
+    "updates",
+    "handed_back",
+    "expired",
+    "num_examples",
+    "evaluated_devices",
+    "counts",
+    "notes",
+)
 COUNTED += ("parts_up", "parts_down", "model_sha256", "base_version", "model_version", "accuracy_personal")
 COUNTED += ("accuracy_global", "train_loss")
 

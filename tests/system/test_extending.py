@@ -242,7 +242,7 @@ def test_a_method_with_phases_and_masks_of_its_own_runs_as_printed(run, lab):
     }
     records = lab.get("/v1/federations/masks/rounds").json()
     assert [each["notes"].get("replaced") for each in records][:2] == [None, 0]
-    assert max(each["notes"].get("new", 0) for each in records) > 0, "devices chose other weights than the round's"
+    assert max(each["counts"].get("new", 0) for each in records) > 0, "devices chose other weights than the round's"
 
 
 @pytest.mark.slow
