@@ -154,7 +154,9 @@ def test_what_is_shown_equals_the_records_and_follows_them_live(coordinator_and_
     accuracy = page.get_by_role("figure", name="Accuracy")
     expect(accuracy.locator("canvas")).to_be_visible()
     accuracy.get_by_text("As a table").click()
-    rows = [texts(row.locator("td")) for row in accuracy.locator("details tbody tr").all()]
+    drawn = accuracy.locator("details tbody tr")
+    expect(drawn).to_have_count(len(records))  # filled once the browser says that it is open
+    rows = [texts(row.locator("td")) for row in drawn.all()]
     percent = [f"{100 * value:.1f} %" for each in records for value in (each.accuracy_personal, each.accuracy_global)]
     assert [row[0] for row in rows] == [str(each.round) for each in records]
     assert [text for row in rows for text in (row[1], row[3])] == percent
