@@ -289,11 +289,18 @@ class Models:
         sends_changes = load_method(federation.method).sends_changes
         held = self._round_of(federation, device.model) if sends_changes else None
         # A mask that is unknown here is as none: else a device could have any number of payloads packed and kept.
-        known = None if self._held_mask(federation, device) is None else device.mask
-        key = (federation.id, version, (whose, known, held, plan))
-        return self._payloads.get(key, lambda: self._pack(federation, device, assignment, held))
+        known = self._held_mask(federation, device)
+        key = (federation.id, version, (whose, None if known is None else device.mask, held, plan))
+        return self._payloads.get(key, lambda: self._pack(federation, device, assignment, held, known))
 
-    def _pack(self, federation: Federation, device: Device, assignment: Assignment, held: int | None) -> bytes:
+    def _pack(
+        self,
+        federation: Federation,
+        device: Device,
+        assignment: Assignment,
+        held: int | None,
+        known: ElementMask | NeuronMask | None,
+    ) -> bytes:
         manifest, settings, plan = self.manifest(federation), settings_of(federation), assignment.plan or {}
         model = self.model(federation, assignment.model_version)
         mask, draw = self.mask(federation, device, assignment)
@@ -302,7 +309,6 @@ class Models:
         method, situation = load_method(federation.method), Situation(manifest, settings, assignment.round, plan)
         if held is not None:
             mask = method.changed(model, held, situation)
-        known = self._held_mask(federation, device)
         return bundle.encode(
             manifest,
             pack(manifest, model.tensors, mask),

@@ -145,9 +145,8 @@ class Rounds:
         self._advancing = threading.Lock()
         self._folding: dict[int, Folding] = {}
         self._closing: dict[int, _Closing] = {}
-        self._failed_to_prepare: dict[
-            int, set[str]
-        ] = {}  # by federation: devices that did not, since the others were asked
+        # By federation: devices that did not prepare it, since the others were asked.
+        self._failed_to_prepare: dict[int, set[str]] = {}
         self._stuck: dict[int, float] = {}
         self._late_seen: dict[int, float] = {}
         self._silent_seen: dict[int, float] = {}
