@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import get_remote_addr
 
 from sparrow.coordinator.api.buckets import RateLimit, address_key
@@ -162,6 +162,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._is_made = self._is_spare = self._ended = False
         self._head_bytes = self._header_count = self._unparsed = 0
         self._in_body = False
+        self._answering: RequestResponseCycle | None = None
         self._received = self._received_before = 0
         self._unsent = 0
         self._resumed = False
@@ -191,10 +192,11 @@ class LimitedConnection(HttpToolsProtocol):
         self._watch = self.loop.call_later(limits.patience, self._check_progress)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the limits, and count one less."""
+        """Cancel the limits, count one less, and have an answer that is being sent go nowhere."""
         if not self._is_made:
             return
         self._have_head()
+        self._stop_answer()
         if self._watch is not None:
             self._watch.cancel()
         self.limits.open -= 1
@@ -301,6 +303,11 @@ class LimitedConnection(HttpToolsProtocol):
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Note which request is answered: uvicorn's ``cycle`` is the latest, which may wait behind it."""
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
     def _unsupported_upgrade_warning(self) -> None:
         """Log nothing: an upgrade that is asked for and ignored is no fault, and anybody could fill the log."""
 
@@ -324,15 +331,27 @@ class LimitedConnection(HttpToolsProtocol):
         raise TooLarge(TOO_LONG)
 
     def _refuse(self) -> None:
-        """Answer 431 and close."""
+        """Answer 431 and close; where an earlier request is being answered, close."""
         self._ended = True
         self._have_head()
+        if self._stop_answer():
+            self.transport.close()
+            return
         answer = problem(431, "RequestHeaderFieldsTooLarge", TOO_LONG, {"Connection": "close"})
         lines = [b"HTTP/1.1 431 Request Header Fields Too Large", *(b": ".join(pair) for pair in answer.raw_headers)]
         self.transport.write(b"\r\n".join([*lines, b"", bytes(answer.body)]))
         self.transport.close()
 
     # --- answers -------------------------------------------------------------------------------------------------
+
+    def _stop_answer(self) -> bool:
+        """Have the answer that is being sent go nowhere from now on; return whether some of it was sent."""
+        answering = self._answering
+        if answering is None or answering.response_complete:
+            return False
+        answering.disconnected = True
+        answering.message_event.set()
+        return answering.response_started
 
     def resume_writing(self) -> None:
         """Note that the caller reads."""

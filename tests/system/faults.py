@@ -9,6 +9,7 @@ draw the same faults, and are alike, not the same.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from edge_sdk.protocol import bundle
+from sparrow.coordinator.storage.blobs import digest_of
 
 from ..disks import fill
 from .conftest import Forked, wait_until
@@ -352,7 +354,11 @@ def _damage_model(harm: Callable[[Path, float], None], *, current: bool) -> Call
                 harm(file, at.chance)
                 coordinator.launch()
                 if current:
-                    wait_until(lambda: file.name in _why_not_ready(coordinator), f"/readyz names {file.name}", 30)
+                    wait_until(
+                        lambda: file.name in _why_not_ready(coordinator) or _is_whole(file),
+                        f"/readyz names {file.name}, or its round, which was not closed, makes it anew",
+                        30,
+                    )
                 else:
                     coordinator.wait_until_it_answers()
                     if _has_values(file.name) and world.get("")["global_model_usable"]:
@@ -365,6 +371,11 @@ def _damage_model(harm: Callable[[Path, float], None], *, current: bool) -> Call
                 file.write_bytes(whole)
 
     return act
+
+
+def _is_whole(file: Path) -> bool:
+    """Return whether a file is what its name says."""
+    return file.exists() and hashlib.sha256(file.read_bytes()).hexdigest() == digest_of(file.name)
 
 
 def _why_not_ready(coordinator: Forked) -> str:

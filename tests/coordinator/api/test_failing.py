@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from unittest.mock import Mock
 
 import httpx
@@ -545,6 +545,24 @@ def test_who_does_not_read_an_answer_is_disconnected(tmp_path):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             connection.sendall(START + b"\r\n")
         become(lambda: ended == ["http.disconnect"] * 3)
+
+
+def test_an_answer_to_one_of_many_requests_at_once_ends_with_its_connection(tmp_path, caplog):
+    """uvicorn alone goes on sending the first answer: it tells the latest request that its caller has gone."""
+    ended = []
+    with served(application(Settings(data_dir=tmp_path), ended)) as port:
+        for requests in (2, 20):  # the caller leaves; more wait than may
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall(START + b"\r\n")
+                connection.recv(4096)
+                connection.sendall((START + b"\r\n") * (requests - 1))
+                if requests > 2:
+                    with suppress(ConnectionResetError):
+                        while found := connection.recv(65536):
+                            assert b"431" not in found, "it would be read as a part of the first answer"
+            become(lambda: len(ended) == (1 if requests == 2 else 2))  # noqa: B023 - called at once
+    assert ended == ["http.disconnect"] * 2
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
 def test_who_sends_on_what_was_answered_is_disconnected(open_app):
