@@ -191,10 +191,10 @@ class Figures:
         by_seed = differences(*self._both(file, label, other, None, axes))
         return 100 * fmean(value > 0 for by_device in by_seed.values() for value in by_device.values())
 
-    def least_difference(self, file: str, label: str, other: str, **which: Any) -> float:
+    def least_difference(self, file: str, label: str, other: str, **axes: Value) -> float:
         """Return the difference of the worst seed."""
-        first, second = (self.each_accuracy(file, each, **which) for each in (label, other))
-        return min(a - b for a, b in zip(first, second, strict=True))
+        by_seed = differences(*self._both(file, label, other, None, axes))
+        return min(fmean(by_device.values()) for by_device in by_seed.values())
 
     def difference_at_equal(self, cost: str, file: str, label: str, other: str, **axes: Value) -> Estimate:
         """Return the first label's last accuracy minus the other's where that has cost as much, seed by seed.
@@ -212,10 +212,7 @@ class Figures:
 
     def each_within(self, file: str, label: str, mib: float, **axes: Value) -> list[float]:
         """Return the best accuracy of each seed within so much upload of all devices, weighted by test samples."""
-        found = [
-            best_within(trial.points, mib * MIB, lambda each: each.weighted) for trial in self.trials(file, label, axes)
-        ]
-        return [100 * each for each in found if each is not None]
+        return [_within(trial, mib) for trial in self.trials(file, label, axes)]
 
     def within(self, file: str, label: str, mib: float, **axes: Value) -> Estimate:
         """Return its mean over seeds."""
@@ -223,19 +220,26 @@ class Figures:
 
     def difference_within(self, file: str, label: str, other: str, mib: float, **axes: Value) -> Estimate:
         """Return the first label's minus the other's, seed by seed."""
-        both = [self.each_within(file, each, mib, **axes) for each in (label, other)]
-        return _estimate([a - b for a, b in zip(*both, strict=True)])
+        first, others = ({each.trial.seed: each for each in self.trials(file, one, axes)} for one in (label, other))
+        return _estimate(
+            [_within(trial, mib) - _within(others[seed], mib) for seed, trial in first.items() if seed in others]
+        )
 
     def cost(self, file: str, label: str, what: str, at: int | None = None, **axes: Value) -> float:
         """Return what all devices together have cost at the end or until a round, mean over seeds.
 
-        what: a sum of ``Point`` (bytes_up, training_flops, ...), a count of its notes, or device_rounds.
+        what: a sum of ``Point`` (bytes_up, training_flops, ...), device_rounds, or a count that a method of this file
+        made; zero where another method made none.
         """
         trials = self.trials(file, label, axes)
         if what == "device_rounds":
             return fmean(map(device_rounds, trials))
         points = [next(each for each in trial.points if each.round == (at or end_of(trial).round)) for trial in trials]
-        return fmean(getattr(each, what) if hasattr(each, what) else each.notes.get(what, 0) for each in points)
+        if what in Point.__dataclass_fields__:
+            return fmean(getattr(each, what) for each in points)
+        if not any(what in end_of(each).notes for each in _read(self.folder / f"{file}.jsonl")):
+            raise SystemExit(f"{file}.jsonl counts no {what}")
+        return fmean(each.notes.get(what, 0) for each in points)
 
     def rounds(self, file: str, label: str, **axes: Value) -> float:
         """Return the number of rounds that were played, mean over seeds."""
@@ -394,6 +398,13 @@ def _mean(point: Point) -> float:
     if point.accuracy is None:
         raise SystemExit(f"round {point.round} was not evaluated")
     return point.accuracy.mean
+
+
+def _within(trial: Recorded, mib: float) -> float:
+    best = best_within(trial.points, mib * MIB, lambda each: each.weighted)
+    if best is None:
+        raise SystemExit(f"{trial.trial.name} was not evaluated within {mib:g} MiB")
+    return 100 * best
 
 
 def _interpolated(trial: Recorded, cost: str, at: float) -> float:

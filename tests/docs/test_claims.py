@@ -43,6 +43,12 @@ def test_what_counts_as_a_stray_figure():
     assert stray_figures("**81.8**") == ["**81.8**"]
 
 
+@pytest.mark.parametrize("name", ["fedspu", "fedsgc", "dmpfl", "pfedgate", "defaults"])
+def test_a_page_says_seeds_intervals_tuning_and_what_was_not_run(name):
+    text = (DOCS / "results" / f"{name}.md").read_text().lower()
+    assert all(word in text for word in ("seed", "95 %", "tun", "**not run**"))
+
+
 @pytest.mark.parametrize("paper", CLAIMS["papers"])
 def test_every_table_and_figure_of_a_paper_has_one_row(paper):
     numbers = CLAIMS["papers"][paper]
@@ -136,6 +142,22 @@ def test_at_equal_cost_the_other_is_read_between_its_evaluations(figures):
     assert f"{figures.difference_at_equal('bytes_up', 'tiny', 'A', 'B'):.1f}" == "16.0"
     with pytest.raises(SystemExit, match="outside"):
         figures.difference_at_equal("bytes_up", "tiny", "B", "A")
+
+
+def test_within_an_upload_the_best_so_far_counts(figures):
+    assert filled("{listed(each_within('tiny', 'A', 1))}", figures) == "60.0, 62.0"
+    assert filled("{within('tiny', 'B', 130 / 1048576):.0f}", figures) == "50"
+    assert filled("{difference_within('tiny', 'A', 'B', 130 / 1048576):half}", figures) == "+11.0 ± 12.7"
+    with pytest.raises(SystemExit, match="not evaluated within"):
+        figures.within("tiny", "A", 1 / 2**20)
+
+
+def test_costs_are_sums_over_devices(figures):
+    assert (
+        filled("{cost('tiny', 'B', 'bytes_up'):.0f}, {cost('tiny', 'B', 'bytes_up', at=1):.0f}", figures) == "200, 80"
+    )
+    with pytest.raises(SystemExit, match="counts no dropped"):
+        figures.cost("tiny", "B", "dropped")
 
 
 def test_a_block_repeats_its_lines_for_each_label(figures, tmp_path):
