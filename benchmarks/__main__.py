@@ -1,9 +1,10 @@
-"""``python -m benchmarks compare|run|tune|report``: comparisons of methods, and the papers' tables.
+"""``python -m benchmarks compare|run|tune|report|claims``: comparisons of methods, and the papers' tables.
 
 python -m benchmarks compare --data mine.npz            methods side by side on your own data
 python -m benchmarks tune fedspu-cifar10 --data DIR     choose settings on validation data
 python -m benchmarks run fedspu-cifar10 --data DIR      run every trial; --resume continues after Ctrl-C
 python -m benchmarks report fedspu-cifar10              tables and plots of the recorded trials
+python -m benchmarks claims                             measured figures of the hand-written pages, from committed rows
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from pathlib import Path
 
 from edge_sdk.publish import read_setting
-from sparrow.benchmarks import rows, runner
+from sparrow.benchmarks import claims, rows, runner
 from sparrow.benchmarks.compare import METHODS, compared, name_of
 from sparrow.benchmarks.experiment import FOLDER, Experiment, load_experiment
 from sparrow.benchmarks.markdown import write_html
@@ -28,6 +29,12 @@ REPEATED = ("task", "data", "methods", "devices", "rounds", "seeds", "partition"
 
 
 def _run(options: argparse.Namespace) -> None:
+    if options.command == "claims":
+        for path, text in claims.rebuild().items():
+            if text != path.read_text():
+                path.write_text(text)
+                print(path)
+        return
     if options.command == "compare":
         experiment, name = _compared(options), name_of(options.task, options.data)
     else:
@@ -129,6 +136,7 @@ def _options(parser: Parser) -> None:
     report.add_argument("--folder", type=Path, help="folder of the run (default: runs/EXPERIMENT)")
     report.add_argument("--results", type=Path, help="other rows, such as docs/results/NAME.jsonl")
     report.add_argument("--out", type=Path, help="folder of the report (default: beside the results)")
+    commands.add_parser("claims", help="write the measured figures of docs/results/*.md from their rows")
 
 
 def _add_work(parser: argparse.ArgumentParser) -> None:

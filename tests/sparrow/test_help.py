@@ -12,7 +12,7 @@ from sparrow.main import COMMANDS, main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 TOKENS = ("create", "list", "revoke")
-BENCH = ("compare", "run", "tune", "report")
+BENCH = ("compare", "run", "tune", "report", "claims")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,423 @@
+"""Measured figures of the hand-written result pages, computed from the committed rows: ``python -m benchmarks claims``.
+
+A page has each of its measured figures between two comments, of which the first says how the figure is computed:
+
+    FedSPU: <!-- measured: {accuracy('fedspu-cifar10', 'FedSPU', alpha=0.1):.1f} % -->81.8 %<!-- end -->
+
+Between braces stands a call of a method of ``Figures``, or a sum, difference, product or quotient of such calls, and
+behind its last colon a format. A table is a comment of several lines. A first line ``each = A; B as C`` repeats every
+line that has ``{each}``: ``each`` is a label's name on the page, ``label`` its name in the rows.
+
+``docs/results/claims.toml`` lists every table and figure of the papers, and ``Figures.claims`` makes their tables.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import operator
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+
+from sparrow.benchmarks import rows
+from sparrow.benchmarks.experiment import Value
+from sparrow.benchmarks.metrics import Point, best_within
+from sparrow.benchmarks.report.cells import markdown_lines
+from sparrow.benchmarks.report.comparisons import differences, judged_on, paired, students
+from sparrow.benchmarks.report.figures import (
+    MIB,
+    accuracy_among,
+    device_rounds,
+    end_of,
+    global_accuracy,
+    participants,
+    shift_of,
+    stopped_devices,
+)
+from sparrow.benchmarks.rows import Recorded
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+MEASURED = re.compile(r"(<!-- measured:(.*?)-->)(.*?)(<!-- end -->)", re.DOTALL)
+EXPRESSION = re.compile(r"\{([^{}]*?)(?::([^:{}'()]*))?\}")
+NOT_MEASURED = (
+    MEASURED,
+    re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL),
+    re.compile(r"`[^`\n]*`"),
+    re.compile(r"\]\([^)]*\)"),
+    re.compile(r"(?<!\*)\*(?!\*)[^*\n]+\*(?!\*)"),
+)
+"""Where a page may have decimals: between markers; in code (settings, commands); in a link's address; and in italics
+(a paper's own figures)."""
+OPERATIONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Gt: operator.gt,
+    ast.Lt: operator.lt,
+    ast.GtE: operator.ge,
+    ast.LtE: operator.le,
+}
+
+
+class Estimate(float):
+    """A mean with its 95 % interval: Student's over seeds, or over devices if there is one seed; None if unknown.
+
+    Formats: that of a float, ``range`` (+1.3 (-1.6 to +4.3)) and ``half`` (+1.3 ± 2.9).
+    """
+
+    interval: tuple[float, float] | None
+
+    def __new__(cls, mean: float, interval: tuple[float, float] | None) -> Estimate:
+        """Return the mean as a float that knows its interval."""
+        made = super().__new__(cls, mean)
+        made.interval = interval
+        return made
+
+    def __format__(self, spec: str) -> str:
+        """Format the mean, or the mean with its interval."""
+        if spec not in ("range", "half"):
+            return super().__format__(spec)
+        mean = super().__format__("+.1f")
+        if self.interval is None:
+            return mean
+        low, high = self.interval
+        return f"{mean} ({low:+.1f} to {high:+.1f})" if spec == "range" else f"{mean} ± {(high - low) / 2:.1f}"
+
+
+class Figures:
+    """Figures from the rows in a folder.
+
+    A trial is named by its file without ``.jsonl``, its label and the values of its axes, and ``seed`` for one alone.
+    Accuracies are per cent, means over devices and then over seeds, after the last round; differences are points.
+    ``used`` collects the trials that figures were computed from, by file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.used: dict[str, list[Recorded]] = {}
+
+    def trials(self, file: str, label: str, axes: dict[str, Value]) -> list[Recorded]:
+        """Return the trials of a label by seed. Raises SystemExit if there are none, or if they differ in an axis."""
+        known = _read(self.folder / f"{file}.jsonl")
+        found = [
+            each
+            for each in known
+            if each.trial.label == label and axes.items() <= {**each.trial.axes, "seed": each.trial.seed}.items()
+        ]
+        if not found:
+            names = sorted({f"{each.trial.label} {each.trial.axes or ''}".strip() for each in known})
+            raise SystemExit(f"{file}.jsonl has no trials of {label} {axes or ''}; it has {'; '.join(names)}")
+        if len({str(each.trial.axes) for each in found}) > 1:
+            raise SystemExit(f"{file}.jsonl, {label}: say which of {', '.join(found[0].trial.axes)}")
+        self.used.setdefault(file, []).extend(found)
+        return sorted(found, key=lambda each: each.trial.seed)
+
+    def each_accuracy(
+        self,
+        file: str,
+        label: str,
+        *,
+        figure: str = "mean",
+        model: str = "accuracy",
+        at: int | None = None,
+        shift: float | None = None,
+        budget: float | None = None,
+        **axes: Value,
+    ) -> list[float]:
+        """Return the accuracy of each seed.
+
+        figure: mean, weighted or bottom_decile. model: accuracy (the one that counts), accuracy_global or
+        accuracy_validation. at: a round, not the last. shift: on that shifted test set. budget: of these devices alone.
+        """
+        found = []
+        for trial in self.trials(file, label, axes):
+            if shift is not None:
+                shifted = shift_of({"shift": shift}, trial)
+                known = getattr(shifted, model) if shifted else None
+            elif at is not None:
+                point = next((each for each in trial.points if each.round == at), None)
+                known = getattr(point, model) if point else None
+            elif model == "accuracy_validation":
+                known = end_of(trial).accuracy_validation
+            elif budget is not None:
+                known = accuracy_among([device for device in participants(trial) if device.budget == budget])
+            else:
+                known = global_accuracy(trial) if model == "accuracy_global" else accuracy_among(participants(trial))
+            if known is None:
+                raise SystemExit(f"{trial.trial.name} in {file}.jsonl was not evaluated so")
+            found.append(100 * getattr(known, figure))
+        return found
+
+    def accuracy(self, file: str, label: str, **which: Any) -> Estimate:
+        """Return the mean over seeds."""
+        return _estimate(self.each_accuracy(file, label, **which))
+
+    def spread(self, file: str, label: str, **which: Any) -> float:
+        """Return the standard deviation over seeds."""
+        return stdev(self.each_accuracy(file, label, **which))
+
+    def over_shifts(self, file: str, label: str, **axes: Value) -> float:
+        """Return the mean over all degrees of shift."""
+        degrees = {each.test_set["shift"] for each in self.trials(file, label, axes)[0].shifts}
+        return fmean(self.accuracy(file, label, shift=float(degree), **axes) for degree in degrees)
+
+    def difference(self, file: str, label: str, other: str, shift: float | None = None, **axes: Value) -> Estimate:
+        """Return the first label's accuracy minus the other's, on the same devices and seeds. shift: as above."""
+        both = self._both(file, label, other, shift, axes)
+        means = [fmean(by_device.values()) for by_device in differences(*both).values()]
+        if len(means) > 1:
+            return _estimate(means)
+        found = paired(*both)
+        if found is None:
+            raise SystemExit(f"{file}.jsonl: {label} and {other} have no seed in common")
+        return Estimate(found.mean, found.interval)
+
+    def better(self, file: str, label: str, other: str, **axes: Value) -> float:
+        """Return the share of devices for which the first label is better, in per cent."""
+        by_seed = differences(*self._both(file, label, other, None, axes))
+        return 100 * fmean(value > 0 for by_device in by_seed.values() for value in by_device.values())
+
+    def least_difference(self, file: str, label: str, other: str, **axes: Value) -> float:
+        """Return the difference of the worst seed."""
+        by_seed = differences(*self._both(file, label, other, None, axes))
+        return min(fmean(by_device.values()) for by_device in by_seed.values())
+
+    def difference_at_equal(self, cost: str, file: str, label: str, other: str, **axes: Value) -> Estimate:
+        """Return the first label's last accuracy minus the other's where that has cost as much, seed by seed.
+
+        cost: bytes_up, training_flops or joules_estimated. The other's accuracy is interpolated between evaluations.
+        """
+        first, others = ({each.trial.seed: each for each in self.trials(file, one, axes)} for one in (label, other))
+        return _estimate(
+            [
+                100 * (_mean(end_of(trial)) - _interpolated(others[seed], cost, getattr(end_of(trial), cost)))
+                for seed, trial in first.items()
+                if seed in others
+            ]
+        )
+
+    def each_within(self, file: str, label: str, mib: float, **axes: Value) -> list[float]:
+        """Return the best accuracy of each seed within so much upload of all devices, weighted by test samples."""
+        return [_within(trial, mib) for trial in self.trials(file, label, axes)]
+
+    def within(self, file: str, label: str, mib: float, **axes: Value) -> Estimate:
+        """Return its mean over seeds."""
+        return _estimate(self.each_within(file, label, mib, **axes))
+
+    def difference_within(self, file: str, label: str, other: str, mib: float, **axes: Value) -> Estimate:
+        """Return the first label's minus the other's, seed by seed."""
+        first, others = ({each.trial.seed: each for each in self.trials(file, one, axes)} for one in (label, other))
+        return _estimate(
+            [_within(trial, mib) - _within(others[seed], mib) for seed, trial in first.items() if seed in others]
+        )
+
+    def cost(self, file: str, label: str, what: str, at: int | None = None, **axes: Value) -> float:
+        """Return what all devices together have cost at the end or until a round, mean over seeds.
+
+        what: a sum of ``Point`` (bytes_up, training_flops, ...), device_rounds, or a count that a method of this file
+        made; zero where another method made none.
+        """
+        trials = self.trials(file, label, axes)
+        if what == "device_rounds":
+            return fmean(map(device_rounds, trials))
+        points = [next(each for each in trial.points if each.round == (at or end_of(trial).round)) for trial in trials]
+        if what in Point.__dataclass_fields__:
+            return fmean(getattr(each, what) for each in points)
+        if not any(what in end_of(each).notes for each in _read(self.folder / f"{file}.jsonl")):
+            raise SystemExit(f"{file}.jsonl counts no {what}")
+        return fmean(each.notes.get(what, 0) for each in points)
+
+    def rounds(self, file: str, label: str, **axes: Value) -> float:
+        """Return the number of rounds that were played, mean over seeds."""
+        return fmean(trial.result.rounds for trial in self.trials(file, label, axes))
+
+    def stopped(self, file: str, label: str, **axes: Value) -> int:
+        """Return the number of devices that stopped early, of all seeds."""
+        return sum(map(stopped_devices, self.trials(file, label, axes)))
+
+    def seeds(self, file: str, label: str, **axes: Value) -> int:
+        """Return the number of seeds."""
+        return len(self.trials(file, label, axes))
+
+    def tests(self, file: str, label: str, **axes: Value) -> int:
+        """Return the number of test samples of all devices, of the first seed."""
+        return sum(device.test_examples for device in participants(self.trials(file, label, axes)[0]))
+
+    def device_round(self, network: str, batch: int, run: str, what: str) -> float:
+        """Return the seconds or bytes of a device-round in gating.jsonl, as a share of FedAvg's."""
+        lines = map(json.loads, (self.folder / "gating.jsonl").read_text().splitlines())
+        found = next(each for each in lines if (each["model"], each["batch"]) == (network, batch))[what]
+        self.used.setdefault("gating", [])
+        return float(found[run] / found["FedAvg"])
+
+    def low(self, estimate: Estimate) -> float:
+        """Return the lower end of an interval; minus infinity if it is unknown."""
+        return estimate.interval[0] if estimate.interval else -math.inf
+
+    def listed(self, values: Sequence[float]) -> str:
+        """Return values with one decimal, separated by commas."""
+        return ", ".join(f"{value:.1f}" for value in values)
+
+    def claims(self, paper: str) -> str:
+        """Return the table of a paper's tables and figures."""
+        every = tomllib.loads((self.folder / "claims.toml").read_text())["claims"]
+        head = ("", "claim", "the paper", "here", "seeds, rounds", "rows", "result")
+        return "\n".join(markdown_lines(head, [self._claim(each) for each in every if each["paper"] == paper])).rstrip()
+
+    def _claim(self, claim: dict[str, Any]) -> list[str]:
+        """Return the cells of a table or figure of a paper."""
+        own = Figures(self.folder)
+        here = filled(claim.get("here", "–"), own)
+        held = [bool(evaluated(each, own)) for each in claim.get("holds", ())]
+        files = ", ".join(f"[{name}]({name}.jsonl)" for name in own.used) or "–"
+        played = "; ".join(_played(each) for each in own.used.values() if each)
+        result = verdict(held, claim.get("missing", ""))
+        missing, note = claim.get("missing", ""), claim.get("note", "")
+        if missing and held:
+            missing = f"missing: {missing}"
+        words = "; ".join(each for each in (missing, note) if each)
+        result = f"**{result}**: {words}" if words else f"**{result}**"
+        return [claim["item"], claim["claim"], claim["value"], here, played or "–", files, result]
+
+    def _both(
+        self, file: str, label: str, other: str, shift: float | None, axes: dict[str, Value]
+    ) -> list[list[Recorded]]:
+        """Return the trials of two labels, judged on a shifted test set unless ``shift`` is None."""
+        both = [self.trials(file, each, axes) for each in (label, other)]
+        return both if shift is None else [judged_on({"shift": shift}, each) for each in both]
+
+
+def verdict(held: Sequence[bool], missing: str) -> str:
+    """Return the verdict on a claim: one whose parts were not all run is at best partly reproduced."""
+    if not held:
+        return "not run"
+    if all(held):
+        return "partly" if missing else "reproduced"
+    return "partly" if any(held) else "not"
+
+
+def rebuild(docs: Path = DOCS) -> dict[Path, str]:
+    """Return the pages with measured figures as they should be: path -> text."""
+    if not docs.is_dir():
+        raise SystemExit(f"{docs} is not there: run this in a clone, which has the pages and their rows")
+    figures, found = Figures(docs / "results"), {}
+    for path in sorted(docs.rglob("*.md")):
+        text = path.read_text()
+        try:
+            rebuilt = MEASURED.sub(lambda each: each[1] + _measured(each[2], figures) + each[4], text)
+        except SystemExit as error:
+            raise SystemExit(f"{path}: {error}") from None
+        if MEASURED.search(text):
+            found[path] = rebuilt
+    return found
+
+
+def stray_figures(text: str) -> list[str]:
+    """Return the lines of a page with a decimal that is neither measured, nor a setting, nor a paper's."""
+    for pattern in NOT_MEASURED:
+        text = pattern.sub("", text)
+    return [line for line in text.splitlines() if re.search(r"\d\.\d", line)]
+
+
+def filled(template: str, figures: Figures, **names: str) -> str:
+    """Return a template with the values of its expressions. Raises SystemExit, naming the one that has none."""
+
+    def value(found: re.Match[str]) -> str:
+        try:
+            return format(evaluated(found[1], figures, **names), found[2] or "")
+        except (SyntaxError, TypeError, ValueError, AttributeError, KeyError, StopIteration) as error:
+            raise SystemExit(f"{found[0]}: {error!r}; docs/benchmarks.md says what may stand there") from None
+
+    return EXPRESSION.sub(value, template)
+
+
+def evaluated(expression: str, figures: Figures, **names: str) -> Any:
+    """Return the value of an expression: calls of ``figures``, constants, + - * /, comparisons."""
+
+    def value(node: ast.AST) -> Any:
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.Name():
+                return names[node.id]
+            case ast.UnaryOp(op=ast.USub()):
+                return -value(node.operand)
+            case ast.BinOp():
+                return OPERATIONS[type(node.op)](value(node.left), value(node.right))
+            case ast.Compare(ops=[how], comparators=[right]):
+                return OPERATIONS[type(how)](value(node.left), value(right))
+            case ast.Call(func=ast.Name(id=name)) if not name.startswith("_"):
+                keywords = {each.arg or "": value(each.value) for each in node.keywords}
+                return getattr(figures, name)(*map(value, node.args), **keywords)
+        raise ValueError(f"{ast.unparse(node)} is no figure")
+
+    return value(ast.parse(expression.strip(), mode="eval").body)
+
+
+def _measured(template: str, figures: Figures) -> str:
+    """Return what stands between two markers: a line as it is, several lines as a block of their own."""
+    if "\n" not in template:
+        return filled(template.strip(), figures)
+    first, *lines = template.strip().splitlines()
+    each = [] if not first.startswith("each = ") else [name.strip() for name in first[7:].split(";")]
+    made = []
+    for line in lines if each else [first, *lines]:
+        for name in each if "{each}" in line else [""]:
+            label, _, shown = name.partition(" as ")
+            made.append(filled(line, figures, each=shown or label, label=label))
+    return "\n\n" + "\n".join(made) + "\n\n"
+
+
+@cache
+def _read(path: Path) -> tuple[Recorded, ...]:
+    recorded = rows.read(path)
+    if not recorded:
+        raise SystemExit(f"{path} has no trials")
+    return tuple(rows.latest(recorded).values())
+
+
+def _estimate(values: Sequence[float]) -> Estimate:
+    return Estimate(fmean(values), students(values))
+
+
+def _mean(point: Point) -> float:
+    if point.accuracy is None:
+        raise SystemExit(f"round {point.round} was not evaluated")
+    return point.accuracy.mean
+
+
+def _within(trial: Recorded, mib: float) -> float:
+    best = best_within(trial.points, mib * MIB, lambda each: each.weighted)
+    if best is None:
+        raise SystemExit(f"{trial.trial.name} was not evaluated within {mib:g} MiB")
+    return 100 * best
+
+
+def _interpolated(trial: Recorded, cost: str, at: float) -> float:
+    """Return a trial's accuracy where it has cost so much. Raises SystemExit outside its evaluated rounds."""
+    spent = [getattr(point, cost) for point in trial.points]
+    if not spent[0] <= at <= spent[-1]:
+        raise SystemExit(f"{trial.trial.name}: {cost} of {at:g} is outside of its {spent[0]:g} to {spent[-1]:g}")
+    return float(np.interp(at, spent, [_mean(point) for point in trial.points]))
+
+
+def _played(trials: Sequence[Recorded]) -> str:
+    """Return the numbers of seeds and of rounds at most: 3 seeds, 12 to 40 rounds."""
+    seeds = len({each.trial.seed for each in trials})
+    rounds = sorted({int(each.trial.settings.get("rounds", each.result.rounds)) for each in trials})
+    span = f"{rounds[0]}" if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
+    return f"{seeds} seed{'s' if seeds > 1 else ''}, {span} rounds"
