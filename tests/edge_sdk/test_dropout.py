@@ -33,14 +33,24 @@ CHOOSING = ["hermes", "fedmp", "prunefl_neurons"]
 EVERY = ["feddrop", "heterofl", *PERSONAL]
 EXAMPLES, EPOCHS = 30, 2
 
+PAPER = {"widths": "uniform", "width_steps": 5, "distil": True, "distil_weight": 1.0, "distil_temperature": 1.0} | {
+    "scaled": True
+}
+"""The settings of FjORD and FedDrop that the coordinator fills in."""
+
+SIMPLE = {"widths": "fixed", "scaled": False}
+"""The forms in which FedSPU's card compares them."""
+
 
 @pytest.fixture(scope="module")
 def manifest():
     return describe(DigitsNet(), torch.zeros(1, 1, 8, 8), task="digits")
 
 
-def job_of(manifest, ratio=0.4, *, kind="train", state=None, number=1, mask=None, targets=None, **settings):
-    """A round over random images; the payload holds the weights that follow from seed 7, those of ``mask`` or all."""
+def job_of(manifest, ratio=0.4, *, kind="train", state=None, number=1, mask=None, targets=None, own=None, **settings):
+    """A round over random images; the payload holds the weights that follow from seed 7, those of ``mask`` or all.
+
+    own: settings of the method other than the defaults."""
     generator = torch.Generator().manual_seed(0)
     targets = torch.arange(EXAMPLES) % 10 if targets is None else targets
     arrays = Arrays(torch.rand(EXAMPLES, 1, 8, 8, generator=generator), targets)
@@ -51,7 +61,9 @@ def job_of(manifest, ratio=0.4, *, kind="train", state=None, number=1, mask=None
         kind=kind,
         round=number,
         deadline_seconds=60,
-        settings=FederationSettings(**{"local_epochs": EPOCHS, "early_stopping": "off", **settings}),
+        settings=FederationSettings(
+            **{"local_epochs": EPOCHS, "early_stopping": "off", **settings}, method_settings=PAPER | (own or {})
+        ),
         work=Work(key=f"{number:032x}", ratio=ratio),
     )
     received = decode(encode(manifest, values, mask), manifest)
@@ -84,7 +96,7 @@ def spread(manifest, values, mask):
 
 @pytest.mark.parametrize("method", EVERY)
 def test_a_round_trains_sends_and_counts_the_narrow_network_alone(manifest, method):
-    job = job_of(manifest, learning_rate=0.1)
+    job = job_of(manifest, learning_rate=0.1, own=SIMPLE)
     trained = load_method(method).train(job)
     mask = expected_mask(manifest, method, trained)
     assert same_mask(trained.update.mask, mask)
@@ -96,6 +108,10 @@ def test_a_round_trains_sends_and_counts_the_narrow_network_alone(manifest, meth
     more["heterofl"] = EXAMPLES * forward_flops(small)
     assert trained.flops == training_flops(small, EPOCHS * EXAMPLES) + more.get(method, 0)
     assert (trained.num_examples, trained.steps, trained.stopped) == (EXAMPLES, EPOCHS * 4, False)
+    assert (
+        trained.counts["neurons_left_out"] == sum(manifest.group_sizes.values()) - sum(small.group_sizes.values()) > 0
+    )
+    assert all(trained.counts[name] for name in load_method(method).acts)
 
 
 @pytest.mark.parametrize("method", EVERY)
@@ -114,7 +130,7 @@ def test_what_is_kept_is_the_network_that_was_trained_and_zeros(manifest, method
 @pytest.mark.parametrize("method", ["feddrop", "fjord"])
 def test_training_narrow_is_training_whole_with_the_rest_frozen_at_zero(manifest, method):
     """FedSPU from zeros does the same arithmetic, in another order of sums."""
-    job = job_of(manifest, learning_rate=0.05)
+    job = job_of(manifest, learning_rate=0.05, own=SIMPLE)
     trained = load_method(method).train(job)
     zeros = {spec.name: np.zeros(spec.shape, np.float32) for spec in manifest.kept}
     work = job.assignment.work
@@ -146,7 +162,7 @@ def permuted(manifest, spec, tensor, order):
 
 @pytest.mark.parametrize("method", ["feddrop", *PERSONAL])
 def test_a_device_that_trains_everything_trains_as_in_fedavg(manifest, method):
-    job = job_of(manifest, 1.0, learning_rate=0.1, momentum=0.5)
+    job = job_of(manifest, 1.0, learning_rate=0.1, momentum=0.5, own={"widths": "fixed"})
     plain = FEDAVG.train(job_of(manifest, 1.0, learning_rate=0.1, momentum=0.5))
     np.testing.assert_array_equal(load_method(method).train(job).update.values, plain.update.values)
 
