@@ -35,8 +35,10 @@ whole model's under ``fixed``); ``widths_drawn``, different widths of the round,
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from typing import Literal
 
 import numpy as np
@@ -44,18 +46,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from edge_sdk.methods import ActiveNeurons, DeviceMethod, DeviceState, Job, MethodSettings, Trained
+from edge_sdk.methods import ActiveNeurons, DeviceMethod, DeviceState, Job, MethodSettings, Trained, own_settings
 from edge_sdk.methods.narrow import adapt_narrow, drawn, train_narrow
 from edge_sdk.methods.rounds import conclude, evaluate_both
 from edge_sdk.protocol.flops import training_flops
+from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronMask, count_values
+from edge_sdk.protocol.messages import Assignment, Kind
 from edge_sdk.protocol.neurons import first_neurons
 from edge_sdk.tasks import Task
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.layout import Layout
-from edge_sdk.training.local import take_steps
-from edge_sdk.training.narrow import Inner
+from edge_sdk.training.local import LocalResult, take_steps
+from edge_sdk.training.narrow import Inner, Narrow
 from edge_sdk.training.optimisation import Optimisation
+from edge_sdk.training.rehearsal import Effort, MaskedEffort, Rehearsal
 
 
 class Settings(MethodSettings):
@@ -91,16 +96,33 @@ def widths_below(ratio: float, steps: int) -> list[float]:
 
 def _train_widths(job: Job, below: list[NeuronMask]) -> Trained:
     """Train the network that is loaded, at widths drawn from its own and those ``below``."""
+    generator, below = np.random.default_rng(job.seed("widths")), narrower(job.manifest, below)
+    result, flops, counts = take_steps_at(job, below, lambda: int(generator.integers(len(below) + 1)))
+    return replace(conclude(job, result, personal=None, update=None), flops=flops, counts=counts)
+
+
+def narrower(manifest: Manifest, masks: list[NeuronMask]) -> list[NeuronMask]:
+    """Return those of the masks that leave any neuron of the manifest's out."""
+    return [mask for mask in masks if count_values(manifest, mask) < manifest.shared_values]
+
+
+def take_steps_at(
+    job: Job, below: list[NeuronMask], draw: Callable[[], int]
+) -> tuple[LocalResult, int, dict[str, int]]:
+    """Train the network that is loaded as in a round; return the result, the FLOPs and the counts.
+
+    draw: returns the place in ``below`` of a step's width; the network's own is the one after the last. Raises
+    TrainingDiverged.
+    """
     settings, own = job.assignment.settings, job.own(Settings)
     rate, distils = settings.learning_rate_of(job.assignment.round), own.distil and job.task.classification
-    layout, generator = Layout(job.model, job.task), np.random.default_rng(job.seed("widths"))
+    layout = Layout(job.model, job.task)
     inner: dict[int, Inner] = {}
     steps: Counter[int] = Counter()
     samples: Counter[int] = Counter()
-    below = [mask for mask in below if count_values(job.manifest, mask) < job.manifest.shared_values]
 
     def forward(inputs: Tensor, targets: Tensor) -> Tensor:
-        inputs, width = layout(inputs, targets), int(generator.integers(len(below) + 1))
+        inputs, width = layout(inputs, targets), draw()
         steps[width] += 1
         samples[width] += len(targets)
         if width == len(below):
@@ -122,12 +144,11 @@ def _train_widths(job: Job, below: list[NeuronMask]) -> Trained:
         layout=layout,
         progress=job.progress,
     )
-    trained = conclude(job, result, personal=None, update=None)
-    narrow_steps = result.steps - steps[len(below)]
     flops = training_flops(job.manifest, result.samples if distils else samples[len(below)])
     flops += sum(training_flops(network.manifest, samples[width]) for width, network in inner.items())
+    narrow_steps = result.steps - steps[len(below)]
     counts = {"narrow_steps": narrow_steps, "widths_drawn": len(steps), "distilled_steps": narrow_steps * distils}
-    return replace(trained, flops=flops, counts=counts)
+    return result, flops, counts
 
 
 def _distilling(task: Task, own: Settings) -> Task:
@@ -153,10 +174,64 @@ def adapt(job: Job) -> DeviceState:
     return adapt_narrow(job, train)
 
 
+def effort(rehearsal: Rehearsal, budget: float) -> Effort:
+    """Return steps as rounds at ``budget`` take them."""
+    own, mask = own_settings(rehearsal.settings, Settings), first_neurons(rehearsal.manifest, budget)
+    fixed = MaskedEffort(rehearsal, mask)
+    if own.widths == "fixed":
+        return fixed
+    below = [first_neurons(rehearsal.manifest, each) for each in widths_below(budget, own.width_steps)]
+    return _WidthsEffort(rehearsal, mask, below, fixed)
+
+
+class _WidthsEffort:
+    """Steps at each width in turn, the widest first, where a round draws them."""
+
+    def __init__(self, rehearsal: Rehearsal, mask: NeuronMask, below: list[NeuronMask], fixed: MaskedEffort) -> None:
+        self._rehearsal, self._mask, self._below = rehearsal, mask, below
+        self.values, self.judge = fixed.values, fixed.judge
+
+    def train(self, steps: int, samples: int | None = None) -> list[float]:
+        job, below = self._job(steps, samples)
+        return self._rehearsal.timed(
+            lambda progress: take_steps_at(replace(job, progress=progress), below, _in_turn(len(below)))
+        )
+
+    def flops(self) -> int:
+        """Return the mean over the widths."""
+        job, below = self._job(1, None)
+        with torch.random.fork_rng(devices=[]):
+            each = [take_steps_at(job, below, partial(int, width))[1] for width in range(len(below) + 1)]
+        return sum(each) // len(each)
+
+    def _job(self, steps: int, samples: int | None) -> tuple[Job, list[NeuronMask]]:
+        rehearsal = self._rehearsal
+        network = Narrow(rehearsal.model, rehearsal.manifest, self._mask, None)
+        settings = rehearsal.settings.model_copy(update={"local_steps": steps, "learning_rate": 0.0})
+        job = Job(
+            assignment=Assignment(
+                assignment_id="rehearsal", kind=Kind.train, round=1, deadline_seconds=0.0, settings=settings
+            ),
+            manifest=network.manifest,
+            task=replace(rehearsal.task, model=network.model, train=[rehearsal.batch(samples)]),
+            model=network.model,
+            state=DeviceState(),
+            received=None,
+        )
+        return job, narrower(network.manifest, self._below)
+
+
+def _in_turn(below: int) -> Callable[[], int]:
+    """Return a function that gives the places of all widths again and again, first that of the widest below."""
+    places = cycle([*reversed(range(below)), below])
+    return lambda: next(places)
+
+
 FJORD = DeviceMethod(
     train=train,
     evaluate=evaluate_both,
     adapt=adapt,
     active=ActiveNeurons(sample=first_neurons, narrow=True),
+    effort=effort,
     acts=("narrow_steps",),
 )
