@@ -185,7 +185,7 @@ def effort(rehearsal: Rehearsal, budget: float) -> Effort:
 
 
 class _WidthsEffort:
-    """Steps at each width in turn, the widest first, where a round draws them."""
+    """Steps at each width in turn, where a round draws them: the first two hold the most at once."""
 
     def __init__(self, rehearsal: Rehearsal, mask: NeuronMask, below: list[NeuronMask], fixed: MaskedEffort) -> None:
         self._rehearsal, self._mask, self._below = rehearsal, mask, below
@@ -222,8 +222,8 @@ class _WidthsEffort:
 
 
 def _in_turn(below: int) -> Callable[[], int]:
-    """Return a function that gives the places of all widths again and again, first that of the widest below."""
-    places = cycle([*reversed(range(below)), below])
+    """Return a function that gives the places of all widths again and again, the widest first."""
+    places = cycle(reversed(range(below + 1)))
     return lambda: next(places)
 
 
