@@ -20,7 +20,7 @@ from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.bundle import Signs
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Manifest, Tensors
-from edge_sdk.protocol.masks import NeuronMask
+from edge_sdk.protocol.masks import Mask, NeuronMask, same_mask
 from edge_sdk.protocol.messages import FederationSettings, Kind
 from sparrow.command_line.installed import load_method_record
 from sparrow.coordinator.errors import BadContent, UnknownMethod
@@ -152,12 +152,14 @@ class ActiveNeurons:
     train the network of their active neurons alone and never need the rest, so that even the first download holds no
     more. rule: returns the neurons that follow from a device's active ratio alone; the device half has the same rule.
     None: they are drawn anew for each round and device. devices_choose: each device chooses its neurons itself, once,
-    from the whole model; the mask of its first update is stored, and decides what it is sent and may send.
+    from the whole model; the mask of its first update is stored, and decides what it is sent and may send. optional: a
+    group that every device receives and trains whole, of which its update may leave neurons out.
     """
 
     narrow: bool = False
     rule: Callable[[Manifest, float], NeuronMask] | None = None
     devices_choose: bool = False
+    optional: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +252,18 @@ class CoordinatorMethod:
     def neurons(self, manifest: Manifest, ratio: float) -> NeuronMask | None:
         """Return the neurons that follow from an active ratio alone; None where they are drawn or chosen."""
         return self.active.rule(manifest, ratio) if self.active and self.active.rule else None
+
+    def may_send(self, mask: Mask | None, assigned: Mask | None) -> bool:
+        """Return whether an update's mask is its assignment's, but for neurons that any device may leave out."""
+        optional = self.active.optional if self.active else None
+        if (
+            optional
+            and isinstance(mask, NeuronMask)
+            and isinstance(assigned, NeuronMask)
+            and optional in assigned.active
+        ):
+            mask = NeuronMask({**mask.active, optional: assigned.active[optional]})
+        return same_mask(mask, assigned)
 
     def work(self, situation: Situation) -> Work:
         """Return what the round with number ``situation.round`` asks of its devices."""

@@ -1,15 +1,46 @@
-"""FjORD at a fixed width, server half: every device has the first neurons of each layer, as many as its budget says.
+"""FjORD, server half: every device has the first neurons of each layer, as many as its budget says.
 
 Horváth, Laskaridis, Almeida, Leontiadis, Venieris, Lane, "FjORD: Fair and Accurate Federated Learning under
-heterogeneous targets with Ordered Dropout", NeurIPS 2021, arXiv:2102.13451, as FedSPU's method card (section 5) has it:
-max(1, floor(p_k n_l)) neurons, the same in all rounds. The server averages weight by weight over those who held it.
+heterogeneous targets with Ordered Dropout", NeurIPS 2021, arXiv:2102.13451: max(1, floor(p_k n_l)) neurons, the same in
+all rounds. The server averages weight by weight over those who held it. Devices draw the widths of their steps, and
+distil, by the settings below.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
+from pydantic import Field
+
 from edge_sdk.protocol.neurons import first_neurons
-from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget
+from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, MethodSettings, any_budget
+
+
+class FjordSettings(MethodSettings):
+    """FjORD's own settings. The defaults are the paper's."""
+
+    widths: Literal["uniform", "fixed"] = Field(
+        default="uniform",
+        description="Width of each local step: drawn uniformly up to the device's own, or always the device's own, "
+        "without distillation (the simple form)",
+    )
+    width_steps: int = Field(
+        default=5, ge=2, le=100, description="Widths that are drawn are multiples of 1 over this, and the device's own"
+    )
+    distil: bool = Field(
+        default=True, description="Train the device's own width in each step, and narrower ones on its outputs"
+    )
+    distil_weight: float = Field(
+        default=1.0, ge=0, le=1, description="Weight α of the distillation; 1 - α is that of the labels' loss"
+    )
+    distil_temperature: float = Field(
+        default=1.0, gt=0, le=100, description="Temperature T of the outputs that are distilled"
+    )
+
 
 FJORD = CoordinatorMethod(
-    smallest_budget=any_budget, active=ActiveNeurons(narrow=True, rule=first_neurons), personal_models=True
+    smallest_budget=any_budget,
+    settings_type=FjordSettings,
+    active=ActiveNeurons(narrow=True, rule=first_neurons),
+    personal_models=True,
 )

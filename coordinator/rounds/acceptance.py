@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from edge_sdk.protocol import bundle
 from edge_sdk.protocol import messages as wire
 from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.masks import Mask, NeuronMask, count_values, same_mask
+from edge_sdk.protocol.masks import Mask, NeuronMask, count_values
 from edge_sdk.protocol.neurons import fits_ratio
 from sparrow.coordinator.errors import (
     BadContent,
@@ -248,7 +248,7 @@ class Acceptance:
                     f"mask: of the n neurons of each group a device chooses max(1, floor(p n)) at a budget of "
                     f"p = {assignment.ratio:g}, and these are not so many; fetch the assignment again"
                 )
-        elif not same_mask(decoded.mask, mask):
+        elif not method.may_send(decoded.mask, mask):
             if not isinstance(decoded.mask, method.mask_type):
                 kept = f"that {device.name} chose and keeps" if method.devices_choose else f"for {device.name}"
                 raise BadContent(

@@ -111,7 +111,7 @@ class Update:
     """The update that a round sends: values float32 [count_values(manifest, mask)], and the mask's seed form if any.
 
     gradients: of all maskable weights, float32, in rounds that ask for them. base: the global model that the round
-    started from, where its payload was only what had changed of it.
+    started from, where its payload was under another mask than the update, or only what had changed of it.
     """
 
     values: Array

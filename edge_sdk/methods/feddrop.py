@@ -1,32 +1,103 @@
 """Random federated dropout, the device half: each round another narrow network of the one global model.
 
 Caldas, Konečný, McMahan, Talwalkar, "Expanding the Reach of Federated Learning by Reducing Client Resource
-Requirements", arXiv:1812.07210; Wen, Jeon, Huang, "Federated Dropout", arXiv:2109.15258, with a width for each device.
-FedSPU's method card, section 5: neurons are drawn anew in each round as FedSPU draws them, but inactive ones are
-dropped and not frozen, and there is no personal model:
+Requirements", arXiv:1812.07210; Wen, Jeon, Huang, "Federated Dropout", arXiv:2109.15258, with a dropout rate for each
+device. Neurons are drawn anew in each round as FedSPU draws them, but inactive ones are dropped and not frozen, and
+there is no personal model (FedSPU's method card, section 5):
 
     w_k ← w^t[A, A];   w_k ← w_k - η ∇F_k(w_k; b) on the network of A alone;   send w_k and n_k
 
-The values that are left are not scaled up, which neither the card nor FedSPU's code does. What is judged, and adapted
-after the end, is the whole global model, as in FedAvg.
+*Scaled* (Wen and others; inverted dropout): what is left of a layer's activations is multiplied by n / |A|, which is
+1 / (1 - dropout rate), where the next layer takes it, so that the next layer sees on average over all draws what all
+neurons would give it. The global model is not scaled. n / |A| is the layer's own: |A| is a rounded number. The paper
+draws each neuron by itself, and convolutions' channels are neurons here.
+
+Batch norm: the whole global model is judged, so its running statistics are to be those of the whole width, which no
+narrow device can run. As in HeteroFL here, a scaled round of a narrow network ends with one pass over the device's data
+without gradients, and the means of its batches' statistics are sent and averaged. Behind a scaled layer the mean is,
+over draws, that of all neurons; the variance is somewhat larger, by what a draw of |A| of n adds. A device of budget 1
+scales nothing and trains as in FedAvg.
+
+``scaled`` = false is the simple form of the card: neither scaling nor that pass; running statistics are those that
+training moved, at the narrow width.
+
+Counts: ``neurons_left_out`` of the network, and ``activations_scaled`` in training steps, each summed over devices.
+What is judged, and adapted after the end, is the whole global model, as in FedAvg.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, Trained
-from edge_sdk.methods.narrow import drawn, sample_drawn, train_narrow
+import torch
+from torch import nn
+
+from edge_sdk.methods import ActiveNeurons, DeviceMethod, Job, MethodSettings, Trained
+from edge_sdk.methods.narrow import drawn, sample_drawn, take_statistics, train_narrow, train_plainly
+from edge_sdk.methods.rounds import conclude, train_loaded
 from edge_sdk.methods.whole import adapt_global, evaluate_global
-from edge_sdk.protocol.masks import draw_neurons
+from edge_sdk.protocol.flops import forward_flops
+from edge_sdk.protocol.manifest import MULTIPLYING, Manifest
+from edge_sdk.protocol.masks import count_values, draw_neurons
+from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.local import device_of
+
+
+class Settings(MethodSettings):
+    """FedDrop's own setting."""
+
+    scaled: bool
 
 
 def train(job: Job) -> Trained:
     """Train one round; a device keeps nothing but its notes for early stopping. Raises BundleError for a payload that
     does not fit, CannotNarrow for a model that does not run with fewer neurons, TrainingDiverged."""
     draw = drawn(job)
-    trained = train_narrow(job, draw_neurons(job.manifest, draw), draw=draw)
+    mask = draw_neurons(job.manifest, draw)
+    scales = job.own(Settings).scaled and count_values(job.manifest, mask) < job.manifest.shared_values
+    how = partial(_train_scaled, whole=job.manifest) if scales else train_plainly
+    trained = train_narrow(job, mask, draw=draw, train=how)
     return replace(trained, state=replace(trained.state, personal=None))
+
+
+def _train_scaled(job: Job, whole: Manifest) -> Trained:
+    """Train the narrow network that is loaded, what each layer takes from dropped-out ones being scaled."""
+    scaled = 0
+
+    def scale(by: torch.Tensor, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        nonlocal scaled
+        taken, *others = inputs
+        if module.training:
+            scaled += taken.numel()
+        return (taken * (by if isinstance(module, nn.Linear) else by.view(-1, *(1,) * (taken.dim() - 2))), *others)
+
+    with ExitStack() as hooks:
+        for name, factors in scales_of(job.manifest, whole).items():
+            by = torch.tensor(factors, device=device_of(job.model))
+            hook = job.model.get_submodule(name).register_forward_pre_hook(partial(scale, by))
+            hooks.callback(hook.remove)
+        result = train_loaded(job, Freezing(job.model, job.manifest, None))
+        passed, counts = take_statistics(job), {"activations_scaled": scaled}
+        trained = conclude(job, result, personal=None, update=None, counts=counts)
+    return replace(trained, flops=trained.flops + passed * forward_flops(job.manifest))
+
+
+def scales_of(narrow: Manifest, whole: Manifest) -> dict[str, list[float]]:
+    """Return by what the inputs of each layer are multiplied, whose inputs are neurons: name -> one for each column."""
+    specs = {spec.name: spec for spec in narrow.tensors}
+    found = {}
+    for layer in narrow.layers:
+        weight = next((specs[name] for name in layer.tensors if any(specs[name].axes[1:2])), None)
+        if layer.kind in MULTIPLYING and weight is not None:
+            found[layer.name] = [
+                whole.group_sizes[each.group] / narrow.group_sizes[each.group]
+                for each in weight.axes[1]
+                for _ in range(narrow.group_sizes[each.group] * each.repeat)
+            ]
+    return found
 
 
 FEDDROP = DeviceMethod(
@@ -34,4 +105,5 @@ FEDDROP = DeviceMethod(
     evaluate=evaluate_global,
     adapt=adapt_global,
     active=ActiveNeurons(sample=sample_drawn, narrow=True),
+    acts=("neurons_left_out",),
 )

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 
 from edge_sdk.protocol.elements import ElementMask, from_bits
 from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.protocol.manifest import Manifest, TensorSpec
+from edge_sdk.protocol.manifest import MULTIPLYING, Manifest, NeuronGroup, Segment, TensorSpec
 from edge_sdk.protocol.masks import FULL_RATIO, Mask, NeuronMask, active_count, check_mask
+
+CLASSES = "classes of the output"
+"""The group of the output layer's rows, where devices may send some of them (HeteroFL)."""
 
 _NEURONS = b"neurons\n"
 """What the file of a mask of neurons begins with; that of a mask of elements is its bits alone, which one in 2^64 of
@@ -29,9 +33,43 @@ def first_neurons(manifest: Manifest, ratio: float, count: Callable[[int, float]
     return NeuronMask({name: np.arange(count(size, ratio)) for name, size in manifest.group_sizes.items()})
 
 
+def first_neurons_up(manifest: Manifest, ratio: float) -> NeuronMask:
+    """Return the first neurons of every hidden group, their number rounded up, and all ``CLASSES``: HeteroFL's rule."""
+    first = first_neurons(manifest, ratio, active_count_up).active
+    return NeuronMask(
+        {name: np.arange(manifest.group_sizes[name]) if name == CLASSES else first[name] for name in first}
+    )
+
+
 def active_count_up(size: int, ratio: float) -> int:
     """Like ``active_count``, rounded up: HeteroFL's rule. The 1e-9 has the same reason."""
     return size if ratio >= FULL_RATIO else math.ceil(ratio * size - 1e-9)
+
+
+def with_classes(manifest: Manifest) -> Manifest:
+    """Return the same manifest, its output layer's rows being neurons of the group ``CLASSES``: masks can name them.
+
+    The output layer is the last linear layer or convolution, if it has a row for each of the model's outputs. Where it
+    has not, or shares a tensor with another layer, the manifest stays as it is.
+    """
+    specs = {spec.name: spec for spec in manifest.tensors}
+    uses = Counter(name for layer in manifest.layers for name in layer.tensors)
+    last = next((layer for layer in reversed(manifest.layers) if layer.kind in MULTIPLYING), None)
+    rows = {} if last is None else {name: specs[name] for name in last.tensors}
+    outputs = manifest.output_shape[:1]
+    if not rows or any(
+        spec.shape[:1] != outputs or any(spec.axes[:1]) or uses[spec.name] > 1 for spec in rows.values()
+    ):
+        return manifest
+    each = (Segment(group=CLASSES).model_dump(),)
+    tensors = [
+        {**spec.model_dump(), "axes": (each, *(spec.axes[1:] or ((),) * (len(spec.shape) - 1)))}
+        if spec.name in rows
+        else spec.model_dump()
+        for spec in manifest.tensors
+    ]
+    groups = [*manifest.groups, NeuronGroup(name=CLASSES, size=outputs[0])]
+    return Manifest.model_validate({**manifest.model_dump(), "tensors": tensors, "groups": groups})
 
 
 def fits_ratio(manifest: Manifest, mask: Mask | None, ratio: float) -> bool:

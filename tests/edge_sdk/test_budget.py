@@ -24,7 +24,9 @@ from edge_sdk.budget.search import (
 from edge_sdk.device.session import Outcome, Session
 from edge_sdk.device.state import StateFolder
 from edge_sdk.device.transport import Transport
+from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.messages import BudgetLimit, FederationSettings, Phase
+from edge_sdk.protocol.neurons import first_neurons, narrowed
 from edge_sdk.publish import publish
 from edge_sdk.simulation import in_process as inprocess
 from edge_sdk.simulation.fleet import run_fleet
@@ -238,6 +240,21 @@ def test_less_of_a_model_takes_fewer_bytes(method):
     low, high = predictor.at(0.2), predictor.at(1.0)
     assert low.bytes_up < high.bytes_up / 2
     assert (low.memory, low.seconds, predictor.budgets) == (None, 0.0, BUDGETS)
+
+
+def test_fjord_is_predicted_at_the_widths_that_rounds_draw():
+    own = {"widths": "uniform", "width_steps": 5, "distil": True, "distil_weight": 1.0, "distil_temperature": 1.0}
+    _, task, manifest = subject("fjord")
+    found = {}
+    for name, changed in (("paper", {}), ("no teacher", {"distil": False}), ("fixed", {"widths": "fixed"})):
+        settings = federation("fjord", early_stopping="off", method_settings=own | changed)
+        found[name] = Predictor(task, manifest, settings, timed=False).at(0.6)
+    at = {width: training_flops(narrowed(manifest, first_neurons(manifest, width)), 16) for width in (0.2, 0.4, 0.6)}
+    assert found["fixed"].flops == at[0.6]
+    assert found["no teacher"].flops == sum(at.values()) // 3
+    assert found["paper"].flops == at[0.6] + (at[0.2] + at[0.4]) // 3
+    memory = {name: each.memory.training for name, each in found.items()}
+    assert memory["paper"] > memory["no teacher"] > 0.9 * memory["fixed"]
 
 
 def test_a_narrow_network_takes_less_memory():

@@ -20,7 +20,7 @@ from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import forward_flops, training_flops
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, merge_in_place, pack, same_mask
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Work
-from edge_sdk.protocol.neurons import first_neurons, narrowed
+from edge_sdk.protocol.neurons import CLASSES, first_neurons, narrowed, with_classes
 from edge_sdk.tasks import Task, build_seeded
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.loading import Arrays, classification
@@ -28,10 +28,20 @@ from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.local import get_tensors, set_tensors
 from edge_sdk.training.narrow import CannotNarrow
 
+from .test_tracing import NETS
+
 PERSONAL = ["fjord", "hermes", "fedmp", "prunefl_neurons"]
 CHOOSING = ["hermes", "fedmp", "prunefl_neurons"]
 EVERY = ["feddrop", "heterofl", *PERSONAL]
 EXAMPLES, EPOCHS = 30, 2
+
+PAPER = {"widths": "uniform", "width_steps": 5, "distil": True, "distil_weight": 1.0, "distil_temperature": 1.0} | {
+    "scaled": True
+}
+"""The settings of FjORD and FedDrop that the coordinator fills in."""
+
+SIMPLE = {"widths": "fixed", "scaled": False}
+"""The forms in which FedSPU's card compares them."""
 
 
 @pytest.fixture(scope="module")
@@ -39,22 +49,28 @@ def manifest():
     return describe(DigitsNet(), torch.zeros(1, 1, 8, 8), task="digits")
 
 
-def job_of(manifest, ratio=0.4, *, kind="train", state=None, number=1, mask=None, targets=None, **settings):
-    """A round over random images; the payload holds the weights that follow from seed 7, those of ``mask`` or all."""
+def job_of(manifest, ratio=0.4, *, kind="train", state=None, number=1, mask=None, targets=None, own=None, received=None,
+           **settings):  # fmt: skip
+    """A round over random images; the payload holds the weights that follow from seed 7, those of ``mask`` or all.
+
+    own: settings of the method other than the defaults. received: another payload."""
     generator = torch.Generator().manual_seed(0)
     targets = torch.arange(EXAMPLES) % 10 if targets is None else targets
     arrays = Arrays(torch.rand(EXAMPLES, 1, 8, 8, generator=generator), targets)
     task = classification("digits", build_seeded(DigitsNet, 0), arrays, arrays, None, batch_size=8)
-    values = pack(manifest, get_tensors(build_seeded(DigitsNet, 7), manifest), mask)
+    if received is None:
+        values = pack(manifest, get_tensors(build_seeded(DigitsNet, 7), manifest), mask)
+        received = decode(encode(manifest, values, mask), manifest)
     assignment = Assignment(
         assignment_id="a",
         kind=kind,
         round=number,
         deadline_seconds=60,
-        settings=FederationSettings(**{"local_epochs": EPOCHS, "early_stopping": "off", **settings}),
+        settings=FederationSettings(
+            **{"local_epochs": EPOCHS, "early_stopping": "off", **settings}, method_settings=PAPER | (own or {})
+        ),
         work=Work(key=f"{number:032x}", ratio=ratio),
     )
-    received = decode(encode(manifest, values, mask), manifest)
     return Job(assignment, manifest, task, task.model, state or DeviceState(), received, federation="f", device="pi")
 
 
@@ -84,7 +100,7 @@ def spread(manifest, values, mask):
 
 @pytest.mark.parametrize("method", EVERY)
 def test_a_round_trains_sends_and_counts_the_narrow_network_alone(manifest, method):
-    job = job_of(manifest, learning_rate=0.1)
+    job = job_of(manifest, learning_rate=0.1, own=SIMPLE)
     trained = load_method(method).train(job)
     mask = expected_mask(manifest, method, trained)
     assert same_mask(trained.update.mask, mask)
@@ -96,6 +112,10 @@ def test_a_round_trains_sends_and_counts_the_narrow_network_alone(manifest, meth
     more["heterofl"] = EXAMPLES * forward_flops(small)
     assert trained.flops == training_flops(small, EPOCHS * EXAMPLES) + more.get(method, 0)
     assert (trained.num_examples, trained.steps, trained.stopped) == (EXAMPLES, EPOCHS * 4, False)
+    assert (
+        trained.counts["neurons_left_out"] == sum(manifest.group_sizes.values()) - sum(small.group_sizes.values()) > 0
+    )
+    assert all(trained.counts[name] for name in load_method(method).acts)
 
 
 @pytest.mark.parametrize("method", EVERY)
@@ -114,7 +134,7 @@ def test_what_is_kept_is_the_network_that_was_trained_and_zeros(manifest, method
 @pytest.mark.parametrize("method", ["feddrop", "fjord"])
 def test_training_narrow_is_training_whole_with_the_rest_frozen_at_zero(manifest, method):
     """FedSPU from zeros does the same arithmetic, in another order of sums."""
-    job = job_of(manifest, learning_rate=0.05)
+    job = job_of(manifest, learning_rate=0.05, own=SIMPLE)
     trained = load_method(method).train(job)
     zeros = {spec.name: np.zeros(spec.shape, np.float32) for spec in manifest.kept}
     work = job.assignment.work
@@ -146,7 +166,7 @@ def permuted(manifest, spec, tensor, order):
 
 @pytest.mark.parametrize("method", ["feddrop", *PERSONAL])
 def test_a_device_that_trains_everything_trains_as_in_fedavg(manifest, method):
-    job = job_of(manifest, 1.0, learning_rate=0.1, momentum=0.5)
+    job = job_of(manifest, 1.0, learning_rate=0.1, momentum=0.5, own={"widths": "fixed"})
     plain = FEDAVG.train(job_of(manifest, 1.0, learning_rate=0.1, momentum=0.5))
     np.testing.assert_array_equal(load_method(method).train(job).update.values, plain.update.values)
 
@@ -232,6 +252,189 @@ def test_a_model_that_does_not_run_narrow_is_refused():
         load_method("feddrop").train(
             dataclasses.replace(job, manifest=manifest, model=model, task=task, received=received)
         )
+
+
+# --- FjORD -----------------------------------------------------------------------------------------------------------
+
+
+def first_draw(manifest, wanted, **settings):
+    """A job at budget 0.6 of one step, whose width is number ``wanted`` of 0.2, 0.4 and 0.6."""
+    jobs = (job_of(manifest, 0.6, number=n, local_steps=1, learning_rate=0.1, **settings) for n in range(1, 50))
+    return next(job for job in jobs if np.random.default_rng(job.seed("widths")).integers(3) == wanted)
+
+
+def sent_of(manifest, trained):
+    """What a device sent, as tensors of the whole shapes."""
+    return spread(manifest, trained.update.values, trained.update.mask)
+
+
+def by_hand(parameters, x, ratio, running=None):
+    """DigitsNet of the first neurons at a width, in training mode. running: takes what becomes of bn1's mean."""
+    first, second, hidden = (int(ratio * size + 1e-9) for size in (16, 32, 64))
+    for stage, inputs, outputs in (("1", 1, first), ("2", first, second)):
+        cut = {key: parameters[f"{key}{stage}.{kind}"][:outputs] for key in ("conv", "bn") for kind in ("weight",)}
+        shifts = {key: parameters[f"{key}{stage}.bias"][:outputs] for key in ("conv", "bn")}
+        x = F.conv2d(x, cut["conv"][:, :inputs], shifts["conv"], padding=1)
+        if running is not None and stage == "1":
+            running.append(x.mean((0, 2, 3)))
+        x = F.max_pool2d(F.relu(F.batch_norm(x, None, None, cut["bn"], shifts["bn"], training=True)), 2)
+    fc = parameters["fc1.weight"][:hidden, : 4 * second]
+    x = F.relu(F.linear(x.flatten(1), fc, parameters["fc1.bias"][:hidden]))
+    return F.linear(x, parameters["out.weight"][:, :hidden], parameters["out.bias"])
+
+
+FORMS = {
+    "the paper's": {},
+    "alpha and T": {"distil_weight": 0.3, "distil_temperature": 2.0},
+    "no distillation": {"distil": False},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("width", [0.2, 0.4, 0.6])
+def test_a_step_of_fjord_by_plain_torch(manifest, form, width):
+    """One step at each width of a device of budget 0.6: loss, gradients, running statistics and FLOPs."""
+    job = first_draw(manifest, round(width * 5) - 1, own=FORMS[form])
+    trained = load_method("fjord").train(job)
+    whole = spread(manifest, job.received.values, None)
+    parameters = {key: torch.from_numpy(t).requires_grad_() for key, t in whole.items() if "running" not in key}
+    torch.manual_seed(job.seed("train"))
+    inputs, labels = next(iter(job.task.train))
+    means = []
+    teacher = by_hand(parameters, inputs, 0.6, means)
+    student = by_hand(parameters, inputs, width)
+    distils, narrow = form != "no distillation", width < 0.6
+    alpha, temperature = (0.3, 2.0) if form == "alpha and T" else (1.0, 1.0)
+    loss = F.cross_entropy(student, labels)
+    if distils and narrow:
+        wanted = (teacher.detach() / temperature).softmax(1)
+        divergence = (wanted * (wanted.log() - (student / temperature).log_softmax(1))).sum(1).mean()
+        loss = F.cross_entropy(teacher, labels) + (1 - alpha) * loss + alpha * temperature**2 * divergence
+    loss.backward()
+    assert trained.train_loss == pytest.approx(loss.item(), rel=1e-5)
+    sent, own = sent_of(manifest, trained), first_neurons(manifest, 0.6)
+    for key, parameter in parameters.items():
+        moved = {spec.name: whole[spec.name].copy() for spec in manifest.shared}
+        moved[key] = (parameter - 0.1 * parameter.grad).detach().numpy()
+        moved = spread(manifest, pack(manifest, moved, own), own)[key]
+        np.testing.assert_allclose(sent[key], moved, rtol=1e-3, atol=1e-5, err_msg=key)
+    statistics = 0.9 * whole["bn1.running_mean"][:9] + 0.1 * means[0].detach().numpy()
+    if distils or not narrow:
+        np.testing.assert_allclose(sent["bn1.running_mean"][:9], statistics, rtol=1e-3, atol=1e-6)
+    else:
+        np.testing.assert_array_equal(sent["bn1.running_mean"][:9], whole["bn1.running_mean"][:9])
+    flops = {ratio: training_flops(narrowed(manifest, first_neurons(manifest, ratio)), 8) for ratio in (width, 0.6)}
+    assert trained.flops == (sum(flops.values()) if distils else flops[width])
+    counts = {"narrow_steps": narrow, "widths_drawn": 1, "distilled_steps": distils and narrow}
+    assert {name: trained.counts[name] for name in counts} == counts
+
+
+def test_fjord_draws_widths_up_to_its_own_and_no_wider(manifest):
+    trained = load_method("fjord").train(job_of(manifest, 0.55, local_steps=30))
+    assert trained.counts["widths_drawn"] == 3, "0.2, 0.4 and 0.55"
+    assert 10 < trained.counts["narrow_steps"] == trained.counts["distilled_steps"] < 30
+    assert same_mask(trained.update.mask, first_neurons(manifest, 0.55))
+    small = load_method("fjord").train(job_of(manifest, 0.2, local_steps=5)).counts
+    assert (small["widths_drawn"], small["narrow_steps"]) == (1, 0)
+    finer = job_of(manifest, 0.55, local_steps=60, own={"width_steps": 10})
+    assert load_method("fjord").train(finer).counts["widths_drawn"] == 6
+
+
+def test_a_step_at_a_narrow_width_moves_nothing_beyond_it(manifest):
+    job = first_draw(manifest, 0, own={"distil": False})
+    sent = sent_of(manifest, load_method("fjord").train(job))
+    whole = spread(manifest, job.received.values, first_neurons(manifest, 1.0))
+    inner, own = first_neurons(manifest, 0.2), first_neurons(manifest, 0.6)
+    start = spread(manifest, pack(manifest, whole, own), own)
+    assert np.abs(sent["conv1.weight"][:3] - start["conv1.weight"][:3]).max() > 0
+    zeros = np.zeros(count_values(manifest, inner), np.float32)
+    for tensors in (sent, start):
+        merge_in_place(manifest, tensors, zeros, inner)
+    for name, tensor in sent.items():
+        np.testing.assert_array_equal(tensor, start[name], err_msg=name)
+
+
+def test_a_task_without_classes_has_nothing_to_distil(manifest):
+    job = job_of(manifest, 0.6, local_steps=6, targets=torch.rand(EXAMPLES, 10))
+    task = dataclasses.replace(job.task, loss=F.mse_loss, classification=False)
+    counts = load_method("fjord").train(dataclasses.replace(job, task=task)).counts
+    assert counts["distilled_steps"] == 0 < counts["narrow_steps"]
+
+
+# --- FedDrop ---------------------------------------------------------------------------------------------------------
+
+
+def mean_output(job, key):
+    """(The neurons that FedDrop draws of TwoLayers, the mean of the outputs of the network that it trains.)"""
+    model = TwoLayers()
+    manifest = describe(model, torch.zeros(1, 2), task="two")
+    sent = {"W1.weight": np.array(W1, np.float32), "W2.weight": np.array([[1.0, -2.0, 4.0]], np.float32)}
+    batches = [(torch.tensor([[1.0, 2.0], [3.0, -1.0]]), torch.zeros(2, 1))]
+    task = Task("two", model, lambda outputs, targets: outputs.mean(), batches, batches, classification=False)
+    received = decode(encode(manifest, pack(manifest, sent, None), None), manifest)
+    work = job.assignment.work.model_copy(update={"key": key})
+    assignment = job.assignment.model_copy(update={"work": work})
+    trained = load_method("feddrop").train(
+        dataclasses.replace(
+            job, manifest=manifest, model=model, task=task, received=received, assignment=assignment
+        ).with_settings(learning_rate=1e-9, local_steps=1)
+    )
+    return tuple(trained.update.mask.active["W1"].tolist()), trained.train_loss
+
+
+@pytest.mark.parametrize(("ratio", "draws"), [(0.34, 3), (0.67, 3), (1.0, 1)])
+def test_feddrops_outputs_are_on_average_those_of_the_whole_network(manifest, ratio, draws):
+    """Of a linear network, over all draws, each once: exactly. Without scaling they are a share of it."""
+    whole = (torch.tensor([[1.0, 2.0], [3.0, -1.0]]) @ torch.tensor(W1).T @ torch.tensor([[1.0, -2.0, 4.0]]).T).mean()
+    for scaled, wanted in ((True, whole), (False, whole * {0.34: 1 / 3, 0.67: 2 / 3, 1.0: 1.0}[ratio])):
+        job = job_of(manifest, ratio, own={"scaled": scaled})
+        found = dict(mean_output(job, f"{number:032x}") for number in range(12))
+        assert len(found) == draws
+        assert np.mean(list(found.values())) == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_feddrops_statistics_are_those_behind_scaled_activations(manifest):
+    """Of the network sent, over the training data; conv1 sees the image, conv2 and all that follows scaled channels."""
+    trained = load_method("feddrop").train(job_of(manifest, 0.4, learning_rate=1e-12, local_steps=1))
+    small = narrowed(manifest, trained.update.mask)
+    sent = {key: torch.from_numpy(tensor) for key, tensor in spread(small, trained.update.values, None).items()}
+    generator = torch.Generator().manual_seed(0)
+    x = F.conv2d(
+        torch.rand(EXAMPLES, 1, 8, 8, generator=generator), sent["conv1.weight"], sent["conv1.bias"], padding=1
+    )
+    np.testing.assert_allclose(sent["bn1.running_mean"], x.mean((0, 2, 3)), rtol=0.05, atol=5e-3)
+    taken = F.max_pool2d(F.relu(F.batch_norm(x, None, None, sent["bn1.weight"], sent["bn1.bias"], training=True)), 2)
+    second = F.conv2d(taken * 16 / 6, sent["conv2.weight"], sent["conv2.bias"], padding=1)
+    np.testing.assert_allclose(sent["bn2.running_mean"], second.mean((0, 2, 3)), rtol=0.05, atol=0.02)
+    np.testing.assert_allclose(sent["bn2.running_var"], second.var((0, 2, 3)), rtol=0.25)
+
+
+def test_feddrop_counts_what_it_scales(manifest):
+    job = job_of(manifest, 0.4, local_steps=2)
+    trained = load_method("feddrop").train(job)
+    small = narrowed(manifest, trained.update.mask)
+    taken = 6 * 4 * 4 + 12 * 2 * 2 + 25  # what conv2, fc1 and out take for a sample
+    assert trained.counts["activations_scaled"] == 2 * 8 * taken
+    assert trained.flops == training_flops(small, 2 * 8) + EXAMPLES * forward_flops(small)
+    simple = load_method("feddrop").train(job_of(manifest, 0.4, local_steps=2, own=SIMPLE))
+    assert "activations_scaled" not in simple.counts
+    assert np.abs(simple.update.values - trained.update.values).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_feddrop_and_fjord_train_every_kind_of_network(name):
+    """Layers over time steps, over concatenated groups, depthwise ones: FedDrop scales each column by its own group's
+    share, and FjORD cuts narrower networks from the device's."""
+    build, shape = NETS[name]
+    model, x = build(), torch.randn(4, *shape)
+    manifest = describe(model, x, task="net")
+    batches = [(x, torch.zeros(4))]
+    task = Task("net", model, lambda outputs, targets: outputs.square().mean(), batches, batches, classification=False)
+    received = decode(encode(manifest, pack(manifest, get_tensors(model, manifest), None), None), manifest)
+    job = job_of(manifest, 0.6, local_steps=6, learning_rate=0.001, received=received)
+    job = dataclasses.replace(job, model=model, task=task)
+    assert load_method("feddrop").train(job).counts["activations_scaled"] > 0
+    assert load_method("fjord").train(job).steps == 6
 
 
 # --- choosing neurons ------------------------------------------------------------------------------------------------
@@ -405,6 +608,30 @@ def test_heterofls_statistics_are_means_over_the_training_data(manifest):
     var = torch.stack([output.var((0, 2, 3)) for output in outputs]).mean(0)
     np.testing.assert_allclose(sent["bn1.running_mean"], mean, rtol=0.1, atol=5e-3)
     np.testing.assert_allclose(sent["bn1.running_var"], var, rtol=0.1)
+
+
+def test_heterofl_leaves_out_the_rows_of_classes_without_a_sample(manifest):
+    manifest = with_classes(manifest)
+    targets = torch.arange(EXAMPLES) % 3 + 4
+    trained = load_method("heterofl").train(job_of(manifest, 0.4, targets=targets))
+    assert trained.update.mask.active[CLASSES].tolist() == [4, 5, 6]
+    everything = load_method("heterofl").train(job_of(manifest, 0.4))
+    width = len(trained.update.mask.active["fc1"])
+    assert everything.update.values.size - trained.update.values.size == 7 * (width + 1)
+    assert (trained.counts["rows_left_out"], everything.counts["rows_left_out"]) == (7, 0)
+    assert trained.counts["neurons_left_out"] == 16 + 32 + 64 - sum(math.ceil(0.4 * size) for size in (16, 32, 64))
+    sent, start = (
+        spread(manifest, values, trained.update.mask)
+        for values in (trained.update.values, pack(manifest, trained.update.base, trained.update.mask))
+    )
+    assert (sent["out.weight"][4:7] != start["out.weight"][4:7]).any()
+    assert not sent["out.weight"][[0, 1, 2, 3, 7, 8, 9]].any()
+
+
+def test_heterofl_scales_hidden_layers_alone_whether_rows_are_left_out_or_not(manifest):
+    plain, named = (load_method("heterofl").train(job_of(each, 0.4)) for each in (manifest, with_classes(manifest)))
+    assert plain.train_loss == named.train_loss
+    np.testing.assert_array_equal(plain.update.values, named.update.values)
 
 
 def test_heterofl_at_full_width_scales_nothing_and_leaves_no_hook(manifest):

@@ -10,15 +10,19 @@ import pytest
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.elements import everything
 from edge_sdk.protocol.errors import BundleError, ManifestError
-from edge_sdk.protocol.masks import NeuronMask, count_values, same_mask
+from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.protocol.masks import NeuronMask, count_values, pack, same_mask, unpack
 from edge_sdk.protocol.neurons import (
+    CLASSES,
     active_count_up,
     first_neurons,
+    first_neurons_up,
     fits_ratio,
     mask_digest,
     mask_from_file,
     mask_to_file,
     narrowed,
+    with_classes,
 )
 
 
@@ -98,3 +102,34 @@ def test_a_narrow_manifest_has_the_same_tensors_and_fewer_neurons(small):
     assert shapes["out.weight"] == (2, 1)
     assert shapes["bn.num_batches_tracked"] == ()
     assert narrow.shared_values == count_values(small, mask)
+
+
+OUT = {"name": "out", "kind": "linear", "tensors": ["out.weight", "out.bias"]}
+
+
+def changed(manifest, **fields):
+    """The manifest with an output layer, and other fields."""
+    described = manifest.model_dump()
+    return Manifest.model_validate({**described, "layers": [*described["layers"], OUT], **fields})
+
+
+def test_rows_of_the_output_layer_as_neurons(small):
+    """The same values in the same order; under a mask of one class there is that class's row alone."""
+    small = changed(small)
+    named = with_classes(small)
+    assert named.group_sizes == {**small.group_sizes, CLASSES: 2}
+    assert (named.shared_values, named.layers) == (small.shared_values, small.layers)
+    first = first_neurons_up(named, 0.4).active
+    assert {name: index.tolist() for name, index in first.items()} == {"conv": [0, 1], "fc": [0, 1, 2], CLASSES: [0, 1]}
+    tensors = {spec.name: np.arange(spec.size, dtype=np.float32).reshape(spec.shape) for spec in small.shared}
+    one = NeuronMask({**first, CLASSES: np.array([1])})
+    body = encode(named, pack(named, tensors, one), one)
+    parts = {spec.name: part for spec, _, part in unpack(named, decode(body, named).values, one)}
+    assert parts["out.weight"].tolist() == tensors["out.weight"][1:, :3].tolist()
+    assert count_values(named, NeuronMask(first)) == count_values(small, mask_of([0, 1], [0, 1, 2]))
+
+
+def test_a_model_without_a_row_for_each_output_stays_as_it_is(small):
+    tied = [OUT, {"name": "again", "kind": "other", "tensors": ["out.weight"]}]
+    for manifest in (small, changed(small, output_shape=(3,)), changed(small, layers=[]), changed(small, layers=tied)):
+        assert with_classes(manifest) is manifest
