@@ -126,7 +126,7 @@ class MaskedSums:
             old = previous[spec.name].reshape(view)
             if self._everybody:
                 total = np.where(spread > 0, self._weight, 0.0)  # what nobody sent stays, bit for bit
-                numerator, spread = numerator + (total - spread) * old, total
+                numerator, spread = numerator + (total - spread) * old.astype(np.float64), total
             result[spec.name] = quotient(numerator, spread, old).reshape(spec.shape)
         return result
 

@@ -69,7 +69,8 @@ def train(job: Job) -> Trained:
         trained = train_narrow(job, before)
         return replace(trained, state=replace(trained.state, neurons=before))
     scores, flops = measure(job, score)
-    gathered = np.concatenate(list(scores.values())) / len(job.task.train) + job.state.own.get(IMPORTANCE, 0.0)
+    gathered = np.concatenate(list(scores.values())) / len(job.task.train)
+    gathered += np.asarray(job.state.own.get(IMPORTANCE, 0.0), dtype=np.float64)
     ends = np.cumsum([len(each) for each in scores.values()])[:-1]
     importance = dict(zip(scores, np.split(gathered, ends), strict=True))
     mask = best_neurons(importance, counts_at(manifest, ratio))
