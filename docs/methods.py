@@ -37,7 +37,7 @@ def tables() -> str:
     combines = ["| method | `robust` | `noise_multiplier` | `buffer` |", "|---|---|---|---|"]
     for name in names:
         method, settings = load_method(name), completed(FederationSettings(method=name))
-        cells = (f"`{name}`", _trains(name, method), _budget(method, settings), _personal(method), _shared(method))
+        cells = (f"`{name}`", _trains(method, settings), _budget(method, settings), _personal(method), _shared(method))
         trains.append(f"| {' | '.join((*cells, _takes(name)))} |")
         reasons = (method.why_mean_only, method.why_not_private, method.why_not_buffered)
         combines.append(f"| `{name}` | {' | '.join('no' if why(settings) else 'yes' for why in reasons)} |")
@@ -49,12 +49,13 @@ def tables() -> str:
     )
 
 
-def _trains(name: str, method: CoordinatorMethod) -> str:
+def _trains(method: CoordinatorMethod, settings: FederationSettings) -> str:
     """Return what of the model a device trains in a round."""
     if method.changes is not None:
         return "blocks that it chooses for each batch"
     if method.active is not None:
-        which = "neurons that it chose once" if method.devices_choose else "neurons drawn for each round"
+        which = "neurons that it has chosen" if method.choice(settings) else "neurons drawn for each round"
+        which = "neurons that the server keeps for it" if method.pruning(settings) else which
         which = "each layer's first neurons" if method.active.rule else which
         return f"{which}, others {'left out' if method.narrow else 'frozen'}"
     if method.masks is None:

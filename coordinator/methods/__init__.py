@@ -9,7 +9,7 @@ registers its record under the entry point ``sparrow.coordinator_methods``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, NeuronMask, same_mask
 from edge_sdk.protocol.messages import FederationSettings, Kind
+from edge_sdk.protocol.neurons import fits_ratio
 from sparrow.command_line.installed import load_method_record
 from sparrow.coordinator.errors import BadContent, UnknownMethod
 from sparrow.coordinator.rounds.sums import MaskedSums, Sums
@@ -144,6 +145,69 @@ class Schedule:
     check_rollback: Callable[[int, Situation], None] | None = None
 
 
+def fits_choice(mask: NeuronMask, ratio: float, situation: Situation) -> bool:
+    """Return whether a device has chosen as many neurons as its active ratio makes."""
+    return fits_ratio(situation.manifest, mask, ratio)
+
+
+def fault_of_choice(held: NeuronMask | None, mask: Mask | None, ratio: float, situation: Situation) -> str | None:
+    """Return what is wrong with neurons chosen once: of another number than the active ratio makes, or others than the
+    device keeps."""
+    if held is not None:
+        return None if same_mask(mask, held) else "it is not the one that the device chose and keeps"
+    if fits_ratio(situation.manifest, mask, ratio):
+        return None
+    return (
+        f"of the n neurons of each group a device chooses max(1, floor(p n)) at a budget of p = {ratio:g}, and these "
+        f"are not so many"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceChoice:
+    """Each device chooses its neurons itself, from the whole model; the mask of its last update is stored.
+
+    By default it chooses once. keeps: returns whether a device that holds this mask is sent its values alone in round
+    ``situation.round``, at its active ratio; if not, it is sent the whole model. fault: returns what is wrong with the
+    mask of an update, None if nothing is. Its device was sent the values of the mask ``held``, or of the whole model
+    (None).
+    """
+
+    keeps: Callable[[NeuronMask, float, Situation], bool] = fits_choice
+    fault: Callable[[NeuronMask | None, Mask | None, float, Situation], str | None] = fault_of_choice
+
+
+@dataclass(frozen=True)
+class Participation:
+    """What the records say of one device's update. device: its name, budget: its present one. ratio: the active ratio
+    at which it trained; loss: the mean training loss, over ``num_examples``; flops: of its training; seconds: of
+    download, training and upload, as it reports them."""
+
+    round: int
+    device: str
+    budget: float
+    ratio: float
+    num_examples: int
+    loss: float
+    flops: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPruning:
+    """The coordinator prunes the global model for each device that it draws.
+
+    ratios: returns the active ratios of drawn devices, name -> ratio, each at most its budget, by what the records say
+    of earlier rounds. budgets: theirs, by name. chance: a number in (0, 1] of each name, from the federation's secret
+    and the round. neurons: returns those of the global model that are kept at an active ratio.
+    """
+
+    ratios: Callable[
+        [Sequence[Participation], Mapping[str, float], Callable[[str], float], Situation], Mapping[str, float]
+    ]
+    neurons: Callable[[GlobalModel, float, Situation], NeuronMask]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ActiveNeurons:
     """Devices train some neurons of each layer, as many as their budgets say.
@@ -151,14 +215,15 @@ class ActiveNeurons:
     The manifest then says which neurons feed which weights, and the device half declares the same. narrow: devices
     train the network of their active neurons alone and never need the rest, so that even the first download holds no
     more. rule: returns the neurons that follow from a device's active ratio alone; the device half has the same rule.
-    None: they are drawn anew for each round and device. devices_choose: each device chooses its neurons itself, once,
-    from the whole model; the mask of its first update is stored, and decides what it is sent and may send. optional: a
-    group that every device receives and trains whole, of which its update may leave neurons out.
+    None: they are drawn anew for each round and device. choice and pruning: return, by the settings, how devices choose
+    their neurons themselves, or how the coordinator prunes the model for each; None where they do not. optional:
+    a group of neurons that every device receives and trains whole, of which its update may leave some out.
     """
 
     narrow: bool = False
     rule: Callable[[Manifest, float], NeuronMask] | None = None
-    devices_choose: bool = False
+    choice: Callable[[FederationSettings], DeviceChoice | None] = lambda settings: None
+    pruning: Callable[[FederationSettings], ServerPruning | None] = lambda settings: None
     optional: str | None = None
 
 
@@ -226,11 +291,6 @@ class CoordinatorMethod:
         return self.active is not None and self.active.narrow
 
     @property
-    def devices_choose(self) -> bool:
-        """True if each device chooses its active neurons itself."""
-        return self.active is not None and self.active.devices_choose
-
-    @property
     def for_everyone(self) -> bool:
         """True if there are rounds for everyone, whose work late devices are still given."""
         return self.schedule is not None and self.schedule.last_for_everyone is not None
@@ -248,6 +308,14 @@ class CoordinatorMethod:
     def ratio_at(self, budget: float) -> float | None:
         """Return the share of each hidden layer's neurons that a device of this budget trains; None: everything."""
         return budget if self.active else None
+
+    def choice(self, settings: FederationSettings) -> DeviceChoice | None:
+        """Return how each device chooses its active neurons itself; None where it does not."""
+        return self.active.choice(settings) if self.active else None
+
+    def pruning(self, settings: FederationSettings) -> ServerPruning | None:
+        """Return how the coordinator prunes the model for each device; None where it does not."""
+        return self.active.pruning(settings) if self.active else None
 
     def neurons(self, manifest: Manifest, ratio: float) -> NeuronMask | None:
         """Return the neurons that follow from an active ratio alone; None where they are drawn or chosen."""

@@ -1,13 +1,59 @@
-"""Neuron-wise PruneFL, server half: Hermes'.
+"""Neuron-wise PruneFL, server half: devices choose their neurons again in the rounds that ``adjust_interval`` divides.
 
 Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas, "Model Pruning Enables Efficient Federated Learning on Edge Devices",
-arXiv:1909.12326, in the form in which FedSPU's method card (section 5) compares it: devices prune themselves, once.
+IEEE TNNLS 2022, arXiv:1909.12326, for neurons, with a network of its own for each device. In these rounds, and in their
+first, devices are sent the whole model and may choose any neurons, as many as their budgets say; in others they are
+sent the values of the neurons chosen last. The server averages weight by weight over those who held it.
+
+``importance = once`` is the form of FedSPU's method card (section 5): devices choose once.
 """
 
 from __future__ import annotations
 
-from sparrow.coordinator.methods import ActiveNeurons, CoordinatorMethod, any_budget
+from typing import Literal
+
+from pydantic import Field
+
+from edge_sdk.protocol.masks import FULL_RATIO, NeuronMask
+from edge_sdk.protocol.messages import FederationSettings
+from sparrow.coordinator.methods import (
+    ActiveNeurons,
+    CoordinatorMethod,
+    DeviceChoice,
+    MethodSettings,
+    Situation,
+    any_budget,
+    fits_choice,
+    own_settings,
+)
+
+
+class PruneFLNeuronsSettings(MethodSettings):
+    """Neuron-wise PruneFL's settings."""
+
+    importance: Literal["gathered", "once"] = Field(
+        default="gathered", description="Whether devices gather importance over rounds and choose again, or choose once"
+    )
+    adjust_interval: int = Field(
+        default=5, ge=1, description="Rounds between those in which devices get the whole model and choose again"
+    )
+
+
+def keeps(mask: NeuronMask, ratio: float, situation: Situation) -> bool:
+    """Return whether a device keeps its neurons in this round."""
+    due = situation.round % situation.own(PruneFLNeuronsSettings).adjust_interval == 0 and ratio < FULL_RATIO
+    return not due and fits_choice(mask, ratio, situation)
+
+
+def choice(settings: FederationSettings) -> DeviceChoice:
+    """Return how devices choose."""
+    gathered = own_settings(settings, PruneFLNeuronsSettings).importance == "gathered"
+    return DeviceChoice(keeps=keeps) if gathered else DeviceChoice()
+
 
 PRUNEFL_NEURONS = CoordinatorMethod(
-    smallest_budget=any_budget, active=ActiveNeurons(narrow=True, devices_choose=True), personal_models=True
+    smallest_budget=any_budget,
+    settings_type=PruneFLNeuronsSettings,
+    active=ActiveNeurons(narrow=True, choice=choice),
+    personal_models=True,
 )

@@ -32,7 +32,7 @@ from edge_sdk.protocol.elements import ElementMask, from_bits
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind
-from edge_sdk.protocol.neurons import fits_ratio, mask_digest, mask_from_file, mask_to_file
+from edge_sdk.protocol.neurons import mask_digest, mask_from_file, mask_to_file
 from sparrow.coordinator.errors import Damaged, NotFound, Unavailable, Unreadable, explain
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method
 from sparrow.coordinator.models.payloads import Packed, Payloads
@@ -267,14 +267,20 @@ class Models:
     ) -> tuple[Mask | None, NeuronDraw | None]:
         """Return the mask that an assignment trains under, and its seed form, if any.
 
-        (None, None) for everything, and if the device has yet to choose: it never did, lost its state, or has another
-        budget now."""
+        (None, None) for everything, and if the device is to choose from the whole model: it never did, lost its state,
+        has another budget now, or its method has devices choose again in this round."""
         if assignment.ratio is None:
             return self.model(federation, assignment.model_version).mask, None
-        manifest, method = self.manifest(federation), load_method(federation.method)
-        if method.devices_choose:
+        manifest, method, settings = self.manifest(federation), load_method(federation.method), settings_of(federation)
+        situation = Situation(manifest, settings, assignment.round)
+        choice, pruning = method.choice(settings), method.pruning(settings)
+        if choice is not None:
             held = self._held_mask(federation, device)
-            return (held, None) if fits_ratio(manifest, held, assignment.ratio) else (None, None)
+            kept = isinstance(held, NeuronMask) and choice.keeps(held, assignment.ratio, situation)
+            return (held, None) if kept else (None, None)
+        if pruning is not None:
+            model = self.model(federation, assignment.model_version)
+            return pruning.neurons(model, assignment.ratio, situation), None
         neurons = method.neurons(manifest, assignment.ratio)
         if neurons is not None:
             return neurons, None

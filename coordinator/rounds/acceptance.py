@@ -18,7 +18,6 @@ from edge_sdk.protocol import bundle
 from edge_sdk.protocol import messages as wire
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.masks import Mask, NeuronMask, count_values
-from edge_sdk.protocol.neurons import fits_ratio
 from sparrow.coordinator.errors import (
     BadContent,
     DifferentUpdate,
@@ -242,17 +241,16 @@ class Acceptance:
         situation = Situation(manifest, settings, assignment.round, plan)
         if assignment.kind == wire.Kind.prepare and decoded.mask is None:
             raise BadContent("mask: an update that prepares the model says what exists of it; send it with its mask")
-        if method.devices_choose and mask is None and assignment.ratio is not None:
-            if not fits_ratio(manifest, decoded.mask, assignment.ratio):
-                raise BadContent(
-                    f"mask: of the n neurons of each group a device chooses max(1, floor(p n)) at a budget of "
-                    f"p = {assignment.ratio:g}, and these are not so many; fetch the assignment again"
-                )
+        choice = method.choice(settings)
+        if choice is not None and assignment.ratio is not None:
+            held = mask if isinstance(mask, NeuronMask) else None
+            fault = choice.fault(held, decoded.mask, assignment.ratio, situation)
+            if fault is not None:
+                raise BadContent(f"mask: {fault}; fetch the assignment again")
         elif not method.may_send(decoded.mask, mask):
             if not isinstance(decoded.mask, method.mask_type):
-                kept = f"that {device.name} chose and keeps" if method.devices_choose else f"for {device.name}"
                 raise BadContent(
-                    f"mask: it is not the one of round {assignment.round} {kept}; fetch the assignment again"
+                    f"mask: it is not the one of round {assignment.round} for {device.name}; fetch the assignment again"
                 )
             method.check_mask(model, decoded.mask, situation)
         if (decoded.gradients is not None) != method.wants_gradients(plan) or decoded.signs is not None:
@@ -273,7 +271,7 @@ class Acceptance:
                     f"values: they moved by {norm:.3g} from what was sent (2-norm), the federation allows {limit:g}; "
                     f"hand the assignment back, or train with a lower learning rate or a clip"
                 )
-        chosen = decoded.mask if method.devices_choose and isinstance(decoded.mask, NeuronMask) else None
+        chosen = decoded.mask if choice is not None and isinstance(decoded.mask, NeuronMask) else None
         return report, decoded, chosen
 
 

@@ -129,12 +129,14 @@ def assign(
     now: float,
     *,
     whole: bool | None = None,
+    ratio: float | None = None,
     most_examples: int | None = None,
 ) -> Assignment:
     """Return a new assignment, not yet in the records; its deadline begins now.
 
     whole: whether the payload is the whole global model, and for an evaluation whether there is one; None: as the
-    device needs it to train. most_examples: the largest weight of its update; None for any.
+    device needs it to train. ratio: the active ratio that was chosen for it; None: that of its budget. most_examples:
+    the largest weight of its update; None for any.
     """
     method = load_method(federation.method)
     return Assignment(
@@ -147,7 +149,7 @@ def assign(
         status="open",
         model_version=federation.model_version,
         full=(kind not in COHORT_KINDS or not (device.holds_model or method.narrow)) if whole is None else whole,
-        ratio=None if kind == Kind.evaluate else method.ratio_at(device.budget),
+        ratio=ratio or (None if kind == Kind.evaluate else method.ratio_at(device.budget)),
         most_examples=most_examples,
         created_at=now,
         deadline_at=now + settings_of(federation).deadline_seconds,

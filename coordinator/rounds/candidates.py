@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_low
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.protocol.messages import FederationSettings
-from sparrow.coordinator.methods import Situation, load_method
+from edge_sdk.protocol.messages import FederationSettings, Kind
+from sparrow.coordinator.methods import Participation, Situation, load_method
 from sparrow.coordinator.models.global_models import settings_of
-from sparrow.coordinator.rounds.assignments import COHORT_KINDS, Drawable, open_round
-from sparrow.coordinator.rounds.draws import Candidate, choose, choose_each
+from sparrow.coordinator.rounds.assignments import COHORT_KINDS, Drawable, open_round, weight_of
+from sparrow.coordinator.rounds.draws import Candidate, choose, choose_each, uniform
 from sparrow.coordinator.storage.tables import Assignment, Device, Federation
 
 SLACK = 1e-9
@@ -23,6 +23,9 @@ SLACK = 1e-9
 
 MOST_MEDIANS = 10
 """Times the median of its cohort's samples that one update counts with, at most."""
+
+ROUNDS_LOOKED_AT = 500
+"""Rounds that the choice of devices' active ratios looks back."""
 
 FEWEST_COUNTS = 3
 """Devices of a cohort that say how many samples they have, below which the median is that of all that are there."""
@@ -127,6 +130,58 @@ def draw(db: Session, federation: Federation, active: Sequence[Drawable], size: 
         last = {row[0]: row[1] for row in db.execute(drawn.group_by(Assignment.device_id))}
     candidates = [Candidate(device.name, device.budget, last.get(device.id, -1)) for device in active]
     return choose(candidates, size, secret=secret, round_number=number, policy=settings.cohort_policy)
+
+
+def chosen_ratios(
+    db: Session, manifest: Manifest, federation: Federation, drawn: Sequence[Drawable], number: int
+) -> Mapping[str, float]:
+    """Return the active ratios that the method chooses for devices drawn for round ``number``, by name; none where
+    their budgets say them."""
+    settings = settings_of(federation)
+    pruning = load_method(federation.method).pruning(settings)
+    if pruning is None or not drawn:
+        return {}
+    budgets = {device.name: device.budget for device in drawn}
+    ratios = pruning.ratios(
+        participations(db, federation, number),
+        budgets,
+        lambda name: uniform(federation.secret, "ratio", number, name),
+        Situation(manifest, settings, number),
+    )
+    return {name: min(ratio, budgets[name]) for name, ratio in ratios.items()}
+
+
+def participations(db: Session, federation: Federation, before: int) -> list[Participation]:
+    """Return the updates of rounds ``before`` - ``ROUNDS_LOOKED_AT`` to ``before`` - 1, in the order of rounds and of
+    their cohorts."""
+    report = Assignment.report
+    phases = [report["telemetry"][phase]["seconds"].as_float() for phase in ("download", "train")]
+    rows = db.execute(
+        select(
+            *(Assignment.round, Device.name, Device.budget, Assignment.ratio, Assignment.most_examples),
+            *(report["num_examples"].as_integer(), report["train_loss"].as_float()),
+            *(report["training_flops"].as_float(), *phases, Assignment.upload_cost["seconds"].as_float()),
+        )
+        .join(Device, Device.id == Assignment.device_id)
+        .where(
+            Assignment.federation_id == federation.id,
+            Assignment.kind == Kind.train.value,
+            Assignment.status == "done",
+            Assignment.ratio.is_not(None),
+            Assignment.round.between(before - ROUNDS_LOOKED_AT, before - 1),
+        )
+        .order_by(Assignment.round, Assignment.position)
+    )
+    return [
+        Participation(
+            number, name, budget, ratio, weight_of(examples, most), loss, int(flops or 0), sum(map(_or_0, times))
+        )
+        for number, name, budget, ratio, most, examples, loss, flops, *times in rows
+    ]
+
+
+def _or_0(seconds: float | None) -> float:
+    return seconds or 0.0
 
 
 def why_over(db: Session, federation: Federation) -> str | None:

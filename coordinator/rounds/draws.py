@@ -90,6 +90,11 @@ def choose_each(names: Iterable[str], chance: float, *, secret: bytes, round_num
     return sorted(name for name in names if _share(_chance(secret, "cohort", round_number, name)) <= chance)
 
 
+def uniform(secret: bytes, purpose: str, round_number: int, name: str) -> float:
+    """Return a number in (0, 1] of this purpose, round and name, independent of all others."""
+    return _share(_chance(secret, purpose, round_number, name))
+
+
 def _chance(secret: bytes, purpose: str, round_number: int, name: str) -> bytes:
     """Return the 32 bytes that decide the part of ``name`` in a draw: uniform, and independent of all others."""
     return hmac.digest(secret, f"{purpose}|{round_number}|{name}".encode(), "sha256")

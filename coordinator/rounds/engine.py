@@ -69,7 +69,7 @@ from sparrow.coordinator.rounds.assignments import (
     update_key,
 )
 from sparrow.coordinator.rounds.buffered import arrivals, count_in, working
-from sparrow.coordinator.rounds.candidates import draw, drawable, most_examples, situation_of, why_over
+from sparrow.coordinator.rounds.candidates import chosen_ratios, draw, drawable, most_examples, situation_of, why_over
 from sparrow.coordinator.rounds.cleanup import clear, models_in_use
 from sparrow.coordinator.rounds.costs import UploadCosts
 from sparrow.coordinator.rounds.evaluations import ask_for_evaluation
@@ -311,8 +311,13 @@ class Rounds:
         drop_late_work(db, [free[name].id for name in names])
         drawn = [free[name] for name in names]
         limits = most_examples(drawn, there, settings_of(federation))
+        ratios = chosen_ratios(db, self._models.manifest(federation), federation, drawn, current.number)
         for position, (device, most) in enumerate(zip(drawn, limits, strict=True), start=asked):
-            assignment = assign(federation, device, work.kind, current.number, position, now, most_examples=most)
+            assignment = assign(
+                *(federation, device, work.kind, current.number, position, now),
+                ratio=ratios.get(device.name),
+                most_examples=most,
+            )
             assignment.plan = dict(work.plan) or None
             db.add(assignment)
         return len(names)

@@ -72,10 +72,16 @@ class MaskedSums:
 
     Numerators lie in the order in which values are packed, so that a whole model is added in one go. Tensors that lie
     alike between neurons (a layer's bias and norms) share their weights.
+
+    everybody: a value that a device did not send counts, with the device's weight, as the one of the global model, so
+    that a mean is one of whole models. ``completed`` is the number of values that were so added.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, *, everybody: bool = False) -> None:
         self._manifest = manifest
+        self._everybody = everybody
+        self._weight = 0.0
+        self.completed = 0
         self._sum = np.zeros(manifest.shared_values, dtype=np.float64)
         self._numerators = cast("dict[str, Sum]", unpack_whole(manifest, self._sum))  # views of it
         views = [neuron_view(manifest, spec)[:2] for spec in manifest.shared]
@@ -88,6 +94,8 @@ class MaskedSums:
     ) -> None:
         """Add one update, whose mask is not of elements."""
         weight = float(num_examples)
+        self._weight += weight
+        self.completed += len(self._sum) - len(values) if self._everybody else 0
         if len(values) == len(self._sum):
             add_in_place(self._sum, values, weight)
             self._of_all += weight
@@ -115,7 +123,11 @@ class MaskedSums:
             view = neuron_view(self._manifest, spec)
             numerator, weights = self._numerators[spec.name].reshape(view), self._weights[like] + self._of_all
             spread = weights.reshape(weights.shape + (1,) * (len(view) - weights.ndim))
-            result[spec.name] = quotient(numerator, spread, previous[spec.name].reshape(view)).reshape(spec.shape)
+            old = previous[spec.name].reshape(view)
+            if self._everybody:
+                total = np.where(spread > 0, self._weight, 0.0)  # what nobody sent stays, bit for bit
+                numerator, spread = numerator + (total - spread) * old.astype(np.float64), total
+            result[spec.name] = quotient(numerator, spread, old).reshape(spec.shape)
         return result
 
 

@@ -1,34 +1,155 @@
-"""Hermes, the device half: each device prunes its own network once, by its neurons' weights, and goes on with the rest.
+"""Hermes, the device half: each device prunes its own network step by step, while its validation accuracy holds.
 
 Li, Sun, Li, Pu, Li, Chen, "Hermes: An Efficient Federated Learning Framework for Heterogeneous Mobile Clients", MobiCom
-2021, as FedSPU's method card (section 5) compares it, and FedMP and neuron-wise PruneFL with it. At its first
-participation a device receives the whole model w, makes one step of SGD on one mini-batch B, and scores neuron i of
-layer l by
+2021. A device begins with the whole network. In each of its rounds it receives the values of its own neurons, A, and
 
-    ‖(w - 0.005 ∇F(w; B))_l[i, ...]‖₂
+    if  accuracy of w[A, A] on its validation data >= accuracy_threshold  and  A is larger than its budget allows:
+        in each hidden group, of the n neurons left the share ``prune_rate`` goes, smallest ‖w_l[i, ...]‖₂ first,
+        but never below max(1, floor(p_k N)) of the group's N
 
-In each hidden group the max(1, floor(p_k n)) best are kept, for the whole federation; of equal ones the first. From
-then on the device receives, trains and sends w[A, A] alone, and is judged with that narrow network.
+Then it trains and sends w[A, A]. It is judged with that narrow network. The server averages each weight over the
+devices whose networks share it.
 
-Choices of the card, or where it is silent:
+``pruning = once`` is the form in which FedSPU's method card (section 5) compares Hermes: at its first participation a
+device receives the whole model w, makes one step of SGD on one mini-batch B, scores neuron i of layer l by
+‖(w - 0.005 ∇F(w; B))_l[i, ...]‖₂ and keeps its budget's best, for the whole federation; of equal ones the first.
 
-- The model *received* is scored, not one freshly initialised as in the released code, and counts are rounded as in
-  FedSPU (card 7, row 16). The step is for scoring alone: training begins at what was received.
-- Where layers share their neurons (residual additions), scores add up over the weights of all of them, before the root.
-- A device whose budget changes receives the whole model once more, and chooses again. So does one that has lost its
-  state.
+Where the paper is silent, or we had no text of it that says more:
+
+- The threshold and the rate are settings; their defaults, 0.5 and 0.2, are ours, after the lottery-ticket methods of
+  the same authors. What is compared with the threshold is the network as received, before training.
+- A budget p_k is the target of pruning. **Until a device has reached it, it trains a larger network, at first the whole
+  one**: it must be able to afford that, and so that is what its memory and time are predicted for.
+- A device that the coordinator sends the whole model, though it has neurons, keeps these and prunes nothing in that
+  round: its last update did not arrive. One whose budget has grown begins anew with the whole network.
+- Scores are sums of squares over the weights of layers that share their neurons (residual additions), before the root.
+- A device that adapts the finished model prunes to its budget at once, as in ``pruning = once``.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
 import torch
 
-from edge_sdk.methods.choosing import STEP, choosing_method
+from edge_sdk.methods import ActiveNeurons, DeviceMethod, DeviceState, Job, MethodSettings, Trained, UnknownWork
+from edge_sdk.methods.choosing import STEP, train_chosen
+from edge_sdk.methods.narrow import adapt_narrow, drawn, train_narrow
+from edge_sdk.methods.rounds import evaluate_both
+from edge_sdk.protocol.flops import forward_flops
+from edge_sdk.protocol.manifest import Manifest, Tensors
+from edge_sdk.protocol.masks import FULL_RATIO, NeuronMask, pack, same_mask
+from edge_sdk.protocol.neurons import (
+    best_neurons,
+    count_neurons,
+    counts_at,
+    first_neurons,
+    fits_ratio,
+    norm_scores,
+    reaches_ratio,
+)
+from edge_sdk.training.local import evaluate, set_tensors
+from edge_sdk.training.merging import merge
+from edge_sdk.training.rehearsal import Effort, MaskedEffort, Rehearsal
+
+
+class Settings(MethodSettings):
+    """The settings that devices read."""
+
+    pruning: str
+    prune_rate: float
+    accuracy_threshold: float
 
 
 def score(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return what each weight adds to the score of its neuron."""
+    """Return what each weight adds to the score of its neuron, where devices choose once."""
     return (weight - STEP * gradient).square()
 
 
-HERMES = choosing_method(score)
+train_once = partial(train_chosen, score=score)
+
+
+def train(job: Job) -> Trained:
+    """Train one round; prune before, where that is due.
+
+    Counts ``pruning_steps``, ``pruning_steps_rejected`` (the accuracy was below the threshold) and ``neurons_pruned``.
+    Raises BundleError for a payload that does not fit, UnknownWork for a task without accuracy, CannotNarrow for a
+    model that does not run with fewer neurons, TrainingDiverged.
+    """
+    rules = job.own(Settings)
+    if rules.pruning == "once":
+        return train_once(job)
+    manifest, ratio, received = job.manifest, drawn(job).ratio, job.received
+    sent = received.mask if received and isinstance(received.mask, NeuronMask) else None
+    mask = sent or job.state.neurons
+    if mask is None or not reaches_ratio(manifest, mask, ratio):
+        mask = first_neurons(manifest, 1.0)
+    tensors = merge(manifest, {spec.name: np.zeros(spec.shape, spec.dtype) for spec in manifest.shared}, received, mask)
+    smaller, flops = mask, 0
+    due = same_mask(sent, job.state.neurons) and not fits_ratio(manifest, mask, ratio)
+    if due:
+        accuracy, flops = _accuracy(job, tensors, mask)
+        if accuracy >= rules.accuracy_threshold:
+            smaller = pruned(manifest, tensors, mask, ratio, rules.prune_rate)
+    assert received is not None, "merged"
+    part = replace(received, values=pack(manifest, tensors, smaller), mask=smaller)
+    trained = train_narrow(replace(job, received=part), smaller)
+    assert trained.update is not None, "a narrow network was trained"
+    gone = count_neurons(manifest, mask) - count_neurons(manifest, smaller)
+    return replace(
+        trained,
+        update=replace(trained.update, base=tensors),
+        state=replace(trained.state, neurons=smaller),
+        flops=trained.flops + flops,
+        counts={
+            **trained.counts,
+            "pruning_steps": int(gone > 0),
+            "pruning_steps_rejected": int(due and not gone),
+            "neurons_pruned": gone,
+        },
+    )
+
+
+def pruned(manifest: Manifest, tensors: Tensors, mask: NeuronMask, ratio: float, rate: float) -> NeuronMask:
+    """Return the neurons of ``mask`` that are left when the share ``rate`` of each group goes, not below ``ratio``."""
+    counts = {
+        name: max(count, math.floor(len(mask.active[name]) * (1 - rate) + 1e-9))
+        for name, count in counts_at(manifest, ratio).items()
+    }
+    return best_neurons(norm_scores(manifest, tensors, 2), counts, mask)
+
+
+def _accuracy(job: Job, tensors: Tensors, mask: NeuronMask) -> tuple[float, int]:
+    """Return the accuracy on validation data of the network received, and the FLOPs of finding it."""
+    if not job.task.classification:
+        raise UnknownWork(
+            "hermes prunes while accuracy on validation data holds, and this task has no accuracy; ask the operator to "
+            "set pruning = once"
+        )
+    set_tensors(job.model, {**(job.state.personal or {}), **tensors})
+    found = evaluate(job.model, job.task, job.task.validation)
+    return found.accuracy or 0.0, found.num_examples * forward_flops(job.manifest, mask)
+
+
+def adapt(job: Job) -> DeviceState:
+    """Prune the finished global model to the budget at once, and train what is left."""
+    return adapt_narrow(job, train_once)
+
+
+def effort(rehearsal: Rehearsal, budget: float) -> Effort:
+    """Return what rounds have to do until the device has pruned: the whole network, whatever its budget."""
+    once = rehearsal.settings.method_settings.get("pruning") == "once"
+    return MaskedEffort(rehearsal, first_neurons(rehearsal.manifest, budget) if once and budget < FULL_RATIO else None)
+
+
+HERMES = DeviceMethod(
+    train=train,
+    evaluate=evaluate_both,
+    adapt=adapt,
+    active=ActiveNeurons(sample=first_neurons, narrow=True),
+    effort=effort,
+    acts=("neurons_pruned",),
+)

@@ -1,19 +1,49 @@
-"""Neuron-wise PruneFL, the device half: Hermes that scores neurons by their gradients.
+"""Neuron-wise PruneFL, the device half: each device keeps the neurons whose gradients gather the most importance.
 
 Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas, "Model Pruning Enables Efficient Federated Learning on Edge Devices",
-arXiv:1909.12326, in the form in which FedSPU's method card (section 5) compares it: neuron i of layer l has the score
+IEEE TNNLS 2022, arXiv:1909.12326, whose importance of a weight, its squared gradient gathered over rounds, is here that
+of a neuron; each device has its own, and its own network. In every round whose number ``adjust_interval`` divides, and
+in its first one, a device receives the whole model w and adds to the importance of neuron i of layer l
 
-    ‖(∇F(w; B))_l[i, ...]‖₂
+    I_i ← I_i + mean over its mini-batches B of ‖(∇F(w; B))_l[i, ...]‖₂²
 
-on one mini-batch B. (The released code takes the norm of what one step changes, the same up to its learning rate.)
-PruneFL itself, one model for all of single weights, is the method ``prunefl``.
+of which, in each hidden group, the max(1, floor(p_k n)) best are kept until the next such round; of equal ones the
+first. In between it receives, trains and sends w[A, A] alone, and is judged with that narrow network. A neuron that is
+taken up has the global model's weights.
+
+All neurons are measured on the same whole model, because gradients of a narrow network are not comparable with those of
+neurons that it lacks; the paper's devices, too, take dense gradients only where weights are re-chosen. That is one pass
+over the training data more in these rounds, counted in their FLOPs, for which a device needs the memory of the whole
+model. PruneFL itself, one model for all of single weights, is the method ``prunefl``.
+
+``importance = once`` is the form of FedSPU's method card (section 5): ‖(∇F(w; B))_l[i, ...]‖₂ on one mini-batch at the
+first participation chooses for the whole federation. (The released code takes the norm of what one step changes, the
+same up to its learning rate.)
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 
-from edge_sdk.methods.choosing import choosing_method
+from edge_sdk.methods import ActiveNeurons, DeviceMethod, DeviceState, Job, MethodSettings, Trained
+from edge_sdk.methods.choosing import measure, train_chosen
+from edge_sdk.methods.narrow import adapt_narrow, drawn, train_narrow
+from edge_sdk.methods.rounds import evaluate_both
+from edge_sdk.protocol.masks import FULL_RATIO, NeuronMask
+from edge_sdk.protocol.neurons import best_neurons, count_neurons, counts_at, first_neurons, fits_ratio
+from edge_sdk.training.merging import is_whole
+
+IMPORTANCE = "importance"
+"""The device's own array: importance of the neurons, float64 [neurons], of one group after the other."""
+
+
+class Settings(MethodSettings):
+    """The setting that devices read."""
+
+    importance: str
 
 
 def score(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -21,4 +51,58 @@ def score(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return gradient.square()
 
 
-PRUNEFL_NEURONS = choosing_method(score)
+def train(job: Job) -> Trained:
+    """Train one round; where the whole model comes, gather importance and choose before.
+
+    Counts ``adjustments``, choices after the first one; ``neurons_replaced`` by them; and ``neurons_pruned``: those
+    replaced or, by the choice once, those beyond the budget. Raises BundleError for a payload that does not fit,
+    CannotNarrow for a model that does not run with fewer neurons, TrainingDiverged.
+    """
+    if job.own(Settings).importance == "once":
+        return train_chosen(job, score)
+    manifest, ratio, held = job.manifest, drawn(job).ratio, job.state.neurons
+    if ratio >= FULL_RATIO:
+        trained = train_narrow(job, mask := first_neurons(manifest, ratio))
+        return replace(trained, state=replace(trained.state, neurons=mask))
+    before = held if held is not None and fits_ratio(manifest, held, ratio) else None
+    if before is not None and job.received is not None and not is_whole(manifest, job.received):
+        trained = train_narrow(job, before)
+        return replace(trained, state=replace(trained.state, neurons=before))
+    scores, flops = measure(job, score)
+    gathered = np.concatenate(list(scores.values())) / len(job.task.train)
+    gathered += np.asarray(job.state.own.get(IMPORTANCE, 0.0), dtype=np.float64)
+    ends = np.cumsum([len(each) for each in scores.values()])[:-1]
+    importance = dict(zip(scores, np.split(gathered, ends), strict=True))
+    mask = best_neurons(importance, counts_at(manifest, ratio))
+    trained = train_narrow(job, mask)
+    replaced = 0 if before is None else count_neurons(manifest, mask) - _shared(mask, before)
+    return replace(
+        trained,
+        state=replace(trained.state, neurons=mask, own={**trained.state.own, IMPORTANCE: gathered}),
+        flops=trained.flops + flops,
+        counts={
+            **trained.counts,
+            "adjustments": int(before is not None),
+            "neurons_replaced": replaced,
+            "neurons_pruned": replaced,
+        },
+    )
+
+
+def _shared(one: NeuronMask, other: NeuronMask) -> int:
+    """Return the number of neurons that are active in both."""
+    return sum(int(np.isin(index, other.active[name]).sum()) for name, index in one.active.items())
+
+
+def adapt(job: Job) -> DeviceState:
+    """Choose from the finished global model, and train what was chosen."""
+    return adapt_narrow(job, train)
+
+
+PRUNEFL_NEURONS = DeviceMethod(
+    train=train,
+    evaluate=evaluate_both,
+    adapt=adapt,
+    active=ActiveNeurons(sample=first_neurons, narrow=True),
+    acts=("neurons_pruned",),
+)

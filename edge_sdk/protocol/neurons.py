@@ -1,8 +1,9 @@
 """Masks of neurons by rule and by name, and the network that active neurons form.
 
 ``masks`` says what a ``NeuronMask`` is and draws those of a seed. Here is what methods need that train a *narrow*
-network, of the active neurons alone: the rule of the first neurons (FjORD, HeteroFL), the manifest of that network, and
-masks that a device has chosen and keeps, which both sides store as a file and name by its digest.
+network, of the active neurons alone: the rule of the first neurons (FjORD, HeteroFL), those with the best scores
+(Hermes, FedMP), the manifest of that network, and masks that a device has chosen and keeps, which both sides store as a
+file and name by its digest.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edge_sdk.protocol.elements import ElementMask, from_bits
 from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.protocol.manifest import MULTIPLYING, Manifest, NeuronGroup, Segment, TensorSpec
+from edge_sdk.protocol.manifest import MULTIPLYING, Array, Manifest, NeuronGroup, Segment, Tensors, TensorSpec
 from edge_sdk.protocol.masks import FULL_RATIO, Mask, NeuronMask, active_count, check_mask
 
 CLASSES = "classes of the output"
@@ -77,6 +79,76 @@ def fits_ratio(manifest: Manifest, mask: Mask | None, ratio: float) -> bool:
     return isinstance(mask, NeuronMask) and all(
         len(mask.active[name]) == active_count(size, ratio) for name, size in manifest.group_sizes.items()
     )
+
+
+def reaches_ratio(manifest: Manifest, mask: Mask | None, ratio: float) -> bool:
+    """Return whether this is a mask of neurons with, in each group, at least as many active as ``ratio`` makes."""
+    return isinstance(mask, NeuronMask) and all(
+        len(mask.active[name]) >= active_count(size, ratio) for name, size in manifest.group_sizes.items()
+    )
+
+
+def is_within(mask: NeuronMask, other: NeuronMask) -> bool:
+    """Return whether all neurons of ``mask`` are active in ``other``."""
+    return all(np.isin(index, other.active[name]).all() for name, index in mask.active.items())
+
+
+def count_neurons(manifest: Manifest, mask: NeuronMask | None) -> int:
+    """Return the number of active hidden neurons; None: all."""
+    sizes = manifest.group_sizes.values() if mask is None else map(len, mask.active.values())
+    return sum(sizes)
+
+
+Scores = dict[str, NDArray[np.float64]]
+"""Scores of the hidden neurons: group name -> [size]."""
+
+
+def incoming(manifest: Manifest) -> Iterator[tuple[TensorSpec, int]]:
+    """Yield the weights by which neurons are scored, with the neurons' axis: rows, and columns of embeddings."""
+    embeddings = {name for layer in manifest.layers if layer.kind == "embedding" for name in layer.tensors}
+    for spec in manifest.tensors:
+        axis = 1 if spec.name in embeddings else 0
+        if spec.trainable and len(spec.shape) > 1 and spec.axes and spec.axes[axis]:
+            yield spec, axis
+
+
+def no_scores(manifest: Manifest) -> Scores:
+    """Return scores of 0."""
+    return {name: np.zeros(size) for name, size in manifest.group_sizes.items()}
+
+
+def add_scores_in_place(scores: Scores, spec: TensorSpec, axis: int, rows: Array) -> None:
+    """Add to the scores of neurons what each entry of their axis of a tensor adds: ``rows`` [spec.shape[axis]]."""
+    start = 0
+    for segment in spec.axes[axis]:
+        end = start + len(scores[segment.group]) * segment.repeat
+        scores[segment.group] += rows[start:end].reshape(-1, segment.repeat).sum(1, dtype=np.float64)
+        start = end
+
+
+def norm_scores(manifest: Manifest, tensors: Tensors, order: int) -> Scores:
+    """Return the sums of |w|^``order`` over each neuron's incoming weights: by them neurons are ranked as by l1 or l2
+    norms. Where layers share their neurons (residual additions), sums are over the weights of all of them."""
+    scores = no_scores(manifest)
+    for spec, axis in incoming(manifest):
+        rows = np.moveaxis(np.abs(tensors[spec.name]) ** order, axis, 0)
+        add_scores_in_place(scores, spec, axis, rows.reshape(len(rows), -1).sum(1, dtype=np.float64))
+    return scores
+
+
+def best_neurons(scores: Scores, counts: Mapping[str, int], among: NeuronMask | None = None) -> NeuronMask:
+    """Return in each group the ``counts`` neurons of the best scores, of equal ones the first. among: some of which
+    they are chosen; None: all."""
+    best = {}
+    for name, each in scores.items():
+        index = np.arange(len(each)) if among is None else np.asarray(among.active[name])
+        best[name] = np.sort(index[np.argsort(-each[index], kind="stable")[: counts[name]]])
+    return NeuronMask(best)
+
+
+def counts_at(manifest: Manifest, ratio: float) -> dict[str, int]:
+    """Return how many neurons of each group are active at ``ratio``."""
+    return {name: active_count(size, ratio) for name, size in manifest.group_sizes.items()}
 
 
 def narrowed(manifest: Manifest, mask: NeuronMask) -> Manifest:

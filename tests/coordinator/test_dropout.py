@@ -37,11 +37,21 @@ PERSONAL = ["fjord", "hermes", "fedmp", "prunefl_neurons"]
 CHOOSING = ["hermes", "fedmp", "prunefl_neurons"]
 EVERY = ["feddrop", "heterofl", *PERSONAL]
 BUDGETS = {"a": 0.3, "b": 0.6, "c": 1.0}
+ONCE = {
+    "hermes": {"pruning": "once"},
+    "fedmp": {"ratios": "budget", "residual": False},
+    "prunefl_neurons": {"importance": "once"},
+}
+"""The forms in which devices choose once; the papers' own are in test_pruning.py."""
 
 
 def values_at(method, budget):
     """V(k): floors, but for HeteroFL."""
     return count_values(DIGITS, first_neurons(DIGITS, budget, *([active_count_up] if method == "heterofl" else [])))
+
+
+def create(coordinator, method, **settings):
+    coordinator.create(method, method_settings=ONCE.get(method, {}), **settings)
 
 
 def open_all(coordinator):
@@ -67,7 +77,7 @@ def personal_zeros(session, mask):
 
 @pytest.mark.parametrize("method", EVERY)
 def test_what_crosses_the_wire_is_the_active_part_and_little_more(coordinator, method):
-    coordinator.create(method)
+    create(coordinator, method)
     sessions = open_all(coordinator)
     coordinator.play(*sessions)
     for session, budget in zip(sessions, BUDGETS.values(), strict=True):
@@ -87,7 +97,7 @@ def test_what_crosses_the_wire_is_the_active_part_and_little_more(coordinator, m
 
 @pytest.mark.parametrize("method", ["fjord", "heterofl"])
 def test_first_neurons_cost_no_bits(coordinator, method):
-    coordinator.create(method)
+    create(coordinator, method)
     session = open_all(coordinator)[0]
     coordinator.rounds.advance()
     session.step()
@@ -98,7 +108,7 @@ def test_first_neurons_cost_no_bits(coordinator, method):
 
 @pytest.mark.parametrize("method", EVERY)
 def test_each_weight_is_averaged_over_those_who_held_it(coordinator, method):
-    coordinator.create(method, rounds=1)
+    create(coordinator, method, rounds=1)
     sessions = open_all(coordinator)
     coordinator.play(*sessions)
     numerator = {spec.name: np.zeros(spec.shape) for spec in DIGITS.shared}
@@ -123,7 +133,7 @@ def test_each_weight_is_averaged_over_those_who_held_it(coordinator, method):
 
 @pytest.mark.parametrize("method", PERSONAL)
 def test_a_device_keeps_its_neurons_and_is_judged_with_them(coordinator, method):
-    coordinator.create(method)
+    create(coordinator, method)
     sessions = open_all(coordinator)
     coordinator.play(*sessions)
     for session in sessions:
@@ -211,7 +221,7 @@ def test_dropped_neurons_change_from_round_to_round(coordinator):
 @pytest.mark.parametrize("method", EVERY)
 @pytest.mark.parametrize("precision", ["int8", "fp16"])
 def test_other_precisions(coordinator, method, precision):
-    coordinator.create(method, precision=precision, rounds=2, update_norm_limit=1e4)
+    create(coordinator, method, precision=precision, rounds=2, update_norm_limit=1e4)
     sessions = open_all(coordinator)
     coordinator.play(*sessions)
     assert coordinator.info().round == 2
@@ -220,7 +230,7 @@ def test_other_precisions(coordinator, method, precision):
 
 @pytest.mark.parametrize("method", PERSONAL)
 def test_a_device_that_comes_after_the_end_adapts_narrow(coordinator, method):
-    coordinator.create(method, rounds=2)
+    create(coordinator, method, rounds=2)
     coordinator.play(*open_all(coordinator))
     late = coordinator.open_device("d", budget=0.3)
     (worked,) = coordinator.play(late)
@@ -242,7 +252,7 @@ def restarted(coordinator, clock):
 
 
 def test_a_restart_of_both_sides_forgets_nothing(coordinator, clock):
-    coordinator.create("hermes", rounds=4)
+    create(coordinator, "hermes", rounds=4)
     sessions = open_all(coordinator)
     for _ in range(2):
         coordinator.rounds.advance()
@@ -265,7 +275,7 @@ def test_a_restart_changes_no_bit(new_coordinator, clock):
     digests = []
     for disturbed in (False, True):
         coordinator = new_coordinator()
-        coordinator.create("fedmp", rounds=3)
+        create(coordinator, "fedmp", rounds=3)
         sessions = open_all(coordinator)
         if disturbed:
             coordinator.rounds.advance()
@@ -287,7 +297,7 @@ def lose(coordinator, name):
 
 
 def test_a_device_that_lost_its_state_gets_the_whole_model_and_chooses_again(coordinator):
-    coordinator.create("hermes", rounds=4)
+    create(coordinator, "hermes", rounds=4)
     sessions = open_all(coordinator)
     coordinator.rounds.advance()
     for session in sessions:
@@ -303,7 +313,7 @@ def test_a_device_that_lost_its_state_gets_the_whole_model_and_chooses_again(coo
 
 
 def test_another_budget_is_another_choice(coordinator):
-    coordinator.create("hermes", rounds=4)
+    create(coordinator, "hermes", rounds=4)
     sessions = open_all(coordinator)
     coordinator.rounds.advance()
     for session in sessions:
@@ -332,7 +342,7 @@ def assignment_of(coordinator, session):
 
 @pytest.mark.parametrize("method", CHOOSING)
 def test_a_first_update_must_have_as_many_neurons_as_its_budget_says(coordinator, method):
-    coordinator.create(method)
+    create(coordinator, method)
     session = open_all(coordinator)[0]
     coordinator.rounds.advance()
     where, device = assignment_of(coordinator, session), session.identity.device_id
@@ -349,7 +359,7 @@ def test_a_first_update_must_have_as_many_neurons_as_its_budget_says(coordinator
 
 
 def test_a_later_update_of_other_neurons_is_refused(coordinator):
-    coordinator.create("hermes")
+    create(coordinator, "hermes")
     sessions = open_all(coordinator)
     coordinator.rounds.advance()
     for session in sessions:
@@ -360,14 +370,14 @@ def test_a_later_update_of_other_neurons_is_refused(coordinator):
     other = NeuronMask({name: np.arange(len(index)) for name, index in chosen.active.items()})
     assert not same_mask(chosen, other)
     where, device = assignment_of(coordinator, session), session.identity.device_id
-    with pytest.raises(BadContent, match="not the one of round 2 that a chose and keeps; fetch the assignment again"):
+    with pytest.raises(BadContent, match="not the one that the device chose and keeps; fetch the assignment again"):
         coordinator.acceptance.accept_update(where, device, forged(session, other))
     coordinator.play(*sessions)
     assert [record.updates for record in coordinator.records.rounds("f")] == [3] * 3
 
 
 def test_masks_that_nobody_holds_any_more_are_deleted(coordinator):
-    coordinator.create("hermes", rounds=3)
+    create(coordinator, "hermes", rounds=3)
     sessions = open_all(coordinator)
     coordinator.rounds.advance()
     for session in sessions:
@@ -378,7 +388,7 @@ def test_masks_that_nobody_holds_any_more_are_deleted(coordinator):
 
 
 def test_an_update_that_was_lost_does_not_lose_the_choice(coordinator):
-    coordinator.create("hermes", rounds=3)
+    create(coordinator, "hermes", rounds=3)
     sessions = open_all(coordinator)
     coordinator.rounds.advance()
     sessions[0].transport.broken = True
@@ -394,7 +404,7 @@ def test_an_update_that_was_lost_does_not_lose_the_choice(coordinator):
 
 def test_an_update_that_came_too_late_leaves_the_choice_with_the_device(coordinator):
     """The coordinator never learned it: it sends the whole model, and the device keeps its neurons."""
-    coordinator.create("hermes", rounds=3, quorum=0.5)
+    create(coordinator, "hermes", rounds=3, quorum=0.5)
     sessions = open_all(coordinator)
     coordinator.rounds.advance()
     transport = sessions[0].transport

@@ -275,7 +275,7 @@ METHODS = (
     "fjord",
     "heterofl",
 )
-METHODS += ("hermes", "fedmp", "prunefl_neurons", "pfedgate")
+METHODS += ("hermes", "prunefl_neurons", "pfedgate")
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -294,7 +294,7 @@ def test_methods_that_take_a_mean_take_a_robust_one(name, model, tmp_path):
     assert (pack(manifest, after.tensors, after.mask) == 1).all()
 
 
-@pytest.mark.parametrize("name", ["local", "fedsgc", "feddst", "dmpfl", "prunefl", "pfedgate", "grasp"])
+@pytest.mark.parametrize("name", ["local", "fedsgc", "feddst", "dmpfl", "prunefl", "pfedgate", "grasp", "fedmp"])
 def test_methods_that_need_more_than_a_mean_say_why_they_refuse(name):
     own = {"denominator": "all"} if name == "pfedgate" else {}
     settings = completed(FederationSettings(method=name, robust="median", method_settings=own))

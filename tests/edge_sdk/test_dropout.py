@@ -34,6 +34,8 @@ PERSONAL = ["fjord", "hermes", "fedmp", "prunefl_neurons"]
 CHOOSING = ["hermes", "fedmp", "prunefl_neurons"]
 EVERY = ["feddrop", "heterofl", *PERSONAL]
 EXAMPLES, EPOCHS = 30, 2
+ONCE = {"pruning": "once", "prune_rate": 0.2, "accuracy_threshold": 0.5, "ratios": "budget", "importance": "once"}
+"""The forms of Hermes, FedMP and PruneFL in which devices choose once; the others are in test_pruning.py."""
 
 PAPER = {"widths": "uniform", "width_steps": 5, "distil": True, "distil_weight": 1.0, "distil_temperature": 1.0} | {
     "scaled": True
@@ -67,7 +69,8 @@ def job_of(manifest, ratio=0.4, *, kind="train", state=None, number=1, mask=None
         round=number,
         deadline_seconds=60,
         settings=FederationSettings(
-            **{"local_epochs": EPOCHS, "early_stopping": "off", **settings}, method_settings=PAPER | (own or {})
+            **{"local_epochs": EPOCHS, "early_stopping": "off", **settings},
+            method_settings=ONCE | PAPER | (own or {}),
         ),
         work=Work(key=f"{number:032x}", ratio=ratio),
     )
@@ -467,7 +470,7 @@ def choose(method, w1=W1, ratio=0.34, target=0.5):
         kind="train",
         round=1,
         deadline_seconds=60,
-        settings=FederationSettings(local_epochs=1, learning_rate=0.001, early_stopping="off"),
+        settings=FederationSettings(local_epochs=1, learning_rate=0.001, early_stopping="off", method_settings=ONCE),
         work=Work(key="0" * 32, ratio=ratio),
     )
     received = decode(encode(manifest, pack(manifest, sent, None), None), manifest)
@@ -539,7 +542,7 @@ def test_what_was_chosen_is_kept_while_the_budget_stays(manifest, method):
 def test_choosing_leaves_running_statistics_and_gradients_alone(manifest, method):
     job = job_of(manifest, 1.0, learning_rate=1e-12, local_steps=1)
     set_tensors(job.model, get_tensors(build_seeded(DigitsNet, 7), manifest))
-    choosing.choose(job, 0.5, import_module(f"edge_sdk.methods.{method}").score)
+    choosing.measure(job, import_module(f"edge_sdk.methods.{method}").score)
     after = get_tensors(job.model, manifest)
     for name, tensor in get_tensors(build_seeded(DigitsNet, 7), manifest).items():
         np.testing.assert_array_equal(after[name], tensor, err_msg=name)
