@@ -19,6 +19,7 @@ Computing", ICDE 2022. For device n, drawn for round k:
 
 Choices of ours, where the paper is silent or measures what a repeatable simulation does not have:
 
+- The defaults of ``smallest_ratio``, ``region`` and ``discount`` are ours.
 - A ratio is at most the device's budget, which is what the device can afford, and at least ``smallest_ratio``.
 - The bandits keep nothing: what they learn of, each update's ratio, loss and time, is in the coordinator's records, of
   which the last 500 rounds count. So they survive restarts, and the same records give the same ratios.

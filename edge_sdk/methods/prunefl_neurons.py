@@ -14,7 +14,8 @@ taken up has the global model's weights.
 All neurons are measured on the same whole model, because gradients of a narrow network are not comparable with those of
 neurons that it lacks; the paper's devices, too, take dense gradients only where weights are re-chosen. That is one pass
 over the training data more in these rounds, counted in their FLOPs, for which a device needs the memory of the whole
-model. PruneFL itself, one model for all of single weights, is the method ``prunefl``.
+model. The default of ``adjust_interval`` is ours. PruneFL itself, one model for all of single weights, is the method
+``prunefl``.
 
 ``importance = once`` is the form of FedSPU's method card (section 5): ‖(∇F(w; B))_l[i, ...]‖₂ on one mini-batch at the
 first participation chooses for the whole federation. (The released code takes the norm of what one step changes, the

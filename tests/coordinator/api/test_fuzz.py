@@ -250,7 +250,7 @@ def test_a_running_coordinator_answers_and_keeps_no_file_and_no_memory(
 # --- calls of every route ----------------------------------------------------------------------------------------
 
 CALLED = [(30, 250)]
-CALLED += [pytest.param(seed, 25_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]) for seed in range(4)]
+CALLED += [pytest.param(seed, 12_500, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]) for seed in range(8)]
 PHASE = {"seconds": 1.0, "paused_seconds": 0.1, "throttled_seconds": 0.0, "celsius_peak": 50, "bytes_down": 10}
 PHASE |= {"bytes_up": 10, "joules": 2.0, "quality": "measured", "source": "rapl"}
 TELEMETRY = {"download": PHASE, "train": PHASE}
