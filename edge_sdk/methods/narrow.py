@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from edge_sdk.methods import DeviceState, Job, Trained, Update
-from edge_sdk.methods.rounds import conclude, train_loaded
+from edge_sdk.methods.rounds import conclude, fine_tuning, train_loaded
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, pack
@@ -60,11 +60,8 @@ def train_narrow(
 
 
 def adapt_narrow(job: Job, train: Callable[[Job], Trained]) -> DeviceState:
-    """Train a narrow part of the finished global model: for ``finetune_epochs``, or where that is 0 as long as in a
-    round."""
-    job = job.with_settings(early_stopping="off")
-    epochs = job.assignment.settings.finetune_epochs
-    return train(job.with_settings(local_epochs=epochs, local_steps=None) if epochs else job).state
+    """Train a narrow part of the finished global model, as ``fine_tuning`` says."""
+    return train(fine_tuning(job).with_settings(early_stopping="off")).state
 
 
 def _nothing(job: Job) -> Tensors:
