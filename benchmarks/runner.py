@@ -119,7 +119,8 @@ def read_tuning(folder: Path, name: str) -> dict[str, Any]:
 
 def read_tuned(folder: Path, name: str) -> dict[str, dict[str, Value]]:
     """Return the tuned settings by label, as ``read_tuning`` finds them."""
-    return read_tuning(folder, name).get("tuned", {})
+    tuned: dict[str, dict[str, Value]] = read_tuning(folder, name).get("tuned", {})
+    return tuned
 
 
 def run_trial(trials: Sequence[Trial], where: Where) -> list[Recorded]:

@@ -1,4 +1,4 @@
-"""What a method's mechanism did, by its counts; a trial in which it did nothing is marked *mechanism idle*."""
+"""The counts that a method's mechanism left in the rows; a trial in which it did nothing is marked *mechanism idle*."""
 
 from __future__ import annotations
 

@@ -93,23 +93,23 @@ def _by_cost(
     ]
     rows = []
     for x, cost, marks in costs:
-        known = [
-            Group(
-                group.title,
-                {
-                    label: done if all(trial.points and cost(end_of(trial)) for trial in done) else ()
-                    for label, done in group.trials.items()
-                },
-            )
-            for group in found
-        ]
-        panels = _panels(
-            known,
-            lambda group, label, cost=cost, marks=marks: curve(group.trials[label], cost, figure, best=bool(marks)),
-        )
+        panels = _panels(found, _curve_of(cost, figure, best=bool(marks)))
         if any(panels.values()):
             rows.append((panels, x, f"best {judged}" if marks else judged, marks))
     return rows
+
+
+def _curve_of(
+    cost: Callable[[Point], float], figure: Callable[[Accuracy], float], *, best: bool
+) -> Callable[[Group, str], plots.Curve | None]:
+    """Return what draws the curve of a label over a cost; nothing unless all its trials have that cost."""
+
+    def draw_curve(group: Group, label: str) -> plots.Curve | None:
+        done = group.trials[label]
+        known = all(trial.points and cost(end_of(trial)) for trial in done)
+        return curve(done, cost, figure, best=best) if known else None
+
+    return draw_curve
 
 
 def _panels(
