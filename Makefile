@@ -54,7 +54,7 @@ demo-seeds: setup
 results: setup
 	for page in docs/results/*.jsonl; do name=$$(basename $$page .jsonl); \
 	  test -f benchmarks/experiments/$$name.toml && test -f docs/results/$$name.md || continue; \
-	  $(BIN)/python -m benchmarks report $$name --results $$page --out docs/results --pictures rounds upload shift \
+	  $(BIN)/python -m benchmarks report $$name --results $$page --out docs/results --pictures curves shift \
 	    || exit 1; done
 
 # The pictures of README; needs Chromium.

@@ -16,7 +16,7 @@ from sparrow.benchmarks.rows import Recorded
 MEAN_ACCURACY = "accuracy, %, mean over devices"
 
 
-KINDS = ("accuracy", "rounds", "upload", "shift", "devices", "differences", "costs")
+KINDS = ("accuracy", "curves", "shift", "devices", "differences", "costs")
 """The kinds of pictures, by the endings of their files' names."""
 
 
@@ -43,13 +43,11 @@ def draw(
     judged = "accuracy on the test set, %" if experiment.tests_on_published else MEAN_ACCURACY
     band = "mean over seeds, the band from the worst to the best seed"
     by_round = _panels(found, lambda group, label: curve(group.trials[label], lambda point: point.round, figure))
-    if path := wanted("rounds", by_round):
-        plots.curves(by_round, colour, path, x="round", y=judged)
-        pictures.append((f"Accuracy by round: {band}", path))
-    if path := wanted("upload", by_round):
-        plots.rows_of_curves(_by_cost(found, figure, judged, caps), colour, path)
-        best = ", of upload the best so far, up to the largest cap (dotted: the caps)" if caps else ""
-        pictures.append((f"Accuracy by upload, by FLOPs and, if known, by estimated joules{best}: {band}", path))
+    if path := wanted("curves", by_round):
+        by_cost = _by_cost(found, figure, judged, caps)
+        plots.rows_of_curves([(by_round, "round", judged, ()), *by_cost], colour, path)
+        best = "; of upload the best so far, up to the largest cap (dotted: the caps)" if caps else ""
+        pictures.append((f"Accuracy by round, upload, FLOPs and, if known, estimated joules: {band}{best}", path))
     by_shift = _panels(found, lambda group, label: shift_curve(group.trials[label], experiment.shifts))
     if path := wanted("shift", by_shift):
         plots.curves(by_shift, colour, path, x="test samples from all devices, %", y=MEAN_ACCURACY)
@@ -71,9 +69,9 @@ def draw(
         "training, GFLOP": lambda end: [end.training_flops / 1e9],
         "device seconds": lambda end: [end.seconds],
     }
-    by_cost = {what: _panels(found, _cost_of(cost)) for what, cost in costs.items()}
-    if path := wanted("costs", next(iter(by_cost.values()))):
-        plots.bars(by_cost, colour, path)
+    spent = {what: _panels(found, _cost_of(cost)) for what, cost in costs.items()}
+    if path := wanted("costs", next(iter(spent.values()))):
+        plots.bars(spent, colour, path)
         pictures.append(("Costs of a trial, mean over seeds; of traffic, up is strong and down pale", path))
     return pictures
 

@@ -576,7 +576,7 @@ def test_the_picture_by_upload_shows_the_best_so_far_where_there_are_caps(tmp_pa
     plan = capped()
     done = [record(trial, (0.5, 0.5), uploads(0.2, 0.3, 0.25, 0.4)) for trial in trials(plan, "tiny", {})]
     [picture] = [path for caption, path in draw(plan, groups(plan, done), tmp_path, "tiny") if "so far" in caption]
-    assert picture.name == "tiny-upload.png"
+    assert picture.name == "tiny-curves.png"
     assert is_png(picture)
 
 
@@ -689,7 +689,7 @@ def is_png(path):
 def test_the_page_and_its_pictures_are_written(plan, recorded, tmp_path):
     page, *pictures = write_report(plan, recorded, tmp_path / "results", command=COMMAND)
     assert page == tmp_path / "results" / "tiny.md"
-    kinds = ("accuracy", "rounds", "upload", "devices", "differences", "costs")
+    kinds = ("accuracy", "curves", "devices", "differences", "costs")
     assert [picture.name for picture in pictures] == [f"tiny-{kind}.png" for kind in kinds]
     assert all(is_png(picture) for picture in pictures)
     assert all(f"]({picture.name})" in page.read_text() for picture in pictures)
@@ -710,6 +710,6 @@ def test_a_partly_run_experiment_can_be_drawn(plan, recorded, tmp_path):
     some = [each for each in recorded if each.trial.axes["alpha"] == 0.1 and each.trial.label != "FedSPU"]
     pictures = draw(plan, groups(plan, some), tmp_path, "tiny")
     assert [path.name for _, path in pictures] == [
-        f"tiny-{kind}.png" for kind in ("accuracy", "rounds", "upload", "devices", "costs")
+        f"tiny-{kind}.png" for kind in ("accuracy", "curves", "devices", "costs")
     ]
     assert all(is_png(path) for _, path in pictures)
