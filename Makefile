@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 TORCH  := torch==2.13.0
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo dist test test-integration test-slow chaos test-arm64 check format setup builtin demo-seeds pictures site clean
+.PHONY: demo dist test test-integration test-slow chaos test-arm64 check format setup builtin demo-seeds results pictures site clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.demo $(if $(KEEP),--keep)
@@ -49,6 +49,13 @@ format: setup
 # The table of docs/results/demo.md: the demo over five seeds.
 demo-seeds: setup
 	$(BIN)/python -m benchmarks.demo_seeds
+
+# The pages of experiments in docs/results anew, from their rows.
+results: setup
+	for page in docs/results/*.jsonl; do name=$$(basename $$page .jsonl); \
+	  test -f benchmarks/experiments/$$name.toml && test -f docs/results/$$name.md || continue; \
+	  $(BIN)/python -m benchmarks report $$name --results $$page --out docs/results --pictures curves shift \
+	    || exit 1; done
 
 # The pictures of README; needs Chromium.
 pictures: setup

@@ -12,17 +12,21 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from edge_sdk.publish import read_setting
-from sparrow.benchmarks import claims, rows, runner
+from sparrow.benchmarks import claims, rows, runner, tuning
 from sparrow.benchmarks.compare import METHODS, compared, name_of
 from sparrow.benchmarks.experiment import FOLDER, Experiment, load_experiment
 from sparrow.benchmarks.markdown import write_html
 from sparrow.benchmarks.report.page import write_report
+from sparrow.benchmarks.report.pictures import KINDS
 from sparrow.benchmarks.report.summary import summary
 from sparrow.benchmarks.runner import Where
-from sparrow.command_line.command import Command, Parser
+from sparrow.command_line.command import Command, Parser, WrongUsage
+from sparrow.command_line.nearest import nearest
 
 REPEATED = ("task", "data", "methods", "devices", "rounds", "seeds", "partition", "scale", "processes", "folder")
 """The options that the page's command repeats."""
@@ -46,22 +50,36 @@ def _run(options: argparse.Namespace) -> None:
             raise FileNotFoundError(f"{folder} has no results; run `sparrow bench run {name}` first")
         recorded = list(rows.latest(recorded).values())
         command = f"python -m benchmarks run {name} --data DIR` and `python -m benchmarks report {name}"
-        _report(experiment, recorded, options.out or folder, command)
+        record = runner.read_tuning(folder, name)
+        _report(experiment, recorded, options.out or folder, command, record, options.pictures)
         return
+    _check_labels(options, experiment)
     where = Where(data=options.data, folder=folder, processes=options.processes)
     scale = 1.0 if options.scale is None else options.scale
     how = {"scale": scale, "resume": options.resume, "only": options.only or ()}
     try:
         if options.command == "tune":
-            tuned = runner.tune(experiment, name, where, **how)
+            tuned = tuning.tune(experiment, name, where, **how)
             for label, chosen in tuned.items():
                 print(f"{label}: {chosen}")
             return
         recorded = runner.run(experiment, name, where, **how)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; the same command with --resume continues") from None
-    page, *_ = _report(experiment, recorded, folder, _again(options))
+    record = runner.read_tuning(folder, name) if experiment.tune else {}
+    page, *_ = _report(experiment, recorded, folder, _again(options), record)
     print(f"{write_html(page)}\n\n{summary(experiment, recorded)}")
+
+
+def _check_labels(options: argparse.Namespace, experiment: Experiment) -> None:
+    """Raise WrongUsage if --only names a label that there is not."""
+    known = [run.label for run in (experiment.tuned if options.command == "tune" else experiment.methods)]
+    for label in options.only or ():
+        if label not in known:
+            what = "tuned by itself" if options.command == "tune" else "run"
+            raise WrongUsage(
+                f"--only {label}: nothing of this label is {what}{nearest(label, known)}; there are {', '.join(known)}"
+            )
 
 
 def _compared(options: argparse.Namespace) -> Experiment:
@@ -89,9 +107,16 @@ def _again(options: argparse.Namespace) -> str:
     return f"sparrow bench {shlex.join(words)}"
 
 
-def _report(experiment: Experiment, recorded: list[rows.Recorded], folder: Path, command: str) -> list[Path]:
+def _report(
+    experiment: Experiment,
+    recorded: list[rows.Recorded],
+    folder: Path,
+    command: str,
+    tuned: dict[str, Any],
+    kinds: Sequence[str] = KINDS,
+) -> list[Path]:
     """Write the page and its pictures, and print the names of the files."""
-    written = write_report(experiment, recorded, folder, command=command)
+    written = write_report(experiment, recorded, folder, command=command, tuning=tuned, kinds=kinds)
     for path in written:
         print(path)
     return written
@@ -135,6 +160,7 @@ def _options(parser: Parser) -> None:
     report.add_argument("experiment", help=f"one of {known}, or a .toml file")
     report.add_argument("--folder", type=Path, help="folder of the run (default: runs/EXPERIMENT)")
     report.add_argument("--results", type=Path, help="other rows, such as docs/results/NAME.jsonl")
+    report.add_argument("--pictures", nargs="*", choices=KINDS, default=KINDS, help="these only (default: all)")
     report.add_argument("--out", type=Path, help="folder of the report (default: beside the results)")
     commands.add_parser("claims", help="write the measured figures of docs/results/*.md from their rows")
 

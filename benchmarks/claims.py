@@ -237,9 +237,9 @@ class Figures:
         points = [next(each for each in trial.points if each.round == (at or end_of(trial).round)) for trial in trials]
         if what in Point.__dataclass_fields__:
             return fmean(getattr(each, what) for each in points)
-        if not any(what in end_of(each).notes for each in _read(self.folder / f"{file}.jsonl")):
+        if not any(what in end_of(each).counted for each in _read(self.folder / f"{file}.jsonl")):
             raise SystemExit(f"{file}.jsonl counts no {what}")
-        return fmean(each.notes.get(what, 0) for each in points)
+        return fmean(each.counted.get(what, 0) for each in points)
 
     def rounds(self, file: str, label: str, **axes: Value) -> float:
         """Return the number of rounds that were played, mean over seeds."""

@@ -31,9 +31,19 @@
     method = "fedprox"
     grid = { "method_settings.proximal_weight" = [0.1, 1.0] }      tuned for this method alone
 
-    [tune]                          the same trials for every method, evaluated on validation data
-    grid = { learning_rate = [0.01, 0.03, 0.1] }
-    rounds = 40
+    [[methods]]
+    label = "FedAvg+FT"
+    method = "fedavg"
+    grid = { finetune_epochs = [1, 5], finetune_learning_rate = [0.01, 0.03, 0.1] }
+
+    [[methods]]
+    label = "FedAvg"
+    method = "fedavg"
+    tuned_as = "FedAvg+FT"
+    settings = { finetune_epochs = 0 }      else it took this of FedAvg+FT, too
+
+    [tune]                          the same trials for every method, evaluated on validation data, over half of a run's
+    grid = { learning_rate = [0.01, 0.03, 0.1] }            rounds if none are given; see ``tuning``
 
 ``method_settings`` is a table inside ``settings``. Its entries are merged one by one, and may have dotted names, as in
 a grid. A *trial* is one federation: a method on one point of the axes with one seed.
@@ -42,6 +52,7 @@ a grid. A *trial* is one federation: a method on one point of the axes with one 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,7 +120,8 @@ class Tuning(_Part):
     """Trials that choose settings: every combination of ``grid`` for every method, and of the method's own grid."""
 
     grid: dict[str, tuple[Value, ...]] = Field(min_length=1)
-    rounds: int = Field(ge=1)
+    rounds: int | None = Field(default=None, ge=1, description="None: half of the method's run, which is the least")
+    extensions: int = Field(default=3, ge=0, description="How often a grid may go on beyond its edges")
     seeds: tuple[int, ...] = (1000,)
     axes: dict[str, Value] = {}
 
@@ -189,6 +201,24 @@ class Experiment(_Part):
     def grid_of(self, run: MethodRun) -> dict[str, tuple[Value, ...]]:
         """Return the grid of a method; empty if the experiment has no ``[tune]``."""
         return {} if self.tune is None else {**self.tune.grid, **run.grid}
+
+    @property
+    def tuned(self) -> tuple[MethodRun, ...]:
+        """Return the methods that are tuned by themselves."""
+        return tuple(run for run in self.methods if run.tuned_as is None) if self.tune else ()
+
+    def rounds_of(self, run: MethodRun) -> int:
+        """Return how many rounds a method is run for."""
+        return int(run.settings.get("rounds", self.settings.get("rounds", self.rounds)))
+
+    def half(self, run: MethodRun) -> int:
+        """Return half of a method's rounds, rounded up: the shortest run to tune it on."""
+        return math.ceil(self.rounds_of(run) / 2)
+
+    def tuning_rounds(self, run: MethodRun, scale: float = 1.0) -> int:
+        """Return how many rounds a method is tuned for."""
+        asked = self.tune.rounds if self.tune else None
+        return max(1, round((asked or self.half(run)) * scale))
 
     @property
     def tests_on_published(self) -> bool:
@@ -315,7 +345,7 @@ def trials(
     """
     rounds = max(1, round(experiment.rounds * scale))
     every = max(1, round(experiment.evaluate_every * scale)) if experiment.evaluate_every else 0
-    for seed, axes in itertools.product(experiment.seeds, _combinations(experiment.axes)):
+    for seed, axes in itertools.product(experiment.seeds, grid_points(experiment.axes)):
         for run in experiment.methods:
             chosen = tuned.get(run.tuned_as or run.label, {})
             first = {"rounds": rounds, "evaluation_interval": every}
@@ -328,18 +358,21 @@ def tuning_trials(
     experiment: Experiment, name: str, scale: float = 1.0
 ) -> Iterator[tuple[str, dict[str, Value], Trial]]:
     """Return (label, settings, trial) for every separately tuned method and every point of the grid."""
-    if experiment.tune is None:
-        raise SystemExit(f"{name} has no [tune]; add it with a grid")
-    rounds = max(1, round(experiment.tune.rounds * scale))
-    for run in experiment.methods:
-        if run.tuned_as is not None:
-            continue
-        for point in _combinations(experiment.grid_of(run)):
+    assert experiment.tune is not None, "only what has [tune] is tuned"
+    for run in experiment.tuned:
+        for point in grid_points(experiment.grid_of(run)):
             for seed in experiment.tune.seeds:
-                last = {"rounds": rounds, "evaluation_interval": 0}
-                settings = merged(experiment.settings, run.settings, point, last)
-                trial = _trial(experiment, name, run, {**experiment.tune.axes}, seed, settings)
-                yield run.label, point, trial
+                yield run.label, point, tuning_trial(experiment, name, run, point, seed, scale)
+
+
+def tuning_trial(
+    experiment: Experiment, name: str, run: MethodRun, point: dict[str, Value], seed: int, scale: float = 1.0
+) -> Trial:
+    """Return the trial of a method at a point of the grid, judged at its end alone."""
+    assert experiment.tune is not None, "only what has [tune] is tuned"
+    last = {"rounds": experiment.tuning_rounds(run, scale), "evaluation_interval": 0}
+    settings = merged(experiment.settings, run.settings, point, last)
+    return _trial(experiment, name, run, {**experiment.tune.axes}, seed, settings)
 
 
 def _trial(
@@ -371,5 +404,6 @@ def _trial(
     )
 
 
-def _combinations(axes: dict[str, tuple[Value, ...]]) -> list[dict[str, Value]]:
+def grid_points(axes: dict[str, tuple[Value, ...]]) -> list[dict[str, Value]]:
+    """Return every combination of the values of some settings or axes, in order."""
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]

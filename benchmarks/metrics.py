@@ -8,7 +8,7 @@ are counted from shapes and masks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,7 +54,10 @@ def accuracy_over(devices: Sequence[tuple[float | None, int]]) -> Accuracy | Non
 class Point:
     """The state of a trial after a round that was followed by an evaluation. Costs are sums over rounds so far and over
     devices; ``seconds``, ``joules_measured`` and ``joules_estimated`` are those of training, transfer included, and
-    ``seconds_without_joules`` those of the seconds without known energy; ``notes`` are the method's counts."""
+    ``seconds_without_joules`` those of the seconds without known energy; ``counts`` are those of the method's device
+    halves and ``notes`` the coordinator's. ``counts`` is None in rows that are older than it; these have all in
+    ``notes``, or nothing. ``finetune_flops`` made the copies that were judged here, and no others; None in such rows.
+    """
 
     round: int
     accuracy: Accuracy | None
@@ -73,6 +76,18 @@ class Point:
     seconds_without_joules: float
     wall_seconds: float
     notes: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] | None = None
+    finetune_flops: int | None = None
+
+    @property
+    def counted(self) -> dict[str, int]:
+        """Everything that was counted, by name."""
+        return total([self.notes, self.counts or {}])
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of training and of the fine-tuned copies that were judged."""
+        return self.training_flops + (self.finetune_flops or 0)
 
 
 @dataclass(frozen=True)
@@ -146,8 +161,24 @@ def point_after(records: Sequence[RoundRecord], reports: Sequence[DeviceReport],
         joules_estimated=sum(phase.joules_estimated for phase in phases),
         seconds_without_joules=sum(phase.seconds_without_joules for phase in phases),
         wall_seconds=sum(record.seconds or 0.0 for record in records),
-        notes=dict(sum((Counter(record.notes) for record in records), Counter())),
+        notes=total(record.notes for record in records),
+        counts=total(record.counts for record in records),
+        finetune_flops=sum(receipt.training_flops for receipt in receipts),
     )
+
+
+def total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return sums by name; a count that is zero throughout is there."""
+    found: Counter[str] = Counter()
+    for each in counts:
+        found.update(each)
+    return dict(found)
+
+
+def idle(acts: Sequence[str], records: Sequence[RoundRecord]) -> tuple[str, ...]:
+    """Return those of a method's ``acts`` that are zero over all rounds: then its mechanism did nothing."""
+    counted = total(each for record in records for each in (record.counts, record.notes))
+    return tuple(name for name in acts if not counted.get(name))
 
 
 def rounds_to(points: Sequence[Point], share: float) -> int | None:
@@ -161,3 +192,15 @@ def best_within(points: Sequence[Point], bytes_up: float, figure: Callable[[Accu
     """Return the best accuracy of the evaluated rounds with at most ``bytes_up`` uploaded; None without one."""
     known = [figure(point.accuracy) for point in points if point.accuracy and point.bytes_up <= bytes_up]
     return max(known, default=None)
+
+
+def accuracy_at(
+    points: Sequence[Point], cost: Callable[[Point], float], spent: float, figure: Callable[[Accuracy], float]
+) -> float | None:
+    """Return the accuracy at that cost, between two evaluated rounds by a straight line; None before the first one, or
+    after the last."""
+    known = [(cost(point), figure(point.accuracy)) for point in points if point.accuracy]
+    if not known or not known[0][0] <= spent <= known[-1][0]:
+        return None
+    costs, accuracies = zip(*known, strict=True)
+    return float(np.interp(spent, costs, accuracies))

@@ -43,18 +43,30 @@ def colours(labels: Sequence[str]) -> Colours:
 
 def curves(panels: Panels[Curve], colour: Colours, path: Path, *, x: str, y: str, marks: Sequence[float] = ()) -> None:
     """Draw lines with bands. ``marks``: dotted lines at these ``x``; the axis ends shortly after the last one."""
-    figure, row = _row(panels)
-    for axes, (title, by_label) in zip(row, panels.items(), strict=True):
-        for label, curve in by_label.items():
-            axes.plot(curve.x, curve.y, "o-", ms=2.5, lw=1.2, color=colour[label], label=label)
-            axes.fill_between(curve.x, curve.low, curve.high, color=colour[label], alpha=0.15, lw=0)
-        for mark in marks:
-            axes.axvline(mark, color="black", ls=":", lw=0.8)
-        if marks:
-            axes.set_xlim(0, 1.05 * max(marks))
-        axes.set(title=title, xlabel=x)
-    row[0].set_ylabel(y)
-    _finish(figure, [label for label in colour if any(label in each for each in panels.values())], colour, path)
+    rows_of_curves([(panels, x, y, marks)], colour, path)
+
+
+def rows_of_curves(
+    rows: Sequence[tuple[Panels[Curve], str, str, Sequence[float]]], colour: Colours, path: Path
+) -> None:
+    """Draw a row of panels with lines and bands for each (panels, x, y, marks), as ``curves`` draws one."""
+    columns = len(rows[0][0])
+    size = (1.4 + 3.2 * columns, 3.6 if len(rows) == 1 else 0.6 + 2.8 * len(rows))
+    figure, grid = pyplot.subplots(len(rows), columns, figsize=size, dpi=DPI, squeeze=False, sharey="row")
+    for row, (panels, x, y, marks) in zip(grid, rows, strict=True):
+        for axes, (title, by_label) in zip(row, panels.items(), strict=True):
+            for label, curve in by_label.items():
+                axes.plot(curve.x, curve.y, "o-", ms=2.5, lw=1.2, color=colour[label], label=label)
+                axes.fill_between(curve.x, curve.low, curve.high, color=colour[label], alpha=0.15, lw=0)
+            for mark in marks:
+                axes.axvline(mark, color="black", ls=":", lw=0.8)
+            if marks:
+                axes.set_xlim(0, 1.05 * max(marks))
+            axes.set(title=title, xlabel=x)
+            axes.grid(alpha=0.3)
+        row[0].set_ylabel(y)
+    drawn = {label for panels, *_ in rows for by_label in panels.values() for label in by_label}
+    _finish(figure, [label for label in colour if label in drawn], colour, path)
 
 
 def dots(

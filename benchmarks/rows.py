@@ -19,7 +19,10 @@ from sparrow.benchmarks.metrics import Accuracy, Point, Shifted
 
 @dataclass(frozen=True)
 class DeviceResult:
-    """The end of a trial for one device. ``accuracy`` as in ``metrics``; ``state_bytes``: the size of its state."""
+    """The end of a trial for one device. ``accuracy`` as in ``metrics``; ``state_bytes``: the size of its state.
+
+    inference_flops: one sample through its judged model, weights of zero left out; None if unknown.
+    """
 
     device: str
     budget: float
@@ -30,11 +33,16 @@ class DeviceResult:
     rounds: int
     stopped_round: int | None
     state_bytes: int
+    inference_flops: int | None = None
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of a trial; ``wall_seconds`` from its first call to its last."""
+    """The result of a trial; ``wall_seconds`` from its first call to its last.
+
+    inference_flops: one sample through the whole model. idle: the counts that prove that the method acted and are zero
+    over all rounds; None in rows that are older than such counts.
+    """
 
     rounds: int
     reason: str | None
@@ -44,6 +52,7 @@ class TrialResult:
     devices: tuple[DeviceResult, ...]
     wall_seconds: float
     machine: str
+    idle: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,10 @@ def append(path: Path, recorded: Recorded) -> None:
 
 def of_global_model(recorded: Recorded, trial: Trial) -> Recorded:
     """Return the rows of ``trial``, which is the training of ``recorded`` with only its global model evaluated."""
-    points = [replace(point, accuracy=point.accuracy_global, accuracy_validation=None) for point in recorded.points]
+    points = [
+        replace(point, accuracy=point.accuracy_global, accuracy_validation=None, finetune_flops=0)
+        for point in recorded.points
+    ]
     devices = [replace(device, accuracy=device.accuracy_global) for device in recorded.result.devices]
     shifts = [
         replace(each, accuracy=each.accuracy_global, accuracy_personal=None, devices=each.devices_global)
@@ -111,7 +123,8 @@ def read(path: Path) -> list[Recorded]:
                 shifts[name].append(_shifted(row))
             else:
                 devices = tuple(DeviceResult(**each) for each in row.pop("devices"))
-                result = TrialResult(**row, devices=devices)
+                idle = None if row.get("idle") is None else tuple(row["idle"])
+                result = TrialResult(**{**row, "devices": devices, "idle": idle})
                 recorded.append(Recorded(trials[name], tuple(points[name]), result, tuple(shifts[name])))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SystemExit(f"{path}, line {number}: not a row of a trial ({error}); move the file away") from None

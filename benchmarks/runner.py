@@ -38,9 +38,9 @@ from edge_sdk.tasks import load_task
 from edge_sdk.tasks.loading import DataError
 from edge_sdk.tasks.npz import SAME_CLASSES
 from sparrow.benchmarks import rows
-from sparrow.benchmarks.experiment import DEFAULT, Experiment, Trial, Value, trials, tuning_trials
+from sparrow.benchmarks.experiment import DEFAULT, Experiment, Trial, Value, trials
 from sparrow.benchmarks.files import files_of_devices
-from sparrow.benchmarks.metrics import Shifted, judged, own, point_after, shifted
+from sparrow.benchmarks.metrics import Shifted, idle, judged, own, point_after, shifted
 from sparrow.benchmarks.rows import DeviceResult, Recorded, TrialResult
 from sparrow.benchmarks.server import coordinator, machine
 from sparrow.benchmarks.shift import check_test_sets, judge, read_finished
@@ -96,64 +96,31 @@ def _same_training(trial: Trial, done: Iterable[Recorded]) -> Recorded | None:
     """
     if trial.settings.get("finetune_epochs", 0) or trial.new:
         return None
-    plain = trial.model_copy(update={"settings": {**trial.settings, "finetune_epochs": 0}})
+    plain = trial.model_copy(update={"settings": _without_fine_tuning(trial)})
     for each in done:
-        settings = {**each.trial.settings, "finetune_epochs": 0}
-        other = each.trial.model_copy(update={"label": trial.label, "settings": settings})
+        other = each.trial.model_copy(update={"label": trial.label, "settings": _without_fine_tuning(each.trial)})
         if each.trial.settings.get("finetune_epochs", 0) and other == plain:
             return each
     return None
 
 
-def tune(
-    experiment: Experiment, name: str, where: Where, *, scale: float, resume: bool, only: Sequence[str] = ()
-) -> dict[str, dict[str, Value]]:
-    """Try every point of the grid for every method; keep, per label, the one with the best validation accuracy.
-
-    only: labels of the methods to tune (empty: all); with ``resume`` what is chosen for the others stays. The mean over
-    devices and seeds of the accuracy on validation data at the end of a trial decides; ties go to the point that stands
-    first in the grid. Writes ``tuning.jsonl`` (every trial) and ``tuned.json`` (what was chosen).
-    """
-    file = where.folder / "tuning.jsonl"
-    if not resume:
-        shutil.rmtree(where.folder / "trials", ignore_errors=True)
-        file.unlink(missing_ok=True)
-    done = {_key(each.trial): each for each in rows.read(file)}
-    trials = list(tuning_trials(experiment, name, scale))
-    with tqdm([each for each in trials if not only or each[0] in only], desc=f"tuning {name}", unit="trial") as bar:
-        for label, point, trial in bar:
-            bar.set_postfix_str(f"{label} {point}")
-            if _key(trial) not in done:
-                (done[_key(trial)],) = run_trial([trial], where)
-                rows.append(file, done[_key(trial)])
-    unfinished = {label for label, _, trial in trials if _key(trial) not in done}
-    scores: dict[str, dict[str, list[float]]] = {}
-    for label, point, trial in trials:
-        if label not in unfinished:
-            points = done[_key(trial)].points
-            last = points[-1].accuracy_validation if points else None
-            score = last.mean if last else 0.0  # nobody could be judged: as bad as can be
-            scores.setdefault(label, {}).setdefault(json.dumps(point), []).append(score)
-    means = {label: {point: sum(s) / len(s) for point, s in points.items()} for label, points in scores.items()}
-    tuned: dict[str, dict[str, Value]] = {
-        label: json.loads(max(points, key=points.__getitem__)) for label, points in means.items()
-    }
-    record = {"tuned": tuned, "validation_accuracy": means}
-    (where.folder / "tuned.json").write_text(json.dumps(record, indent=1) + "\n")
-    return tuned
+def _without_fine_tuning(trial: Trial) -> dict[str, Any]:
+    return {key: value for key, value in trial.settings.items() if not key.startswith("finetune_")}
 
 
-def _key(trial: Trial) -> str:
-    return json.dumps([trial.name, trial.settings])
+def read_tuning(folder: Path, name: str) -> dict[str, Any]:
+    """Return the record of tuning from this folder, or the one committed with the experiment's results, or nothing."""
+    for path in (folder / "tuned.json", Path("docs/results") / f"{name}.tuned.json"):
+        if path.exists():
+            record: dict[str, Any] = json.loads(path.read_text())
+            return record
+    return {}
 
 
 def read_tuned(folder: Path, name: str) -> dict[str, dict[str, Value]]:
-    """Return the tuned settings from this folder, or those committed with the experiment's results, or nothing."""
-    for path in (folder / "tuned.json", Path("docs/results") / f"{name}.tuned.json"):
-        if path.exists():
-            tuned: dict[str, dict[str, Value]] = json.loads(path.read_text())["tuned"]
-            return tuned
-    return {}
+    """Return the tuned settings by label, as ``read_tuning`` finds them."""
+    tuned: dict[str, dict[str, Value]] = read_tuning(folder, name).get("tuned", {})
+    return tuned
 
 
 def run_trial(trials: Sequence[Trial], where: Where) -> list[Recorded]:
@@ -273,6 +240,7 @@ def collect(server: str, trial: Trial, wall_seconds: float) -> Recorded:
             devices=_devices(trial, devices, reports),
             wall_seconds=wall_seconds,
             machine=machine(),
+            idle=idle(load_method(trial.method).acts, records),
         ),
     )
 
@@ -310,6 +278,7 @@ def _result(trial: Trial, device: DeviceInfo, receipt: Receipt | None, rounds: i
         rounds=rounds,
         stopped_round=device.stopped_round,
         state_bytes=receipt.state_bytes if receipt else 0,
+        inference_flops=(receipt.inference_flops or None) if receipt else None,
     )
 
 

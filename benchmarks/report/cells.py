@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 
 from sparrow.benchmarks.experiment import Experiment
 from sparrow.benchmarks.metrics import Accuracy, best_within, rounds_to
@@ -15,7 +15,9 @@ from sparrow.benchmarks.report.figures import (
     counting,
     device_rounds,
     end_of,
+    finetune_flops,
     global_accuracy,
+    judged_flops,
     known_mean,
     mean_state_bytes,
     participants,
@@ -98,6 +100,23 @@ def accuracy_columns(experiment: Experiment) -> list[Column]:
     return [*columns, seeds]
 
 
+def _with_fine_tuning(done: Sequence[Recorded]) -> str:
+    tuned = [finetune_flops(trial) for trial in done]
+    if any(each is None for each in tuned):
+        return "not counted"
+    return three_digits(
+        fmean(end_of(trial).training_flops + (each or 0) for trial, each in zip(done, tuned, strict=True)), 1e9
+    )
+
+
+def _mean_and_range(flops: Sequence[int]) -> str:
+    if not flops:
+        return "not counted"
+    low, high = min(flops), max(flops)
+    spread = f" ({three_digits(low, 1e6)} to {three_digits(high, 1e6)})" if low < high else ""
+    return three_digits(fmean(flops), 1e6) + spread
+
+
 COST_COLUMNS: tuple[Column, ...] = (
     ("rounds", mean_cell(lambda trial: trial.result.rounds)),
     ("rounds to 80 % of best", mean_cell(lambda trial: rounds_to(trial.points, 0.8))),
@@ -107,7 +126,9 @@ COST_COLUMNS: tuple[Column, ...] = (
     ("evaluation up, MB", mean_cell(lambda trial: end_of(trial).evaluation_bytes_up, 1e6)),
     ("evaluation down, MB", mean_cell(lambda trial: end_of(trial).evaluation_bytes_down, 1e6)),
     ("training, GFLOP", mean_cell(lambda trial: end_of(trial).training_flops, 1e9)),
-    ("inference, MFLOP per sample", mean_cell(lambda trial: trial.result.inference_flops, 1e6)),
+    ("with fine-tuning, GFLOP", lambda done: _with_fine_tuning(done)),
+    ("inference, MFLOP per sample: whole model", mean_cell(lambda trial: trial.result.inference_flops, 1e6)),
+    ("judged models", lambda done: _mean_and_range([flops for trial in done for flops in judged_flops(trial)])),
     ("state on a device, kB", mean_cell(mean_state_bytes, 1e3)),
 )
 
@@ -127,11 +148,17 @@ SHARE_COLUMNS: tuple[Column, ...] = (
 )
 
 
+def _stops(done: Sequence[Recorded]) -> str:
+    rounds = [each.stopped_round for trial in done for each in participants(trial) if each.stopped_round is not None]
+    return f"{min(rounds)} / {median(rounds):g} / {max(rounds)}" if rounds else ABSENT
+
+
 STOP_COLUMNS: tuple[Column, ...] = (
     (
         "devices stopped",
         lambda done: f"{three_digits(fmean(map(stopped_devices, done)))} of {len(participants(done[0]))}",
     ),
+    ("stopped after round, least / median / most", lambda done: _stops(done)),
     ("last round, mean", mean_cell(lambda trial: trial.result.rounds)),
     ("ended by", lambda done: ", ".join(sorted({trial.result.reason or ABSENT for trial in done}))),
     ("device-rounds trained", mean_cell(device_rounds)),

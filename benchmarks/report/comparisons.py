@@ -7,7 +7,7 @@ same data.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -28,15 +28,16 @@ STOP_RULE = {"early_stopping", "patience", "min_participations", "min_improvemen
 class Paired:
     """Accuracy of one label minus that of another, device by device, in points.
 
-    ``mean``: over devices, then over seeds. ``interval``: 95 %; Student's over the means of the seeds, or, where there
-    is one seed, ``bootstrap``, the percentiles over resampled devices. Shares of pairs: of the first label's view.
+    ``mean``: over devices, then over seeds. ``interval``: 95 %; Student's over the means of the seeds, which are the
+    independent units: a device of another seed has other data, and devices of one seed share a model. Resampling some
+    three seeds gives ten different means at most, and too narrow an interval. With one seed: the percentiles over its
+    resampled devices. Shares of pairs: of the first label's view.
     """
 
     seeds: int
     pairs: int
     mean: float
     interval: tuple[float, float]
-    bootstrap: tuple[float, float]
     better: float
     equal: float
     worse: float
@@ -70,13 +71,11 @@ def paired(first: Sequence[Recorded], other: Sequence[Recorded]) -> Paired | Non
         return None
     values = [value for by_device in by_seed.values() for value in by_device.values()]
     means = [fmean(by_device.values()) for by_device in by_seed.values()]
-    mean, bootstrap = fmean(means), _bootstrap(by_seed)
     return Paired(
         seeds=len(means),
         pairs=len(values),
-        mean=mean,
-        interval=students(means) or bootstrap,
-        bootstrap=bootstrap,
+        mean=fmean(means),
+        interval=students(means) or _bootstrap(values),
         better=sum(value > 0 for value in values) / len(values),
         equal=sum(value == 0 for value in values) / len(values),
         worse=sum(value < 0 for value in values) / len(values),
@@ -91,18 +90,11 @@ def students(means: Sequence[float]) -> tuple[float, float] | None:
     return fmean(means) - half, fmean(means) + half
 
 
-def _bootstrap(by_seed: dict[int, dict[str, float]]) -> tuple[float, float]:
-    """Return the 95 % percentiles of the mean over resampled devices; a device comes with all its seeds (a cluster)."""
-    names = sorted({name for by_device in by_seed.values() for name in by_device})
-    table = np.array([[by_device.get(name, np.nan) for name in names] for by_device in by_seed.values()])
-    known = np.isfinite(table)
-    draws = np.random.default_rng(0).multinomial(len(names), np.full(len(names), 1 / len(names)), size=RESAMPLES)
-    counts = draws @ known.T
-    sums = draws @ np.where(known, table, 0.0).T
-    # A resample without any device of a seed has the mean of the others.
-    means = np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0)
-    resampled = means.sum(axis=1) / np.maximum((counts > 0).sum(axis=1), 1)
-    low, high = np.percentile(resampled, [2.5, 97.5])
+def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % percentiles of the mean over resampled devices of one seed."""
+    shares = np.full(len(values), 1 / len(values))
+    draws = np.random.default_rng(0).multinomial(len(values), shares, size=RESAMPLES)
+    low, high = np.percentile(draws @ np.array(values) / len(values), [2.5, 97.5])
     return float(low), float(high)
 
 
@@ -138,10 +130,7 @@ class Saving:
 def savings(group: Group) -> list[Saving]:
     """Return a saving for each pair of labels that differ only in early stopping."""
     found = []
-    for (label, stopping), (without, whole) in itertools.permutations(group.trials.items(), 2):
-        pairs = [(a, b) for a in stopping for b in whole if a.trial.seed == b.trial.seed]
-        if not pairs or not all(_differ_in_stopping(a.trial, b.trial) for a, b in pairs):
-            continue
+    for label, without, pairs in stopping_pairs(group):
 
         def saved(cost: Callable[[Recorded], float], pairs: list[tuple[Recorded, Recorded]] = pairs) -> float | None:
             base = sum(cost(b) for _, b in pairs)
@@ -156,10 +145,18 @@ def savings(group: Group) -> list[Saving]:
                 training_flops=saved(lambda trial: end_of(trial).training_flops),
                 joules_measured=saved(lambda trial: end_of(trial).joules_measured),
                 joules_estimated=saved(lambda trial: end_of(trial).joules_estimated),
-                difference=paired(stopping, whole),
+                difference=paired(group.trials[label], group.trials[without]),
             )
         )
     return found
+
+
+def stopping_pairs(group: Group) -> Iterator[tuple[str, str, list[tuple[Recorded, Recorded]]]]:
+    """Yield each pair of labels that differ only in early stopping, and their trials of the same seeds."""
+    for (label, stopping), (without, whole) in itertools.permutations(group.trials.items(), 2):
+        pairs = [(a, b) for a in stopping for b in whole if a.trial.seed == b.trial.seed]
+        if pairs and all(_differ_in_stopping(a.trial, b.trial) for a, b in pairs):
+            yield label, without, pairs
 
 
 def _differ_in_stopping(stopping: Trial, whole: Trial) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparrow.benchmarks.experiment import DEFAULT, Experiment, MethodRun, Trial, flat, trials
 from sparrow.benchmarks.report.cells import ABSENT, markdown_lines
 from sparrow.benchmarks.report.figures import axes_title
 from sparrow.benchmarks.rows import Recorded
+from sparrow.benchmarks.tuning import open_edges
 
 
 def _settings(settings: dict[str, Any]) -> str:
@@ -72,7 +74,40 @@ def _tuning(experiment: Experiment) -> str:
         f"{of}{key} in {', '.join(map(str, values))}" for of, points in grids for key, values in points.items()
     )
     where = f", {axes_title(tune.axes)}" if tune.axes else ""
-    return f"{grid}; {tune.rounds} rounds, seeds {', '.join(map(str, tune.seeds))}{where}, on validation data"
+    rounds = f"{tune.rounds} rounds" if tune.rounds else "half of a run's rounds"
+    return f"{grid}; {rounds}, seeds {', '.join(map(str, tune.seeds))}{where}, on validation data"
+
+
+def tuning_lines(experiment: Experiment, record: Mapping[str, Any]) -> list[str]:
+    """Return the table of what was chosen by tuning, and from what. record: as ``tune`` writes it; may be empty."""
+    chosen, scores = record.get("tuned", {}), record.get("validation_accuracy", {})
+    rows = []
+    for run in experiment.tuned:
+        if run.label in chosen:
+            points, best = scores[run.label], chosen[run.label]
+            rounds, half = record.get("rounds", {}).get(run.label, experiment.tuning_rounds(run)), experiment.half(run)
+            idle = sum(score is None for score in points.values())
+            edges = open_edges(map(json.loads, points), best)
+            rows.append(
+                [
+                    run.label,
+                    _settings(best),
+                    f"{100 * points[json.dumps(best)]:.1f}",
+                    f"{len(points)}{f', {idle} idle' if idle else ''}",
+                    f"{rounds} of {experiment.rounds_of(run)}{', **too short**' if rounds < half else ''}",
+                    f"**at the edge**: {', '.join(sorted(edges))}" if edges else "inside",
+                ]
+            )
+    if not rows:
+        return []
+    head = ["", "chosen", "validation accuracy, %", "points tried", "rounds", "rates and epochs"]
+    return ["## Tuning", "", _TUNING_NOTE, "", *markdown_lines(head, rows)]
+
+
+_TUNING_NOTE = (
+    "Chosen by accuracy on validation data at the end of a tuning run; test data decide nothing. *Too short*: less "
+    "than half of the run. *At the edge*: no larger, or no smaller, rate or number of epochs was tried beside the best."
+)
 
 
 def warning_lines(experiment: Experiment, recorded: Sequence[Recorded]) -> list[str]:

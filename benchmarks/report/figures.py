@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import fmean
 
+from edge_sdk.errors import SdkError
+from edge_sdk.methods import load_method
+from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
+from edge_sdk.protocol.flops import forward_flops
 from edge_sdk.protocol.messages import FederationSettings
 from sparrow.benchmarks.experiment import Experiment, Options, Trial, Value, trials
 from sparrow.benchmarks.metrics import Accuracy, Point, Shifted, accuracy_over
 from sparrow.benchmarks.rows import DeviceResult, Recorded
+from sparrow.coordinator.methods import load_method as load_coordinator_method
 
 MIB = 2**20
 
@@ -66,6 +72,36 @@ def end_of(trial: Recorded) -> Point:
 def device_rounds(trial: Recorded) -> int:
     """Return the number of rounds summed over devices."""
     return sum(device.rounds for device in participants(trial))
+
+
+def judged_flops(trial: Recorded) -> list[int]:
+    """Return the FLOPs of one sample through the judged model of each device that trained, where they are known.
+
+    Rows from before they were reported know them of methods that keep a device a narrow network of its own, from its
+    budget.
+    """
+    if any(device.inference_flops is not None for device in participants(trial)):
+        return [each.inference_flops for each in participants(trial) if each.inference_flops is not None]
+    by_budget = _narrow_flops(trial.trial.method, trial.trial.task)
+    return [] if by_budget is None else [by_budget(device.budget) for device in participants(trial)]
+
+
+@cache
+def _narrow_flops(method: str, task: str) -> Callable[[float], int] | None:
+    try:
+        rounds, personal = load_method(method), load_coordinator_method(method).personal_models
+    except SdkError:
+        return None
+    if not rounds.narrow or not personal or task not in builtin_tasks():
+        return None
+    manifest = load_builtin(task).manifest
+    return cache(lambda budget: forward_flops(manifest, rounds.sample_mask(manifest, budget)))
+
+
+def finetune_flops(trial: Recorded) -> int | None:
+    """Return the FLOPs of the fine-tuned copies that were judged at the end; None if they were not counted."""
+    counted = end_of(trial).finetune_flops
+    return 0 if counted is None and not trial.trial.settings.get("finetune_epochs") else counted
 
 
 def counting(experiment: Experiment) -> Callable[[Accuracy], float]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sparrow.benchmarks.experiment import Experiment
 from sparrow.benchmarks.report.cells import (
@@ -23,9 +24,11 @@ from sparrow.benchmarks.report.cells import (
     upload_columns,
 )
 from sparrow.benchmarks.report.comparisons import RESAMPLES, paired, savings
-from sparrow.benchmarks.report.facts import head_lines, warning_lines
+from sparrow.benchmarks.report.costs import cost_sections, stopping_sections
+from sparrow.benchmarks.report.facts import head_lines, tuning_lines, warning_lines
 from sparrow.benchmarks.report.figures import Group, groups, share_counted, stops_early
-from sparrow.benchmarks.report.pictures import draw
+from sparrow.benchmarks.report.mechanism import idle_lines, mechanism_sections
+from sparrow.benchmarks.report.pictures import KINDS, draw
 from sparrow.benchmarks.report.shifts import shift_sections
 from sparrow.benchmarks.rows import Recorded
 
@@ -72,6 +75,7 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
         ]
         lines += for_each_group(found, lambda group: _compared(group, labels[0]))
         lines += [_interval_note(seeds), ""]
+    lines += cost_sections(experiment, found)
     lines += shift_sections(experiment, found)
     saved = for_each_group([group for group in found if savings(group)], _saved)
     if saved:
@@ -82,6 +86,7 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
             "with early stopping minus accuracy without.",
             "",
             *saved,
+            *stopping_sections(experiment, found),
         ]
     stopping = [group for group in map(_stopping, found) if group.trials]
     if stopping:
@@ -102,8 +107,10 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
         "",
         "Sums over rounds and devices until the last round, means over seeds; the device's state is a mean over "
         "devices. Bytes are bodies of payloads and updates as counted on the wire, MB = 10^6, evaluation apart. FLOPs "
-        "are counted from shapes and masks. *Rounds to 80 %*: the first evaluated round at that share of the trial's "
-        "own best mean accuracy, so no finer than the rounds between evaluations.",
+        "are counted from shapes and masks; *with fine-tuning* adds the copies that were judged at the end. *Judged "
+        "models*: what one sample costs on a device, weights of zero left out, as in a narrow network: mean over "
+        "devices and seeds, in brackets the least and the most. *Rounds to 80 %*: the first evaluated round at that "
+        "share of the trial's own best mean accuracy, so no finer than the rounds between evaluations.",
         "",
         *for_each_group(found, lambda group: label_table(group.trials, COST_COLUMNS)),
         "## Time and energy",
@@ -114,6 +121,7 @@ def _sections(experiment: Experiment, found: Sequence[Group]) -> list[str]:
         "unknown energy are separate.",
         "",
         *for_each_group(found, lambda group: label_table(group.trials, TIME_COLUMNS)),
+        *mechanism_sections(found),
     ]
     return lines
 
@@ -151,16 +159,14 @@ def _compared(group: Group, first: str) -> list[str]:
             continue
         pair = paired(group.trials[first], done)
         if pair is None:
-            rows.append([label, *[ABSENT] * 4])
+            rows.append([label, *[ABSENT] * 3])
             continue
         shares = " / ".join(f"{100 * share:.0f}" for share in (pair.better, pair.equal, pair.worse))
-        low, high = pair.bootstrap
         pairs = f"{pair.pairs} in {pair.seeds} {'seed' if pair.seeds == 1 else 'seeds'}"
-        rows.append([label, bold_interval(pair.mean, pair.interval), f"{low:+.1f} to {high:+.1f}", shares, pairs])
+        rows.append([label, bold_interval(pair.mean, pair.interval), shares, pairs])
     head = [
         f"{first} minus",
         "difference, points (95 %)",
-        "bootstrap over devices, points",
         "better / equal / worse, %",
         "pairs",
     ]
@@ -170,13 +176,14 @@ def _compared(group: Group, first: str) -> list[str]:
 def _interval_note(seeds: int) -> str:
     if seeds == 1:
         return (
-            f"The interval is a bootstrap over devices ({RESAMPLES:,} resamples): with one seed nothing else can be "
-            "known, and it does not show how far another seed would move the mean."
+            f"The interval is over the devices of one seed only (bootstrap, {RESAMPLES:,} resamples): with one seed "
+            "nothing else can be known, and it does not show how far another seed would move the mean."
         )
     return (
-        "The interval in brackets is Student's over the means of the seeds (a bootstrap over devices where only one "
-        "seed is done): devices of one seed share a global model and are not independent, seeds are. The bootstrap "
-        f"({RESAMPLES:,} resamples of devices, each with all its seeds) shows the spread over devices alone."
+        "The interval in brackets is Student's over the means of the seeds: devices of one seed share a global model, "
+        "and those of another have other data, so seeds are the independent units, and so few of them are not "
+        "resampled. Where only one seed is done, it is over the devices of that seed only (bootstrap, "
+        f"{RESAMPLES:,} resamples)."
     )
 
 
@@ -196,8 +203,12 @@ def report_text(
     *,
     command: str,
     pictures: Sequence[tuple[str, Path]] = (),
+    tuning: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the page in Markdown. pictures: (caption, file). Raises SystemExit if nothing is recorded."""
+    """Return the page in Markdown. pictures: (caption, file). tuning: the record that ``tune`` has written.
+
+    Raises SystemExit if nothing is recorded.
+    """
     found = groups(experiment, recorded)
     mine = [trial for group in found for done in group.trials.values() for trial in done]
     if not mine:
@@ -205,6 +216,8 @@ def report_text(
     lines = [
         *head_lines(experiment, mine, command),
         *warning_lines(experiment, recorded),
+        *idle_lines(mine),
+        *tuning_lines(experiment, tuning or {}),
         *_sections(experiment, found),
         *(["## Pictures", ""] if pictures else []),
         *(line for caption, path in pictures for line in (f"{caption}:", "", f"![{caption}]({path.name})", "")),
@@ -212,15 +225,23 @@ def report_text(
     return "\n".join(lines).rstrip() + "\n"
 
 
-def write_report(experiment: Experiment, recorded: Sequence[Recorded], folder: Path, *, command: str) -> list[Path]:
+def write_report(
+    experiment: Experiment,
+    recorded: Sequence[Recorded],
+    folder: Path,
+    *,
+    command: str,
+    tuning: Mapping[str, Any] | None = None,
+    kinds: Collection[str] = KINDS,
+) -> list[Path]:
     """Write the page and its pictures into ``folder``, named after the recorded experiment; return the files.
 
-    Raises SystemExit where nothing is recorded.
+    tuning: as in ``report_text``. kinds: of the pictures. Raises SystemExit where nothing is recorded.
     """
     report_text(experiment, recorded, command=command)  # complain before anything is written
     name = recorded[0].trial.experiment
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = draw(experiment, groups(experiment, recorded), folder, name)
+    pictures = draw(experiment, groups(experiment, recorded), folder, name, kinds)
     page = folder / f"{name}.md"
-    page.write_text(report_text(experiment, recorded, command=command, pictures=pictures))
+    page.write_text(report_text(experiment, recorded, command=command, pictures=pictures, tuning=tuning))
     return [page, *(path for _, path in pictures)]

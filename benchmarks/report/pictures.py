@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -16,15 +16,23 @@ from sparrow.benchmarks.rows import Recorded
 MEAN_ACCURACY = "accuracy, %, mean over devices"
 
 
-def draw(experiment: Experiment, found: Sequence[Group], folder: Path, name: str) -> list[tuple[str, Path]]:
-    """Draw every picture with content; return (caption, file) of each."""
+KINDS = ("accuracy", "curves", "shift", "devices", "differences", "costs")
+"""The kinds of pictures, by the endings of their files' names."""
+
+
+def draw(
+    experiment: Experiment, found: Sequence[Group], folder: Path, name: str, kinds: Collection[str] = KINDS
+) -> list[tuple[str, Path]]:
+    """Draw every picture of these kinds with content; return (caption, file) of each."""
     labels = list(found[0].trials)
     colour = plots.colours(labels)
     pictures = []
 
-    path = folder / f"{name}-accuracy.png"
+    def wanted(kind: str, panels: Mapping[str, Mapping[str, object]]) -> Path | None:
+        return folder / f"{name}-{kind}.png" if kind in kinds and any(panels.values()) else None
+
     seen = _panels(found, lambda group, label: trial_means(group.trials[label]))
-    if any(seen.values()):
+    if path := wanted("accuracy", seen):
         intervals = {
             title: {label: accuracy_interval(each) for label, each in panel.items()} for title, panel in seen.items()
         }
@@ -32,56 +40,74 @@ def draw(experiment: Experiment, found: Sequence[Group], folder: Path, name: str
         between = ", the line their mean and its 95 % interval over seeds" if len(experiment.seeds) > 1 else ""
         pictures.append((f"Mean accuracy over devices: a dot for each seed{between}", path))
     figure, caps = counting(experiment), experiment.upload_caps
+    judged = "accuracy on the test set, %" if experiment.tests_on_published else MEAN_ACCURACY
+    band = "mean over seeds, the band from the worst to the best seed"
     by_round = _panels(found, lambda group, label: curve(group.trials[label], lambda point: point.round, figure))
-    by_upload = _panels(
-        found,
-        lambda group, label: curve(
-            group.trials[label], lambda point: point.bytes_up / (MIB if caps else 1e6), figure, best=bool(caps)
-        ),
-    )
+    if path := wanted("curves", by_round):
+        by_cost = _by_cost(found, figure, judged, caps)
+        plots.rows_of_curves([(by_round, "round", judged, ()), *by_cost], colour, path)
+        best = "; of upload the best so far, up to the largest cap (dotted: the caps)" if caps else ""
+        pictures.append((f"Accuracy by round, upload, FLOPs and, if known, estimated joules: {band}{best}", path))
+    by_shift = _panels(found, lambda group, label: shift_curve(group.trials[label], experiment.shifts))
+    if path := wanted("shift", by_shift):
+        plots.curves(by_shift, colour, path, x="test samples from all devices, %", y=MEAN_ACCURACY)
+        pictures.append((f"Accuracy by degree of shift: {band}", path))
     accuracies = _panels(found, lambda group, label: _device_accuracies(group.trials[label]))
+    if path := wanted("devices", accuracies):
+        plots.histograms(accuracies, colour, path, x="accuracy of a device, %")
+        pictures.append(("Accuracy of each device after the last round, all seeds; the dashed line is the mean", path))
     first = labels[0]
     against = _panels(
         found,
         lambda group, label: None if label == first else _flat(differences(group.trials[first], group.trials[label])),
     )
-    if any(by_round.values()):
-        judged = "accuracy on the test set, %" if experiment.tests_on_published else MEAN_ACCURACY
-        band = "mean over seeds, the band from the worst to the best seed"
-        path = folder / f"{name}-rounds.png"
-        plots.curves(by_round, colour, path, x="round", y=judged)
-        pictures.append((f"Accuracy by round: {band}", path))
-        path = folder / f"{name}-upload.png"
-        if caps:
-            plots.curves(by_upload, colour, path, x="uploaded by all devices, MiB", y=f"best {judged}", marks=caps)
-            pictures.append((f"Best accuracy so far by upload, up to the largest cap: {band}; dotted: the caps", path))
-        else:
-            plots.curves(by_upload, colour, path, x="uploaded by all devices, MB", y=judged)
-            pictures.append((f"Accuracy by upload: {band}", path))
-    by_shift = _panels(found, lambda group, label: shift_curve(group.trials[label], experiment.shifts))
-    if any(by_shift.values()):
-        path = folder / f"{name}-shift.png"
-        plots.curves(by_shift, colour, path, x="test samples from all devices, %", y=MEAN_ACCURACY)
-        pictures.append(
-            ("Accuracy by degree of shift: mean over seeds, the band from the worst to the best seed", path)
-        )
-    if any(accuracies.values()):
-        path = folder / f"{name}-devices.png"
-        plots.histograms(accuracies, colour, path, x="accuracy of a device, %")
-        pictures.append(("Accuracy of each device after the last round, all seeds; the dashed line is the mean", path))
-    if any(against.values()):
-        path = folder / f"{name}-differences.png"
+    if path := wanted("differences", against):
         plots.sorted_differences(against, colour, path, y=f"{first} minus the other, points")
         pictures.append((f"{first} against the others, device by device, all seeds; above zero it is better", path))
-    path = folder / f"{name}-costs.png"
     costs: dict[str, Callable[[Point], list[float]]] = {
         "training traffic, MB": lambda end: [end.bytes_up / 1e6, end.bytes_down / 1e6],
         "training, GFLOP": lambda end: [end.training_flops / 1e9],
         "device seconds": lambda end: [end.seconds],
     }
-    plots.bars({what: _panels(found, _cost_of(cost)) for what, cost in costs.items()}, colour, path)
-    pictures.append(("Costs of a trial, mean over seeds; of traffic, up is strong and down pale", path))
+    spent = {what: _panels(found, _cost_of(cost)) for what, cost in costs.items()}
+    if path := wanted("costs", next(iter(spent.values()))):
+        plots.bars(spent, colour, path)
+        pictures.append(("Costs of a trial, mean over seeds; of traffic, up is strong and down pale", path))
     return pictures
+
+
+def _by_cost(
+    found: Sequence[Group], figure: Callable[[Accuracy], float], judged: str, caps: Sequence[float]
+) -> list[tuple[dict[str, dict[str, plots.Curve]], str, str, Sequence[float]]]:
+    """Return the rows of panels of accuracy over each cost that is known, as ``plots.rows_of_curves`` draws them."""
+    costs: list[tuple[str, Callable[[Point], float], Sequence[float]]] = [
+        (
+            f"uploaded by all devices, {'MiB' if caps else 'MB'}",
+            lambda point: point.bytes_up / (MIB if caps else 1e6),
+            caps,
+        ),
+        ("FLOPs of all devices, TFLOP", lambda point: point.flops / 1e12, ()),
+        ("estimated joules of all devices, kJ", lambda point: point.joules_estimated / 1e3, ()),
+    ]
+    rows = []
+    for x, cost, marks in costs:
+        panels = _panels(found, _curve_of(cost, figure, best=bool(marks)))
+        if any(panels.values()):
+            rows.append((panels, x, f"best {judged}" if marks else judged, marks))
+    return rows
+
+
+def _curve_of(
+    cost: Callable[[Point], float], figure: Callable[[Accuracy], float], *, best: bool
+) -> Callable[[Group, str], plots.Curve | None]:
+    """Return what draws the curve of a label over a cost; nothing unless all its trials have that cost."""
+
+    def draw_curve(group: Group, label: str) -> plots.Curve | None:
+        done = group.trials[label]
+        known = all(trial.points and cost(end_of(trial)) for trial in done)
+        return curve(done, cost, figure, best=best) if known else None
+
+    return draw_curve
 
 
 def _panels(

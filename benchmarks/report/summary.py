@@ -9,6 +9,7 @@ from sparrow.benchmarks.experiment import Experiment
 from sparrow.benchmarks.report.cells import ABSENT, accuracy_cell, mean_cell, plain_interval
 from sparrow.benchmarks.report.comparisons import accuracy_interval, paired
 from sparrow.benchmarks.report.figures import end_of, groups, trial_means
+from sparrow.benchmarks.report.mechanism import idle_lines
 from sparrow.benchmarks.rows import Recorded
 from sparrow.command_line.table import table
 
@@ -36,11 +37,12 @@ def summary(experiment: Experiment, recorded: Sequence[Recorded]) -> str:
                 ]
             )
     seeds = len(experiment.seeds)
-    between = "Student's over the seeds" if seeds > 1 else "a bootstrap over devices, for there is one seed"
+    between = "Student's over the seeds" if seeds > 1 else "over the devices of the one seed only (bootstrap)"
+    idle = [line.replace("*", "") for line in idle_lines(recorded) if line]
     return (
         f"{table(head, rows)}\n\nMeans over {experiment.devices} devices and {seeds} "
         f"{'seed' if seeds == 1 else 'seeds'}, of the model that each device ends with on its own test data; in "
-        f"brackets 95 % intervals, {between}. MB are those of training."
+        f"brackets 95 % intervals, {between}. MB are those of training." + "".join(f"\n{line}" for line in idle)
     )
 
 

@@ -50,7 +50,7 @@ from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update, load_
 from edge_sdk.protocol import bundle, personal
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import BundleError, ManifestError, ProtocolError
-from edge_sdk.protocol.flops import forward_flops
+from edge_sdk.protocol.flops import forward_flops, nonzero_flops
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, same_mask
 from edge_sdk.protocol.messages import (
@@ -657,16 +657,19 @@ class Session:
         with self._telemetry.phase("evaluate") as measured:
             self._mix_with_global(job)
             evaluated = self._method.evaluate(replace(job, state=replace(job.state, personal=self.best)))
+            answers = get_tensors(job.model, self.manifest) if self.best is None else self.best
             shared = self._validate_global(job, evaluated)
             found = (evaluated.personal, evaluated.global_model, evaluated.validation, shared)
             judged = [each.num_examples for each in found if each]
             exists = _elements(job.received.mask) if job.received else None
-            measured.flops = forward_flops(self.manifest, exists) * sum(judged)
+            measured.flops = forward_flops(self.manifest, exists) * sum(judged) + evaluated.flops
         receipt = Receipt(
             personal=evaluated.personal,
             global_model=evaluated.global_model,
             validation=evaluated.validation,
             others=dict(evaluated.others),
+            training_flops=evaluated.flops,
+            inference_flops=nonzero_flops(self.manifest, answers),
             state_bytes=_bytes_of(job.state),
             telemetry=Telemetry(download=download, train=measured.cost),
         )
@@ -688,6 +691,7 @@ class Session:
             best = Best(round=job.assignment.round, validation=self._validate(state.personal))
         receipt = Receipt(
             personal=self.evaluate(state.personal),
+            inference_flops=nonzero_flops(self.manifest, state.personal),
             state_bytes=_bytes_of(state),
             telemetry=Telemetry(download=download, train=measured.cost),
         )

@@ -149,13 +149,15 @@ class Evaluated:
     """Outcome of an evaluation on the device's held-out data; None for a model that there is not.
 
     validation: the personal model, or where there is none the global one, on validation data; the others on test data.
-    others: the method's other ways to predict, by name.
+    others: the method's other ways to predict, by name. flops: of what was trained to be judged, such as a fine-tuned
+    copy, counted as in ``protocol.flops``.
     """
 
     personal: Evaluation | None
     global_model: Evaluation | None
     validation: Evaluation | None = None
     others: Mapping[str, Evaluation] = field(default_factory=dict)
+    flops: int = 0
 
 
 class UnknownWork(ProtocolError):
@@ -219,8 +221,9 @@ class DeviceMethod:
     picks_best: the personal model of any round can be used later just as it was. Where not, a device keeps the last.
     mixes_global: a mixture of the personal and the whole global model is a personal model, too. The server half says
         the same, and sends the finished global model to every device.
-    acts: names of ``Trained.counts`` that prove that the method did what it is named for. A federation in whose records
-        one of them is zero was played by something else, and the bench says so; none for plain training.
+    acts: names of ``Trained.counts``, or of the server half's notes, that prove that the method did what it is named
+        for. A federation in whose records one of them is zero was played by something else, and the bench says so; none
+        for plain training.
     """
 
     evaluate: Callable[[Job], Evaluated]

@@ -14,7 +14,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from edge_sdk.methods import DeviceState, Job, Trained, Update
-from edge_sdk.methods.rounds import conclude, train_loaded
+from edge_sdk.methods.rounds import conclude, fine_tuning, train_loaded
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, pack
@@ -96,11 +96,8 @@ def take_statistics(job: Job) -> int:
 
 
 def adapt_narrow(job: Job, train: Callable[[Job], Trained]) -> DeviceState:
-    """Train a narrow part of the finished global model: for ``finetune_epochs``, or where that is 0 as long as in a
-    round."""
-    job = job.with_settings(early_stopping="off")
-    epochs = job.assignment.settings.finetune_epochs
-    return train(job.with_settings(local_epochs=epochs, local_steps=None) if epochs else job).state
+    """Train a narrow part of the finished global model, as ``fine_tuning`` says."""
+    return train(fine_tuning(job).with_settings(early_stopping="off")).state
 
 
 def _nothing(job: Job) -> Tensors:

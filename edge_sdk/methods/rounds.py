@@ -54,13 +54,19 @@ def train_loaded(
 
 
 def fine_tune(job: Job, freezing: Freezing, *, purpose: str = "adapt") -> LocalResult:
-    """Train ``job.model``, a global model loaded, for ``finetune_epochs``, or where that is 0 as long as in a round.
+    """Train ``job.model``, a global model loaded, as ``fine_tuning`` says. Raises what ``train_loaded`` does."""
+    return train_loaded(fine_tuning(job), freezing, purpose=purpose)
 
-    Raises what ``train_loaded`` does.
-    """
-    epochs = job.assignment.settings.finetune_epochs
-    longer = {"local_epochs": epochs, "local_steps": None} if epochs else {}
-    return train_loaded(job.with_settings(**longer), freezing, purpose=purpose)
+
+def fine_tuning(job: Job) -> Job:
+    """Return the same work, for ``finetune_epochs`` with ``finetune_learning_rate``; each as in a round where it is
+    unset."""
+    settings = job.assignment.settings
+    epochs, rate = settings.finetune_epochs, settings.finetune_learning_rate
+    return job.with_settings(
+        **({"local_epochs": epochs, "local_steps": None} if epochs else {}),
+        **({"learning_rate": rate, "learning_rate_decay": 1.0} if rate else {}),
+    )
 
 
 def conclude(
@@ -119,7 +125,7 @@ def evaluate_both(job: Job) -> Evaluated:
 
 
 def adapt_as_in_a_round(job: Job, mask: NeuronMask | None = None) -> DeviceState:
-    """Fine-tune the received model under ``mask`` for ``finetune_epochs``, or where that is 0 as long as in a round.
+    """Fine-tune the received model under ``mask``, as ``fine_tuning`` says.
 
     Raises BundleError for a payload that is missing or partial, TrainingDiverged.
     """

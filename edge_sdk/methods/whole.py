@@ -8,10 +8,11 @@ from edge_sdk.methods import DeviceState, Evaluated, Job, MethodSettings, Traine
 from edge_sdk.methods.rounds import conclude, fine_tune, train_loaded
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import BundleError
+from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.masks import pack
 from edge_sdk.training.elements import flags_of
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import evaluate, evaluate_held_out, get_tensors, set_tensors
+from edge_sdk.training.local import LocalResult, evaluate, evaluate_held_out, get_tensors, set_tensors
 from edge_sdk.training.merging import whole_model
 
 
@@ -46,9 +47,10 @@ def evaluate_global(job: Job) -> Evaluated:
     if not job.assignment.settings.finetune_epochs:
         return Evaluated(None, *evaluate_held_out(job.model, job.task))
     global_model = evaluate(job.model, job.task, job.task.held_out)
-    _fine_tune(job)
+    samples = _fine_tune(job).samples
     personal, validation = evaluate_held_out(job.model, job.task)
-    return Evaluated(personal, global_model, validation)
+    flops = training_flops(job.manifest, samples, weight_gradients=existing(job))
+    return Evaluated(personal, global_model, validation, flops=flops)
 
 
 def adapt_global(job: Job) -> DeviceState:
@@ -73,6 +75,6 @@ def sparse_mask(job: Job) -> ElementMask:
     return mask
 
 
-def _fine_tune(job: Job) -> None:
+def _fine_tune(job: Job) -> LocalResult:
     """Train the loaded global model for ``finetune_epochs``; the same copy whenever it is asked for in this round."""
-    fine_tune(job, Freezing(job.model, job.manifest, None, flags_of(existing(job))), purpose="finetune")
+    return fine_tune(job, Freezing(job.model, job.manifest, None, flags_of(existing(job))), purpose="finetune")

@@ -20,13 +20,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.manifest import COUNTED, Manifest
+from edge_sdk.protocol.manifest import COUNTED, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, block_of
 
 
 def forward_flops(manifest: Manifest, mask: Mask | None = None) -> int:
     """FLOPs of one sample's forward pass; under ``mask``, of the network that its active neurons or elements form."""
     return sum(_layer_flops(manifest, mask))
+
+
+def nonzero_flops(manifest: Manifest, tensors: Tensors) -> int:
+    """FLOPs of one sample's forward pass through a model, of which weights that are zero cost nothing.
+
+    tensors: its values by name. A narrow network that is kept whole, zero where neurons are dropped, thus costs what
+    the narrow one does, and a sparse one what exists of it.
+    """
+    return sum(
+        2 * layer.positions * int(np.count_nonzero(tensors[name]))
+        for layer in manifest.layers
+        if layer.kind in COUNTED
+        for name in layer.tensors
+        if tensors[name].ndim > 1
+    )
 
 
 def training_flops(

@@ -286,6 +286,12 @@ class FederationSettings(_Request):
         description="Local epochs that turn the finished global model into a personal one, judged beside it at every "
         "evaluation; for methods that end with one global model",
     )
+    finetune_learning_rate: float | None = Field(
+        default=None,
+        gt=0,
+        le=100,
+        description="Learning rate with which the finished global model becomes a personal one; unset: its round's",
+    )
     method_settings: dict[Annotated[str, Field(max_length=64)], OwnSetting] = Field(
         default_factory=dict, max_length=100, description="What only this method knows; see docs/methods.md"
     )
@@ -726,7 +732,8 @@ class Receipt(_Request):
 
     ``personal`` and ``global_model`` are what an evaluation found on test data; ``adapt`` reports the personal model it
     ended with. ``validation`` is the personal model, or where there is none the global one, on validation data: what
-    settings are tuned on.
+    settings are tuned on. ``training_flops`` are of what was trained for this alone, such as a fine-tuned copy;
+    ``inference_flops`` those of one sample through the model that counts, weights of zero left out; 0 if unknown.
     """
 
     personal: Evaluation | None = None
@@ -735,6 +742,8 @@ class Receipt(_Request):
     others: dict[Annotated[str, Field(max_length=64)], Evaluation] = Field(
         default_factory=dict, max_length=16, description="The method's other ways to predict, on test data"
     )
+    training_flops: Flops = Field(default=0, description="What was trained to be judged, from shapes and masks")
+    inference_flops: Flops = Field(default=0, description="One sample through the judged model, without zero weights")
     state_bytes: Count = Field(default=0, description="What the device keeps between rounds, bytes")
     telemetry: Telemetry = Telemetry()
 

@@ -105,7 +105,7 @@ def test_the_experiment_on_digits_needs_no_data_and_draws_its_page(tmp_path, cap
     assert main(["run", "digits", *more]) == 0
     found = rows.read(tmp_path / "results.jsonl")
     assert len(found) == 2 * len(load_experiment("digits").seeds) >= 4
-    assert (tmp_path / "digits-rounds.png").exists()
+    assert (tmp_path / "digits-curves.png").exists()
     assert "FedSPU minus it" in capsys.readouterr().out
 
 

@@ -7,7 +7,18 @@ import pytest
 
 from edge_sdk.methods import Evaluated
 from edge_sdk.protocol.messages import DeviceReport, Evaluation, Kind, Phase, PhaseSum, Receipt, RoundRecord
-from sparrow.benchmarks.metrics import Accuracy, Point, accuracy_of, best_within, own, point_after, rounds_to, shifted
+from sparrow.benchmarks.metrics import (
+    Accuracy,
+    Point,
+    accuracy_at,
+    accuracy_of,
+    best_within,
+    idle,
+    own,
+    point_after,
+    rounds_to,
+    shifted,
+)
 
 
 def judged(accuracy, examples=1):
@@ -143,3 +154,40 @@ def test_a_point_sums_the_rounds_so_far_and_judges_the_last():
     # Three phases in three rounds; evaluation is not among them.
     assert (found.seconds, found.joules_measured, found.joules_estimated) == (18.0, 9.0, 4.5)
     assert (found.seconds_without_joules, found.wall_seconds) == (2.25, 8.0)
+
+
+def test_a_point_sums_what_was_counted_and_what_its_own_copies_took():
+    def report(name, flops):
+        receipt = Receipt(personal=judged(0.5), training_flops=flops)
+        return DeviceReport(device=name, kind=Kind.evaluate, report=receipt, upload=Phase())
+
+    records = [
+        record(1, counts={"replaced": 0, "drawn": 3}, notes={"union": 5}),
+        record(2, counts={"replaced": 0, "drawn": 4}, notes={"union": 6, "drawn": 1}),
+    ]
+    found = point_after(records, [report("a", 70), report("b", 30)])
+    assert found.counts == {"replaced": 0, "drawn": 7}, "a count of zero is there"
+    assert found.notes == {"union": 11, "drawn": 1}
+    assert found.counted == {"replaced": 0, "drawn": 8, "union": 11}
+    assert (found.training_flops, found.finetune_flops, found.flops) == (2000, 100, 2100)
+
+
+def test_a_mechanism_is_idle_where_a_count_or_note_that_proves_it_is_zero_over_all_rounds():
+    records = [record(1, counts={"replaced": 0, "guided": 0}), record(2, counts={"guided": 1}, notes={"positions": 2})]
+    assert idle(("guided", "positions"), records) == ()
+    assert idle(("replaced", "guided", "never"), records) == ("replaced", "never")
+    assert idle((), records) == ()
+
+
+def test_accuracy_at_a_cost_is_between_two_judged_rounds():
+    judged_points = [
+        dataclasses.replace(each, bytes_up=spent)
+        for spent, each in zip((100, 200, 300, 400), points(0.4, 0.6, None, 0.8), strict=True)
+    ]
+
+    def at(spent):
+        return accuracy_at(judged_points, lambda point: point.bytes_up, spent, lambda each: each.mean)
+
+    assert [at(100), at(150), at(200), at(300), at(400)] == pytest.approx([0.4, 0.5, 0.6, 0.7, 0.8])
+    assert (at(99), at(401)) == (None, None)
+    assert accuracy_at([], lambda point: 0.0, 0.0, lambda each: each.mean) is None

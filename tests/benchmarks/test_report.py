@@ -3,15 +3,20 @@
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
 
 import pytest
 
-from edge_sdk.methods import Evaluated
+from edge_sdk.methods import Evaluated, load_method
 from edge_sdk.protocol.messages import Evaluation
-from sparrow.benchmarks.experiment import Experiment, trials
+from sparrow.benchmarks import rows
+from sparrow.benchmarks.experiment import Experiment, load_experiment, trials
 from sparrow.benchmarks.markdown import write_html
 from sparrow.benchmarks.metrics import Accuracy, Point, shifted
-from sparrow.benchmarks.report.comparisons import paired, savings
+from sparrow.benchmarks.report import mechanism
+from sparrow.benchmarks.report.comparisons import paired, savings, stopping_pairs
+from sparrow.benchmarks.report.costs import STOPPING_COSTS, at_equal_cost, cost_sections, stopping_sections
 from sparrow.benchmarks.report.figures import groups
 from sparrow.benchmarks.report.page import report_text, write_report
 from sparrow.benchmarks.report.pictures import curve, draw, shift_curve
@@ -166,7 +171,8 @@ def test_a_page_of_markdown_becomes_one_of_html(tmp_path):
 def test_costs_are_those_of_the_last_point_in_units(plan, recorded):
     page = report_text(plan, recorded, command=COMMAND)
     # Best is 0.8 at round 20; 80 % of it is 0.64, which 0.5 at round 10 has not.
-    assert cells(page, "FedSPU", "Rounds, traffic") == ["20", "20", "20", "20", "40", "0.03", "4", "100", "2.5", "3"]
+    costs = ["20", "20", "20", "20", "40", "0.03", "4", "100", "100", "2.5", "not counted", "3"]
+    assert cells(page, "FedSPU", "Rounds, traffic") == costs
     assert cells(page, "FedSPU", "Time and energy") == ["60", "–", "140", "5", "30"]
 
 
@@ -201,10 +207,8 @@ def test_paired_difference_with_students_interval(plan, recorded):
     assert pair.interval == pytest.approx((12.5 - 12.7062 * 2.5, 12.5 + 12.7062 * 2.5), abs=1e-3)
     assert (pair.seeds, pair.pairs) == (2, 4)
     assert (pair.better, pair.equal, pair.worse) == (0.5, 0.25, 0.25)
-    # Two devices: a quarter of resamples has device 0 twice (+30), a quarter device 1 twice (-5).
-    assert pair.bootstrap == pytest.approx((-5.0, 30.0))
     row = cells(report_text(plan, recorded, command=COMMAND), "FedAvg", "FedSPU against")
-    assert row == ["+12.5 (-19.3 to +44.3)", "-5.0 to +30.0", "50 / 25 / 25", "4 in 2 seeds"]
+    assert row == ["+12.5 (-19.3 to +44.3)", "50 / 25 / 25", "4 in 2 seeds"]
 
 
 def test_one_seed_has_the_bootstrap_over_devices():
@@ -218,13 +222,12 @@ def test_one_seed_has_the_bootstrap_over_devices():
     [group] = groups(plan, done)
     pair = paired(group.trials["FedSPU"], group.trials["FedAvg"])
     assert pair.mean == pytest.approx(19.5)
-    assert pair.interval == pair.bootstrap
     # The mean of 40 has a standard error of sqrt((40**2 - 1) / 12 / 40) = 1.825 points.
     half = 1.96 * math.sqrt((40**2 - 1) / 12 / 40)
     assert pair.interval == pytest.approx((19.5 - half, 19.5 + half), abs=0.15)
     assert paired(group.trials["FedSPU"], group.trials["FedAvg"]) == pair  # chance is seeded
     page = report_text(plan, done, command=COMMAND)
-    assert "with one seed nothing else can be known" in page
+    assert "over the devices of one seed only (bootstrap, 10,000 resamples)" in page
     assert "±" not in page
     assert cells(page, "FedSPU", "Accuracy after")[0] == "69.5"
 
@@ -265,7 +268,7 @@ def test_early_stopping_saves(plan):
     page = report_text(plan, done, command=COMMAND)
     row = cells(page, "FedSPU+ES", "Savings of early stopping")
     assert row[:6] == ["FedSPU", "25.0", "50.0", "50.0", "–", "50.0"]
-    assert cells(page, "FedSPU+ES", "Early stops") == ["1 of 2", "18.5", "all_stopped", "30"]
+    assert cells(page, "FedSPU+ES", "Early stops") == ["1 of 2", "12 / 12 / 12", "18.5", "all_stopped", "30"]
     assert "| FedAvg |" not in page[page.index("## Early stops") : page.index("## Rounds, traffic")]
 
 
@@ -353,6 +356,142 @@ def test_a_curve_stays_where_a_trial_ended(plan):
     assert curve([], lambda each: each.round, lambda each: each.mean) is None
 
 
+# --- what the mechanism did -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def replacing(monkeypatch):
+    """FedSPU as a method that proves itself by two counts."""
+    found = replace(load_method("fedspu"), acts=("replaced", "union"))
+    plain = replace(load_method("fedavg"), acts=())
+    monkeypatch.setattr(mechanism, "load_method", {"fedspu": found, "fedavg": plain}.__getitem__)
+
+
+def counted(trial, counts, notes=None, idle=()):
+    points = (point(20, 0.8, counts=counts, notes=notes or {}),)
+    return record(trial, (0.5, 0.5), points, idle=idle)
+
+
+def test_counts_are_on_the_page_and_an_idle_trial_is_marked(replacing):
+    plan = experiment(axes={}, methods=[FEDSPU, FEDSPU_ES, FEDAVG], tune=None)
+    done = []
+    for trial in trials(plan, "tiny", {}):
+        acted = trial.label == "FedSPU" or trial.seed == 0
+        counts = {"replaced": 3000 * (trial.seed + 1) if acted else 0} if trial.method == "fedspu" else {}
+        done.append(counted(trial, counts, {"union": 7}, () if acted or not counts else ("replaced",)))
+    page = report_text(plan, done, command=COMMAND)
+    assert cells(page, "FedSPU", "What the mechanism") == ["acted", "replaced 4,500, union 7"]
+    marked = ["mechanism idle: no replaced in 1 of 2 trials", "devices_stopped 0, replaced 1,500, union 7"]
+    assert cells(page, "FedSPU+ES", "What the mechanism") == marked
+    assert cells(page, "FedAvg", "What the mechanism") == ["–", "union 7"]
+    assert page.index("**FedSPU+ES: mechanism idle in 1 trial** (no replaced)") < page.index("## Accuracy after")
+    assert "FedSPU+ES: mechanism idle in 1 trial (no replaced)" in summary(plan, done)
+    assert "**FedSPU: mechanism idle" not in page
+
+
+def test_rows_without_counts_say_not_counted(replacing, plan, recorded):
+    page = report_text(plan, recorded, command=COMMAND)
+    assert cells(page, "FedSPU", "What the mechanism") == ["not counted", "not counted"]
+    assert cells(page, "FedAvg", "What the mechanism") == ["–", "not counted"]
+    assert "mechanism idle in" not in page
+
+
+def test_in_old_rows_a_count_is_zero_where_only_other_trials_of_the_method_have_it(replacing):
+    """Such rows have what was counted among their notes, and nothing of what was zero."""
+    paper = {**FEDSPU, "label": "FedSPU (paper)"}
+    plan = experiment(axes={}, seeds=[0], methods=[FEDSPU, paper], tune=None)
+    [ours, theirs] = trials(plan, "tiny", {})
+    acted = counted(ours, None, {"replaced": 9, "union": 7}, None)
+    dead = counted(theirs, None, {"union": 7}, None)
+    page = report_text(plan, [acted, dead], command=COMMAND)
+    assert cells(page, "FedSPU", "What the mechanism")[0] == "acted"
+    assert cells(page, "FedSPU (paper)", "What the mechanism")[0] == "mechanism idle: no replaced"
+    page = report_text(plan, [dead, replace(dead, trial=ours)], command=COMMAND)
+    assert cells(page, "FedSPU (paper)", "What the mechanism")[0] == "not counted", "no row has it"
+
+
+# --- at equal cost ---------------------------------------------------------------------------------------------------
+
+
+def test_labels_are_compared_at_equal_upload_flops_and_joules():
+    plan = experiment(axes={}, methods=[FEDSPU, FEDAVG], tune=None)
+    done = []
+    for trial in trials(plan, "tiny", {}):
+        if trial.label == "FedSPU":  # half of the costs
+            points = (point(10, 0.4, 0.5, joules_estimated=10.0), point(20, 0.6 + 0.1 * trial.seed, 0.5))
+        else:  # at half of its costs, which is round 10, it has 0.5
+            points = (point(5, 0.3, 0.5), point(10, 0.5), point(20, 0.7))
+            points = tuple(replace(each, joules_estimated=0.0) for each in points)
+        done.append(record(trial, (0.5, 0.5), points))
+    page = report_text(plan, done, command=COMMAND)
+    # Differences of the seeds: 0.6 - 0.5 and 0.7 - 0.5; half an interval of two is 12.706 * 10 / 2.
+    both = "+15.0 (-48.5 to +78.5)"
+    assert cells(page, "FedAvg", "At equal cost") == [both, both, "–"], "the joules of one are unknown"
+
+
+def test_fine_tuned_copies_count_among_the_flops_and_old_rows_say_that_they_do_not():
+    tuned = {**FEDAVG, "label": "FedAvg+FT", "settings": {"finetune_epochs": 1}}
+    plan = experiment(axes={}, seeds=[0], methods=[FEDSPU, tuned], tune=None)
+    [first, other] = trials(plan, "tiny", {})
+    points = tuple(point(number, mean, finetune_flops=10**10) for number, mean in ((10, 0.5), (20, 0.8)))
+    done = [record(first, (0.5, 0.5)), record(other, (0.5, 0.5), points)]
+    page = report_text(plan, done, command=COMMAND)
+    assert cells(page, "FedAvg+FT", "Rounds, traffic")[7:9] == ["100", "110"]
+    # 100 GFLOP of FedSPU; FedAvg+FT has 60 after ten rounds and 110 after twenty: four fifths of the way to 0.8.
+    assert cells(page, "FedAvg+FT", "At equal cost")[1] == "+6.0"
+    old = [done[0], record(other, (0.5, 0.5))]
+    page = report_text(plan, old, command=COMMAND)
+    assert cells(page, "FedAvg+FT", "Rounds, traffic")[7:9] == ["100", "not counted"]
+    assert "These rows are older than the counting of fine-tuned copies" in page
+
+
+def test_inference_costs_what_the_judged_models_cost():
+    fjord = {"label": "FjORD", "method": "fjord", "budgets": [0.5, 1.0]}
+    plan = experiment(axes={}, seeds=[0], methods=[FEDSPU, fjord], tune=None)
+    [first, other] = trials(plan, "tiny", {})
+    devices = [replace(device(index, 0.5), inference_flops=flops) for index, flops in enumerate((10**6, 2 * 10**6))]
+    half = replace(device(0, 0.5), budget=0.5), replace(device(1, 0.5), budget=1.0)
+    page = report_text(plan, [record(first, devices), record(other, half)], command=COMMAND)
+    assert cells(page, "FedSPU", "Rounds, traffic")[9:11] == ["2.5", "1.5 (1 to 2)"]
+    # Of old rows, a narrow network of half of the neurons of digits' two convolutions and hidden layer.
+    small, whole = (2 * sum(each) / 1e6 for each in (NARROW, WHOLE))
+    cell = f"{(small + whole) / 2:.3g} ({small:.3g} to {whole:.3g})"
+    assert cells(page, "FjORD", "Rounds, traffic")[10] == cell
+
+
+WHOLE = (64 * 16 * 9, 16 * 32 * 16 * 9, 64 * 128, 10 * 64)
+NARROW = (64 * 8 * 9, 16 * 16 * 8 * 9, 32 * 64, 10 * 32)
+
+
+def committed(name):
+    """The trials of the results that are committed, by point of the axes."""
+    path = Path(__file__).parents[2] / "docs" / "results" / f"{name}.jsonl"
+    return groups(load_experiment(name), list(rows.latest(rows.read(path)).values()))
+
+
+def test_early_stopping_loses_to_a_fixed_horizon_as_errata_says():
+    found = committed("fedspu-cifar10")
+    mean = [
+        {
+            name: fmean(at_equal_cost(pairs, STOPPING_COSTS[name], lambda each: each.mean))
+            for _, _, pairs in stopping_pairs(group)
+            for name in ("FLOPs", "bytes")
+        }
+        for group in found
+    ]
+    assert [round(each["FLOPs"], 1) for each in mean] == [-1.9, -3.7, -4.8]  # at alpha 0.1, 0.5 and 1.0
+    assert [round(each["bytes"], 1) for each in mean] == [-0.6, -1.5, -1.6]
+    lines = stopping_sections(load_experiment("fedspu-early-stopping"), committed("fedspu-early-stopping"))
+    assert "| FedSPU, first 100 rounds | -0.6 | 79.9 | 79.0 | 79.1 |" in lines
+    assert "| FedSPU+ES | -5.1 | 81.7 | 86.9 | 69.3 |" in lines
+
+
+def test_at_equal_upload_fedspu_is_above_fine_tuned_fedavg_as_errata_says():
+    page = "\n".join(cost_sections(load_experiment("fedspu-cifar10"), committed("fedspu-cifar10")))
+    found = re.findall(r"^\| FedAvg\+FT \| \*\*(\S+)\*\* \((\S+) to (\S+)\)", page, re.MULTILINE)
+    assert found == [("+2.5", "+1.2", "+3.9"), ("+3.8", "+2.2", "+5.5"), ("+3.9", "+2.8", "+5.0")]
+
+
 # --- at fixed upload ------------------------------------------------------------------------------------------------
 
 
@@ -437,7 +576,7 @@ def test_the_picture_by_upload_shows_the_best_so_far_where_there_are_caps(tmp_pa
     plan = capped()
     done = [record(trial, (0.5, 0.5), uploads(0.2, 0.3, 0.25, 0.4)) for trial in trials(plan, "tiny", {})]
     [picture] = [path for caption, path in draw(plan, groups(plan, done), tmp_path, "tiny") if "so far" in caption]
-    assert picture.name == "tiny-upload.png"
+    assert picture.name == "tiny-curves.png"
     assert is_png(picture)
 
 
@@ -550,7 +689,7 @@ def is_png(path):
 def test_the_page_and_its_pictures_are_written(plan, recorded, tmp_path):
     page, *pictures = write_report(plan, recorded, tmp_path / "results", command=COMMAND)
     assert page == tmp_path / "results" / "tiny.md"
-    kinds = ("accuracy", "rounds", "upload", "devices", "differences", "costs")
+    kinds = ("accuracy", "curves", "devices", "differences", "costs")
     assert [picture.name for picture in pictures] == [f"tiny-{kind}.png" for kind in kinds]
     assert all(is_png(picture) for picture in pictures)
     assert all(f"]({picture.name})" in page.read_text() for picture in pictures)
@@ -571,6 +710,6 @@ def test_a_partly_run_experiment_can_be_drawn(plan, recorded, tmp_path):
     some = [each for each in recorded if each.trial.axes["alpha"] == 0.1 and each.trial.label != "FedSPU"]
     pictures = draw(plan, groups(plan, some), tmp_path, "tiny")
     assert [path.name for _, path in pictures] == [
-        f"tiny-{kind}.png" for kind in ("accuracy", "rounds", "upload", "devices", "costs")
+        f"tiny-{kind}.png" for kind in ("accuracy", "curves", "devices", "costs")
     ]
     assert all(is_png(path) for _, path in pictures)

@@ -1,6 +1,7 @@
 """Results go to a file and come back, whole trials only."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -164,3 +165,24 @@ def test_without_timing_two_runs_are_alike():
     assert without_timing([fast]) == without_timing([slow])
     other = dataclasses.replace(slow, result=dataclasses.replace(slow.result, parameters=100))
     assert without_timing([fast]) != without_timing([other])
+
+
+def test_counts_are_read_back_and_rows_without_them_are_known_as_such(path):
+    old = recorded()
+    assert (old.points[-1].counts, old.points[-1].finetune_flops, old.result.idle) == (None, None, None)
+    points = tuple(dataclasses.replace(each, counts={"replaced": 0}, finetune_flops=7) for each in old.points)
+    devices = tuple(dataclasses.replace(each, inference_flops=9) for each in old.result.devices)
+    new = dataclasses.replace(
+        old, points=points, result=dataclasses.replace(old.result, devices=devices, idle=("replaced",))
+    )
+    append(path, new)
+    assert read(path) == [new]
+    trimmed = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in trimmed:
+        for name in ("counts", "finetune_flops", "idle"):
+            row.pop(name, None)
+        for each in row.get("devices", ()) if row["row"] == "result" else ():
+            del each["inference_flops"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in trimmed))
+    assert read(path) == [old], "rows that are committed have none of these"
+    assert of_global_model(new, new.trial).points[-1].flops == new.points[-1].training_flops, "no copy is judged"

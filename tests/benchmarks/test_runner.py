@@ -53,7 +53,7 @@ settings = { early_stopping = "paper" }
 
 [tune]
 grid = { learning_rate = [0.0001, 0.1] }
-rounds = 1
+extensions = 0
 """
 LABELS = ["FedSPU", "FedAvg"]
 
@@ -94,6 +94,8 @@ def test_a_run_leaves_the_rows_of_every_trial_and_a_report(undisturbed):
         assert [device.new for device in each.result.devices] == [False] * 4 + [True]
         assert sum(device.rounds for device in each.result.devices) == 3 * 3
         assert all(device.accuracy is not None for device in each.result.devices)
+        assert {device.inference_flops for device in each.result.devices} == {each.result.inference_flops}
+        assert (each.result.idle, each.points[-1].finetune_flops) == ((), 0)
         assert each.points[-1].accuracy.devices == 4, "new devices are no part of the federation's accuracy"
         assert 0 < each.points[0].bytes_up < each.points[1].bytes_up
     assert [device.budget for device in found[0].result.devices] == [0.5, 0.5, 1.0, 1.0, 0.5]

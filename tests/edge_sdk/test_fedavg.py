@@ -138,11 +138,28 @@ def test_a_fine_tuned_copy_is_judged_and_forgotten(manifest):
     assert state.memory == {"last_loss": 1.0, "increases": 0}
     assert found.global_model == FEDAVG.evaluate(job_of(manifest, kind="evaluate")).global_model
     assert found.personal.loss < found.global_model.loss, "test data are the training data here"
+    assert found.flops == training_flops(manifest, 8 * 30), "eight epochs"
+    assert FEDAVG.evaluate(job_of(manifest, kind="evaluate")).flops == 0, "nothing was trained"
     assert FEDAVG.evaluate(job) == found
     adapted = FEDAVG.adapt(job_of(manifest, kind="adapt", number=4, **settings))
     set_tensors(job.model, adapted.personal)
     assert evaluate(job.model, job.task, job.task.test) == found.personal
     assert evaluate(job.model, job.task, job.task.validation) == found.validation
+
+
+def test_fine_tuning_has_a_learning_rate_of_its_own(manifest):
+    def moved(**settings):
+        job = job_of(manifest, kind="evaluate", number=4, finetune_epochs=2, **settings)
+        FEDAVG.evaluate(job)
+        received = received_by(job)
+        return max(
+            np.abs(tensor.detach().numpy() - received[name]).max() for name, tensor in job.model.named_parameters()
+        )
+
+    assert moved(learning_rate=0.1, finetune_learning_rate=1e-9) < 1e-6
+    own = moved(learning_rate=0.1, learning_rate_decay=0.5, finetune_learning_rate=0.2)
+    assert own == moved(learning_rate=0.2), "it does not decay"
+    assert own > moved(learning_rate=0.1)
 
 
 def test_without_test_data_validation_serves_for_both(manifest):

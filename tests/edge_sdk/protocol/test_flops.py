@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.elements import ElementMask, everything
-from edge_sdk.protocol.flops import forward_flops, growth_flops, training_flops
-from edge_sdk.protocol.masks import NeuronMask
+from edge_sdk.protocol.flops import forward_flops, growth_flops, nonzero_flops, training_flops
+from edge_sdk.protocol.masks import NeuronMask, merge_in_place, pack
 from edge_sdk.tracing.coupling import describe
 
 
@@ -111,6 +111,17 @@ def test_look_ups_and_norms_cost_nothing():
     model = nn.Sequential(nn.Embedding(50, 8), nn.LayerNorm((6, 8)), nn.Linear(8, 2))
     tokens = torch.zeros(1, 6, dtype=torch.long)
     assert forward_flops(describe(model, tokens, task="t")) == 2 * 6 * 8 * 2
+
+
+def test_weights_of_zero_cost_nothing_to_answer_with():
+    """A narrow network that is kept whole costs what it costs cut out, a sparse one what exists of it."""
+    values = {spec.name: np.ones(spec.shape, np.float32) for spec in DIGITS.tensors}
+    assert nonzero_flops(DIGITS, values) == forward_flops(DIGITS)
+    narrow = NeuronMask({group: np.arange(size // 3) for group, size in DIGITS.group_sizes.items()})
+    for mask in (narrow, half(DIGITS)):
+        kept = {spec.name: np.zeros(spec.shape, np.float32) for spec in DIGITS.tensors}
+        merge_in_place(DIGITS, kept, pack(DIGITS, values, mask), mask)
+        assert nonzero_flops(DIGITS, kept) == forward_flops(DIGITS, mask)
 
 
 # --- elements ----------------------------------------------------------------------------------------------------
