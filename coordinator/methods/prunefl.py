@@ -129,7 +129,8 @@ def close(model: GlobalModel, sums: OneUpdate | ElementSums, situation: Situatio
         share=rules.share * 0.5 ** (situation.round / rules.half_life),
         fixed_cost=rules.fixed_cost,
     )
-    notes = {"positions_replaced": mask.without(averaged.mask).count, "weights": mask.count}
+    came, went = mask.without(averaged.mask).count, averaged.mask.without(mask).count
+    notes = {"positions_replaced": came, "positions_changed": came + went, "weights": mask.count}
     return GlobalModel({**tensors, **mask.apply(tensors)}, mask, notes=notes)
 
 

@@ -219,8 +219,9 @@ class DeviceMethod:
     picks_best: the personal model of any round can be used later just as it was. Where not, a device keeps the last.
     mixes_global: a mixture of the personal and the whole global model is a personal model, too. The server half says
         the same, and sends the finished global model to every device.
-    acts: names of ``Trained.counts`` that prove that the method did what it is named for. A federation in whose records
-        one of them is zero was played by something else, and the bench says so; none for plain training.
+    acts: names of ``Trained.counts``, or of the server half's notes, that prove that the method did what it is named
+        for. A federation in whose records one of them is zero was played by something else, and the bench says so; none
+        for plain training.
     """
 
     evaluate: Callable[[Job], Evaluated]

@@ -128,7 +128,8 @@ def personalise(job: Job) -> Trained:
     longer = {} if epochs is None else {"local_epochs": epochs, "local_steps": None}
     result = _train(job.with_settings(**longer), freezing)
     dual = replace(dual, personal=get_tensors(job.model, job.manifest))
-    trained = _concluded(job, result, personal=dual.personal, update=None, counts=_sizes(dual))
+    counts = {**_sizes(dual), "personal_steps": result.steps}
+    trained = _concluded(job, result, personal=dual.personal, update=None, counts=counts)
     memory = trained.state.memory
     if job.task.classification:
         base = _base_entropies(job, dual)
@@ -259,5 +260,6 @@ DMPFL = DeviceMethod(
     evaluate=evaluate_all,
     adapt=adapt,
     picks_best=False,  # only the last stage makes a personal model of its own
+    acts=("replaced", "private", "personal_steps"),
 )
 """Between rounds the device keeps both models, and their base entropies."""

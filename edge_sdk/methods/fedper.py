@@ -14,4 +14,4 @@ from edge_sdk.methods import DeviceMethod
 from edge_sdk.methods.parts import adapt_own_part, train_together
 from edge_sdk.methods.rounds import evaluate_both
 
-FEDPER = DeviceMethod(train=train_together, evaluate=evaluate_both, adapt=adapt_own_part)
+FEDPER = DeviceMethod(train=train_together, evaluate=evaluate_both, adapt=adapt_own_part, acts=("private_values",))

@@ -24,4 +24,4 @@ def train(job: Job) -> Trained:
     return send_shared(job, replace(body, samples=head.samples + body.samples, steps=head.steps + body.steps))
 
 
-FEDREP = DeviceMethod(train=train, evaluate=evaluate_both, adapt=adapt_own_part)
+FEDREP = DeviceMethod(train=train, evaluate=evaluate_both, adapt=adapt_own_part, acts=("private_values",))

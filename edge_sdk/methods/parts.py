@@ -46,7 +46,9 @@ def train_part(job: Job, *, shared: bool) -> LocalResult:
 def send_shared(job: Job, result: LocalResult) -> Trained:
     """Return the outcome of a round: the whole model stays, its shared part is sent."""
     personal = get_tensors(job.model, job.manifest)
-    return conclude(job, result, personal=personal, update=Update(pack(job.manifest, personal, None)))
+    private = sum(spec.size for spec in job.manifest.tensors if spec.trainable and spec.policy == "personal")
+    update = Update(pack(job.manifest, personal, None))
+    return conclude(job, result, personal=personal, update=update, counts={"private_values": private})
 
 
 def adapt_own_part(job: Job) -> DeviceState:

@@ -111,7 +111,7 @@ def prepare(job: Job) -> Trained:
         validation=None,
         stop_loss=None,
         stopped=False,
-        counts={"prepare_rounds": number},
+        counts={"prepare_rounds": number, "prepare_pruned": mask.size - mask.count},
     )
 
 
@@ -174,5 +174,11 @@ def _choose(job: Job, squares: dict[str, NDArray[np.float32]], mask: ElementMask
     return chosen
 
 
-PRUNEFL = DeviceMethod(train=train, prepare=prepare, evaluate=evaluate_global, adapt=adapt_global)
+PRUNEFL = DeviceMethod(
+    train=train,
+    prepare=prepare,
+    evaluate=evaluate_global,
+    adapt=adapt_global,
+    acts=("prepare_pruned", "positions_changed"),
+)
 """FedAvg of what exists; between rounds a device keeps nothing but the mask by name."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edge_sdk.methods import Job, MethodSettings, Trained, Update
 from edge_sdk.methods.rounds import conclude, train_loaded
-from edge_sdk.methods.whole import sparse_mask
+from edge_sdk.methods.whole import pulled, sparse_mask
 from edge_sdk.protocol.elements import ElementMask, Flags
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.masks import pack
@@ -59,7 +59,8 @@ def train_replacing(job: Job, replacing: Replacing, proximal_weight: float) -> T
     freezing = Freezing(job.model, job.manifest, None, flags_of(sparse_mask(job)))
     result = train_loaded(job, freezing, proximal_weight=proximal_weight, adjustment=replacing)
     update = Update(pack(job.manifest, get_tensors(job.model, job.manifest), replacing.mask), replacing.mask)
-    trained = conclude(job, result, personal=None, update=update, counts=replacing.counts)
+    counts = {**replacing.counts, **pulled(result, proximal_weight)}
+    trained = conclude(job, result, personal=None, update=update, counts=counts)
     memory = {**trained.state.memory, "epochs": _epochs(job) + job.assignment.settings.local_epochs}
     state = replace(trained.state, memory=memory)
     return replace(trained, state=state, flops=trained.flops + replacing.flops)

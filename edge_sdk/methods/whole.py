@@ -11,7 +11,7 @@ from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.masks import pack
 from edge_sdk.training.elements import flags_of
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import evaluate, evaluate_held_out, get_tensors, set_tensors
+from edge_sdk.training.local import LocalResult, evaluate, evaluate_held_out, get_tensors, set_tensors
 from edge_sdk.training.merging import whole_model
 
 
@@ -32,7 +32,12 @@ def train_whole(job: Job, proximal_weight: float = 0.0) -> Trained:
     freezing = Freezing(job.model, job.manifest, None, flags_of(mask))
     result = train_loaded(job, freezing, proximal_weight=proximal_weight)
     update = Update(pack(job.manifest, get_tensors(job.model, job.manifest), mask), mask)
-    return conclude(job, result, personal=None, update=update)
+    return conclude(job, result, personal=None, update=update, counts=pulled(result, proximal_weight))
+
+
+def pulled(result: LocalResult, proximal_weight: float) -> dict[str, int]:
+    """Return what to report of a pull: the steps under it, nothing where there is none."""
+    return {"pulled_steps": result.steps} if proximal_weight else {}
 
 
 def train_pulled(job: Job) -> Trained:

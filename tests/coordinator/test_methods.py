@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
+
 import numpy as np
 import pytest
 
 from edge_sdk.device.session import FAILURES, Outcome
+from edge_sdk.methods import load_method
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import Manifest, initial_values
@@ -45,6 +48,68 @@ def same(one, other):
 
 def kinds(assignments):
     return [assignment.kind.value for assignment in assignments]
+
+
+# --- counts that prove that a mechanism acted ---------------------------------------------------------------------
+
+OFTEN = {"adjust_interval": 1}
+SO_THAT_IT_ACTS = {
+    "dmpfl": {**OFTEN, "iterations": 1, "replaced": 0.2},
+    "feddst": {**OFTEN, "device_interval": 1},
+    "fedsgc": {**OFTEN, "device_interval": 1},
+    "grasp": {"score_batches": 2},
+    "prunefl": {**OFTEN, "prepare_rounds": 1},
+}
+"""Settings under which a mechanism acts in four rounds."""
+
+ACTING = sorted(
+    entry.name
+    for entry in entry_points(group="sparrow.device_methods")
+    if entry.value.startswith("edge_sdk.methods.") and load_method(entry.name).acts
+)
+
+
+def counted(coordinator):
+    """Counts and notes of a federation's rounds, added up."""
+    total = {}
+    for record in coordinator.records.rounds("f"):
+        assert not set(record.counts) & set(record.notes), "two things of the same name"
+        for name, count in (*record.counts.items(), *record.notes.items()):
+            total[name] = total.get(name, 0) + count
+    return total
+
+
+@pytest.mark.parametrize("method", ACTING)
+def test_a_mechanism_that_acts_is_counted(coordinator, method):
+    coordinator.create(method, rounds=4, local_epochs=2, method_settings=SO_THAT_IT_ACTS.get(method, {}))
+    coordinator.play(*(coordinator.open_device(name, 0.6) for name in "ab"))
+    if not coordinator.records.rounds("f"):  # it trains whole models
+        coordinator.play(*(coordinator.open_device(name) for name in "cd"))
+    total = counted(coordinator)
+    assert {name: total.get(name, 0) > 0 for name in load_method(method).acts} == dict.fromkeys(
+        load_method(method).acts, True
+    )
+
+
+IDLE = [
+    ("ditto", {"proximal_weight": 0.0}, "pulled_steps"),
+    ("dmpfl", {**SO_THAT_IT_ACTS["dmpfl"], "replaced": 0.0}, "replaced"),
+    ("feddst", {**SO_THAT_IT_ACTS["feddst"], "over_pruning": 0.0}, "replaced"),
+    ("fedprox", {"proximal_weight": 0.0}, "pulled_steps"),
+    ("fedsgc", {**SO_THAT_IT_ACTS["fedsgc"], "guided_share": 0.0}, "dropped_guided"),
+    ("fedspu", {}, "frozen_values"),
+    ("grasp", {**SO_THAT_IT_ACTS["grasp"], "density": 1.0}, "prepare_pruned"),
+    ("prunefl", {**SO_THAT_IT_ACTS["prunefl"], "density": 1.0, "share": 0.0}, "positions_changed"),
+]
+"""Settings that turn a mechanism off, and the count that says so; FedSPU's is off where every budget is 1."""
+
+
+@pytest.mark.parametrize(("method", "own", "count"), IDLE, ids=[method for method, *_ in IDLE])
+def test_a_mechanism_that_is_turned_off_counts_nothing(coordinator, method, own, count):
+    coordinator.create(method, rounds=4, local_epochs=2, method_settings=own)
+    coordinator.play(*(coordinator.open_device(name) for name in "ab"))
+    assert count in load_method(method).acts
+    assert counted(coordinator).get(count, 0) == 0
 
 
 # --- FedAvg and FedProx ------------------------------------------------------------------------------------------

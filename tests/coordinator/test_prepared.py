@@ -119,11 +119,13 @@ def test_prunefl_replaces_weights_in_rounds_that_send_gradients(coordinator):
     second = records[2]
     assert second.parts_up == parts(second, 2 * (counts[1] + OTHERS), gradients=2 * 4 * WEIGHTS)
     new = sum(int((masks[3].exists[name] & ~masks[2].exists[name]).sum()) for name in masks[3].exists)
-    assert second.notes == {"positions_replaced": new, "weights": counts[2]}
+    gone = sum(int((masks[2].exists[name] & ~masks[3].exists[name]).sum()) for name in masks[3].exists)
+    assert second.notes == {"positions_replaced": new, "positions_changed": new + gone, "weights": counts[2]}
     assert new > 0
     assert [record.notes for record in records[3:]] == [{}, {}]
     assert all("gradients" not in record.parts_up for record in records if record is not second)
-    assert (records[0].counts, records[0].notes) == ({"prepare_rounds": 2}, {"weights": counts[0]})
+    assert records[0].counts == {"prepare_rounds": 2, "prepare_pruned": WEIGHTS - counts[0]}
+    assert records[0].notes == {"weights": counts[0]}
 
 
 def test_whole_numbers_and_gradients_go_together(coordinator):
@@ -340,7 +342,8 @@ def test_less_may_go_as_rounds_pass():
         assert early.mask.counts[name] == dense[name] - int(0.15 * dense[name] + 1e-9)
         assert late.mask.counts[name] == dense[name] - int(0.075 * dense[name] + 1e-9)
     assert early.mask.counts["out.weight"] == 640, "worth their time"
-    assert early.notes == {"positions_replaced": 0, "weights": early.mask.count}
+    gone = sum(dense.values()) - early.mask.count
+    assert early.notes == {"positions_replaced": 0, "positions_changed": gone, "weights": early.mask.count}
 
 
 def test_the_smallest_go_and_what_stays_is_the_mean():
@@ -362,7 +365,8 @@ def test_what_is_new_begins_at_zero():
     sums.fold_in_place(pack(DIGITS, tensors, mask), mask, 10, np.ones(WEIGHTS, np.float32))
     model = method.close(GlobalModel(tensors, mask), sums, at)
     assert model.mask.count == WEIGHTS, "such a t_0 makes everything worth its time"
-    assert model.notes == {"positions_replaced": WEIGHTS - 2716, "weights": WEIGHTS}
+    new = WEIGHTS - 2716
+    assert model.notes == {"positions_replaced": new, "positions_changed": new, "weights": WEIGHTS}
     assert all(not model.tensors[name][~exists].any() for name, exists in mask.exists.items())
     assert same(model.tensors, tensors)
 
