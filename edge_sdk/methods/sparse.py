@@ -21,6 +21,7 @@ from edge_sdk.protocol.sparsity import (
     LayerSparsity,
     Pruned,
     adjustment_steps,
+    device_interval,
     grow,
     layer_densities,
     over_pruning,
@@ -41,7 +42,8 @@ class SparseTrainingSettings(MethodSettings):
 
     density: float
     layer_sparsity: LayerSparsity
-    device_interval: int
+    device_interval: int | Literal["auto"]
+    of_rounds: int
     over_pruning: float
     adjust_at: At
     grow_batches: int
@@ -104,11 +106,12 @@ class _Rule:
         self._job, self._rules, self._mask = job, rules, mask
         self._share, self._basis = share, basis
         self._expected = int(job.planned("expected_epochs", 2**40))
+        settings = job.assignment.settings
         plan = adjustment_steps(
             _epochs(job),
-            job.assignment.settings.local_epochs,
+            settings.local_epochs,
             len(job.task.train),
-            rules.device_interval,
+            device_interval(rules.device_interval, rules.of_rounds, settings.rounds, self._expected),
             self._expected,
             rules.adjust_at,
         )

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.integration  # plays whole federations, or traces or ex
 DIGITS = load_builtin("digits").manifest
 WEIGHTS = sum(spec.size for spec in DIGITS.maskable)
 OTHERS = DIGITS.shared_values - WEIGHTS
-QUICK = {"prepare_rounds": 2, "adjust_interval": 2}
+QUICK = {"prepare_rounds": 2, "adjust_interval": 0}
 
 
 def own(method, **settings):
@@ -101,7 +101,7 @@ def test_grasp_begins_with_the_first_weights_and_keeps_its_mask(coordinator):
 
 
 def test_prunefl_replaces_weights_in_rounds_that_send_gradients(coordinator):
-    coordinator.create("prunefl", rounds=4, method_settings=own("prunefl", density=0.3))
+    coordinator.create("prunefl", rounds=4, method_settings=own("prunefl", density=0.3, adjust_interval=2))
     sessions = [coordinator.open_device(name) for name in "ab"]
     masks = {}
     moved = True
@@ -130,7 +130,7 @@ def test_prunefl_replaces_weights_in_rounds_that_send_gradients(coordinator):
 
 def test_whole_numbers_and_gradients_go_together(coordinator):
     """Updates in int8 are differences, what is prepared is not, and squared gradients stay as they are."""
-    coordinator.create("prunefl", rounds=3, precision="int8", method_settings=own("prunefl"))
+    coordinator.create("prunefl", rounds=3, precision="int8", method_settings=own("prunefl", adjust_interval=2))
     coordinator.play(coordinator.open_device("a"), coordinator.open_device("b"))
     zeroth, first, second, _ = coordinator.records.rounds("f")
     assert zeroth.parts_up["values"] == 4 * (2716 + OTHERS)
@@ -266,7 +266,7 @@ def test_devices_change_no_mask_of_their_own(coordinator, method):
 
 
 def test_gradients_come_when_they_are_asked_for_and_only_then(coordinator):
-    asked = in_round(coordinator, 2, "prunefl")
+    asked = in_round(coordinator, 2, "prunefl", adjust_interval=2)
     assert asked["a"].plan == {"gradients": True}
     mask, gradients = coordinator.model().mask, np.ones(WEIGHTS, np.float32)
     with pytest.raises(BadContent, match="is sent with gradients"):
