@@ -7,11 +7,14 @@ from importlib.metadata import entry_points
 import numpy as np
 import pytest
 
+from edge_sdk.device.rounding import round_update
 from edge_sdk.device.session import FAILURES, Outcome
+from edge_sdk.errors import Refused, RoundOver
 from edge_sdk.methods import load_method
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import Manifest, initial_values
+from edge_sdk.protocol.masks import merge_in_place
 from edge_sdk.protocol.messages import (
     ChangeDevice,
     ChangeFederation,
@@ -21,6 +24,8 @@ from edge_sdk.protocol.messages import (
     Kind,
     UpdateReport,
 )
+from edge_sdk.protocol.quantization import row_lengths
+from edge_sdk.training.merging import sent_values
 from sparrow.coordinator.errors import BadContent, WrongMediaType, WrongState
 from sparrow.coordinator.rounds.acceptance import JSON_TYPE
 from sparrow.coordinator.rounds.dispatch import REST_SECONDS
@@ -413,6 +418,73 @@ def test_a_round_survives_a_kill_between_saving_and_sending(coordinator, new_coo
     assert again.progress.rounds == 2
     assert other.info().model_sha256 == coordinator.info().model_sha256
     assert [record.updates for record in other.records.rounds("f")] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("method", "own"),
+    [("fedavg", {}), ("fedsgc", {"adjust_interval": 0}), ("fedspu", {})],
+    ids=lambda value: str(value),
+)
+def test_what_int8_owes_is_of_the_updates_that_counted(coordinator, clock, monkeypatch, method, own):
+    """Under a lost acknowledgement, a restart, an update that comes too late and one that is refused: what was sent and
+    counted, and what is owed in the end, is together what was to be sent, but for float32's rounding."""
+    counted, tried = [], []
+
+    def watched(job, update, feedback):
+        numbers, left = round_update(job, update, feedback)
+        change = np.asarray(update.values) - sent_values(job.manifest, job.received, update.mask)
+        rounded = numbers.values(row_lengths(job.manifest, update.mask))
+        tried[:] = [spread(change, update.mask), spread(rounded, update.mask), len(feedback)]
+        return numbers, left
+
+    def spread(values, mask):
+        tensors = {spec.name: np.zeros(spec.shape) for spec in DIGITS.shared}
+        merge_in_place(DIGITS, tensors, values, mask)
+        return np.concatenate([tensor.reshape(-1) for tensor in tensors.values()])
+
+    def disturbed(fault):
+        device = coordinator.open_device("a", 0.5 if method == "fedspu" else 1.0)
+        sends = device.transport.update
+
+        def update(assignment_id, body, media_type):
+            if media_type == bundle.MEDIA_TYPE and fault and not isinstance(fault[0], ConnectionError):
+                raise fault.pop()
+            sends(assignment_id, body, media_type)
+            if media_type == bundle.MEDIA_TYPE and len(tried) == 3:
+                counted.append(tuple(tried))
+                tried.clear()
+            if fault:
+                raise fault.pop()
+
+        device.transport.update = update
+        return device
+
+    def until(rounds, device):
+        while coordinator.info().round < rounds or device.progress.pending is not None:
+            coordinator.rounds.advance()
+            device.step()
+            clock.pass_seconds(61)
+        return device
+
+    monkeypatch.setattr("edge_sdk.device.session.round_update", watched)
+    coordinator.create(method, precision="int8", rounds=7, min_devices=1, method_settings=own, silence_seconds=600)
+    until(1, disturbed([])).folder.close()
+    device = disturbed([ConnectionError("the acknowledgement is lost")])
+    with pytest.raises(ConnectionError):
+        until(2, device)
+    device.folder.close()
+    until(2, disturbed([])).folder.close()
+    until(3, disturbed([RoundOver(409, "too late")])).folder.close()
+    until(4, disturbed([Refused(422, "no")])).folder.close()
+    device = until(7, disturbed([]))
+    total, sent = (sum(each[part] for each in counted) for part in (0, 1))
+    owed = np.concatenate([device.folder.feedback[spec.name].reshape(-1) for spec in DIGITS.shared])
+    assert len(counted) >= 5
+    assert np.count_nonzero(owed) > 1000
+    np.testing.assert_allclose(sent + owed, total, atol=len(counted) * 1e-6)
+    carried = [record.counts["carried_values"] for record in coordinator.records.rounds("f") if record.updates]
+    assert carried[0] == 0
+    assert all(count > 100 for count in carried[1:])
 
 
 def test_a_device_whose_preparation_came_too_late_goes_on(coordinator, clock):
