@@ -669,12 +669,13 @@ class Session:
             found = (evaluated.personal, evaluated.global_model, evaluated.validation, shared)
             judged = [each.num_examples for each in found if each]
             exists = _elements(job.received.mask) if job.received else None
-            measured.flops = forward_flops(self.manifest, exists) * sum(judged)
+            measured.flops = forward_flops(self.manifest, exists) * sum(judged) + evaluated.flops
         receipt = Receipt(
             personal=evaluated.personal,
             global_model=evaluated.global_model,
             validation=evaluated.validation,
             others=dict(evaluated.others),
+            finetuning_flops=min(evaluated.flops, MOST_FLOPS),
             state_bytes=_bytes_of(job.state),
             telemetry=Telemetry(download=download, train=measured.cost),
         )

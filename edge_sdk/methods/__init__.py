@@ -149,13 +149,15 @@ class Evaluated:
     """Outcome of an evaluation on the device's held-out data; None for a model that there is not.
 
     validation: the personal model, or where there is none the global one, on validation data; the others on test data.
-    others: the method's other ways to predict, by name.
+    others: the method's other ways to predict, by name. flops: of training for it, and of what else it computed beyond
+    judging these models once.
     """
 
     personal: Evaluation | None
     global_model: Evaluation | None
     validation: Evaluation | None = None
     others: Mapping[str, Evaluation] = field(default_factory=dict)
+    flops: int = 0
 
 
 class UnknownWork(ProtocolError):

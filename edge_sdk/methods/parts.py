@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from edge_sdk.methods import DeviceState, Job, Trained, Update
-from edge_sdk.methods.rounds import conclude, fine_tune, train_loaded
+from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update
+from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tune, train_loaded
+from edge_sdk.protocol.flops import forward_flops, training_flops
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import pack
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import LocalResult, get_tensors, set_tensors
+from edge_sdk.training.local import LocalResult, evaluate_held_out, get_tensors, set_tensors
 from edge_sdk.training.merging import whole_model
 
 
@@ -49,6 +50,22 @@ def send_shared(job: Job, result: LocalResult) -> Trained:
     private = sum(spec.size for spec in job.manifest.tensors if spec.trainable and spec.policy == "personal")
     update = Update(pack(job.manifest, personal, None))
     return conclude(job, result, personal=personal, update=update, counts={"private_values": private})
+
+
+def evaluate_tuned(job: Job) -> Evaluated:
+    """Judge the device's model and, with ``finetune_epochs``, a copy that a last local stage has trained, both parts.
+
+    The copy, which is thrown away, is then the personal model, and ``others`` has the one that training has left, as
+    ``untuned``.
+    """
+    untuned = evaluate_both(job)
+    if not job.assignment.settings.finetune_epochs or job.state.personal is None or untuned.personal is None:
+        return untuned
+    set_tensors(job.model, job.state.personal)
+    result = fine_tune(job, Freezing(job.model, job.manifest, None), purpose="finetune")
+    personal, validation = evaluate_held_out(job.model, job.task)
+    flops = training_flops(job.manifest, result.samples) + untuned.personal.num_examples * forward_flops(job.manifest)
+    return Evaluated(personal, None, validation, {"untuned": untuned.personal}, flops)
 
 
 def adapt_own_part(job: Job) -> DeviceState:

@@ -8,10 +8,12 @@ from edge_sdk.methods import DeviceState, Evaluated, Job, MethodSettings, Traine
 from edge_sdk.methods.rounds import conclude, fine_tune, train_loaded
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import BundleError
+from edge_sdk.protocol.flops import forward_flops, training_flops
 from edge_sdk.protocol.masks import pack
+from edge_sdk.training.adaptive import base_entropies, judge_choice
 from edge_sdk.training.elements import flags_of
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import LocalResult, evaluate, evaluate_held_out, get_tensors, set_tensors
+from edge_sdk.training.local import LocalResult, count_examples, evaluate, evaluate_held_out, get_tensors, set_tensors
 from edge_sdk.training.merging import whole_model
 
 
@@ -46,14 +48,27 @@ def train_pulled(job: Job) -> Trained:
 
 
 def evaluate_global(job: Job) -> Evaluated:
-    """Judge the global model on held-out data and, with ``finetune_epochs``, a fine-tuned copy of it beside it."""
-    set_tensors(job.model, whole_model(job.manifest, job.received))
+    """Judge the global model on held-out data and, with ``finetune_epochs``, a fine-tuned copy of it beside it.
+
+    Of a classification also ``adaptive``: DM-PFL+'s choice between both, sample by sample, by base entropies of the
+    training data (FedAvg+FT+).
+    """
+    task, manifest = job.task, job.manifest
+    set_tensors(job.model, whole_model(manifest, job.received))
     if not job.assignment.settings.finetune_epochs:
-        return Evaluated(None, *evaluate_held_out(job.model, job.task))
-    global_model = evaluate(job.model, job.task, job.task.held_out)
-    _fine_tune(job)
-    personal, validation = evaluate_held_out(job.model, job.task)
-    return Evaluated(personal, global_model, validation)
+        return Evaluated(None, *evaluate_held_out(job.model, task))
+    whole = get_tensors(job.model, manifest)
+    global_model = evaluate(job.model, task, task.held_out)
+    result = _fine_tune(job)
+    personal, validation = evaluate_held_out(job.model, task)
+    flops = training_flops(manifest, result.samples, weight_gradients=existing(job))
+    if not task.classification:
+        return Evaluated(personal, global_model, validation, flops=flops)
+    both = {"personal": get_tensors(job.model, manifest), "global_model": whole}
+    chosen = judge_choice(job.model, task, **both, base=base_entropies(job.model, task, **both))
+    samples = count_examples(task.train) + chosen.num_examples
+    flops += 2 * samples * forward_flops(manifest, existing(job))
+    return Evaluated(personal, global_model, validation, {"adaptive": chosen}, flops)
 
 
 def adapt_global(job: Job) -> DeviceState:
@@ -78,6 +93,6 @@ def sparse_mask(job: Job) -> ElementMask:
     return mask
 
 
-def _fine_tune(job: Job) -> None:
+def _fine_tune(job: Job) -> LocalResult:
     """Train the loaded global model for ``finetune_epochs``; the same copy whenever it is asked for in this round."""
-    fine_tune(job, Freezing(job.model, job.manifest, None, flags_of(existing(job))), purpose="finetune")
+    return fine_tune(job, Freezing(job.model, job.manifest, None, flags_of(existing(job))), purpose="finetune")

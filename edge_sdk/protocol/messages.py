@@ -736,6 +736,9 @@ class Receipt(_Request):
         default_factory=dict, max_length=16, description="The method's other ways to predict, on test data"
     )
     state_bytes: Count = Field(default=0, description="What the device keeps between rounds, bytes")
+    finetuning_flops: Flops = Field(
+        default=0, description="What an evaluation computed beyond judging each model once: training a copy, say"
+    )
     telemetry: Telemetry = Telemetry()
 
 
@@ -785,7 +788,8 @@ class RoundRecord(Answer):
     """``GET /v1/federations/{name}/rounds``: what happened in one round.
 
     ``updates`` counts each acknowledged update once. ``bytes_down`` and ``bytes_up`` are bodies of payloads and updates
-    of training as the devices counted them; evaluation is apart. ``parts_down`` and ``parts_up`` say what the payloads
+    of training as the devices counted them; evaluation is apart, and so are ``finetuning_flops``, which it computed for
+    copies that it trained. ``parts_down`` and ``parts_up`` say what the payloads
     and updates that counted consist of, bytes by part of a bundle. ``accuracy`` and ``loss`` are means over devices,
     unweighted, of the evaluation that followed the round; ``None`` where there was none. ``accuracy_personal_decile``
     is that of the floor(N/10)-th worst of N devices. ``counts`` are those of the method's device halves, added up:
@@ -807,6 +811,7 @@ class RoundRecord(Answer):
     expired: int
     num_examples: int
     training_flops: int
+    finetuning_flops: int = 0
     train_loss: float | None
     accuracy_personal: float | None
     accuracy_personal_decile: float | None = None

@@ -145,6 +145,20 @@ def test_every_download_is_the_whole_model(coordinator):
     assert all(assignment.work is None for assignment in worked)
 
 
+@pytest.mark.parametrize("method", ["fedavg", "fedper"])
+def test_what_fine_tuning_computes_is_counted_apart_from_training(coordinator, new_coordinator, method):
+    records = []
+    for epochs, each in ((0, coordinator), (2, new_coordinator())):
+        each.create(method, finetune_epochs=epochs)
+        each.play(each.open_device("a"), each.open_device("b"))
+        records.append(each.records.rounds("f"))
+    plain, tuned = records
+    assert [record.finetuning_flops for record in plain] == [0, 0, 0]
+    assert [record.training_flops for record in plain] == [record.training_flops for record in tuned]
+    assert tuned[-1].finetuning_flops > 2 * tuned[-1].training_flops, "two epochs where a round has one"
+    assert tuned[-1].accuracy_personal is not None
+
+
 def test_fine_tuned_copies_are_judged_and_the_last_is_kept(coordinator):
     coordinator.create("fedavg", finetune_epochs=3)
     sessions = [coordinator.open_device(name) for name in "ab"]
