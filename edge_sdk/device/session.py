@@ -583,8 +583,9 @@ class Session:
             best = self._find_best(job, trained)
             train.flops = trained.flops
         assert trained.update is not None, "such a round ends with values to send"
-        trained = replace(trained, counts={**trained.counts, **self._carried(job, trained.update)})
-        body, feedback = self._pack(job, trained.update, _report(job, trained, download, train.cost))
+        update = trained.update
+        trained = replace(trained, counts={**trained.counts, **self._carried(job, update)})
+        body, feedback = self._pack(job, update, _report(job, trained, download, train.cost))
         self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost, feedback)
 
     def _personalise(self, job: Job, download: Phase) -> None:

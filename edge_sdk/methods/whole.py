@@ -64,8 +64,9 @@ def evaluate_global(job: Job) -> Evaluated:
     flops = training_flops(manifest, result.samples, weight_gradients=existing(job))
     if not task.classification:
         return Evaluated(personal, global_model, validation, flops=flops)
-    both = {"personal": get_tensors(job.model, manifest), "global_model": whole}
-    chosen = judge_choice(job.model, task, **both, base=base_entropies(job.model, task, **both))
+    copy = get_tensors(job.model, manifest)
+    base = base_entropies(job.model, task, personal=copy, global_model=whole)
+    chosen = judge_choice(job.model, task, personal=copy, global_model=whole, base=base)
     samples = count_examples(task.train) + chosen.num_examples
     flops += 2 * samples * forward_flops(manifest, existing(job))
     return Evaluated(personal, global_model, validation, {"adaptive": chosen}, flops)
