@@ -163,7 +163,7 @@ def point_after(records: Sequence[RoundRecord], reports: Sequence[DeviceReport],
         wall_seconds=sum(record.seconds or 0.0 for record in records),
         notes=total(record.notes for record in records),
         counts=total(record.counts for record in records),
-        finetune_flops=sum(receipt.training_flops for receipt in receipts),
+        finetune_flops=sum(receipt.finetune_flops for receipt in receipts),
     )
 
 

@@ -44,6 +44,7 @@ from sparrow.benchmarks.metrics import Shifted, idle, judged, own, point_after, 
 from sparrow.benchmarks.rows import DeviceResult, Recorded, TrialResult
 from sparrow.benchmarks.server import coordinator, machine
 from sparrow.benchmarks.shift import check_test_sets, judge, read_finished
+from sparrow.coordinator.methods import load_method as load_server_half
 from sparrow.devices.simulation import load_boards
 
 FEDERATION = "trial"
@@ -92,9 +93,10 @@ def _same_training(trial: Trial, done: Iterable[Recorded]) -> Recorded | None:
     """Return a recorded trial that differs only in evaluating a fine-tuned copy beside the global model, or None.
 
     Fine-tuned copies are thrown away, so the two are one training, bit for bit, and need not be run twice. (New devices
-    keep theirs: of the model as it is they have found nothing.)
+    keep theirs: of the model as it is they have found nothing. Nor is there anything to take from methods with personal
+    models, whose copies are of these.)
     """
-    if trial.settings.get("finetune_epochs", 0) or trial.new:
+    if trial.settings.get("finetune_epochs", 0) or trial.new or load_server_half(trial.method).personal_models:
         return None
     plain = trial.model_copy(update={"settings": _without_fine_tuning(trial)})
     for each in done:

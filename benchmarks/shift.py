@@ -1,13 +1,13 @@
-"""Evaluation of a trial's last models on shifted test sets, without training or rounds.
+"""Evaluation of a trial's last models on shifted test sets, without rounds.
 
 After a federation has ended, its fleet's state folders have the personal models and the coordinator has the global one.
 Each device is opened again with a ``--data`` that changes its test samples only, and the method's device half evaluates
 as in the federation's last evaluation, with the method's own rule for the answering model. Nothing is written, and the
 coordinator's records do not change.
 
-Two things differ from that evaluation. With ``finetune_epochs`` an evaluation trains a copy of the global model and
-discards it; here the copy that the device kept when it adapted the finished model is evaluated, which is the same bit
-for bit. A device that was never drawn had no personal model then; the one that it has adapted since does not count.
+With ``finetune_epochs`` an evaluation trains a copy of a model and discards it; here it is trained again for each test
+set, to the same bits. One thing differs: a device that was never drawn had no personal model then, and the one that it
+has adapted since does not count.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from edge_sdk.protocol.masks import Mask, pack
 from edge_sdk.protocol.messages import Assignment, FederationInfo, Kind
 from edge_sdk.simulation.host import Plan
 from edge_sdk.tasks import load_task
-from edge_sdk.training.local import TrainingDiverged, evaluate, set_tensors
+from edge_sdk.training.local import TrainingDiverged
 from sparrow.coordinator.methods import load_method as load_coordinator_method
 
 log = logging.getLogger(__name__)
@@ -115,17 +115,17 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[str
         own, mask = folder.own, load_mask(folder, manifest)
     finally:
         folder.close()
-    adapted = personal if progress.adapted else None
-    keeps = load_coordinator_method(info.method).personal_models
-    kept = adapted if info.settings.finetune_epochs and not keeps else None
-    settings = info.settings.model_copy(update={"finetune_epochs": 0})
     body = None if finished.model is None else _payload(manifest, finished.model, mask, info)
     found = []
     for text in texts:
         task = replace(plan, data=text).task(index, info).on(plan.compute)  # with a model of its own, made anew
         job = Job(
             assignment=Assignment(
-                assignment_id="judging", kind=Kind.evaluate, round=info.round, deadline_seconds=0.0, settings=settings
+                assignment_id="judging",
+                kind=Kind.evaluate,
+                round=info.round,
+                deadline_seconds=0.0,
+                settings=info.settings,
             ),
             manifest=manifest,
             task=task,
@@ -135,21 +135,16 @@ def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[str
             federation=info.name,
             device=plan.name(index),
         )
-        found.append(_judge(job, info.method, kept))
+        found.append(_judge(job, info.method))
     return found
 
 
-def _judge(job: Job, method: str, kept: Tensors | None) -> Evaluated:
-    """Evaluate by the method's rule; ``kept``: a fine-tuned copy of the global model, evaluated beside it."""
+def _judge(job: Job, method: str) -> Evaluated:
     try:
-        evaluated = load_method(method).evaluate(job)
-        if kept is not None:
-            set_tensors(job.model, kept)
-            evaluated = replace(evaluated, personal=evaluate(job.model, job.task, job.task.held_out))
+        return load_method(method).evaluate(job)
     except (TrainingDiverged, ProtocolError) as error:  # as in a session: the device goes without a figure
         log.warning("%s: %s", job.device, error)
         return Evaluated(None, None)
-    return evaluated
 
 
 def _payload(manifest: Manifest, model: Tensors, held: Mask | None, info: FederationInfo) -> bytes:

@@ -20,7 +20,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # No round of it replaces weights, so that all updates are alike: those under the mask that everybody holds.
     f"sparrow {DENSITY}": {
         "method": "fedsgc",
-        "method_settings": {"density": DENSITY, "adjust_interval": 1_000_000},
+        "method_settings": {"density": DENSITY, "adjust_interval": 0},
     },
 }
 """A federation's settings by the engine's name: whole models, or a share of their weights."""

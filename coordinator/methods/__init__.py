@@ -179,9 +179,11 @@ class DeviceChoice:
 
 @dataclass(frozen=True)
 class Participation:
-    """What the records say of one device's update. device: its name, budget: its present one. ratio: the active ratio
-    at which it trained; loss: the mean training loss, over ``num_examples``; flops: of its training; seconds: of
-    download, training and upload, as it reports them."""
+    """Facts of one device's update, from the records.
+
+    device: its name, budget: its present one. ratio: the active ratio at which it trained; loss: the mean training
+    loss, over ``num_examples``; flops: of its training; seconds: of download, training and upload, as it reports them.
+    """
 
     round: int
     device: str

@@ -19,7 +19,7 @@ positions are left fewer unless ``fill`` says otherwise.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -29,7 +29,7 @@ from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask
 from edge_sdk.protocol.messages import FederationSettings, Kind
-from edge_sdk.protocol.sparsity import LayerSparsity, magnitude_mask, trim
+from edge_sdk.protocol.sparsity import LayerSparsity, interval, magnitude_mask, trim
 from sparrow.coordinator.errors import BadContent, WrongState
 from sparrow.coordinator.methods import (
     Aggregation,
@@ -43,8 +43,11 @@ from sparrow.coordinator.methods import (
     own_settings,
     refuse_mask,
 )
-from sparrow.coordinator.methods.sparse import check_counts, weights_per_layer
+from sparrow.coordinator.methods.sparse import Interval, check_counts, weights_per_layer
 from sparrow.coordinator.rounds.sums import ElementSums, Sum, quotient
+
+USUAL_INTERVAL = 10
+"""Rounds of the stage masks between those that replace weights: the paper's, of 300."""
 
 
 class DMPFLSettings(MethodSettings):
@@ -54,7 +57,11 @@ class DMPFLSettings(MethodSettings):
     layer_sparsity: LayerSparsity = Field(default="erk", description="How it is shared among layers")
     iterations: int = Field(default=2, ge=0, le=1000, description="Times that the stages pass, I; 0: masks alone")
     replaced: float = Field(default=0.01, ge=0, lt=1, description="Share of a mask that is replaced at a time, α_s")
-    adjust_interval: int = Field(default=10, ge=1, description="Rounds between those that replace weights")
+    adjust_interval: Interval = Field(
+        default="auto",
+        description="Rounds between those that replace weights, in the stage masks; auto: 10, or half of a stage of "
+        "fewer than 20; 0: none does",
+    )
     anneal: Literal["none", "cosine"] = Field(default="none", description="How that share falls over the rounds")
     vote_percent: int = Field(
         default=30, ge=0, lt=100, description="Percent of a round's updates that must be exceeded to be shared"
@@ -134,8 +141,31 @@ def start(tensors: Tensors, situation: Situation) -> GlobalModel:
             f"rounds: {settings.rounds} are too few for {rules.iterations} iterations of three stages; give at "
             f"least {4 * rules.iterations}"
         )
+    _check_replaces(situation)
     mask = magnitude_mask(tensors, situation.manifest, counts)
     return _model({name: tensors[name] for name in mask.exists}, mask, tensors)
+
+
+def _check_replaces(situation: Situation) -> None:
+    """Raise BadContent for rounds and an interval by which no device could ever replace a weight.
+
+    Unless they say so: where ``adjust_interval`` or ``replaced`` is 0, or everything exists.
+    """
+    settings, rules = situation.settings, situation.own(DMPFLSettings)
+    if 0 in (rules.adjust_interval, rules.replaced) or rules.density == 1:
+        return
+    rounds = (work(replace(situation, round=number)) for number in range(1, settings.rounds + 1))
+    if not any(each.plan.get("replace") for each in rounds):
+        longest = max(_length(each) for each in stages(settings.rounds, rules.iterations) if each.name == "masks")
+        raise BadContent(
+            f"method_settings.adjust_interval: weights are replaced every {rules.adjust_interval} rounds of the stage "
+            f"masks, which has {longest}: never. Give an adjust_interval of {longest - 1 or 1} or less, fewer "
+            f"iterations, more rounds, or adjust_interval 0, if the first masks are to stay"
+        )
+
+
+def _length(stage: Stage) -> int:
+    return stage.last - stage.first + 1
 
 
 def _counts(situation: Situation) -> dict[str, int]:
@@ -158,7 +188,8 @@ def work(situation: Situation) -> Work:
         return Work(Kind.personalise, {"stage": "personal", "epochs": epochs}, everyone=True, rounds=rounds)
     plan: dict[str, Any] = {"stage": stage.name}
     place = situation.round - stage.first + 1
-    if stage.name == "masks" and place % rules.adjust_interval == 0:
+    between = interval(rules.adjust_interval, USUAL_INTERVAL, _length(stage))
+    if stage.name == "masks" and between and place % between == 0:
         plan["replace"] = rules.replaced * _annealed(stage.before + place, situation)
     return Work(plan=plan)
 

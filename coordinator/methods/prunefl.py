@@ -30,9 +30,10 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from edge_sdk.protocol.elements import ElementMask
-from edge_sdk.protocol.manifest import Array, Manifest
+from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask
-from edge_sdk.protocol.sparsity import readjust
+from edge_sdk.protocol.sparsity import prunefl_interval, readjust
+from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     Aggregation,
     CoordinatorMethod,
@@ -52,6 +53,7 @@ from sparrow.coordinator.methods.prepared import (
     start_whole,
     sums_of_prepared,
 )
+from sparrow.coordinator.methods.sparse import Interval
 from sparrow.coordinator.rounds.sums import ElementSums, OneUpdate, Sums
 
 
@@ -61,7 +63,11 @@ class PruneFLSettings(PreparedSettings):
     prepare_rounds: int = Field(
         default=1000, ge=1, le=1_000_000, description="Most rounds that the first device trains alone"
     )
-    adjust_interval: int = Field(default=50, ge=1, description="Rounds between those that replace weights")
+    adjust_interval: Interval = Field(
+        default="auto",
+        description="Rounds between those that replace weights; auto: 50, or half of fewer than 100; 0: none does, and "
+        "the first device prunes once",
+    )
     share: float = Field(default=0.3, ge=0, le=1, description="Share of a layer's weights that may go at first, ρ")
     half_life: float = Field(
         default=10_000.0, gt=0, allow_inf_nan=False, description="Rounds after which half as many may go"
@@ -94,10 +100,24 @@ class SquaredGradientSums(ElementSums):
         return {name: part.reshape(shape) for (name, shape, _), part in zip(shapes, parts, strict=True)}
 
 
+def start(tensors: Tensors, situation: Situation) -> GlobalModel:
+    """Return the whole model. Raises BadContent where nothing can be sparse, or no round would replace weights."""
+    rounds, given = situation.settings.rounds, situation.own(PruneFLSettings).adjust_interval
+    between = prunefl_interval(given, rounds)
+    if between >= rounds:
+        raise BadContent(
+            f"method_settings.adjust_interval: every {between} rounds weights are replaced, but in the last one: in "
+            f"none of {rounds}. Give a lower adjust_interval, more than {between} rounds, or adjust_interval 0, if "
+            f"what the first device keeps is to stay"
+        )
+    return start_whole(tensors, situation)
+
+
 def work(situation: Situation) -> Work:
     """Return whether this round replaces weights, and so wants gradients."""
     number, settings = situation.round, situation.settings
-    due = 0 < number < settings.rounds and number % situation.own(PruneFLSettings).adjust_interval == 0
+    between = prunefl_interval(situation.own(PruneFLSettings).adjust_interval, settings.rounds)
+    due = between and 0 < number < settings.rounds and number % between == 0
     return Work(plan={"gradients": True} if due else {})
 
 
@@ -129,7 +149,8 @@ def close(model: GlobalModel, sums: OneUpdate | ElementSums, situation: Situatio
         share=rules.share * 0.5 ** (situation.round / rules.half_life),
         fixed_cost=rules.fixed_cost,
     )
-    notes = {"positions_replaced": mask.without(averaged.mask).count, "weights": mask.count}
+    came, went = mask.without(averaged.mask).count, averaged.mask.without(mask).count
+    notes = {"positions_replaced": came, "positions_changed": came + went, "weights": mask.count}
     return GlobalModel({**tensors, **mask.apply(tensors)}, mask, notes=notes)
 
 
@@ -137,7 +158,7 @@ PRUNEFL = CoordinatorMethod(
     smallest_budget=density_of,
     settings_type=PruneFLSettings,
     prepares=True,
-    start=start_whole,
+    start=start,
     schedule=Schedule(work=work),
     gradients=wants_gradients,
     masks=DeviceMasks(check=check_prepared),

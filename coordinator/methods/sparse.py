@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,17 @@ from edge_sdk.protocol.elements import ElementMask, Points
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import Block
 from edge_sdk.protocol.messages import FederationSettings
-from edge_sdk.protocol.sparsity import LayerSparsity, layer_counts, magnitude_mask, random_mask, trim
+from edge_sdk.protocol.sparsity import (
+    USUAL_INTERVAL,
+    LayerSparsity,
+    device_interval,
+    interval,
+    layer_counts,
+    magnitude_mask,
+    random_mask,
+    shortening,
+    trim,
+)
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import (
     Aggregation,
@@ -30,6 +40,9 @@ from sparrow.coordinator.methods import (
 )
 from sparrow.coordinator.rounds.sums import ElementSums
 
+Interval = Annotated[int, Field(ge=0)] | Literal["auto"]
+"""Rounds between those that replace weights; 0: none does."""
+
 
 class SparseTrainingSettings(MethodSettings):
     """The settings of dynamic sparse training, with or without a direction map."""
@@ -37,8 +50,20 @@ class SparseTrainingSettings(MethodSettings):
     density: float = Field(default=0.2, gt=0, le=1, description="Share of the maskable weights that exist, 1 - S")
     layer_sparsity: LayerSparsity = Field(default="erk", description="How it is shared among layers")
     initial_mask: Literal["random", "magnitude"] = Field(default="random", description="What exists at first")
-    adjust_interval: int = Field(default=5, ge=1, description="Rounds between those that replace weights, ΔR")
-    device_interval: int = Field(default=5, ge=1, description="A device's own epochs between replacements, ΔT")
+    adjust_interval: Interval = Field(
+        default="auto",
+        description="Rounds between those that replace weights, ΔR; auto: 5, or half of fewer than 10; 0: none does",
+    )
+    device_interval: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto",
+        description="A device's own epochs between replacements, ΔT; auto: 5, or half of its expected epochs T_c",
+    )
+    of_rounds: int = Field(
+        default=0,
+        ge=0,
+        le=1_000_000,
+        description="Rounds of the run that both intervals are meant for: fewer shorten them alike; 0: as they are",
+    )
     over_pruning: float = Field(default=0.5, ge=0, lt=1, description="Share that is replaced at first, α")
     adjust_at: Literal["penultimate", "end"] = Field(
         default="penultimate", description="Where a replacement due after a round's last epoch takes place"
@@ -53,6 +78,47 @@ class SparseTrainingSettings(MethodSettings):
     proximal_weight: float = Field(
         default=0.0, ge=0, allow_inf_nan=False, description="Weight μ of FedProx's pull back to the model received"
     )
+
+
+def rounds_between(settings: FederationSettings, rules: SparseTrainingSettings) -> int:
+    """Return ΔR, the rounds between those that replace weights; 0: none does."""
+    share = shortening(settings.rounds, rules.of_rounds)
+    return interval(rules.adjust_interval, USUAL_INTERVAL, settings.rounds, share)
+
+
+def expected_epochs(settings: FederationSettings, devices: int) -> int:
+    """Return the epochs that each of so many devices is expected to train in all, T_c."""
+    share = min(1.0, settings.cohort / max(1, devices))
+    return max(1, round(settings.local_epochs * settings.rounds * share))
+
+
+def check_replaces(settings: FederationSettings, rules: SparseTrainingSettings) -> None:
+    """Raise BadContent for rounds and intervals by which no device could ever replace a weight.
+
+    Unless they say so: where ``adjust_interval`` or ``over_pruning`` is 0, or everything exists. As many devices are
+    counted with as there are when the first round opens; more of them train less each.
+    """
+    if 0 in (rules.adjust_interval, rules.over_pruning) or rules.density == 1:
+        return
+    rounds, between = settings.rounds, rounds_between(settings, rules)
+    instead = "or adjust_interval 0, if the first mask is to stay; of_rounds shortens both intervals with the run"
+    last = (rounds - 1) // between * between
+    if not last:
+        raise BadContent(
+            f"method_settings.adjust_interval: every {between} rounds weights are replaced, but in the last one: in "
+            f"none of {rounds}. Give a lower adjust_interval, more than {between} rounds, {instead}"
+        )
+    expected = expected_epochs(settings, settings.min_devices)
+    epochs = device_interval(rules.device_interval, rules.of_rounds, settings.rounds, expected)
+    if epochs >= expected or epochs > last * settings.local_epochs:
+        most = min(expected, last * settings.local_epochs + 1)
+        lower = f"a device_interval below {most}, " if most > 1 else ""
+        raise BadContent(
+            f"method_settings.device_interval: a device replaces weights after every {epochs} of its epochs, until "
+            f"round {last} and before it has trained T_c = {expected} of them (rounds x local_epochs x cohort / "
+            f"min_devices, here {rounds} x {settings.local_epochs} x {settings.cohort} / {settings.min_devices}, the "
+            f"cohort at most once): never. Give {lower}more rounds, {instead}"
+        )
 
 
 def check_maskable(manifest: Manifest) -> None:
@@ -96,10 +162,10 @@ def replacing_method(
         return first_sparse_model(tensors, situation, situation.own(settings_type))
 
     def work(situation: Situation) -> Work:
-        return work_of(situation, situation.own(settings_type).adjust_interval)
+        return work_of(situation, rounds_between(situation.settings, situation.own(settings_type)))
 
     def warning(model: GlobalModel, situation: Situation) -> str | None:
-        return warning_of(model, situation, situation.own(settings_type).adjust_interval)
+        return warning_of(model, situation, rounds_between(situation.settings, situation.own(settings_type)))
 
     return CoordinatorMethod(
         smallest_budget=smallest_budget,
@@ -122,18 +188,17 @@ def first_sparse_model(tensors: Tensors, situation: Situation, rules: SparseTrai
     """Return θ_1 = weights · m_1."""
     manifest, seed = situation.manifest, situation.settings.seed
     counts = weights_per_layer(situation, rules.density, rules.layer_sparsity)
+    check_replaces(situation.settings, rules)
     at_random = rules.initial_mask == "random"
     mask = random_mask(manifest, counts, seed) if at_random else magnitude_mask(tensors, manifest, counts)
     return GlobalModel({**tensors, **mask.apply(tensors)}, mask, {"replaced": np.zeros(1, dtype=np.int64)})
 
 
-def work_of(situation: Situation, interval: int) -> Work:
+def work_of(situation: Situation, between: int) -> Work:
     """Return whether this round replaces weights, and the epochs that a device is expected to train in all, T_c."""
-    settings = situation.settings
-    if situation.round % interval or situation.round >= settings.rounds:
+    if not between or situation.round % between or situation.round >= situation.settings.rounds:
         return Work()
-    share = min(1.0, settings.cohort / max(1, situation.devices))
-    return Work(plan={"expected_epochs": max(1, round(settings.local_epochs * settings.rounds * share))})
+    return Work(plan={"expected_epochs": expected_epochs(situation.settings, situation.devices)})
 
 
 def check_replaced(model: GlobalModel, mask: ElementMask, situation: Situation) -> None:
@@ -225,12 +290,14 @@ def _average_alike(model: GlobalModel, sums: ElementSums, rest: int, movement: M
     return GlobalModel(tensors, model.mask, own, {"positions_replaced": 0, "union": model.mask.count})
 
 
-def warning_of(model: GlobalModel, situation: Situation, interval: int) -> str | None:
-    """Return a warning where the mask has never changed: that is no dynamic sparse training."""
+def warning_of(model: GlobalModel, situation: Situation, between: int) -> str | None:
+    """Return a warning where the mask has never changed, though it was to: that is no dynamic sparse training."""
+    if not between:
+        return None
     last = situation.settings.rounds - 1  # the last round re-adjusts nothing
-    if last < interval:
-        return f"of {last + 1} rounds none replaces weights; give an adjust_interval of less than {interval}"
-    adjusted = min(situation.round, last) // interval
+    if last < between:
+        return f"of {last + 1} rounds none replaces weights; give an adjust_interval of less than {between}"
+    adjusted = min(situation.round, last) // between
     if not adjusted or model.own["replaced"][0]:
         return None
     return (

@@ -236,6 +236,7 @@ def summarise(item: Round, rows: Sequence[tuple[Assignment, str]]) -> RoundRecor
         expired=sum(assignment.status == "expired" for assignment, _ in training),
         num_examples=examples,
         training_flops=sum(report.training_flops for report in reports),
+        finetune_flops=sum(receipt.finetune_flops for receipt in receipts),
         train_loss=_weighted_mean([report.train_loss for report in reports], weights),
         accuracy_personal=_mean(each.accuracy for each in personal),
         accuracy_personal_decile=bottom_decile([each.accuracy for each in personal]),

@@ -1,4 +1,8 @@
-"""Updates in int8: what a device sends is rounded, and what rounding takes is sent with its next update."""
+"""Updates in int8: what a device sends is rounded, and what rounding takes is sent with its next update.
+
+What is owed is of updates that counted: the state folder keeps what was owed before, until the coordinator has
+acknowledged the update.
+"""
 
 from __future__ import annotations
 

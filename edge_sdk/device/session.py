@@ -52,7 +52,7 @@ from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import BundleError, ManifestError, ProtocolError
 from edge_sdk.protocol.flops import forward_flops, nonzero_flops
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
-from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, same_mask
+from edge_sdk.protocol.masks import Mask, NeuronMask, merge_in_place, pack, same_mask
 from edge_sdk.protocol.messages import (
     MOST_COUNT,
     MOST_FLOPS,
@@ -583,7 +583,9 @@ class Session:
             best = self._find_best(job, trained)
             train.flops = trained.flops
         assert trained.update is not None, "such a round ends with values to send"
-        body, feedback = self._pack(job, trained.update, _report(job, trained, download, train.cost))
+        update = trained.update
+        trained = replace(trained, counts={**trained.counts, **self._carried(job, update)})
+        body, feedback = self._pack(job, update, _report(job, trained, download, train.cost))
         self._keep_round(job, trained, body, {**first, "best": best}, download, train.cost, feedback)
 
     def _personalise(self, job: Job, download: Phase) -> None:
@@ -630,6 +632,13 @@ class Session:
         if controller is not None:
             controller.after_upload(upload)
 
+    def _carried(self, job: Job, update: Update) -> dict[str, int]:
+        """Return how many values of an update bring along what rounding took from earlier ones; nothing unrounded."""
+        owed = self._folder.feedback
+        if job.assignment.settings.precision_of("up", job.assignment.kind) != "int8":
+            return {}
+        return {"carried_values": int(np.count_nonzero(pack(self.manifest, owed, update.mask))) if owed else 0}
+
     def _pack(self, job: Job, update: Update, report: str) -> tuple[bytes, Tensors | None]:
         """Return the update as a bundle, and what rounding takes from it; None where nothing is rounded."""
         assignment = job.assignment
@@ -668,7 +677,7 @@ class Session:
             global_model=evaluated.global_model,
             validation=evaluated.validation,
             others=dict(evaluated.others),
-            training_flops=evaluated.flops,
+            finetune_flops=min(evaluated.flops, MOST_FLOPS),
             inference_flops=nonzero_flops(self.manifest, answers),
             state_bytes=_bytes_of(job.state),
             telemetry=Telemetry(download=download, train=measured.cost),
@@ -716,6 +725,8 @@ class Session:
         """Keep the new state and the update together, then send it; returns what sending cost."""
         self._keep_mask(state.neurons)  # first: without the rest it is chosen again, from the same model
         pending = self._folder.put_outbox(assignment.assignment_id, assignment.kind, body)
+        if feedback is not None:
+            self._folder.put_owed(pending)
         changed |= {"memory": dict(state.memory), "model": state.model, "pending": pending, "everything": self.moved}
         if state.personal is self.personal and state.own is self._folder.own and feedback is None:
             self._save_progress(**changed)
@@ -736,12 +747,14 @@ class Session:
             except RoundOver as error:
                 # Too late, or answered already: the local step stays, as the method card asks (3.2).
                 log.info("the update was not needed any more: %s", error.detail)
+                self._owe_as_before(pending)
                 self._say_what_stays(pending)
             except (NotAuthenticated, NotAllowed):
                 raise
             except Refused as refusal:
                 # It would be refused again. The local step stays, and the round need not wait for this device.
                 log.warning("the update was refused: %s", refusal.detail)
+                self._owe_as_before(pending)
                 self._save_progress(pending=None)
                 self._hand_back(pending.assignment_id, refusal.detail)
                 self._say_what_stays(pending)
@@ -751,7 +764,14 @@ class Session:
         totals: Totals = getattr(self.progress, account)
         cost = UploadCost(assignment_id=pending.assignment_id, upload=upload.cost, everything=self.moved)
         self._save_progress(pending=None, upload_cost=cost, **{account: totals.plus(upload.cost)})
+        self._folder.forget_owed()
         return upload.cost
+
+    def _owe_as_before(self, pending: Pending) -> None:
+        """Take back what rounding took from an update that does not count: what is owed is of those that do."""
+        owed = self._folder.owed_before(pending)
+        if owed is not None:
+            self._folder.save(self.manifest, self.personal, self.progress, feedback=owed)
 
     def _say_what_stays(self, pending: Pending) -> None:
         """Without an update the coordinator cannot know that this device holds a model, and would send it all again."""

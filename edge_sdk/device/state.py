@@ -8,6 +8,7 @@
                           was after a round, or a file with a mixture of the personal and the finished global model
       progress.json       the ``Progress`` since then, where it went on and the model stayed
       outbox.bundle       the update being sent, until it is acknowledged
+      owed.safetensors    what rounding had taken before that update, should it not count
       federation.json     the federation's settings, this device's name and budget, as of its last start
       manifest.json  skeleton.onnx  mask.bits
       lock
@@ -44,6 +45,8 @@ from edge_sdk.protocol import checkpoint, personal
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import Evaluation, Kind, Moved, Phase, UploadCost
+
+OWED = "owed.safetensors"
 
 
 @dataclass(frozen=True)
@@ -409,6 +412,32 @@ class StateFolder:
         if hashlib.sha256(body).hexdigest() != pending.sha256:
             raise StateError(f"{self.path / 'outbox.bundle'} is not the update it should be; use another --state-dir")
         return body
+
+    def put_owed(self, pending: Pending) -> None:
+        """Keep what is owed now until the update that ``pending`` names has counted; before ``save`` keeps what is owed
+        after it."""
+        note = json.dumps({"sha256": personal.UNSIGNED, "update": pending.sha256})
+        self._write(OWED, personal.sign(checkpoint.save(self.feedback, note)))
+
+    def owed_before(self, pending: Pending) -> Tensors | None:
+        """Return what was owed before the update that ``pending`` names was made, None where it changes nothing.
+
+        Where the file is damaged nothing is owed: what is not known must not be sent.
+        """
+        body = self.cached(OWED)
+        if body is None:
+            return None
+        try:
+            tensors, note = checkpoint.load(body)
+            kept = json.loads(note)
+            personal.check_signed(body, kept["sha256"])
+        except (ProtocolError, ValueError, KeyError, TypeError):
+            return {}
+        return tensors if kept["update"] == pending.sha256 else None
+
+    def forget_owed(self) -> None:
+        """Forget what was owed before an update that has counted."""
+        (self.path / OWED).unlink(missing_ok=True)
 
     def cached(self, name: str) -> bytes | None:
         """Return a downloaded file kept beside the state, or None."""

@@ -32,7 +32,7 @@ class Settings(MethodSettings):
 def train(job: Job) -> Trained:
     """Train one round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed."""
     settings, received = job.assignment.settings, whole_model(job.manifest, job.received)
-    known = job.state.memory.get("mixing_weight")
+    weight = float(job.state.memory.get("mixing_weight", job.own(Settings).mixing_weight))
     set_tensors(job.model, received)
     trained = train_mixture(
         job.model,
@@ -40,16 +40,20 @@ def train(job: Job) -> Trained:
         settings,
         job.manifest,
         own=dict(job.state.own) or received,
-        weight=job.own(Settings).mixing_weight if known is None else float(known),
+        weight=weight,
         learning_rate=settings.learning_rate_of(job.assignment.round),
         seed=job.seed("train"),
         progress=job.progress,
     )
     update = Update(pack(job.manifest, get_tensors(job.model, job.manifest), None))
-    concluded = conclude(job, trained.result, personal=None, update=update)
+    # The weight itself, too, in millionths: its mean over a round's devices is this sum divided by the updates.
+    counts = {"weight_moved": int(trained.weight != weight), "weight_millionths": round(1e6 * trained.weight)}
+    concluded = conclude(job, trained.result, personal=None, update=update, counts=counts)
     memory = {**concluded.state.memory, "mixing_weight": trained.weight}
     state = replace(concluded.state, personal=trained.mixture, memory=memory, own=trained.own)
     return replace(concluded, state=state, flops=2 * concluded.flops)
 
 
-APFL = DeviceMethod(train=train, evaluate=evaluate_both, adapt=adapt_as_in_a_round, mixes_global=True)
+APFL = DeviceMethod(
+    train=train, evaluate=evaluate_both, adapt=adapt_as_in_a_round, mixes_global=True, acts=("weight_moved",)
+)

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from edge_sdk.methods import DeviceMethod, Job, MethodSettings, Trained
 from edge_sdk.methods.rounds import adapt_as_in_a_round, evaluate_both, train_loaded
-from edge_sdk.methods.whole import train_whole
+from edge_sdk.methods.whole import pulled, train_whole
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import get_tensors, set_tensors
 from edge_sdk.training.merging import whole_model
@@ -36,15 +36,24 @@ def train(job: Job) -> Trained:
     set_tensors(job.model, job.state.personal or {})  # what never travels (local running statistics)
     trained = train_whole(job)
     set_tensors(job.model, received if job.state.personal is None else job.state.personal)
+    weight = job.own(Settings).proximal_weight
     own = train_loaded(
         job,
         Freezing(job.model, job.manifest, None),
         purpose="personal",
-        proximal_weight=job.own(Settings).proximal_weight,
+        proximal_weight=weight,
         proximal_centre=received,
     )
     state = replace(trained.state, personal=get_tensors(job.model, job.manifest))
-    return replace(trained, state=state, flops=2 * trained.flops, steps=trained.steps + own.steps)
+    return replace(
+        trained,
+        state=state,
+        flops=2 * trained.flops,
+        steps=trained.steps + own.steps,
+        counts=pulled(own, weight),
+    )
 
 
-DITTO = DeviceMethod(train=train, evaluate=evaluate_both, adapt=adapt_as_in_a_round, mixes_global=True)
+DITTO = DeviceMethod(
+    train=train, evaluate=evaluate_both, adapt=adapt_as_in_a_round, mixes_global=True, acts=("pulled_steps",)
+)

@@ -52,7 +52,7 @@ from edge_sdk.protocol.sparsity import (
     layer_counts,
     prune,
 )
-from edge_sdk.training.adaptive import BaseEntropies, Similarity, entropy, judge, prefers_personal, scores_of
+from edge_sdk.training.adaptive import BaseEntropies, Similarity, base_entropies, judge_choice
 from edge_sdk.training.dual import Dual
 from edge_sdk.training.elements import flags_of
 from edge_sdk.training.freezing import Freezing
@@ -128,21 +128,14 @@ def personalise(job: Job) -> Trained:
     longer = {} if epochs is None else {"local_epochs": epochs, "local_steps": None}
     result = _train(job.with_settings(**longer), freezing)
     dual = replace(dual, personal=get_tensors(job.model, job.manifest))
-    trained = _concluded(job, result, personal=dual.personal, update=None, counts=_sizes(dual))
+    counts = {**_sizes(dual), "personal_steps": result.steps}
+    trained = _concluded(job, result, personal=dual.personal, update=None, counts=counts)
     memory = trained.state.memory
     if job.task.classification:
-        base = _base_entropies(job, dual)
+        base = base_entropies(job.model, job.task, personal=dual.personal, global_model=dual.global_model())
         memory = {**memory, "entropy_personal": base.personal, "entropy_global": base.global_model}
     flops = training_flops(job.manifest, result.samples, weight_gradients=dual.mask)
     return replace(trained, state=DeviceState(dual.personal, memory, dual.stored()), flops=flops)
-
-
-def _base_entropies(job: Job, dual: Dual) -> BaseEntropies:
-    means = []
-    for tensors in (dual.global_model(), dual.personal):
-        set_tensors(job.model, tensors)
-        means.append(float(entropy(scores_of(job.model, job.task, job.task.train)[0]).mean()))
-    return BaseEntropies(personal=means[1], global_model=means[0])
 
 
 def evaluate_all(job: Job) -> Evaluated:
@@ -165,15 +158,15 @@ def _adaptive(job: Job) -> dict[str, Evaluation]:
     memory, personal = job.state.memory, job.state.personal
     if personal is None or "entropy_personal" not in memory or not job.task.classification:
         return {}
-    base = BaseEntropies(memory["entropy_personal"], memory["entropy_global"])
-    scores = []
-    for tensors in (personal, Dual.load(job.manifest, personal, job.state.own).global_model()):
-        set_tensors(job.model, tensors)
-        scores.append(scores_of(job.model, job.task, job.task.held_out))
-    (own, targets), (shared, _) = scores
-    similarity = job.own(Settings).similarity
-    chosen = torch.where(prefers_personal(own, shared, base, similarity).unsqueeze(1), own, shared)
-    return {"adaptive": judge(job.task, chosen, targets)}
+    chosen = judge_choice(
+        job.model,
+        job.task,
+        personal=personal,
+        global_model=Dual.load(job.manifest, personal, job.state.own).global_model(),
+        base=BaseEntropies(memory["entropy_personal"], memory["entropy_global"]),
+        similarity=job.own(Settings).similarity,
+    )
+    return {"adaptive": chosen}
 
 
 def adapt(job: Job) -> DeviceState:
@@ -259,5 +252,6 @@ DMPFL = DeviceMethod(
     evaluate=evaluate_all,
     adapt=adapt,
     picks_best=False,  # only the last stage makes a personal model of its own
+    acts=("replaced", "private", "personal_steps"),
 )
 """Between rounds the device keeps both models, and their base entropies."""

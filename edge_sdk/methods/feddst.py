@@ -20,4 +20,7 @@ def train(job: Job) -> Trained:
     return train_replacing(job, replacing_of(job, own), own.proximal_weight)
 
 
-FEDDST = DeviceMethod(train=train, evaluate=evaluate_global, adapt=adapt_global)
+FEDDST = DeviceMethod(
+    train=train, evaluate=evaluate_global, adapt=adapt_global, acts=("replaced", "positions_replaced")
+)
+"""Weights replaced by devices, of which the coordinator keeps some."""

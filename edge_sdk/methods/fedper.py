@@ -11,7 +11,6 @@ from the federation's seed. A device is judged by its model as a round has left 
 from __future__ import annotations
 
 from edge_sdk.methods import DeviceMethod
-from edge_sdk.methods.parts import adapt_own_part, train_together
-from edge_sdk.methods.rounds import evaluate_both
+from edge_sdk.methods.parts import adapt_own_part, evaluate_tuned, train_together
 
-FEDPER = DeviceMethod(train=train_together, evaluate=evaluate_both, adapt=adapt_own_part)
+FEDPER = DeviceMethod(train=train_together, evaluate=evaluate_tuned, adapt=adapt_own_part, acts=("private_values",))

@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edge_sdk.methods import DeviceMethod, Job, Trained
-from edge_sdk.methods.parts import adapt_own_part, joined, send_shared, train_part
-from edge_sdk.methods.rounds import evaluate_both
+from edge_sdk.methods.parts import adapt_own_part, evaluate_tuned, joined, send_shared, train_part
 from edge_sdk.training.local import set_tensors
 
 
@@ -24,4 +23,4 @@ def train(job: Job) -> Trained:
     return send_shared(job, replace(body, samples=head.samples + body.samples, steps=head.steps + body.steps))
 
 
-FEDREP = DeviceMethod(train=train, evaluate=evaluate_both, adapt=adapt_own_part)
+FEDREP = DeviceMethod(train=train, evaluate=evaluate_tuned, adapt=adapt_own_part, acts=("private_values",))

@@ -49,4 +49,10 @@ def replacing(job: Job) -> Replacing:
     return replacing_of(job, own, own.guided_share, own.guided_basis)
 
 
-FEDSGC = DeviceMethod(train=train, evaluate=evaluate_global, adapt=adapt_global)
+FEDSGC = DeviceMethod(
+    train=train,
+    evaluate=evaluate_global,
+    adapt=adapt_global,
+    acts=("replaced", "dropped_guided", "positions_replaced"),
+)
+"""Weights replaced by devices, some of them guided, of which the coordinator keeps some."""

@@ -43,7 +43,17 @@ def train(job: Job) -> Trained:
     set_tensors(job.model, _starting_point(job, mask))
     result = train_loaded(job, Freezing(job.model, job.manifest, mask))
     personal = get_tensors(job.model, job.manifest)
-    return conclude(job, result, personal=personal, update=Update(pack(job.manifest, personal, mask), mask, draw))
+    update = Update(pack(job.manifest, personal, mask), mask, draw)
+    return conclude(job, result, personal=personal, update=update, counts=_frozen(job, update))
+
+
+def _frozen(job: Job, update: Update) -> dict[str, int]:
+    """Return how many neurons and values of the model stood still in a round; nothing where all were trained."""
+    if not isinstance(update.mask, NeuronMask):
+        return {}
+    sizes = job.manifest.group_sizes
+    neurons = sum(sizes.values()) - sum(len(active) for active in update.mask.active.values())
+    return {"frozen_neurons": neurons, "frozen_values": job.manifest.shared_values - len(update.values)}
 
 
 def adapt(job: Job) -> DeviceState:
@@ -73,4 +83,5 @@ FEDSPU = DeviceMethod(
     adapt=adapt,
     active=ActiveNeurons(sample=sample_drawn),
     mixes_global=True,
+    acts=("frozen_neurons", "frozen_values"),
 )

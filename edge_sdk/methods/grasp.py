@@ -69,6 +69,7 @@ def prepare(job: Job) -> Trained:
         validation=None,
         stop_loss=None,
         stopped=False,
+        counts={"prepare_pruned": mask.size - mask.count},
     )
 
 
@@ -156,5 +157,7 @@ class Scoring:
             self._job.model.zero_grad(set_to_none=True)
 
 
-GRASP = DeviceMethod(train=train_pulled, prepare=prepare, evaluate=evaluate_global, adapt=adapt_global)
+GRASP = DeviceMethod(
+    train=train_pulled, prepare=prepare, evaluate=evaluate_global, adapt=adapt_global, acts=("prepare_pruned",)
+)
 """FedAvg of what one device kept; between rounds a device keeps nothing but the mask by name."""

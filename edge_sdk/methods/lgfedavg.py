@@ -8,7 +8,6 @@ both parts are trained together, and the server averages the head.
 from __future__ import annotations
 
 from edge_sdk.methods import DeviceMethod
-from edge_sdk.methods.parts import adapt_own_part, train_together
-from edge_sdk.methods.rounds import evaluate_both
+from edge_sdk.methods.parts import adapt_own_part, evaluate_tuned, train_together
 
-LGFEDAVG = DeviceMethod(train=train_together, evaluate=evaluate_both, adapt=adapt_own_part)
+LGFEDAVG = DeviceMethod(train=train_together, evaluate=evaluate_tuned, adapt=adapt_own_part, acts=("private_values",))

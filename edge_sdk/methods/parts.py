@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from edge_sdk.methods import DeviceState, Job, Trained, Update
-from edge_sdk.methods.rounds import conclude, fine_tune, train_loaded
+from edge_sdk.methods import DeviceState, Evaluated, Job, Trained, Update
+from edge_sdk.methods.rounds import conclude, evaluate_both, fine_tune, train_loaded
+from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import pack
 from edge_sdk.training.freezing import Freezing
-from edge_sdk.training.local import LocalResult, get_tensors, set_tensors
+from edge_sdk.training.local import LocalResult, evaluate_held_out, get_tensors, set_tensors
 from edge_sdk.training.merging import whole_model
 
 
@@ -46,7 +47,25 @@ def train_part(job: Job, *, shared: bool) -> LocalResult:
 def send_shared(job: Job, result: LocalResult) -> Trained:
     """Return the outcome of a round: the whole model stays, its shared part is sent."""
     personal = get_tensors(job.model, job.manifest)
-    return conclude(job, result, personal=personal, update=Update(pack(job.manifest, personal, None)))
+    private = sum(spec.size for spec in job.manifest.tensors if spec.trainable and spec.policy == "personal")
+    update = Update(pack(job.manifest, personal, None))
+    return conclude(job, result, personal=personal, update=update, counts={"private_values": private})
+
+
+def evaluate_tuned(job: Job) -> Evaluated:
+    """Judge the device's model and, with ``finetune_epochs``, a copy that a last local stage has trained, both parts.
+
+    The copy, which is thrown away, is then the personal model, and ``others`` has the one that training has left, as
+    ``untuned``.
+    """
+    untuned = evaluate_both(job)
+    if not job.assignment.settings.finetune_epochs or job.state.personal is None or untuned.personal is None:
+        return untuned
+    set_tensors(job.model, job.state.personal)
+    result = fine_tune(job, Freezing(job.model, job.manifest, None), purpose="finetune")
+    personal, validation = evaluate_held_out(job.model, job.task)
+    flops = training_flops(job.manifest, result.samples)
+    return Evaluated(personal, None, validation, {"untuned": untuned.personal}, flops)
 
 
 def adapt_own_part(job: Job) -> DeviceState:

@@ -24,6 +24,7 @@ Where the paper is silent:
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from edge_sdk.methods.whole import adapt_global, evaluate_global, sparse_mask, t
 from edge_sdk.protocol.elements import ElementMask, everything
 from edge_sdk.protocol.flops import growth_flops, training_flops
 from edge_sdk.protocol.masks import pack
-from edge_sdk.protocol.sparsity import readjust
+from edge_sdk.protocol.sparsity import prunefl_interval, readjust
 from edge_sdk.training.elements import flags_of
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.gradients import visit_gradients
@@ -59,7 +60,7 @@ class Settings(MethodSettings):
     """PruneFL's own settings."""
 
     prepare_rounds: int
-    adjust_interval: int
+    adjust_interval: int | Literal["auto"]
     density: float
     share: float
     fixed_cost: float
@@ -85,7 +86,7 @@ def train(job: Job) -> Trained:
 def prepare(job: Job) -> Trained:
     """Train alone and prune. Raises BundleError for a payload that does not fit, TrainingDiverged."""
     own = job.own(Settings)
-    rounds, interval = own.prepare_rounds, own.adjust_interval
+    rounds, interval = own.prepare_rounds, prunefl_interval(own.adjust_interval, job.assignment.settings.rounds)
     set_tensors(job.model, whole_model(job.manifest, job.received))
     mask, steady, steps, flops = everything(job.manifest), 0, 0, 0
     number = 0
@@ -94,7 +95,7 @@ def prepare(job: Job) -> Trained:
         result = _train_alone(job, number, rounds, mask)
         steps += result.steps
         flops += training_flops(job.manifest, result.samples, weight_gradients=mask)
-        if number % interval and number < rounds:
+        if number < rounds and (not interval or number % interval):
             continue
         squares, samples = squared_gradients(job, f"gradients {number}")
         flops += growth_flops(job.manifest, samples, mask)
@@ -111,7 +112,7 @@ def prepare(job: Job) -> Trained:
         validation=None,
         stop_loss=None,
         stopped=False,
-        counts={"prepare_rounds": number},
+        counts={"prepare_rounds": number, "prepare_pruned": mask.size - mask.count},
     )
 
 
@@ -174,5 +175,11 @@ def _choose(job: Job, squares: dict[str, NDArray[np.float32]], mask: ElementMask
     return chosen
 
 
-PRUNEFL = DeviceMethod(train=train, prepare=prepare, evaluate=evaluate_global, adapt=adapt_global)
+PRUNEFL = DeviceMethod(
+    train=train,
+    prepare=prepare,
+    evaluate=evaluate_global,
+    adapt=adapt_global,
+    acts=("prepare_pruned", "positions_changed"),
+)
 """FedAvg of what exists; between rounds a device keeps nothing but the mask by name."""

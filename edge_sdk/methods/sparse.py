@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edge_sdk.methods import Job, MethodSettings, Trained, Update
 from edge_sdk.methods.rounds import conclude, train_loaded
-from edge_sdk.methods.whole import sparse_mask
+from edge_sdk.methods.whole import pulled, sparse_mask
 from edge_sdk.protocol.elements import ElementMask, Flags
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.masks import pack
@@ -21,6 +21,7 @@ from edge_sdk.protocol.sparsity import (
     LayerSparsity,
     Pruned,
     adjustment_steps,
+    device_interval,
     grow,
     layer_densities,
     over_pruning,
@@ -41,7 +42,8 @@ class SparseTrainingSettings(MethodSettings):
 
     density: float
     layer_sparsity: LayerSparsity
-    device_interval: int
+    device_interval: int | Literal["auto"]
+    of_rounds: int
     over_pruning: float
     adjust_at: At
     grow_batches: int
@@ -59,7 +61,8 @@ def train_replacing(job: Job, replacing: Replacing, proximal_weight: float) -> T
     freezing = Freezing(job.model, job.manifest, None, flags_of(sparse_mask(job)))
     result = train_loaded(job, freezing, proximal_weight=proximal_weight, adjustment=replacing)
     update = Update(pack(job.manifest, get_tensors(job.model, job.manifest), replacing.mask), replacing.mask)
-    trained = conclude(job, result, personal=None, update=update, counts=replacing.counts)
+    counts = {**replacing.counts, **pulled(result, proximal_weight)}
+    trained = conclude(job, result, personal=None, update=update, counts=counts)
     memory = {**trained.state.memory, "epochs": _epochs(job) + job.assignment.settings.local_epochs}
     state = replace(trained.state, memory=memory)
     return replace(trained, state=state, flops=trained.flops + replacing.flops)
@@ -103,11 +106,12 @@ class _Rule:
         self._job, self._rules, self._mask = job, rules, mask
         self._share, self._basis = share, basis
         self._expected = int(job.planned("expected_epochs", 2**40))
+        settings = job.assignment.settings
         plan = adjustment_steps(
             _epochs(job),
-            job.assignment.settings.local_epochs,
+            settings.local_epochs,
             len(job.task.train),
-            rules.device_interval,
+            device_interval(rules.device_interval, rules.of_rounds, settings.rounds, self._expected),
             self._expected,
             rules.adjust_at,
         )

@@ -10,6 +10,7 @@ from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.masks import pack
+from edge_sdk.training.adaptive import base_entropies, judge_choice
 from edge_sdk.training.elements import flags_of
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import LocalResult, evaluate, evaluate_held_out, get_tensors, set_tensors
@@ -33,7 +34,12 @@ def train_whole(job: Job, proximal_weight: float = 0.0) -> Trained:
     freezing = Freezing(job.model, job.manifest, None, flags_of(mask))
     result = train_loaded(job, freezing, proximal_weight=proximal_weight)
     update = Update(pack(job.manifest, get_tensors(job.model, job.manifest), mask), mask)
-    return conclude(job, result, personal=None, update=update)
+    return conclude(job, result, personal=None, update=update, counts=pulled(result, proximal_weight))
+
+
+def pulled(result: LocalResult, proximal_weight: float) -> dict[str, int]:
+    """Return what to report of a pull: the steps under it, nothing where there is none."""
+    return {"pulled_steps": result.steps} if proximal_weight else {}
 
 
 def train_pulled(job: Job) -> Trained:
@@ -42,15 +48,26 @@ def train_pulled(job: Job) -> Trained:
 
 
 def evaluate_global(job: Job) -> Evaluated:
-    """Judge the global model on held-out data and, with ``finetune_epochs``, a fine-tuned copy of it beside it."""
-    set_tensors(job.model, whole_model(job.manifest, job.received))
+    """Judge the global model on held-out data and, with ``finetune_epochs``, a fine-tuned copy of it beside it.
+
+    Of a classification also ``adaptive``: DM-PFL+'s choice between both, sample by sample, by base entropies of the
+    training data (FedAvg+FT+).
+    """
+    task, manifest = job.task, job.manifest
+    set_tensors(job.model, whole_model(manifest, job.received))
     if not job.assignment.settings.finetune_epochs:
-        return Evaluated(None, *evaluate_held_out(job.model, job.task))
-    global_model = evaluate(job.model, job.task, job.task.held_out)
+        return Evaluated(None, *evaluate_held_out(job.model, task))
+    whole = get_tensors(job.model, manifest)
+    global_model = evaluate(job.model, task, task.held_out)
     samples = _fine_tune(job).samples
-    personal, validation = evaluate_held_out(job.model, job.task)
-    flops = training_flops(job.manifest, samples, weight_gradients=existing(job))
-    return Evaluated(personal, global_model, validation, flops=flops)
+    personal, validation = evaluate_held_out(job.model, task)
+    flops = training_flops(manifest, samples, weight_gradients=existing(job))
+    if not task.classification:
+        return Evaluated(personal, global_model, validation, flops=flops)
+    copy = get_tensors(job.model, manifest)
+    base = base_entropies(job.model, task, personal=copy, global_model=whole)
+    chosen = judge_choice(job.model, task, personal=copy, global_model=whole, base=base)
+    return Evaluated(personal, global_model, validation, {"adaptive": chosen}, flops)
 
 
 def adapt_global(job: Job) -> DeviceState:

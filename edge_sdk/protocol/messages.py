@@ -732,7 +732,7 @@ class Receipt(_Request):
 
     ``personal`` and ``global_model`` are what an evaluation found on test data; ``adapt`` reports the personal model it
     ended with. ``validation`` is the personal model, or where there is none the global one, on validation data: what
-    settings are tuned on. ``training_flops`` are of what was trained for this alone, such as a fine-tuned copy;
+    settings are tuned on. ``finetune_flops`` are of what was trained for this alone, such as a fine-tuned copy;
     ``inference_flops`` those of one sample through the model that counts, weights of zero left out; 0 if unknown.
     """
 
@@ -742,7 +742,7 @@ class Receipt(_Request):
     others: dict[Annotated[str, Field(max_length=64)], Evaluation] = Field(
         default_factory=dict, max_length=16, description="The method's other ways to predict, on test data"
     )
-    training_flops: Flops = Field(default=0, description="What was trained to be judged, from shapes and masks")
+    finetune_flops: Flops = Field(default=0, description="What was trained to be judged, from shapes and masks")
     inference_flops: Flops = Field(default=0, description="One sample through the judged model, without zero weights")
     state_bytes: Count = Field(default=0, description="What the device keeps between rounds, bytes")
     telemetry: Telemetry = Telemetry()
@@ -794,8 +794,9 @@ class RoundRecord(Answer):
     """``GET /v1/federations/{name}/rounds``: what happened in one round.
 
     ``updates`` counts each acknowledged update once. ``bytes_down`` and ``bytes_up`` are bodies of payloads and updates
-    of training as the devices counted them; evaluation is apart. ``parts_down`` and ``parts_up`` say what the payloads
-    and updates that counted consist of, bytes by part of a bundle. ``accuracy`` and ``loss`` are means over devices,
+    of training as the devices counted them; evaluation is apart, and so are ``finetune_flops``, of what was trained to
+    be judged. ``parts_down`` and ``parts_up`` say what the payloads and updates that counted consist of, bytes by part
+    of a bundle. ``accuracy`` and ``loss`` are means over devices,
     unweighted, of the evaluation that followed the round; ``None`` where there was none. ``accuracy_personal_decile``
     is that of the floor(N/10)-th worst of N devices. ``counts`` are those of the method's device halves, added up:
     what devices say. ``notes`` are what the coordinator and the method's server half counted. Round 0 is the one that
@@ -816,6 +817,7 @@ class RoundRecord(Answer):
     expired: int
     num_examples: int
     training_flops: int
+    finetune_flops: int = 0
     train_loss: float | None
     accuracy_personal: float | None
     accuracy_personal_decile: float | None = None

@@ -3,8 +3,8 @@
 Packed values are cut into *rows*: what is active of one output neuron's weights, and of a vector (biases, norms) all. A
 row's largest magnitude becomes its scale, s = max|x|/127, and each value a whole number of scales, rounded up or down
 at random so that it is right on average (stochastic rounding: E[q]·s = x). What rounding took away is added to the
-device's next difference (error feedback; Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014), so that
-nothing is lost in the long run.
+device's next difference (error feedback; Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014;
+Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019), so that nothing is lost in the long run.
 """
 
 from __future__ import annotations

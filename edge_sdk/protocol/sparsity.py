@@ -5,7 +5,8 @@ tensor, a *layer* here, keeps. Everything else follows:
 
     layer_densities, layer_counts    the share and the number K_l of weights that each layer keeps
     random_mask, magnitude_mask      where they lie at first
-    over_pruning, adjustment_steps   when a device re-adjusts its mask, and how boldly
+    interval, device_interval, over_pruning, adjustment_steps
+                                     when a device re-adjusts its mask, and how boldly
     prune, grow                      what it drops and revives then
     trim                             what the coordinator keeps of all that came back
     weight_budget                    how many are kept where there is one count for the whole network, not one per layer
@@ -40,6 +41,9 @@ from edge_sdk.protocol.manifest import MULTIPLYING, Manifest, Tensors
 
 Reals = NDArray[np.floating[Any]]
 Directions = NDArray[np.int8]
+
+USUAL_INTERVAL = 5
+"""Rounds, and a device's epochs, between replacements where the settings say nothing."""
 
 LayerSparsity = Literal["erk", "feddst", "uniform", "uniform_first_dense"]
 Basis = Literal["total", "moved"]
@@ -215,6 +219,33 @@ def magnitude_mask(tensors: Tensors, manifest: Manifest, counts: Mapping[str, in
 
 
 # When a device re-adjusts
+
+
+def interval(given: int | Literal["auto"], usual: int, length: int, share: float = 1.0) -> int:
+    """Return after how many rounds or epochs weights are replaced; 0: never.
+
+    given: as the settings say; auto: the ``usual`` number, but at most half of ``length``, the rounds or epochs of the
+    whole run, so that a short one replaces weights, too. share: of the run that a number is meant for; a shortened run
+    shortens it alike, to no less than 1.
+    """
+    if given == "auto":
+        return min(usual, max(1, length // 2))
+    return given and max(1, round(given * share))
+
+
+def shortening(rounds: int, of_rounds: int) -> float:
+    """Return the share that ``rounds`` are of a run of ``of_rounds``, at most 1; 0: this is that run."""
+    return min(1.0, rounds / of_rounds) if of_rounds else 1.0
+
+
+def device_interval(given: int | Literal["auto"], of_rounds: int, rounds: int, expected: int) -> int:
+    """Return ΔT, a device's own epochs between replacements, of ``expected`` in all, T_c, in so many rounds."""
+    return interval(given, USUAL_INTERVAL, expected, shortening(rounds, of_rounds))
+
+
+def prunefl_interval(given: int | Literal["auto"], rounds: int) -> int:
+    """Return PruneFL's rounds between those that replace weights; 0: none does. The paper's are 50."""
+    return interval(given, 50, rounds)
 
 
 def over_pruning(time: float, end: float, alpha: float) -> float:

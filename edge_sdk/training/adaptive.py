@@ -1,5 +1,7 @@
 """Choosing between a personal and a global model, sample by sample (DM-PFL+, KDD 2023, Algorithm 4).
 
+Any pair of models will do: DM-PFL's own, or a global model and its fine-tuned copy.
+
 A model that knows an input is surer of it than usual: its entropy lies below its base entropy, the mean over data of
 the device's own. Personal is chosen where
 
@@ -16,11 +18,12 @@ from typing import Literal
 import torch
 from torch import nn
 
+from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.messages import Evaluation
 from edge_sdk.tasks import Batches, Task
 from edge_sdk.tracing.modes import evaluating
 from edge_sdk.training.layout import Layout
-from edge_sdk.training.local import device_of
+from edge_sdk.training.local import device_of, set_tensors
 
 Similarity = Literal["logits", "probabilities"]
 
@@ -66,6 +69,34 @@ def scores_of(model: nn.Module, task: Task, batches: Batches) -> tuple[torch.Ten
             scores.append(model(layout(inputs, targets)).float())
             labels.append(targets)
     return torch.cat(scores), torch.cat(labels)
+
+
+def base_entropies(model: nn.Module, task: Task, *, personal: Tensors, global_model: Tensors) -> BaseEntropies:
+    """Return both models' mean entropies on the device's training data; ``model`` runs them."""
+    means = []
+    for tensors in (global_model, personal):
+        set_tensors(model, tensors)
+        means.append(float(entropy(scores_of(model, task, task.train)[0]).mean()))
+    return BaseEntropies(personal=means[1], global_model=means[0])
+
+
+def judge_choice(
+    model: nn.Module,
+    task: Task,
+    *,
+    personal: Tensors,
+    global_model: Tensors,
+    base: BaseEntropies,
+    similarity: Similarity = "logits",
+) -> Evaluation:
+    """Return loss and accuracy on held-out data of the choice between both models, sample by sample."""
+    scores = []
+    for tensors in (personal, global_model):
+        set_tensors(model, tensors)
+        scores.append(scores_of(model, task, task.held_out))
+    (own, targets), (shared, _) = scores
+    chosen = torch.where(prefers_personal(own, shared, base, similarity).unsqueeze(1), own, shared)
+    return judge(task, chosen, targets)
 
 
 def judge(task: Task, scores: torch.Tensor, targets: torch.Tensor) -> Evaluation:

@@ -158,7 +158,7 @@ def test_a_point_sums_the_rounds_so_far_and_judges_the_last():
 
 def test_a_point_sums_what_was_counted_and_what_its_own_copies_took():
     def report(name, flops):
-        receipt = Receipt(personal=judged(0.5), training_flops=flops)
+        receipt = Receipt(personal=judged(0.5), finetune_flops=flops)
         return DeviceReport(device=name, kind=Kind.evaluate, report=receipt, upload=Phase())
 
     records = [

@@ -274,7 +274,9 @@ def test_last_models_are_judged_on_other_test_sets_without_training(tmp_path):
         "FedSPU": ("fedspu", ""),
         "FedAvg+FT": ("fedavg", tuned),
         "FedDST+FT": ("feddst", tuned),
+        "FedAvg+FT+": ("fedavg", f'{tuned}\njudged_as = "adaptive"'),
         "FedPer": ("fedper", ""),
+        "FedPer+FT": ("fedper", tuned),
         "APFL": ("apfl", ""),
         "DM-PFL": ("dmpfl", once),
         "DM-PFL+": ("dmpfl", f'{once}\njudged_as = "adaptive"'),
@@ -414,6 +416,20 @@ def test_a_training_that_two_labels_share_is_run_once(tmp_path):
     judged = found["shared"]["FedAvg+FT"].points[-1]
     assert judged.accuracy != shared.points[-1].accuracy, "fine-tuned copies do differ"
     assert judged.accuracy_global == shared.points[-1].accuracy
+
+
+@pytest.mark.slow
+def test_a_last_local_stage_leaves_the_rows_without_it_as_they_are(tmp_path):
+    """FedPer's are not taken from FedPer+FT's: those have no global model, and judge copies of the personal ones."""
+    tuned = '[[methods]]\nlabel = "FedPer+FT"\nmethod = "fedper"\nsettings = { finetune_epochs = 1 }\n'
+    file = tmp_path / "one.toml"
+    head = TINY[: TINY.index("[[methods]]")].replace("rounds = 3", "rounds = 2").replace("new = 1\n", "")
+    file.write_text(head + tuned + '[[methods]]\nlabel = "FedPer"\nmethod = "fedper"\n')
+    assert main(command("run", file, tmp_path / "work", "--processes", "1")) == 0
+    found = {each.trial.label: each for each in rows.read(tmp_path / "work" / "results.jsonl")}
+    assert found["FedPer"].result.model_sha256 == found["FedPer+FT"].result.model_sha256, "the same training"
+    assert found["FedPer"].points[-1].accuracy is not None
+    assert found["FedPer"].points[-1].accuracy != found["FedPer+FT"].points[-1].accuracy
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
 from edge_sdk.protocol.masks import count_values, pack
 from edge_sdk.protocol.messages import ChangeDevice, Conditions, FederationSettings, Kind, UpdateReport
-from edge_sdk.protocol.sparsity import layer_counts, random_mask
+from edge_sdk.protocol.sparsity import device_interval, interval, layer_counts, random_mask
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.fleet.federations import find
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method
@@ -294,7 +294,7 @@ def test_what_cannot_be_trained_sparsely_is_refused(own, manifest, more, said):
 
 @pytest.mark.parametrize(
     "own",
-    [{"density": 0}, {"density": 1.1}, {"over_pruning": 1}, {"guided_share": 2}, {"rest": 1}, {"adjust_interval": 0}],
+    [{"density": 0}, {"density": 1.1}, {"over_pruning": 1}, {"guided_share": 2}, {"rest": 1}, {"adjust_interval": -1}],
 )
 def test_settings_out_of_range_are_refused(own):
     with pytest.raises(ValueError, match=next(iter(own))):
@@ -307,6 +307,83 @@ def test_the_papers_values_are_a_preset_that_gives_way():
     assert (plain.rest, paper.rest, settings(preset="paper", rest="none").rest) == ("none", "all", "none")
     assert (paper.density, paper.over_pruning, paper.guided_share) == (0.2, 0.5, 0.01)
     assert settings.model_validate(paper.model_dump()) == paper, "completed settings stay what they are"
+
+
+NUMBERS = {"rounds": 40, "local_epochs": 5, "cohort": 10, "min_devices": 100}
+"""Those of the run that was called the paper's, and replaced no weight: T_c = 20."""
+PAPER = {"preset": "paper"}
+
+
+@pytest.mark.parametrize(
+    ("method", "own", "more", "said"),
+    [
+        ("fedsgc", PAPER, {}, r"device_interval: .* every 20 of its epochs, until round 20 .* T_c = 20 .* below 20,"),
+        ("feddst", {"device_interval": 5}, {"rounds": 10}, r"every 5 of its epochs.* T_c = 5 .* below 5, more rounds"),
+        (
+            "fedsgc",
+            {**PAPER, "device_interval": 1},
+            {"rounds": 20},
+            r"adjust_interval: every 20 .* none of 20\. .*more than 20 rounds",
+        ),
+        ("feddst", {"adjust_interval": 2, "device_interval": 11}, {"rounds": 4, "min_devices": 1}, "below 11,"),
+        ("feddst", {}, {"rounds": 1, "local_epochs": 1}, "adjust_interval: every 1 rounds .* none of 1"),
+        ("prunefl", {"adjust_interval": 50}, {}, "adjust_interval: every 50 rounds .* none of 40"),
+        ("prunefl", {}, {"rounds": 1}, "none of 1"),
+        ("dmpfl", {"adjust_interval": 10}, {"rounds": 30}, "every 10 rounds of the stage masks, which has 8: never"),
+        ("dmpfl", {"adjust_interval": 8, "iterations": 1, "anneal": "cosine"}, {"rounds": 16}, "of 7 or less"),
+    ],
+)
+def test_settings_by_which_no_weight_could_be_replaced_are_refused(coordinator, method, own, more, said):
+    with pytest.raises(BadContent, match=said):
+        coordinator.create(method, method_settings=own, **{**NUMBERS, **more})
+
+
+@pytest.mark.parametrize(
+    ("method", "own", "more"),
+    [
+        ("fedsgc", {**PAPER, "of_rounds": 400}, {}),
+        ("fedsgc", {**PAPER, "adjust_interval": 0}, {}),
+        ("fedsgc", {**PAPER, "over_pruning": 0.0}, {}),
+        ("fedsgc", {**PAPER, "density": 1.0}, {}),
+        ("fedsgc", PAPER, {"rounds": 50}),
+        ("feddst", {"adjust_interval": 2, "device_interval": 10}, {"rounds": 4, "min_devices": 1}),
+        ("feddst", {}, {"rounds": 2, "min_devices": 10}),
+        ("prunefl", {"adjust_interval": 0}, {}),
+        ("prunefl", {}, {"rounds": 2}),
+        ("dmpfl", {"adjust_interval": 0}, {}),
+        ("dmpfl", {"adjust_interval": 20, "replaced": 0.0}, {}),
+        ("dmpfl", {"adjust_interval": 7, "iterations": 1, "anneal": "cosine"}, {"rounds": 16}),
+        ("dmpfl", {}, {"rounds": 8}),
+    ],
+)
+def test_settings_that_replace_weights_or_say_that_they_do_not_are_taken(coordinator, method, own, more):
+    coordinator.create(method, method_settings=own, **{**NUMBERS, **more})
+
+
+def test_a_shortened_run_scales_both_intervals_with_the_expected_epochs():
+    """ΔR, ΔT and T_c of the paper are 20, 20 and 200 in 400 rounds; in a tenth of them 2, 2 and 20."""
+    server, own = load_method("fedsgc"), {**PAPER, "of_rounds": 400}
+    plans = {}
+    for rounds in (40, 400, 4000):
+        where = {"own": own, "rounds": rounds, "cohort": 10, "local_epochs": 5, "devices": 100}
+        given = [server.work(situation(round=number, **where)).plan for number in range(1, rounds)]
+        first = next(number for number, plan in enumerate(given, start=1) if plan)
+        expected = given[first - 1]["expected_epochs"]
+        plans[rounds] = first, device_interval(20, 400, rounds, expected), expected
+    assert plans == {40: (2, 2, 20), 400: (20, 20, 200), 4000: (20, 20, 2000)}
+
+
+def test_intervals_that_are_not_given_fit_the_run():
+    assert [interval("auto", 5, length) for length in (1, 2, 3, 4, 9, 10, 400)] == [1, 1, 1, 2, 4, 5, 5]
+    assert (interval(0, 5, 10), interval(7, 5, 10), interval(7, 5, 10, 0.01)) == (0, 7, 1)
+
+
+@pytest.mark.parametrize("method", ["fedsgc", "feddst"])
+def test_without_re_adjusting_rounds_the_mask_stays(coordinator, method):
+    sessions = start(coordinator, method, own={"adjust_interval": 0}, rounds=3)
+    history = play(coordinator, *sessions)
+    assert len({model.mask.digest for model in history}) == 1
+    assert coordinator.info().warning is None, "it was asked for"
 
 
 @pytest.mark.parametrize("interval", [1, 2, 5, 20])
@@ -593,7 +670,7 @@ def test_evaluating_and_adapting_keep_the_zeros(coordinator, epochs):
 
 
 def test_a_budget_below_the_density_is_told_and_not_drawn(coordinator, caplog):
-    coordinator.create("fedsgc", method_settings=QUICK, rounds=2, min_devices=3)
+    coordinator.create("fedsgc", method_settings={**QUICK, "adjust_interval": 1}, rounds=2, min_devices=3)
     small, enough, whole = (
         coordinator.open_device(name, budget=budget) for name, budget in (("a", 0.2), ("b", DENSITY), ("c", 1.0))
     )
@@ -756,7 +833,7 @@ def test_masks_are_replaced_in_every_number_format(precisions):
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_updates_that_move_too_far_are_refused(coordinator, caplog, precision):
     """Measured from what was sent, also where the update is the difference already."""
-    sessions = start(coordinator, rounds=1, precision=precision, update_norm_limit=1e-6)
+    sessions = start(coordinator, rounds=1, own={"adjust_interval": 0}, precision=precision, update_norm_limit=1e-6)
     coordinator.play(*sessions)
     assert coordinator.info().round == 1
     assert (coordinator.records.rounds("f")[0].handed_back, coordinator.info().model_version) == (2, 0)
@@ -774,7 +851,7 @@ def test_updates_within_the_limit_are_welcome(coordinator, precision):
 
 
 def test_only_updates_of_training_are_rounded(coordinator):
-    sessions = start(coordinator, rounds=1, precision="int8")
+    sessions = start(coordinator, rounds=1, own={"adjust_interval": 0}, precision="int8")
     coordinator.rounds.advance()
     settings = assigned(coordinator, sessions[0]).settings
     assert settings.precision_of("up", Kind.train) == "int8"

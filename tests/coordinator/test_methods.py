@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
+
 import numpy as np
 import pytest
 
+from edge_sdk.device.rounding import round_update
 from edge_sdk.device.session import FAILURES, Outcome
+from edge_sdk.errors import Refused, RoundOver
+from edge_sdk.methods import load_method
 from edge_sdk.protocol import bundle, checkpoint
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import Manifest, initial_values
+from edge_sdk.protocol.masks import merge_in_place
 from edge_sdk.protocol.messages import (
     ChangeDevice,
     ChangeFederation,
@@ -18,6 +24,8 @@ from edge_sdk.protocol.messages import (
     Kind,
     UpdateReport,
 )
+from edge_sdk.protocol.quantization import row_lengths
+from edge_sdk.training.merging import sent_values
 from sparrow.coordinator.errors import BadContent, WrongMediaType, WrongState
 from sparrow.coordinator.rounds.acceptance import JSON_TYPE
 from sparrow.coordinator.rounds.dispatch import REST_SECONDS
@@ -47,6 +55,68 @@ def kinds(assignments):
     return [assignment.kind.value for assignment in assignments]
 
 
+# --- counts that prove that a mechanism acted ---------------------------------------------------------------------
+
+OFTEN = {"adjust_interval": 1}
+SO_THAT_IT_ACTS = {
+    "dmpfl": {**OFTEN, "iterations": 1, "replaced": 0.2},
+    "feddst": {**OFTEN, "device_interval": 1},
+    "fedsgc": {**OFTEN, "device_interval": 1},
+    "grasp": {"score_batches": 2},
+    "prunefl": {**OFTEN, "prepare_rounds": 1},
+}
+"""Settings under which a mechanism acts in four rounds."""
+
+ACTING = sorted(
+    entry.name
+    for entry in entry_points(group="sparrow.device_methods")
+    if entry.value.startswith("edge_sdk.methods.") and load_method(entry.name).acts
+)
+
+
+def counted(coordinator):
+    """Counts and notes of a federation's rounds, added up."""
+    total = {}
+    for record in coordinator.records.rounds("f"):
+        assert not set(record.counts) & set(record.notes), "two things of the same name"
+        for name, count in (*record.counts.items(), *record.notes.items()):
+            total[name] = total.get(name, 0) + count
+    return total
+
+
+@pytest.mark.parametrize("method", ACTING)
+def test_a_mechanism_that_acts_is_counted(coordinator, method):
+    coordinator.create(method, rounds=4, local_epochs=2, method_settings=SO_THAT_IT_ACTS.get(method, {}))
+    coordinator.play(*(coordinator.open_device(name, 0.6) for name in "ab"))
+    if not coordinator.records.rounds("f"):  # it trains whole models
+        coordinator.play(*(coordinator.open_device(name) for name in "cd"))
+    total = counted(coordinator)
+    assert {name: total.get(name, 0) > 0 for name in load_method(method).acts} == dict.fromkeys(
+        load_method(method).acts, True
+    )
+
+
+IDLE = [
+    ("ditto", {"proximal_weight": 0.0}, "pulled_steps"),
+    ("dmpfl", {**SO_THAT_IT_ACTS["dmpfl"], "replaced": 0.0}, "replaced"),
+    ("feddst", {**SO_THAT_IT_ACTS["feddst"], "over_pruning": 0.0}, "replaced"),
+    ("fedprox", {"proximal_weight": 0.0}, "pulled_steps"),
+    ("fedsgc", {**SO_THAT_IT_ACTS["fedsgc"], "guided_share": 0.0}, "dropped_guided"),
+    ("fedspu", {}, "frozen_values"),
+    ("grasp", {**SO_THAT_IT_ACTS["grasp"], "density": 1.0}, "prepare_pruned"),
+    ("prunefl", {**SO_THAT_IT_ACTS["prunefl"], "density": 1.0, "share": 0.0}, "positions_changed"),
+]
+"""Settings that turn a mechanism off, and the count that says so; FedSPU's is off where every budget is 1."""
+
+
+@pytest.mark.parametrize(("method", "own", "count"), IDLE, ids=[method for method, *_ in IDLE])
+def test_a_mechanism_that_is_turned_off_counts_nothing(coordinator, method, own, count):
+    coordinator.create(method, rounds=4, local_epochs=2, method_settings=own)
+    coordinator.play(*(coordinator.open_device(name) for name in "ab"))
+    assert count in load_method(method).acts
+    assert counted(coordinator).get(count, 0) == 0
+
+
 # --- FedAvg and FedProx ------------------------------------------------------------------------------------------
 
 
@@ -73,6 +143,20 @@ def test_every_download_is_the_whole_model(coordinator):
     (worked,) = coordinator.play(coordinator.open_device("a"), coordinator.open_device("b"))[:1]
     assert len({assignment.payload.bytes for assignment in worked}) == 1
     assert all(assignment.work is None for assignment in worked)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedper"])
+def test_what_fine_tuning_computes_is_counted_apart_from_training(coordinator, new_coordinator, method):
+    records = []
+    for epochs, each in ((0, coordinator), (2, new_coordinator())):
+        each.create(method, finetune_epochs=epochs)
+        each.play(each.open_device("a"), each.open_device("b"))
+        records.append(each.records.rounds("f"))
+    plain, tuned = records
+    assert [record.finetune_flops for record in plain] == [0, 0, 0]
+    assert [record.training_flops for record in plain] == [record.training_flops for record in tuned]
+    assert tuned[-1].finetune_flops > 2 * tuned[-1].training_flops, "two epochs where a round has one"
+    assert tuned[-1].accuracy_personal is not None
 
 
 def test_fine_tuned_copies_are_judged_and_the_last_is_kept(coordinator):
@@ -348,6 +432,73 @@ def test_a_round_survives_a_kill_between_saving_and_sending(coordinator, new_coo
     assert again.progress.rounds == 2
     assert other.info().model_sha256 == coordinator.info().model_sha256
     assert [record.updates for record in other.records.rounds("f")] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("method", "own"),
+    [("fedavg", {}), ("fedsgc", {"adjust_interval": 0}), ("fedspu", {})],
+    ids=lambda value: str(value),
+)
+def test_what_int8_owes_is_of_the_updates_that_counted(coordinator, clock, monkeypatch, method, own):
+    """Under a lost acknowledgement, a restart, an update that comes too late and one that is refused: what was sent and
+    counted, and what is owed in the end, is together what was to be sent, but for float32's rounding."""
+    counted, tried = [], []
+
+    def watched(job, update, feedback):
+        numbers, left = round_update(job, update, feedback)
+        change = np.asarray(update.values) - sent_values(job.manifest, job.received, update.mask)
+        rounded = numbers.values(row_lengths(job.manifest, update.mask))
+        tried[:] = [spread(change, update.mask), spread(rounded, update.mask), len(feedback)]
+        return numbers, left
+
+    def spread(values, mask):
+        tensors = {spec.name: np.zeros(spec.shape) for spec in DIGITS.shared}
+        merge_in_place(DIGITS, tensors, values, mask)
+        return np.concatenate([tensor.reshape(-1) for tensor in tensors.values()])
+
+    def disturbed(fault):
+        device = coordinator.open_device("a", 0.5 if method == "fedspu" else 1.0)
+        sends = device.transport.update
+
+        def update(assignment_id, body, media_type):
+            if media_type == bundle.MEDIA_TYPE and fault and not isinstance(fault[0], ConnectionError):
+                raise fault.pop()
+            sends(assignment_id, body, media_type)
+            if media_type == bundle.MEDIA_TYPE and len(tried) == 3:
+                counted.append(tuple(tried))
+                tried.clear()
+            if fault:
+                raise fault.pop()
+
+        device.transport.update = update
+        return device
+
+    def until(rounds, device):
+        while coordinator.info().round < rounds or device.progress.pending is not None:
+            coordinator.rounds.advance()
+            device.step()
+            clock.pass_seconds(61)
+        return device
+
+    monkeypatch.setattr("edge_sdk.device.session.round_update", watched)
+    coordinator.create(method, precision="int8", rounds=7, min_devices=1, method_settings=own, silence_seconds=600)
+    until(1, disturbed([])).folder.close()
+    device = disturbed([ConnectionError("the acknowledgement is lost")])
+    with pytest.raises(ConnectionError):
+        until(2, device)
+    device.folder.close()
+    until(2, disturbed([])).folder.close()
+    until(3, disturbed([RoundOver(409, "too late")])).folder.close()
+    until(4, disturbed([Refused(422, "no")])).folder.close()
+    device = until(7, disturbed([]))
+    total, sent = (sum(each[part] for each in counted) for part in (0, 1))
+    owed = np.concatenate([device.folder.feedback[spec.name].reshape(-1) for spec in DIGITS.shared])
+    assert len(counted) >= 5
+    assert np.count_nonzero(owed) > 1000
+    np.testing.assert_allclose(sent + owed, total, atol=len(counted) * 1e-6)
+    carried = [record.counts["carried_values"] for record in coordinator.records.rounds("f") if record.updates]
+    assert carried[0] == 0
+    assert all(count > 100 for count in carried[1:])
 
 
 def test_a_device_whose_preparation_came_too_late_goes_on(coordinator, clock):

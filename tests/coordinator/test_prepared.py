@@ -22,7 +22,7 @@ pytestmark = pytest.mark.integration  # plays whole federations, or traces or ex
 DIGITS = load_builtin("digits").manifest
 WEIGHTS = sum(spec.size for spec in DIGITS.maskable)
 OTHERS = DIGITS.shared_values - WEIGHTS
-QUICK = {"prepare_rounds": 2, "adjust_interval": 2}
+QUICK = {"prepare_rounds": 2, "adjust_interval": 0}
 
 
 def own(method, **settings):
@@ -101,7 +101,7 @@ def test_grasp_begins_with_the_first_weights_and_keeps_its_mask(coordinator):
 
 
 def test_prunefl_replaces_weights_in_rounds_that_send_gradients(coordinator):
-    coordinator.create("prunefl", rounds=4, method_settings=own("prunefl", density=0.3))
+    coordinator.create("prunefl", rounds=4, method_settings=own("prunefl", density=0.3, adjust_interval=2))
     sessions = [coordinator.open_device(name) for name in "ab"]
     masks = {}
     moved = True
@@ -119,16 +119,18 @@ def test_prunefl_replaces_weights_in_rounds_that_send_gradients(coordinator):
     second = records[2]
     assert second.parts_up == parts(second, 2 * (counts[1] + OTHERS), gradients=2 * 4 * WEIGHTS)
     new = sum(int((masks[3].exists[name] & ~masks[2].exists[name]).sum()) for name in masks[3].exists)
-    assert second.notes == {"positions_replaced": new, "weights": counts[2]}
+    gone = sum(int((masks[2].exists[name] & ~masks[3].exists[name]).sum()) for name in masks[3].exists)
+    assert second.notes == {"positions_replaced": new, "positions_changed": new + gone, "weights": counts[2]}
     assert new > 0
     assert [record.notes for record in records[3:]] == [{}, {}]
     assert all("gradients" not in record.parts_up for record in records if record is not second)
-    assert (records[0].counts, records[0].notes) == ({"prepare_rounds": 2}, {"weights": counts[0]})
+    assert records[0].counts == {"prepare_rounds": 2, "prepare_pruned": WEIGHTS - counts[0]}
+    assert records[0].notes == {"weights": counts[0]}
 
 
 def test_whole_numbers_and_gradients_go_together(coordinator):
     """Updates in int8 are differences, what is prepared is not, and squared gradients stay as they are."""
-    coordinator.create("prunefl", rounds=3, precision="int8", method_settings=own("prunefl"))
+    coordinator.create("prunefl", rounds=3, precision="int8", method_settings=own("prunefl", adjust_interval=2))
     coordinator.play(coordinator.open_device("a"), coordinator.open_device("b"))
     zeroth, first, second, _ = coordinator.records.rounds("f")
     assert zeroth.parts_up["values"] == 4 * (2716 + OTHERS)
@@ -264,7 +266,7 @@ def test_devices_change_no_mask_of_their_own(coordinator, method):
 
 
 def test_gradients_come_when_they_are_asked_for_and_only_then(coordinator):
-    asked = in_round(coordinator, 2, "prunefl")
+    asked = in_round(coordinator, 2, "prunefl", adjust_interval=2)
     assert asked["a"].plan == {"gradients": True}
     mask, gradients = coordinator.model().mask, np.ones(WEIGHTS, np.float32)
     with pytest.raises(BadContent, match="is sent with gradients"):
@@ -340,7 +342,8 @@ def test_less_may_go_as_rounds_pass():
         assert early.mask.counts[name] == dense[name] - int(0.15 * dense[name] + 1e-9)
         assert late.mask.counts[name] == dense[name] - int(0.075 * dense[name] + 1e-9)
     assert early.mask.counts["out.weight"] == 640, "worth their time"
-    assert early.notes == {"positions_replaced": 0, "weights": early.mask.count}
+    gone = sum(dense.values()) - early.mask.count
+    assert early.notes == {"positions_replaced": 0, "positions_changed": gone, "weights": early.mask.count}
 
 
 def test_the_smallest_go_and_what_stays_is_the_mean():
@@ -362,7 +365,8 @@ def test_what_is_new_begins_at_zero():
     sums.fold_in_place(pack(DIGITS, tensors, mask), mask, 10, np.ones(WEIGHTS, np.float32))
     model = method.close(GlobalModel(tensors, mask), sums, at)
     assert model.mask.count == WEIGHTS, "such a t_0 makes everything worth its time"
-    assert model.notes == {"positions_replaced": WEIGHTS - 2716, "weights": WEIGHTS}
+    new = WEIGHTS - 2716
+    assert model.notes == {"positions_replaced": new, "positions_changed": new, "weights": WEIGHTS}
     assert all(not model.tensors[name][~exists].any() for name, exists in mask.exists.items())
     assert same(model.tensors, tensors)
 

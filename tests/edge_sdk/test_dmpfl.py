@@ -276,7 +276,7 @@ def test_the_stage_personal_moves_what_is_private_alone(network, personal_unmask
     assert after.mask.digest == start.mask.digest
     assert after.global_mask.digest == device.m_g.digest
     private = after.private
-    assert trained.counts == {"private": private.count, "personal": after.mask.count}
+    assert trained.counts == {"private": private.count, "personal": after.mask.count, "personal_steps": trained.steps}
     assert private.count > 0
     moved = 0
     for name, mine in private.exists.items():

@@ -21,11 +21,13 @@ from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Manifest, TensorSpec
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Work
+from edge_sdk.protocol.sparsity import layer_counts, random_mask
 from edge_sdk.tasks import Task, build_seeded
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors
+from edge_sdk.training.merging import whole_model
 
 
 @pytest.fixture(scope="module")
@@ -149,17 +151,51 @@ def test_a_fine_tuned_copy_is_judged_and_forgotten(manifest):
 
 def test_fine_tuning_has_a_learning_rate_of_its_own(manifest):
     def moved(**settings):
-        job = job_of(manifest, kind="evaluate", number=4, finetune_epochs=2, **settings)
-        FEDAVG.evaluate(job)
-        received = received_by(job)
-        return max(
-            np.abs(tensor.detach().numpy() - received[name]).max() for name, tensor in job.model.named_parameters()
-        )
+        job = job_of(manifest, kind="adapt", number=4, finetune_epochs=2, **settings)
+        received, personal = received_by(job), FEDAVG.adapt(job).personal
+        return max(np.abs(personal[name] - received[name]).max() for name, _ in job.model.named_parameters())
 
     assert moved(learning_rate=0.1, finetune_learning_rate=1e-9) < 1e-6
     own = moved(learning_rate=0.1, learning_rate_decay=0.5, finetune_learning_rate=0.2)
     assert own == moved(learning_rate=0.2), "it does not decay"
     assert own > moved(learning_rate=0.1)
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["FedAvg+FT+", "FedDST+FT+"])
+def test_a_fine_tuned_copy_and_the_global_model_are_chosen_between_sample_by_sample(manifest, sparse):
+    """DM-PFL+'s rule, computed anew: personal where H_c - (1 - Sim) BE_c < H_g - (1 - Sim) BE_g."""
+    mask = random_mask(manifest, layer_counts(manifest, 0.5), 0) if sparse else None
+    settings = {"finetune_epochs": 4, "learning_rate": 0.1}
+    job = job_of(manifest, kind="evaluate", mask=mask, **settings)
+    method = load_method("feddst" if sparse else "fedavg")
+    found = method.evaluate(job)
+    adapted = method.adapt(job_of(manifest, kind="adapt", mask=mask, **settings)).personal
+    scores, bases = [], []
+    for tensors in (adapted, whole_model(manifest, job.received)):
+        set_tensors(job.model, tensors)
+        job.model.eval()
+        with torch.no_grad():
+            scores.append(torch.cat([job.model(inputs) for inputs, _ in job.task.test]))
+            bases.append(torch.cat([_entropy(job.model(inputs)) for inputs, _ in job.task.train]).mean())
+    doubt = 1 - F.cosine_similarity(*scores)
+    personal, whole = (_entropy(each) - doubt * base for each, base in zip(scores, bases, strict=True))
+    assert 0 < int((personal < whole).sum()) <= 30
+    chosen = torch.where((personal < whole)[:, None], *scores)
+    right = int((chosen.argmax(1) == torch.cat([targets for _, targets in job.task.test])).sum())
+    assert found.others.keys() == {"adaptive"}
+    assert found.others["adaptive"].accuracy == right / 30
+    if sparse:
+        assert all(not adapted[name][~exists].any() for name, exists in mask.exists.items())
+    assert found.flops == training_flops(manifest, 4 * 30, weight_gradients=mask)
+
+
+def _entropy(scores):
+    return torch.distributions.Categorical(logits=scores).entropy()
+
+
+def test_without_fine_tuning_there_is_one_model_and_nothing_else_is_computed(manifest):
+    found = FEDAVG.evaluate(job_of(manifest, kind="evaluate"))
+    assert (found.others, found.flops) == ({}, 0)
 
 
 def test_without_test_data_validation_serves_for_both(manifest):

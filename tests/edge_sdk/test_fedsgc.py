@@ -35,6 +35,7 @@ OWN = {
     "density": 0.3,
     "layer_sparsity": "uniform",
     "device_interval": 1,
+    "of_rounds": 0,
     "over_pruning": 0.5,
     "adjust_at": "penultimate",
     "grow_batches": 1,

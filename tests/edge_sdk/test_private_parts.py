@@ -16,6 +16,7 @@ from edge_sdk.methods.lgfedavg import LGFEDAVG
 from edge_sdk.methods.parts import only
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.errors import BundleError
+from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.tasks.loading import Arrays, classification
@@ -114,3 +115,20 @@ def test_parts_are_all_or_nothing_and_each_others_rest():
     for name in shared:
         assert bool(shared[name].all()) == (name not in HEAD)
         assert torch.equal(own[name], ~shared[name])
+
+
+@pytest.mark.parametrize("method", [FEDPER, LGFEDAVG, FEDREP])
+def test_a_last_local_stage_comes_before_judging_and_is_thrown_away(method):
+    state = method.train(job_of()).state
+    kept = {name: tensor.copy() for name, tensor in state.personal.items()}
+    plain = method.evaluate(dataclasses.replace(job_of(state=state), received=None))
+    job = dataclasses.replace(job_of(state=state, finetune_epochs=3), received=None)
+    found = method.evaluate(job)
+    assert (plain.others, plain.flops) == ({}, 0)
+    assert found.others == {"untuned": plain.personal}
+    assert found.personal.loss < plain.personal.loss, "what it is judged on it has trained on here"
+    after = get_tensors(job.model, job.manifest)
+    assert all(not np.array_equal(after[name], kept[name]) for name in after), "both parts"
+    assert found.flops == training_flops(job.manifest, 3 * 20)
+    assert all(np.array_equal(state.personal[name], kept[name]) for name in kept)
+    assert method.evaluate(job).personal == found.personal, "the same copy whenever it is asked for"

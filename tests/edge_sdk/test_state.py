@@ -473,7 +473,7 @@ def coordinator(tmp_path):
     with inprocess.running(app) as client:
         publish(
             inprocess.ADDRESS, "f", "digits", client=client, method="fedsgc", rounds=3, cohort=1, min_devices=1,
-            local_epochs=1, evaluation_interval=0,
+            local_epochs=1, evaluation_interval=0, method_settings={"adjust_interval": 0},
         )  # fmt: skip
         yield client
 
