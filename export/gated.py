@@ -85,9 +85,7 @@ def gated_model(
         raise ExportError(f"{error}; or export with the budget that the device trained with") from None
     if gate.constant is not None:
         scales, importances = gate.constant
-        chosen = table.select(
-            importances.astype(np.float64), budget, costs, importance=importance, groups=groups
-        )
+        chosen = table.select(importances.astype(np.float64), budget, costs, importance=importance, groups=groups)
         table.scale_in_place(tensors, np.where(chosen, scales, 0.0))
         return _finished(_loaded(skeleton, manifest, tensors), "fixed")
     model = _loaded(skeleton, manifest, tensors)

@@ -57,7 +57,9 @@ class Gate:
                     f"give the federation's settings"
                 )
             pool = fitting[0]  # the smallest: that is how a pool is chosen where the settings leave it open
-        return cls(tensors, shape, length, pool, bool(settings.get("gate_sigmoid", True)), int(settings.get("gate_window", 1)))
+        return cls(
+            tensors, shape, length, pool, bool(settings.get("gate_sigmoid", True)), int(settings.get("gate_window", 1))
+        )
 
     @property
     def constant(self) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:

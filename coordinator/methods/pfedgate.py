@@ -10,15 +10,17 @@ batch of the round has touched, and for each
 Down go the blocks that have changed since the device's last download.
 
 One table of blocks for all: it is cut for the weakest device that the federation declares (``smallest_budget``), whose
-always-kept first blocks must fit, and the largest other block, too, or it could never be chosen. Devices with more keep
-more of the same blocks.
+always-kept first blocks must fit, and of every layer a large one, too, or the gate would have nothing to choose there.
+Devices with more keep more of the same blocks.
 
 Where paper and released code differ (the method card has the reasons):
 
+- Eq. 6 has one budget for the model, the code one for linear layers and one for the others. So here: with one, many
+  small blocks win against any large one, whatever the gate says (``budget_per``).
 - The code averages whole models of all clients, absent ones with their old copies. ``denominator`` all counts untouched
   blocks as no change, for comparison.
 - The code keeps first blocks of a fifth whatever the budget. Here a budget that cannot hold them is refused.
-- θ is only ever trained under scales: by itself it is no model to use.
+- θ is only ever trained under scales: by itself it is no model to use, but after a last round without gates (Table 10).
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ MOST_BLOCKS = 30
 
 DRAWS = 16
 UNTRAINED = (0.494, 0.506)
-"""The importances of gates that have learned nothing (card, 4.9), of which so many are drawn to see what they choose."""
+"""Importances of gates that have learned nothing (card, 4.9); so many are drawn to see what they choose."""
 
 NEARLY = 0.9
 """Of a budget: first blocks that are as much leave no room, and need none (an output layer of ten rows, at 0.1)."""
@@ -80,7 +82,7 @@ class PFedGateSettings(MethodSettings):
     )
     importance: Literal["per_weight", "per_block"] = Field(
         default="per_block",
-        description="What the gate gives importance to: each block of any size (Eq. 6), or each weight (or unit of cost)",
+        description="What has importance: each block of whatever size (Eq. 6), or each weight (each unit of cost)",
     )
     budget_per: BudgetPer = Field(
         default="kind",
@@ -217,8 +219,11 @@ def _never_chosen(manifest: Manifest, rules: PFedGateSettings) -> str | None:
 
 
 def _starved(manifest: Manifest, rules: PFedGateSettings) -> str | None:
-    """Return a warning for the layer that a gate that has learned nothing leaves furthest below its fair share of
-    weights: the budget's. Below half of it, or where a large block would fit into it and none is chosen, it is starved."""
+    """Return a warning for the layer that a gate that has learned nothing leaves furthest below its fair share.
+
+    That is the budget's, of its weights. A layer below half of it is starved, and so is one of whose large blocks none
+    is ever chosen, though one would fit into its share.
+    """
     table, share = manifest.block_table, rules.smallest_budget
     importances = np.random.default_rng(0).uniform(*UNTRAINED, (DRAWS, len(table.sizes)))
     on = table.select(

@@ -5,10 +5,11 @@ arXiv:2305.02776. In each batch of a round (its Algorithm 1)
 
     (G, M) = gate(x);   I = knapsack(G) within the budget;   θ' = θ ⊛ M·I;   one step of gate and θ on f(θ'; x, y)
 
-and what goes up is θ of the blocks that any batch has used. Gate, scales, importances and θ as trained here stay. What
-is kept: the personal model is θ under the device's mean gates, a plain model that export and prediction without a gate
-take; beside it θ as trained, the gate, and what was received of the blocks touched, from which the global model can be
-rebuilt, so that only what changed need come down.
+with a knapsack for linear layers and one for the others (``BlockTable.select``), and what goes up is θ of the blocks
+that any batch has used. Gate, scales, importances and θ as trained here stay. What is kept: the personal model is θ
+under the device's mean gates, a plain model that export and prediction without a gate take; beside it θ as trained, the
+gate, and what was received of the blocks touched, from which the global model can be rebuilt, so that only what changed
+need come down.
 
 A device is judged as it would be used: on the newest θ, every sample with gates of its own. Beside that stand the
 batch's gates, as in the paper; the same on θ as trained here, before it is averaged, which is what the paper reports;

@@ -158,9 +158,9 @@ class BlockTable:
 
         ``importances`` [..., L] are G of the card, in (0, 1), and the answer has their shape; those of forced blocks
         are not looked at. costs: what each block takes of the budget, see ``capacity``. among: no others may be on.
-        rule: how the knapsack is solved, see ``knapsack``; RULES' unless given. importance: see ``values_of``. groups: of
-        blocks that have ``share`` each for themselves, and not together. Raises ValueError where the budget is too
-        small.
+        rule: how the knapsack is solved, see ``knapsack``; RULES' unless given. importance: see ``values_of``.
+        groups: of blocks that have ``share`` each for themselves, and not together. Raises ValueError where the
+        budget is too small.
         """
         costs = self.sizes if costs is None else costs
         chosen = np.broadcast_to(self.forced, importances.shape).copy()
@@ -285,6 +285,7 @@ def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: i
     rest = [*np.cumsum(ranked[::-1])[::-1].tolist(), 0]
     weights, worth = np.zeros((problems, 1), dtype=np.int64), np.zeros((problems, 1))
     steps: list[tuple[int, int, NDArray[np.intp]]] = []
+    decided, useful = len(sizes), bool(ordered.min() > 0)
     for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True):
         count = end - start
         sums = np.zeros((problems, 1, count + 1))
@@ -314,7 +315,11 @@ def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: i
         worth, flat, front = best.take(places), flat.take(places), front.take(places)
         weights = heavier.take(flat)
         steps.append((start, count, front))
+        if useful and np.where(worth > -np.inf, weights, 0).max() + rest[end] <= capacity:
+            decided = end  # all the rest fits, whatever was chosen
+            break
     sorted_choice = np.zeros(values.shape, dtype=bool)
+    sorted_choice[:, decided:] = True
     point = worth.argmax(axis=1)
     for start, count, front in reversed(steps):
         point, taken = np.divmod(front[rows[:, 0], point], count + 1)

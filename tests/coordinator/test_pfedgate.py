@@ -105,7 +105,9 @@ def test_a_first_share_and_a_number_of_blocks_may_be_given():
     ],
 )
 def test_a_budget_that_cannot_be_met_is_refused_with_the_smallest_that_can(own, smallest):
-    with pytest.raises(BadContent, match=r"method_settings\.smallest_budget: the blocks .*that are always on") as refused:
+    with pytest.raises(
+        BadContent, match=r"method_settings\.smallest_budget: the blocks .*that are always on"
+    ) as refused:
         cut(**own)
     named = float(str(refused.value).split("the smallest is ")[1].split(";")[0])
     assert named == pytest.approx(smallest, abs=0.002)

@@ -419,7 +419,7 @@ def test_many_layers_and_long_names_fit_into_a_report():
     counts = Device(lambda: (model, (4,)), local_steps=1).play().counts
     UpdateReport(num_examples=1, steps=1, train_loss=0.0, counts=counts)
     assert counts["values of other layers"] == 20 * 20 + 5 + 4 - sum(
-        count for name, count in counts.items() if name.startswith("values of 0") or name.startswith("values of x")
+        count for name, count in counts.items() if name.startswith(("values of 0", "values of x"))
     )
 
 
@@ -446,6 +446,7 @@ def test_a_window_averages_the_gates_of_the_last_inputs():
     inputs = torch.randn(7, 2, 6, 6)
     with torch.no_grad():
         wide.gate.eval()
+        wide.model.eval()
         importances, scales = wide.gate.each(inputs)
         found = wide.each(inputs)
         for place in range(7):

@@ -23,7 +23,7 @@ from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.models import MODELS
 from edge_sdk.tracing.coupling import describe
 from edge_sdk.tracing.skeleton import make_skeleton
-from edge_sdk.training.gates.gated import Budget, Gated
+from edge_sdk.training.gates.gated import Gated
 from edge_sdk.training.local import get_tensors
 from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.methods import load_method as load_server_half
@@ -171,9 +171,15 @@ class Device:
             importances, scales = gated.gate.each(self.inputs)
             window = self.settings["gate_window"]
             parts = [slice(max(place // CALL * CALL, place + 1 - window), place + 1) for place in range(INPUTS)]
-            importances, scales = (torch.stack([each[part].mean(0) for part in parts]) for each in (importances, scales))
+            importances, scales = (
+                torch.stack([each[part].mean(0) for part in parts]) for each in (importances, scales)
+            )
             on = gated.select(importances)
-            return np.where(on, scales.numpy(), 0), importances.numpy(), torch.cat([gated.each(part) for part in self.inputs.split(CALL)]).numpy()
+            return (
+                np.where(on, scales.numpy(), 0),
+                importances.numpy(),
+                torch.cat([gated.each(part) for part in self.inputs.split(CALL)]).numpy(),
+            )
 
 
 def run(model, inputs, *names):

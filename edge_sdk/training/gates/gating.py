@@ -95,9 +95,12 @@ class GatingLayer(nn.Module):
 
     paths: 1 gives one vector for both, 2 a layer for each, begun as copies. pool: side of the squares (of the runs, of
     one-dimensional signals) whose mean the gate sees; flat inputs are never pooled. The switches leave a part out, for
-    ablations; without ``sees_input`` the gate is a vector, the same for every batch. ``seed`` decides where it begins:
-    devices with the same one begin with the same gate.
+    ablations. sees: with ``device`` the caller sets ``mean`` [*shape], and ``settled`` [paths L] is what the gate makes
+    of it. ``seed`` decides where the gate begins: devices with the same one begin with the same gate.
     """
+
+    mean: torch.Tensor
+    settled: torch.Tensor
 
     def __init__(
         self,
@@ -149,9 +152,9 @@ class GatingLayer(nn.Module):
     def settle(self) -> None:
         """Write down in ``settled`` what a gate that sees the device's mean gives, before the sigmoid."""
         if self._sees == "device":
-            self.settled.copy_(self._logits(self.mean.unsqueeze(0))[0])
+            self.settled.copy_(self._of(self.mean.unsqueeze(0))[0])
 
-    def _logits(self, inputs: torch.Tensor) -> torch.Tensor:
+    def _of(self, inputs: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.linear(self._normalised(inputs.to(self.linear.weight.dtype)))
         return logits if self.batch_norm is None else cast(torch.Tensor, self.batch_norm(logits))
 
@@ -160,9 +163,9 @@ class GatingLayer(nn.Module):
         if self.logits is not None:
             gates = self.logits.expand(len(inputs), -1)
         elif self._sees == "device":
-            gates = self._logits(self.mean.unsqueeze(0)).expand(len(inputs), -1)
+            gates = self._of(self.mean.unsqueeze(0)).expand(len(inputs), -1)
         else:
-            gates = self._logits(inputs)
+            gates = self._of(inputs)
         if self._squashes:
             gates = gates.sigmoid()
         scales, importances = gates[:, : self._length], gates[:, -self._length :]
