@@ -120,7 +120,7 @@ class Gated:
 
     @property
     def worked(self) -> int:
-        """What ``flops`` says of the blocks that were on, added up over samples."""
+        """The sum over samples of what ``flops`` says of the blocks that were on."""
         return int(self.used @ self._flops)
 
     def select(self, importances: torch.Tensor, among: Selection | None = None) -> Selection:
