@@ -232,6 +232,11 @@ class OneUpdate:
         self.updates += 1
 
 
+def blocks_of(mask: Mask | None) -> bytes | None:
+    """Return the blocks that ``mask`` names, packed, or None where it leaves none out."""
+    return mask.packed() if isinstance(mask, BlockMask) and not mask.on.all() else None
+
+
 class BlockSums:
     """Numerators of updates under masks of blocks, and for every block the weight of those who touched it.
 
@@ -253,7 +258,7 @@ class BlockSums:
     ) -> None:
         """Add one update, of some blocks or of all."""
         assert mask is None or isinstance(mask, BlockMask)
-        self.masks.add(None if mask is None or mask.on.all() else mask.packed())
+        self.masks.add(blocks_of(mask))
         for spec, block, part in unpack(self._manifest, values, mask):
             block.add(self._numerators[spec.name].reshape(spec.shape), part, scale=float(num_examples))
         self._weights[slice(None) if mask is None else mask.on] += num_examples
