@@ -17,7 +17,7 @@ get the other one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ import onnx.shape_inference
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
-from edge_sdk.protocol.blocks import TIE, BlockTable, Costs
+from edge_sdk.protocol.blocks import RULES, TIE, BlockTable, Costs, Importance
 from edge_sdk.protocol.errors import ProtocolError
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.manifest import Manifest, Tensors
@@ -76,12 +76,16 @@ def gated_model(
     gate = Gate.of(manifest, own, settings)
     costs = _costs(manifest, own, settings)
     try:
-        everything = table.capacity(budget, costs) >= costs[~table.forced].sum()
+        importance, groups = settings["importance"], manifest.block_groups(settings["budget_per"])
+        capacities = {name: table.capacity(budget, costs, blocks, name) for name, blocks in groups.items()}
+        everything = all(
+            capacities[name] >= costs[blocks][~table.forced[blocks]].sum() for name, blocks in groups.items()
+        )
     except ValueError as error:
         raise ExportError(f"{error}; or export with the budget that the device trained with") from None
     if gate.constant is not None:
         scales, importances = gate.constant
-        chosen = table.select(importances.astype(np.float64), budget, costs)
+        chosen = table.select(importances.astype(np.float64), budget, costs, importance=importance, groups=groups)
         table.scale_in_place(tensors, np.where(chosen, scales, 0.0))
         return _finished(_loaded(skeleton, manifest, tensors), "fixed")
     model = _loaded(skeleton, manifest, tensors)
@@ -89,7 +93,8 @@ def gated_model(
     importances_name, scales_name = gate.build(to, model.graph.input[0].type.tensor_type.elem_type)
     selection = "fixed"
     if not everything:
-        chosen_name, selection = _choose(to, importances_name, table, costs, budget, largest_table)
+        limits = [(groups[name], capacity) for name, capacity in capacities.items()]
+        chosen_name, selection = _choose(to, importances_name, table, costs, limits, importance, largest_table)
         to.add("Mul", scales_name, chosen_name, output=GATES)
     else:
         to.add("Identity", scales_name, output=GATES)
@@ -164,19 +169,39 @@ def _finished(model: ModelProto, selection: str) -> ModelProto:
 
 
 def _choose(
-    to: Building, importances: str, table: BlockTable, costs: Costs, budget: float, largest: int
+    to: Building,
+    importances: str,
+    table: BlockTable,
+    costs: Costs,
+    limits: Sequence[tuple[NDArray[np.intp], int]],
+    importance: Importance,
+    largest: int,
 ) -> tuple[str, str]:
-    """Return float32 [N, L], 1 where a block is on, and the rule."""
-    candidates = np.flatnonzero(~table.forced)
-    values = to.add("Gather", importances, to.index(candidates), axis=1)
-    exactly = to.add("Sub", to.add("Cast", values, to=TensorProto.DOUBLE), to.constant(TIE * candidates))
-    capacity = table.capacity(budget, costs)
-    plan = decisions(costs[candidates], capacity, largest)
-    if plan is None:
-        taken, rule = greedy(to, exactly, costs[candidates], capacity), "greedy"
-    else:
-        taken, rule = exact(to, exactly, plan, costs[candidates]), "exact"
+    """Return float32 [N, L], 1 where a block is on, and the rule: greedy where it is for any group of blocks.
+
+    limits: the blocks of each group, and what those that are not forced may cost.
+    """
+    worth = to.add("Sub", to.add("Cast", importances, to=TensorProto.DOUBLE), to.constant(TIE * np.arange(len(costs))))
+    if importance == "per_weight":
+        worth = to.add("Mul", worth, to.constant(np.maximum(costs, 1).astype(np.float64)))
+    parts, order, rules = [], [], {"exact"}
+    for blocks, capacity in limits:
+        candidates = blocks[~table.forced[blocks]]
+        if not len(candidates):
+            continue
+        order.extend(candidates.tolist())
+        values = to.add("Gather", worth, to.index(candidates), axis=1)
+        if costs[candidates].sum() <= capacity:
+            parts.append(to.add("Cast", to.add("Equal", values, values), to=TensorProto.FLOAT))
+            continue
+        plan = decisions(costs[candidates], capacity, largest) if RULES[importance] == "exact" else None
+        if plan is None:
+            parts.append(greedy(to, values, costs[candidates], capacity))
+            rules.add("greedy")
+        else:
+            parts.append(exact(to, values, plan, costs[candidates]))
+    taken = to.add("Concat", *parts, axis=1) if len(parts) > 1 else parts[0]
     ahead = to.add("Pad", taken, to.whole(0, 0, 0, 1), to.constant(np.array(1, np.float32)))
-    places = np.full(len(costs), len(candidates))
-    places[candidates] = np.arange(len(candidates))
-    return to.add("Gather", ahead, to.index(places), axis=1), rule
+    places = np.full(len(costs), len(order))
+    places[order] = np.arange(len(order))
+    return to.add("Gather", ahead, to.index(places), axis=1), max(rules)

@@ -33,6 +33,7 @@ class Gate:
     length: int
     pool: int
     squashes: bool
+    window: int
 
     @classmethod
     def of(cls, manifest: Manifest, own: Tensors, settings: Mapping[str, Any]) -> Gate:
@@ -56,14 +57,17 @@ class Gate:
                     f"give the federation's settings"
                 )
             pool = fitting[0]  # the smallest: that is how a pool is chosen where the settings leave it open
-        return cls(tensors, shape, length, pool, bool(settings.get("gate_sigmoid", True)))
+        return cls(
+            tensors, shape, length, pool, bool(settings.get("gate_sigmoid", True)), int(settings.get("gate_window", 1))
+        )
 
     @property
     def constant(self) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
         """Return scales and importances, [L] both, where the gate does not see the input."""
-        if "logits" not in self.tensors:
+        settled = self.tensors.get("logits", self.tensors.get("settled"))  # the latter's are of the device's mean
+        if settled is None:
             return None
-        logits = np.asarray(self.tensors["logits"], dtype=np.float64)
+        logits = np.asarray(settled, dtype=np.float64)
         gates: NDArray[np.float32] = (1 / (1 + np.exp(-logits)) if self.squashes else logits).astype(np.float32)
         return gates[: self.length], gates[-self.length :]
 
@@ -74,6 +78,10 @@ class Gate:
         gates = to.add("Gemm", self._normalised(to, seen), to.constant(weight), to.constant(bias), transB=1)
         if self.squashes:
             gates = to.add("Sigmoid", gates)
+        if self.window > 1:  # a pool along the batch, [1, outputs, N], that looks back only
+            along = to.add("Unsqueeze", to.add("Transpose", gates, perm=[1, 0]), to.whole(0))
+            mean = to.add("AveragePool", along, kernel_shape=[self.window], pads=[self.window - 1, 0])
+            gates = to.add("Transpose", to.add("Squeeze", mean, to.whole(0)), perm=[1, 0])
         outputs = len(weight)
         if outputs == self.length:
             return gates, gates

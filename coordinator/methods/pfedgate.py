@@ -10,15 +10,17 @@ batch of the round has touched, and for each
 Down go the blocks that have changed since the device's last download.
 
 One table of blocks for all: it is cut for the weakest device that the federation declares (``smallest_budget``), whose
-always-kept first blocks must fit, and the largest other block, too, or it could never be chosen. Devices with more keep
-more of the same blocks.
+always-kept first blocks must fit, and of every layer a large one, too, or the gate would have nothing to choose there.
+Devices with more keep more of the same blocks.
 
 Where paper and released code differ (the method card has the reasons):
 
+- Eq. 6 has one budget for the model, the code one for linear layers and one for the others. So here: with one, many
+  small blocks win against any large one, whatever the gate says (``budget_per``).
 - The code averages whole models of all clients, absent ones with their old copies. ``denominator`` all counts untouched
   blocks as no change, for comparison.
 - The code keeps first blocks of a fifth whatever the budget. Here a budget that cannot hold them is refused.
-- θ is only ever trained under scales: by itself it is no model to use.
+- θ is only ever trained under scales: by itself it is no model to use, but after a last round without gates (Table 10).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from edge_sdk.protocol.blocks import BlockMask, BlockTable, Costs
+from edge_sdk.protocol.blocks import BlockMask, BlockTable, BudgetPer, Costs
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import FederationSettings
@@ -39,12 +41,24 @@ from sparrow.coordinator.methods import (
     DeviceMasks,
     GlobalModel,
     MethodSettings,
+    Schedule,
     Situation,
+    Work,
     own_settings,
 )
 from sparrow.coordinator.rounds.sums import BlockSums
 
-MOST_BLOCKS = 100
+MOST_BLOCKS = 30
+
+DRAWS = 16
+UNTRAINED = (0.494, 0.506)
+"""Importances of gates that have learned nothing (card, 4.9); so many are drawn to see what they choose."""
+
+NEARLY = 0.9
+"""Of a budget: first blocks that are as much leave no room, and need none (an output layer of ten rows, at 0.1)."""
+
+HALF = 0.5
+"""Of its fair share: a layer that keeps less is starved."""
 
 
 class PFedGateSettings(MethodSettings):
@@ -66,6 +80,17 @@ class PFedGateSettings(MethodSettings):
     cost: Literal["parameters", "flops", "seconds"] = Field(
         default="parameters", description="What a budget is a share of; seconds: each layer's, measured on the device"
     )
+    importance: Literal["per_weight", "per_block"] = Field(
+        default="per_block",
+        description="What has importance: each block of whatever size (Eq. 6), or each weight (each unit of cost)",
+    )
+    budget_per: BudgetPer = Field(
+        default="kind",
+        description="What has the budget's share for itself: the model, linear layers and the others, or each layer",
+    )
+    dense_last: bool = Field(
+        default=False, description="Whether the last round trains without gates, for a global model (Table 10)"
+    )
     touched_limit: float = Field(
         default=1.0, gt=0, le=1, description="Share of the model beyond which a round touches no further blocks"
     )
@@ -85,16 +110,19 @@ class PFedGateSettings(MethodSettings):
         default=3.0, allow_inf_nan=False, description="Where scales begin, before the sigmoid; the authors' is 0"
     )
     gate_pool: int = Field(
-        default=0,
+        default=1,
         ge=0,
         le=1024,
-        description="Side of the squares pooled before the gate; 0: gate of a tenth of the model",
+        description="Side of the squares pooled before the gate; 0: so that it has a tenth of the model's size",
     )
     gate_input_norm: bool = Field(default=True, description="Whether the gate's input is normalised (ablation)")
     gate_batch_norm: bool = Field(default=True, description="Whether its logits are (ablation)")
     gate_sigmoid: bool = Field(default=True, description="Whether they are squashed (ablation)")
-    gate_input: bool = Field(
-        default=True, description="Whether the gate sees the batch; else one mask per device (ablation)"
+    gate_input: Literal["batch", "device", "nothing"] = Field(
+        default="batch", description="What the gate sees: the batch, or the mean of the device's samples (client-wise)"
+    )
+    gate_window: int = Field(
+        default=1, ge=1, le=1024, description="Inputs whose gates are averaged where each has a choice of its own"
     )
 
 
@@ -110,21 +138,20 @@ def manifest(published: Manifest, settings: FederationSettings) -> Manifest:
         raise BadContent(f"{private[0]}: pFedGate shares all that is trained; leave it shared")
     rules, refusal = own_settings(settings, PFedGateSettings), ""
     counts = [rules.blocks] if rules.blocks else range(5, MOST_BLOCKS + 1)
-    usable: Manifest | None = None
+    usable: dict[bool, Manifest] = {}  # whether every block can be chosen -> the first table
     for count in counts:
         cut = _cut(published, rules, count)
-        table, costs = cut.block_table, costs_of(cut, rules.cost)
         try:
-            capacity = table.capacity(rules.smallest_budget, costs)
+            never = _never_chosen(cut, rules)
         except ValueError as error:
             refusal = refusal or str(error)
             continue
-        usable = usable or cut
-        if capacity >= _largest(table, costs):
+        usable.setdefault(never is None, cut)
+        if never is None and _starved(cut, rules) is None:
             return cut
-    if usable is None:
+    if not usable:
         raise BadContent(f"method_settings.smallest_budget: {refusal}")
-    return usable
+    return usable.get(True) or usable[False]
 
 
 def start(tensors: Tensors, situation: Situation) -> GlobalModel:
@@ -155,22 +182,73 @@ def sums_of(model: GlobalModel, situation: Situation) -> BlockSums:
     return BlockSums(situation.manifest, everybody=situation.own(PFedGateSettings).denominator == "all")
 
 
+def work(situation: Situation) -> Work:
+    """Return what a round asks for: training without gates in the last one, where ``dense_last`` says so."""
+    dense = situation.own(PFedGateSettings).dense_last and situation.round == situation.settings.rounds
+    return Work(plan={"dense": 1}) if dense else Work()
+
+
 def close(model: GlobalModel, sums: BlockSums, situation: Situation) -> GlobalModel:
     """Return means over those who touched a block."""
     last = np.where(sums.touched, situation.round, model.own["changed"])
-    return GlobalModel(sums.mean(model.tensors), own={"changed": last}, notes={"blocks": int(sums.touched.sum())})
+    notes = {"blocks": int(sums.touched.sum()), "masks": len(sums.masks)}
+    return GlobalModel(sums.mean(model.tensors), own={"changed": last}, notes=notes)
 
 
 def warning(model: GlobalModel, situation: Situation) -> str | None:
-    """Return a warning for a block that is larger than what the weakest device may add: it never chooses it."""
-    rules, table = situation.own(PFedGateSettings), situation.manifest.block_table
-    costs = costs_of(situation.manifest, rules.cost)
-    capacity, largest = table.capacity(rules.smallest_budget, costs), _largest(table, costs)
-    if capacity >= largest:
+    """Return a warning for blocks or layers that devices of the smallest budget leave out, or nearly."""
+    rules = situation.own(PFedGateSettings)
+    return _never_chosen(situation.manifest, rules) or _starved(situation.manifest, rules)
+
+
+def _never_chosen(manifest: Manifest, rules: PFedGateSettings) -> str | None:
+    """Return a warning for blocks larger than what the weakest device may add. Raises ValueError where it may add
+    nothing."""
+    table, costs = manifest.block_table, costs_of(manifest, rules.cost)
+    for name, blocks in manifest.block_groups(rules.budget_per).items():
+        capacity = table.capacity(rules.smallest_budget, costs, blocks, name)
+        largest = int(costs[blocks][~table.forced[blocks]].max(initial=0))
+        has = costs[blocks][table.forced[blocks]].sum() / max(1, costs[blocks].sum())
+        if largest > capacity and has < NEARLY * rules.smallest_budget:
+            return (
+                f"a device of the smallest budget, {rules.smallest_budget:g}, can never choose the largest blocks"
+                f"{name and f' of {name}'}: they cost {largest}, {capacity} are left; give more blocks, or a smaller "
+                f"first_share"
+            )
+    return None
+
+
+def _starved(manifest: Manifest, rules: PFedGateSettings) -> str | None:
+    """Return a warning for the layer that a gate that has learned nothing leaves furthest below its fair share.
+
+    That is the budget's, of its weights. A layer below half of it is starved, and so is one of whose large blocks none
+    is ever chosen, though one would fit into its share.
+    """
+    table, share = manifest.block_table, rules.smallest_budget
+    importances = np.random.default_rng(0).uniform(*UNTRAINED, (DRAWS, len(table.sizes)))
+    on = table.select(
+        importances,
+        share,
+        costs_of(manifest, rules.cost),
+        importance=rules.importance,
+        groups=manifest.block_groups(rules.budget_per),
+    )
+    kept: dict[str, float] = {}
+    for name, blocks in manifest.block_groups("layer").items():
+        sizes, forced, weights = table.sizes[blocks], table.forced[blocks], table.sizes[blocks].sum()
+        mean = float((on[:, blocks] @ sizes).mean() / weights)
+        large = ~forced & (2 * sizes >= sizes[~forced].max(initial=1))  # not those of biases
+        fits = sizes[forced].sum() + sizes[large].min(initial=weights) <= share * weights
+        if mean < HALF * share or (fits and not on[:, blocks[large]].any()):
+            kept[name] = mean
+    if not kept:
         return None
+    name = min(kept, key=kept.__getitem__)
+    weights = table.sizes[manifest.block_groups("layer")[name]].sum()
     return (
-        f"a device of the smallest budget, {rules.smallest_budget:g}, can never choose the largest blocks: they "
-        f"cost {largest}, {capacity} are left; give more blocks, or a smaller first_share"
+        f"a gate that has learned nothing keeps {kept[name]:.0%} of the {weights} weights of {name}, whose fair share "
+        f"of a budget of {share:g} is {share:.0%}: larger blocks lose against many small ones; give more blocks, "
+        f"another budget_per, or importance per_weight"
     )
 
 
@@ -186,11 +264,6 @@ def _cut(manifest: Manifest, rules: PFedGateSettings, count: int) -> Manifest:
     return manifest.with_blocks({**table.tensors, **manifest.blocks})
 
 
-def _largest(table: BlockTable, costs: Costs) -> int:
-    """Return the cost of the largest block that is not always on."""
-    return int(costs[~table.forced].max(initial=0))
-
-
 PFEDGATE = CoordinatorMethod(
     smallest_budget=smallest_budget,
     settings_type=PFedGateSettings,
@@ -201,6 +274,7 @@ PFEDGATE = CoordinatorMethod(
     start=start,
     masks=DeviceMasks(check=check_mask, type=BlockMask),
     changes=changed,
+    schedule=Schedule(work=work),
     aggregation=Aggregation(
         sums=sums_of,
         close=close,

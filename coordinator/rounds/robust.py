@@ -54,7 +54,7 @@ from edge_sdk.protocol.masks import Mask, pack, unpack, unpack_whole
 from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator.errors import BadContent
 from sparrow.coordinator.methods import CoordinatorMethod
-from sparrow.coordinator.rounds.sums import Sum
+from sparrow.coordinator.rounds.sums import Sum, blocks_of
 
 Rule = Literal["trimmed_mean", "median", "krum"]
 
@@ -119,6 +119,8 @@ class RobustSums:
         self._rule = rule
         self._share = share
         self._touched = np.zeros(len(manifest.block_table.sizes), dtype=bool)
+        self.masks: set[bytes | None] = set()
+        """The different choices of blocks among the updates."""
         self._senders = np.zeros(manifest.shared_values, dtype=np.uint32)
         descriptor, name = tempfile.mkstemp(dir=folder, prefix="round-", suffix=".partial")
         os.unlink(name)  # gone with this object, or with the process
@@ -139,6 +141,7 @@ class RobustSums:
         self._senders += ~np.isnan(row)
         _write(self._file, row, self.updates * row.nbytes)
         self._touched[slice(None) if not isinstance(mask, BlockMask) else mask.on] = True
+        self.masks.add(blocks_of(mask))
         self.updates += 1
 
     @property

@@ -244,11 +244,16 @@ class OneUpdate:
         self.updates += 1
 
 
+def blocks_of(mask: Mask | None) -> bytes | None:
+    """Return the blocks that ``mask`` names, packed, or None where it leaves none out."""
+    return mask.packed() if isinstance(mask, BlockMask) and not mask.on.all() else None
+
+
 class BlockSums:
     """Numerators of updates under masks of blocks, and for every block the weight of those who touched it.
 
     everybody: untouched blocks count as no change, so that a block's divisor is the weight of all updates, as in the
-    code that pFedGate's authors released.
+    code that pFedGate's authors released. ``masks`` are the different ones among the updates'.
     """
 
     def __init__(self, manifest: Manifest, *, everybody: bool = False) -> None:
@@ -257,6 +262,7 @@ class BlockSums:
         self._numerators = {spec.name: np.zeros(spec.size, dtype=np.float64) for spec in manifest.shared}
         self._weights = np.zeros(len(manifest.block_table.sizes), dtype=np.float64)
         self._weight = 0.0
+        self.masks: set[bytes | None] = set()
         self.updates = 0
 
     def fold_in_place(
@@ -264,6 +270,7 @@ class BlockSums:
     ) -> None:
         """Add one update, of some blocks or of all."""
         assert mask is None or isinstance(mask, BlockMask)
+        self.masks.add(blocks_of(mask))
         for spec, block, part in unpack(self._manifest, values, mask):
             block.add(self._numerators[spec.name].reshape(spec.shape), part, scale=float(num_examples))
         self._weights[slice(None) if mask is None else mask.on] += num_examples

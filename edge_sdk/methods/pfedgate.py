@@ -5,10 +5,11 @@ arXiv:2305.02776. In each batch of a round (its Algorithm 1)
 
     (G, M) = gate(x);   I = knapsack(G) within the budget;   θ' = θ ⊛ M·I;   one step of gate and θ on f(θ'; x, y)
 
-and what goes up is θ of the blocks that any batch has used. Gate, scales, importances and θ as trained here stay. What
-is kept: the personal model is θ under the device's mean gates, a plain model that export and prediction without a gate
-take; beside it θ as trained, the gate, and what was received of the blocks touched, from which the global model can be
-rebuilt, so that only what changed need come down.
+with a knapsack for linear layers and one for the others (``BlockTable.select``), and what goes up is θ of the blocks
+that any batch has used. Gate, scales, importances and θ as trained here stay. What is kept: the personal model is θ
+under the device's mean gates, a plain model that export and prediction without a gate take; beside it θ as trained, the
+gate, and what was received of the blocks touched, from which the global model can be rebuilt, so that only what changed
+need come down.
 
 A device is judged as it would be used: on the newest θ, every sample with gates of its own. Beside that stand the
 batch's gates, as in the paper; the same on θ as trained here, before it is averaged, which is what the paper reports;
@@ -40,13 +41,15 @@ from edge_sdk.methods import (
     Update,
     own_settings,
 )
-from edge_sdk.methods.rounds import conclude
-from edge_sdk.protocol.blocks import BlockMask, Costs
+from edge_sdk.methods.rounds import conclude, train_loaded
+from edge_sdk.protocol.blocks import BlockMask, BudgetPer, Costs, Importance
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import merge_in_place, pack, unpack_whole
 from edge_sdk.protocol.messages import Assignment, Kind
+from edge_sdk.tasks import Batches
 from edge_sdk.tracing.modes import buffers_kept
+from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.gates.gated import (
     PROBE,
     Budget,
@@ -56,7 +59,7 @@ from edge_sdk.training.gates.gated import (
     gate_tensors,
     load_gate,
 )
-from edge_sdk.training.gates.gating import GatingLayer, fitting_pool
+from edge_sdk.training.gates.gating import GatingLayer, Sees, fitting_pool
 from edge_sdk.training.gates.network import check_gated
 from edge_sdk.training.local import LocalResult, derive_seed, evaluate, get_tensors, set_tensors, take_steps
 from edge_sdk.training.merging import is_whole, whole_model
@@ -65,12 +68,17 @@ from edge_sdk.training.rehearsal import Effort, Rehearsal, block_nanoseconds
 ADAPT_EPOCHS = 5
 """Most epochs in which a late device trains its gate; it stops before where the validation loss rises."""
 
+COUNTED_LAYERS = 12
+"""Layers whose kept values a report has for themselves: it has room for 32 counts."""
+
 
 class Settings(MethodSettings):
     """pFedGate's own settings."""
 
     smallest_budget: float
     cost: Literal["parameters", "flops", "seconds"]
+    importance: Importance
+    budget_per: BudgetPer
     touched_limit: float
     gate_learning_rate: float
     gate_gradients: Literal["exact", "estimated"]
@@ -80,7 +88,9 @@ class Settings(MethodSettings):
     gate_input_norm: bool
     gate_batch_norm: bool
     gate_sigmoid: bool
-    gate_input: bool
+    gate_input: Sees
+    gate_window: int
+    dense_last: bool
 
 
 def check(model: nn.Module, manifest: Manifest, example: torch.Tensor) -> None:
@@ -96,6 +106,8 @@ def effort(rehearsal: Rehearsal, budget: float) -> Effort:
 def train(job: Job) -> Trained:
     """Train one round. Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed,
     BudgetTooSmall."""
+    if job.planned("dense", 1):
+        return _train_dense(job)
     received, settings = newest_model(job), job.assignment.settings
     gated = gated_model(job, received)
     result = take_gated_steps(job, gated, model_rate=settings.learning_rate_of(job.assignment.round))
@@ -103,19 +115,50 @@ def train(job: Job) -> Trained:
     trained = get_tensors(job.model, job.manifest)
     whole = job.received is not None and is_whole(job.manifest, job.received)
     update = Update(pack(job.manifest, trained, touched), touched, base=None if whole else received)
-    counts = {
-        "values": int(gated.table.sizes.sum()),
-        "values_touched": int(gated.table.sizes[gated.touched].sum()),
-        "values_kept": gated.kept // result.samples,
-    }
-    concluded = conclude(job, result, personal=None, update=update, counts=counts, forward=gated.each)
+    concluded = conclude(job, result, personal=None, update=update, counts=_counts(job, gated), forward=gated.each)
     state = _state(job, gated, gated.static(), trained, received)
     state = replace(state, memory=concluded.state.memory)
     return replace(concluded, state=state, flops=_flops(job, gated, result))
 
 
+def _train_dense(job: Job) -> Trained:
+    """Train θ without gates for one epoch, for a global model (Table 10); what the device keeps stays."""
+    received = newest_model(job)
+    set_tensors(job.model, {**(job.state.personal or {}), **received})
+    once = job.with_settings(local_epochs=1, local_steps=None)
+    result = train_loaded(once, Freezing(job.model, job.manifest, None), purpose="dense")
+    whole = job.received is not None and is_whole(job.manifest, job.received)
+    values = pack(job.manifest, get_tensors(job.model, job.manifest), None)
+    concluded = conclude(job, result, personal=None, update=Update(values, base=None if whole else received))
+    return replace(concluded, state=replace(job.state, memory=concluded.state.memory))
+
+
+def _counts(job: Job, gated: Gated) -> dict[str, int]:
+    """Return a round's counts: values (all, of touched blocks, and kept by a batch on average; the latter for each of
+    the COUNTED_LAYERS largest layers, too, and for the others together), and what the gate chose."""
+    sizes, samples = gated.table.sizes, int(gated.used.max())  # first blocks are always on
+    counts = {
+        "values": int(sizes.sum()),
+        "values_touched": int(sizes[gated.touched].sum()),
+        "values_kept": int(gated.used @ sizes) // samples,
+        "batch_masks": len(gated.masks),
+        "batches_decided": gated.decided,
+    }
+    layers = sorted(job.manifest.block_groups("layer").items(), key=lambda layer: -sizes[layer[1]].sum())
+    for place, (name, blocks) in enumerate(layers):
+        name = name[-50:] if place < COUNTED_LAYERS else "other layers"  # names have at most 64 characters
+        for what, count in (("values", sizes[blocks].sum()), ("kept", gated.used[blocks] @ sizes[blocks] // samples)):
+            counts[f"{what} of {name}"] = counts.get(f"{what} of {name}", 0) + int(count)
+    return counts
+
+
 def evaluate_gated(job: Job) -> Evaluated:
-    """Judge the newest θ with the device's gate, in four ways; nothing where the device has no gate yet."""
+    """Judge the newest θ with the device's gate, in four ways; nothing where the device has no gate yet.
+
+    After a last round without gates θ by itself is the global model, and the device's own is what it trained before.
+    """
+    if job.own(Settings).dense_last and job.assignment.round >= job.assignment.settings.rounds:
+        return _evaluate_dense(job)
     if job.state.personal is None:
         return Evaluated(None, None)
     job = _reaching(job)
@@ -130,6 +173,18 @@ def evaluate_gated(job: Job) -> Evaluated:
     set_tensors(job.model, newest)
     others["static"] = judge(held_out)
     return Evaluated(fresh, None, validation, others)
+
+
+def _evaluate_dense(job: Job) -> Evaluated:
+    set_tensors(job.model, {**(job.state.personal or {}), **newest_model(job)})
+    global_model = evaluate(job.model, job.task, job.task.held_out)
+    if job.state.personal is None:
+        return Evaluated(None, global_model)
+    job = _reaching(job)
+    gated, judge = gated_model(job, _trained(job)), partial(evaluate, job.model, job.task)
+    local = judge(job.task.held_out, gated.each)
+    validation = local if job.task.test is None else judge(job.task.validation, gated.each)
+    return Evaluated(local, global_model, validation, {"local": local, "local batch": judge(job.task.held_out, gated)})
 
 
 def adapt(job: Job) -> DeviceState:
@@ -208,16 +263,31 @@ def gated_model(job: Job, tensors: Tensors) -> Gated:
         input_norm=rules.gate_input_norm,
         batch_norm=rules.gate_batch_norm,
         squashes=rules.gate_sigmoid,
-        sees_input=rules.gate_input,
+        sees=rules.gate_input,
     )
     stored = {name.removeprefix("gate:"): t for name, t in job.state.own.items() if name.startswith("gate:")}
-    load_gate(gate, stored)
-    budget = Budget(job.budget, _costs(job), rules.touched_limit)
+    if not load_gate(gate, stored) and rules.gate_input == "device":
+        gate.mean.copy_(_mean_input(job.task.train))
+    budget = Budget(
+        job.budget,
+        _costs(job),
+        rules.touched_limit,
+        importance=rules.importance,
+        groups=manifest.block_groups(rules.budget_per),
+    )
     probe = 1.0 if rules.gate_gradients == "exact" else PROBE
     try:
-        return Gated(job.model, table, gate, budget, flops=block_flops(manifest), probe=probe)
+        return Gated(job.model, table, gate, budget, flops=block_flops(manifest), probe=probe, window=rules.gate_window)
     except ValueError as error:
         raise BudgetTooSmall(str(error)) from None
+
+
+def _mean_input(batches: Batches) -> torch.Tensor:
+    """Return the mean of all inputs."""
+    total, count = torch.zeros(()), 0
+    for inputs, _ in batches:
+        total, count = total + inputs.float().sum(0), count + len(inputs)
+    return total / count
 
 
 def _costs(job: Job) -> Costs | None:
@@ -304,9 +374,10 @@ class _GatedEffort:
 
 def _flops(job: Job, gated: Gated, result: LocalResult) -> int:
     """Return the FLOPs of blocks that were on: forward, and both gradients; the gate's input needs none."""
-    seen = 0 if gated.gate.logits is not None else gated.gate.linear.in_features
-    gate = 4 * seen * len(gated.table.sizes) * job.own(Settings).gate_paths
-    return 3 * gated.worked + gate * result.samples
+    rules = job.own(Settings)
+    seen = {"batch": result.samples, "device": result.steps, "nothing": 0}[rules.gate_input]
+    features = gated.gate.linear.in_features if seen else 0
+    return 3 * gated.worked + 4 * seen * features * len(gated.table.sizes) * rules.gate_paths
 
 
 PFEDGATE = DeviceMethod(
@@ -316,5 +387,6 @@ PFEDGATE = DeviceMethod(
     check=check,
     effort=effort,
     picks_best=False,  # the gate belongs to the newest θ
+    acts=("batches_decided",),
 )
 """Between rounds the gate is in ``own``, with θ as it was left and as it came."""

@@ -2,7 +2,7 @@
 
 Every weight and every bias is a tensor of its own; a block is a run of one tensor's values in row-major order. Blocks
 are numbered through the model, tensor after tensor. The first block of every tensor is always on; which of the others
-are follows from their importances by a knapsack, solved exactly.
+are follows from their importances by a knapsack: one for the model, or one for each group of layers.
 
 A table is part of the federation's manifest: both sides number blocks alike, and another table is another model. What
 of a model is sent, being touched or changed, is a ``BlockMask``, and the blocks of a tensor are ``Runs`` of its values.
@@ -23,6 +23,14 @@ from numpy.typing import NDArray
 Selection = NDArray[np.bool_]
 Costs = NDArray[np.int64]
 Rule = Literal["exact", "greedy"]
+Importance = Literal["per_weight", "per_block"]
+BudgetPer = Literal["model", "kind", "layer"]
+Groups = Mapping[str, NDArray[np.intp]]
+"""Name -> the numbers of its blocks; groups are apart, and together all blocks."""
+
+RULES: Mapping[Importance, Rule] = {"per_block": "exact", "per_weight": "greedy"}
+"""How the knapsack is solved. Of values per weight an exact solution is one that fills the budget to the last weight:
+it is decided by sizes, not by importances."""
 
 LARGEST_FRONT = 50_000
 """Partial choices that the exact solver keeps at once; beyond, it makes do with a greedy one (card, 4.4)."""
@@ -105,21 +113,25 @@ class BlockTable:
         costs = self.sizes if costs is None else costs
         return float(costs[self.forced].sum() / costs.sum())
 
-    def capacity(self, share: float, costs: Costs | None = None) -> int:
+    def capacity(
+        self, share: float, costs: Costs | None = None, blocks: NDArray[np.intp] | None = None, of: str = ""
+    ) -> int:
         """Return the cost that blocks which are not forced may have at a budget of ``share`` (s of the card, in (0,
         1]).
 
-        costs: whole numbers [L] >= 0; those of values, W, unless given. Raises ValueError, which names the smallest
-        budget, where not even the forced blocks fit.
+        costs: whole numbers [L] >= 0; those of values, W, unless given. blocks: those that the budget is for, called
+        ``of``, and not all. Raises ValueError, which names the smallest budget, where not even the forced blocks fit.
         """
-        costs = self.sizes if costs is None else costs
-        total, forced = int(costs.sum()), int(costs[self.forced].sum())
-        capacity = math.floor(share * total + 1e-9) - forced
+        costs, forced = self.sizes if costs is None else costs, self.forced
+        if blocks is not None:
+            costs, forced = costs[blocks], forced[blocks]
+        total, least = int(costs.sum()), int(costs[forced].sum())
+        capacity = math.floor(share * total + 1e-9) - least
         if capacity < 0:
             raise ValueError(
-                f"the blocks that are always on cost {forced} of {total}, more than a budget of {share:g}: the "
-                f"smallest is {math.ceil(forced / total * 1000) / 1000:g}; raise the budget, or lower the share of the "
-                f"first blocks"
+                f"the blocks{of and f' of {of}'} that are always on cost {least} of {total}, more than a budget of "
+                f"{share:g}: the smallest is {math.ceil(least / total * 1000) / 1000:g}; raise the budget, or lower "
+                f"the share of the first blocks"
             )
         return capacity
 
@@ -136,24 +148,31 @@ class BlockTable:
         share: float,
         costs: Costs | None = None,
         among: Selection | None = None,
-        rule: Rule = "exact",
+        rule: Rule | None = None,
+        *,
+        importance: Importance = "per_block",
+        groups: Groups | None = None,
     ) -> Selection:
         """Return the blocks that are on: the forced ones and the most important others that fit in ``share`` (card,
         4.4).
 
         ``importances`` [..., L] are G of the card, in (0, 1), and the answer has their shape; those of forced blocks
         are not looked at. costs: what each block takes of the budget, see ``capacity``. among: no others may be on.
-        rule: how the knapsack is solved, see ``knapsack``. Raises ValueError where the budget is too small.
+        rule: how the knapsack is solved, see ``knapsack``; RULES' unless given. importance: see ``values_of``.
+        groups: of blocks that have ``share`` each for themselves, and not together. Raises ValueError where the
+        budget is too small.
         """
         costs = self.sizes if costs is None else costs
-        capacity = self.capacity(share, costs)
         chosen = np.broadcast_to(self.forced, importances.shape).copy()
-        candidates = np.flatnonzero(~self.forced if among is None else ~self.forced & among)
-        if not len(candidates):
-            return chosen
-        values = importances[..., candidates] - TIE * candidates
-        taken = knapsack(costs[candidates], values.reshape(-1, len(candidates)), capacity, rule)
-        chosen[..., candidates] = taken.reshape(values.shape)
+        free = ~self.forced if among is None else ~self.forced & among
+        values = values_of(importances, costs, importance)
+        for name, blocks in (groups or {"": np.arange(len(costs))}).items():
+            candidates = blocks[free[blocks]]
+            if len(candidates):
+                capacity = self.capacity(share, costs, blocks, name)
+                rows = values[..., candidates].reshape(-1, len(candidates))
+                taken = knapsack(costs[candidates], rows, capacity, rule or RULES[importance])
+                chosen[..., candidates] = taken.reshape(*importances.shape[:-1], len(candidates))
         return chosen
 
 
@@ -230,6 +249,17 @@ class Runs:
             done += stop - start
 
 
+def values_of(importances: NDArray[np.floating], costs: Costs, importance: Importance) -> NDArray[np.floating]:
+    """Return what each block [..., L] is worth in the knapsack; of equal ones the first is worth more (TIE).
+
+    ``per_block`` (Eq. 6): its importance. A choice then holds as many blocks as it can, so that one large block never
+    beats ten small ones. ``per_weight``: its importance times its cost, so that blocks of any size compete by
+    importance alone.
+    """
+    worth = importances - TIE * np.arange(len(costs))
+    return worth * np.maximum(costs, 1) if importance == "per_weight" else worth
+
+
 def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: int, rule: Rule = "exact") -> Selection:
     """Return the items whose ``sizes`` [n] add up to at most ``capacity`` and their values to the most.
 
@@ -245,7 +275,7 @@ def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: i
     if sizes.sum() <= capacity or not problems:
         return np.ones(values.shape, dtype=bool)
     if rule == "greedy":
-        return np.stack([_greedy(sizes, each, capacity) for each in values])
+        return _greedy(sizes, values, capacity)
     rows = np.arange(problems)[:, None]
     order = np.argsort(-sizes, kind="stable")
     ranked = sizes[order]
@@ -255,6 +285,7 @@ def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: i
     rest = [*np.cumsum(ranked[::-1])[::-1].tolist(), 0]
     weights, worth = np.zeros((problems, 1), dtype=np.int64), np.zeros((problems, 1))
     steps: list[tuple[int, int, NDArray[np.intp]]] = []
+    decided, useful = len(sizes), bool(ordered.min() > 0)
     for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True):
         count = end - start
         sums = np.zeros((problems, 1, count + 1))
@@ -273,7 +304,7 @@ def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: i
         width = int(kept.sum(axis=1).max())
         if width * problems > LARGEST_FRONT:
             if problems == 1:
-                return _greedy(sizes, values[0], capacity)[None]
+                return _greedy(sizes, values, capacity)
             return np.concatenate([knapsack(sizes, half, capacity) for half in np.array_split(values, 2)])
         if problems == 1:
             places = np.flatnonzero(kept)[None]
@@ -284,7 +315,11 @@ def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: i
         worth, flat, front = best.take(places), flat.take(places), front.take(places)
         weights = heavier.take(flat)
         steps.append((start, count, front))
+        if useful and np.where(worth > -np.inf, weights, 0).max() + rest[end] <= capacity:
+            decided = end  # all the rest fits, whatever was chosen
+            break
     sorted_choice = np.zeros(values.shape, dtype=bool)
+    sorted_choice[:, decided:] = True
     point = worth.argmax(axis=1)
     for start, count, front in reversed(steps):
         point, taken = np.divmod(front[rows[:, 0], point], count + 1)
@@ -296,13 +331,17 @@ def knapsack(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: i
 
 def _greedy(sizes: NDArray[np.int64], values: NDArray[np.floating], capacity: int) -> Selection:
     """Return the densest items first, or the best single one: at least half of the largest value (card, 4.4)."""
-    chosen, left = np.zeros(len(sizes), dtype=bool), capacity
-    for item in np.argsort(-values / np.maximum(sizes, 1), kind="stable"):  # what costs nothing always fits
-        if sizes[item] <= left and values[item] > 0:
-            chosen[item] = True
-            left -= sizes[item]
-    fitting = np.flatnonzero(sizes <= capacity)
-    if len(fitting) and values[fitting].max() > values[chosen].sum():
-        chosen[:] = False
-        chosen[fitting[values[fitting].argmax()]] = True
+    chosen = np.zeros(values.shape, dtype=bool)
+    order = np.argsort(-values / np.maximum(sizes, 1), axis=1, kind="stable")  # what costs nothing always fits
+    costs = sizes.tolist()
+    for row, ranked, useful in zip(chosen, order.tolist(), (values > 0).sum(axis=1).tolist(), strict=True):
+        left, taken = capacity, []
+        for item in ranked[:useful]:  # lists: a numpy scalar takes ten times as long
+            if costs[item] <= left:
+                left -= costs[item]
+                taken.append(item)
+        row[taken] = True
+    alone = np.where(sizes <= capacity, values, -np.inf)
+    better = alone.max(axis=1) > np.where(chosen, values, 0).sum(axis=1)
+    chosen[better] = np.arange(len(sizes)) == alone[better].argmax(axis=1)[:, None]
     return chosen

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from edge_sdk.protocol.blocks import BlockTable
+from edge_sdk.protocol.blocks import BlockTable, BudgetPer, Groups
 from edge_sdk.protocol.errors import ManifestError
 
 Array = NDArray[np.generic]
@@ -256,6 +256,20 @@ class Manifest(_Record):
             for spec in self.shared
             if spec.name in weights and uses[spec.name] == 1 and spec.trainable and len(spec.shape) > 1
         )
+
+    def block_groups(self, per: BudgetPer) -> Groups:
+        """Return the blocks that share a budget: all, those of linear layers and those of others, or each layer's."""
+        table, groups = self.block_table, dict[str, list[int]]()
+        layers = {name: layer for layer in reversed(self.layers) for name in layer.tensors}
+        for name, place in table.places.items():
+            layer = layers.get(name)
+            group = ""
+            if per == "kind":
+                group = "linear layers" if layer is not None and layer.kind == "linear" else "other layers"
+            elif per == "layer":
+                group = name if layer is None else layer.name
+            groups.setdefault(group, []).extend(range(place.start, place.stop))
+        return {group: np.array(blocks, dtype=np.intp) for group, blocks in groups.items()}
 
     @cached_property
     def block_table(self) -> BlockTable:

@@ -204,8 +204,9 @@ def test_no_batch_ever_exceeds_the_budget(seed, share, count, first, costs, limi
     union = np.logical_or.reduce(used)
     assert (gated.touched == union).all()
     assert table.sizes[union].sum() <= max(limit * table.sizes.sum() + 1e-6, table.sizes[used[0]].sum())
-    assert gated.kept == 3 * sum(int(table.sizes[on].sum()) for on in used)
-    assert gated.worked == gated.kept
+    assert (gated.used == 3 * np.sum(used, axis=0)).all()
+    assert gated.worked == gated.used @ table.sizes
+    assert len(gated.masks) == len(np.unique(used, axis=0))
     if share == 1.0:
         assert union.all()
     with evaluating(model):
@@ -250,8 +251,8 @@ def test_untouched_blocks_keep_their_bits_and_off_ones_their_momentum(more):
     rates = {"model_rate": 0.1, "gate_rate": 0.5}
     with GatedOptimisation(gated, FederationSettings(**more), **rates) as optimisation:
         for step in range(8):
-            before_step, touched = [leaf.detach().clone() for leaf in gated.leaves], gated.touched.copy()
-            gated.touched[:] = False
+            before_step, used = [leaf.detach().clone() for leaf in gated.leaves], gated.used.copy()
+            gated.used[:] = 0
             optimisation.forget_gradients()
             nn.functional.cross_entropy(gated(torch.randn(7, *shape)), torch.arange(7) % 4).backward()
             optimisation.step()
@@ -261,7 +262,7 @@ def test_untouched_blocks_keep_their_bits_and_off_ones_their_momentum(more):
                 on and not torch.equal(old, leaf)
                 for on, old, leaf in zip(gated.touched, before_step, gated.leaves, strict=True)
             )
-            gated.touched |= touched
+            gated.used += used
     assert not gated.touched.all()
     flat = torch.cat([(old != new).flatten() for old, new in zip(before, model.parameters(), strict=True)])
     for on, changed in zip(gated.touched, flat.split(table.sizes.tolist()), strict=True):

@@ -208,8 +208,8 @@ def test_devices_of_one_seed_begin_with_the_same_gate():
         {"batch_norm": False},
         {"input_norm": False, "batch_norm": False, "paths": 1},
         {"squashes": False},
-        {"sees_input": False},
-        {"sees_input": False, "paths": 1, "squashes": False},
+        {"sees": "nothing"},
+        {"sees": "nothing", "paths": 1, "squashes": False},
     ],
 )
 def test_parts_can_be_left_out(switches):
@@ -218,16 +218,17 @@ def test_parts_can_be_left_out(switches):
     inputs = torch.randn(6, 2, 5, 5)
     importances, scales = gate(inputs)
     assert importances.shape == scales.shape == (7,)
-    if not switches.get("sees_input", True):
+    sees = switches.get("sees") != "nothing"
+    if not sees:
         assert torch.equal(scales, gate(inputs + 1)[1])
         assert [name for name, _ in gate.named_parameters()] == ["logits"]
         wanted = 3.0 if not switches.get("squashes", True) else 1 / (1 + math.exp(-3))
         assert scales.tolist() == pytest.approx([wanted] * 7)
-    assert (gate.norm is None) == (not (switches.get("input_norm", True) and switches.get("sees_input", True)))
+    assert (gate.norm is None) == (not (switches.get("input_norm", True) and sees))
     (importances * scales).sum().backward()
     assert all(parameter.grad is not None for parameter in gate.parameters())
     names = {name.split(".")[0] for name in gate.state_dict()}
-    assert ("batch_norm" in names) == (switches.get("batch_norm", True) and switches.get("sees_input", True))
+    assert ("batch_norm" in names) == (switches.get("batch_norm", True) and sees)
 
 
 @pytest.mark.parametrize("shape", [(1,), (5,), (3, 1), (2, 1, 1), (4, 6), (1, 2, 2), (2, 3, 3, 3), (2, 2, 2, 2, 2)])

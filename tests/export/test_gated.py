@@ -23,7 +23,7 @@ from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.models import MODELS
 from edge_sdk.tracing.coupling import describe
 from edge_sdk.tracing.skeleton import make_skeleton
-from edge_sdk.training.gates.gated import Budget, Gated
+from edge_sdk.training.gates.gated import Gated
 from edge_sdk.training.local import get_tensors
 from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.methods import load_method as load_server_half
@@ -38,6 +38,9 @@ MNIST, CIFAR, HAR = (
 BUILTIN = {DIGITS[0]: "digits", MNIST[0]: "mnist", CIFAR[0]: "cifar10:pfedgate", HAR[0]: "har"}
 
 INPUTS = 1000
+CALL = 250
+"""Inputs of one call."""
+
 LARGEST = 1e-5
 
 
@@ -159,14 +162,24 @@ class Device:
             self.model,
             gated.table,
             gated.gate,
-            Budget(self.budget, gated.budget.costs, rule=rule),
+            replace(gated.budget, rule=rule),
             flops=block_flops(self.manifest),
+            window=self.settings["gate_window"],
         )
         with torch.inference_mode():
             gated.gate.eval()
             importances, scales = gated.gate.each(self.inputs)
+            window = self.settings["gate_window"]
+            parts = [slice(max(place // CALL * CALL, place + 1 - window), place + 1) for place in range(INPUTS)]
+            importances, scales = (
+                torch.stack([each[part].mean(0) for part in parts]) for each in (importances, scales)
+            )
             on = gated.select(importances)
-            return np.where(on, scales.numpy(), 0), importances.numpy(), gated.each(self.inputs).numpy()
+            return (
+                np.where(on, scales.numpy(), 0),
+                importances.numpy(),
+                torch.cat([gated.each(part) for part in self.inputs.split(CALL)]).numpy(),
+            )
 
 
 def run(model, inputs, *names):
@@ -179,7 +192,7 @@ def run(model, inputs, *names):
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     session = onnxruntime.InferenceSession(shown.SerializeToString(), options)
-    parts = [session.run(None, {"input": inputs[at : at + 250].numpy()}) for at in range(0, len(inputs), 250)]
+    parts = [session.run(None, {"input": part.numpy()}) for part in inputs.split(CALL)]
     one = onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, {"input": inputs[:1].numpy()})
     np.testing.assert_allclose(one[0], parts[0][0][:1], atol=LARGEST)
     return [np.concatenate(each) for each in zip(*parts, strict=True)]
@@ -207,6 +220,9 @@ def selection(model):
     [
         (DIGITS, {}),
         (DIGITS, {"gate_paths": 1, "cost": "flops"}),
+        (DIGITS, {"gate_window": 5}),
+        (MNIST, {"budget_per": "model", "cost": "flops"}),
+        (MNIST, {"budget_per": "layer"}),
         (MNIST, {"cost": "flops"}),
         (MNIST, {"gate_pool": 3, "cost": "seconds"}),
         (CIFAR, {}),
@@ -242,10 +258,13 @@ def test_other_blocks_and_layers_go_sample_by_sample(network, own):
     assert compare(device, model)[0] <= INPUTS // 100
 
 
-@pytest.mark.parametrize("own", [{}, {"cost": "flops"}, {"align_rows": False}])
-def test_the_guard_rule(own):
+@pytest.mark.parametrize(
+    ("own", "largest"),
+    [({}, 3), ({"cost": "flops"}, 3), ({"align_rows": False}, 3), ({"importance": "per_weight"}, 100_000)],
+)
+def test_the_guard_rule(own, largest):
     device = Device(*MNIST, **own)
-    model = device.export(largest_table=10)
+    model = device.export(largest_table=largest)
     assert selection(model) == "greedy"
     assert compare(device, model, "greedy")[0] <= INPUTS // 100
 
@@ -260,8 +279,9 @@ def test_with_a_budget_of_everything_all_blocks_are_on(paths):
     assert gates.all()
 
 
-def test_a_gate_that_does_not_see_the_input_is_no_part_of_the_file():
-    device = Device(*DIGITS, gate_input=False)
+@pytest.mark.parametrize("sees", ["nothing", "device"])
+def test_a_gate_that_does_not_see_the_input_is_no_part_of_the_file(sees):
+    device = Device(*DIGITS, gate_input=sees)
     model = device.export()
     assert selection(model) == "fixed"
     (found,) = run(model, device.inputs)

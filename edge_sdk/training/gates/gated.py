@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from edge_sdk.protocol.blocks import BlockTable, Costs, Rule, Selection
+from edge_sdk.protocol.blocks import BlockTable, Costs, Groups, Importance, Rule, Selection
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.messages import FederationSettings
 from edge_sdk.tracing.modes import evaluating
-from edge_sdk.training.gates.gating import GatingLayer
+from edge_sdk.training.gates.gating import GatingLayer, over_window
 from edge_sdk.training.gates.network import GatedModel
 from edge_sdk.training.gates.per_sample import ScaledRows
 from edge_sdk.training.layout import gains
@@ -44,23 +44,27 @@ class Budget:
     """The limit of what a device may use: ``share`` of the sum of ``costs`` [L] (of the values, where None) in
     every batch.
 
-    limit: share of the values that the batches of a round may use together, the first batch's choice being free. rule:
-    how blocks are chosen, see ``blocks.knapsack``.
+    limit: share of the values that the batches of a round may use together, the first batch's choice being free. rule,
+    importance, groups: how blocks are chosen, see ``BlockTable.select``.
     """
 
     share: float
     costs: Costs | None = None
     limit: float = 1.0
-    rule: Rule = "exact"
+    rule: Rule | None = None
+    importance: Importance = "per_block"
+    groups: Groups | None = None
 
 
 class Gated:
     """``model`` under the gates that ``gate`` gives, within ``budget``.
 
     Called with inputs it gives the model's outputs, one choice of blocks for them all, ``chosen``. In training it
-    counts: ``touched`` [L] are the blocks that any batch used; ``kept``, the values that were on, and ``worked``, what
-    ``flops`` [L] says of them, are added up over samples. Raises ValueError where the budget is too small, or the
-    gate's table is not this model's.
+    counts: ``used`` [L] are the samples for which each block was on, ``masks`` the different choices, and ``decided``
+    the batches whose choice followed from the gate: it is not the one that equal importances would have led to, or
+    there was room for everything, so that the gate only scaled. window: of so many inputs the gates are averaged where
+    each input has a choice of its own (card, 4.9). Raises ValueError where the budget is too small, or the gate's table
+    is not this model's.
     """
 
     def __init__(
@@ -72,10 +76,12 @@ class Gated:
         *,
         flops: Costs,
         probe: float = 1.0,
+        window: int = 1,
     ) -> None:
-        table.capacity(budget.share, budget.costs)
+        for name, blocks in (budget.groups or {"": np.arange(len(table.sizes))}).items():
+            table.capacity(budget.share, budget.costs, blocks, name)
         self.model, self.gate, self.table = model, gate, table
-        self.budget, self._flops = budget, flops
+        self.budget, self._flops, self._window = budget, flops, window
         self.network = GatedModel(model, table, probe=probe)
         self._forced = torch.from_numpy(table.forced)
         self._rows = ScaledRows.of(model, table)
@@ -83,8 +89,10 @@ class Gated:
         self._channels_last = gains(model) and max(module.out_channels for module in convolutions) >= WIDE
         self.leaves = self.network.leaves
         self.chosen: Selection = table.forced
-        self.touched: Selection = np.zeros(len(table.sizes), dtype=bool)
-        self.kept = self.worked = 0
+        self.used = np.zeros(len(table.sizes), dtype=np.int64)
+        self.masks: set[bytes] = set()
+        self.decided = 0
+        self._undecided = self.select(torch.full((len(table.sizes),), 0.5))
         self._seen, self._sums = 0, torch.zeros(2, len(table.sizes), device=device_of(model))
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -99,21 +107,39 @@ class Gated:
         if self.model.training:
             self._seen += len(inputs)
             self._sums += len(inputs) * torch.stack((importances, scales)).detach()
-            self.touched |= on
-            self.kept += len(inputs) * int(self.table.sizes[on].sum())
-            self.worked += len(inputs) * int(self._flops[on].sum())
+            self.used[on] += len(inputs)
+            self.masks.add(on.tobytes())
+            self.decided += bool(on.all() or (on != self._undecided).any())
         laid_out = inputs.to(memory_format=torch.channels_last) if self._channels_last and inputs.dim() == 4 else inputs
         return self.network(laid_out, self._through(importances, scales, on), on)
+
+    @property
+    def touched(self) -> Selection:
+        """The blocks that any batch used, [L]."""
+        return self.used > 0
+
+    @property
+    def worked(self) -> int:
+        """The sum over samples of what ``flops`` says of the blocks that were on."""
+        return int(self.used @ self._flops)
 
     def select(self, importances: torch.Tensor, among: Selection | None = None) -> Selection:
         """Return the blocks that are on, [..., L], for importances [..., L]; no others than those of ``among``."""
         values, budget = importances.detach().cpu().double().numpy(), self.budget
-        return self.table.select(values, budget.share, budget.costs, among, budget.rule)
+        return self.table.select(
+            values,
+            budget.share,
+            budget.costs,
+            among,
+            budget.rule,
+            importance=budget.importance,
+            groups=budget.groups,
+        )
 
     def _exceeds_limit(self, on: Selection) -> bool:
         """Return whether a batch with these blocks, not the first, would touch more than the round may."""
         most = self.budget.limit * self.table.sizes.sum() + 1e-9
-        return bool(self.touched.any() and self.table.sizes[self.touched | on].sum() > most)
+        return bool(self.masks and self.table.sizes[self.touched | on].sum() > most)
 
     def _through(self, importances: torch.Tensor, scales: torch.Tensor, on: Selection) -> torch.Tensor:
         """Return M' [L], with gradients straight through the choice."""
@@ -124,9 +150,10 @@ class Gated:
         return scales * torch.where(self._forced.to(scales.device), chosen, straight)
 
     def each(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs with a choice of blocks for every sample, in evaluation mode."""
+        """Return the outputs with a choice of blocks for every sample, in evaluation mode; with a window the inputs
+        are in the order in which they came."""
         with evaluating(self.model), evaluating(self.gate):
-            importances, scales = self.gate.each(inputs)
+            importances, scales = (over_window(each, self._window) for each in self.gate.each(inputs))
             on = self.select(importances)
             gates = scales * torch.from_numpy(on).to(scales)
             if self._rows is not None:
@@ -185,6 +212,7 @@ class GatedOptimisation:
 
 def gate_tensors(gate: GatingLayer) -> Tensors:
     """Return every tensor of a gating layer by name, copied."""
+    gate.settle()
     return {name: np.array(tensor.detach().cpu().numpy()) for name, tensor in gate.state_dict().items()}
 
 

@@ -5,15 +5,16 @@
     G = mean of sigmoid(BN(V_G h + c_G))            importances
 
 The means are over the batch; ``each`` leaves them out, so that every sample has gates of its own. Logits of scales
-begin around ``bias``: with the authors' 0 every layer of the model would begin halved. Where the layer would outgrow
-the model that it serves, its input is pooled.
+begin around ``bias``: with the authors' 0 every layer of the model would begin halved. A layer that should not outgrow
+the model that it serves sees its input pooled. Client-wise, it sees the mean of a device's samples and gives one choice
+for the device; that is a batch of one sample, so its norms stay as they begin.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -27,6 +28,10 @@ LARGEST_SHARE = 0.1
 _EPSILON = 1e-5
 _POOLING = {2: F.avg_pool1d, 3: F.avg_pool2d, 4: F.avg_pool3d}
 """By the dimensions of an input, channels first."""
+
+
+Sees = Literal["batch", "device", "nothing"]
+"""Whether a gate sees the batch, the mean of the device's training samples (client-wise), or is a vector of its own."""
 
 
 class SwitchNorm(nn.Module):
@@ -90,9 +95,12 @@ class GatingLayer(nn.Module):
 
     paths: 1 gives one vector for both, 2 a layer for each, begun as copies. pool: side of the squares (of the runs, of
     one-dimensional signals) whose mean the gate sees; flat inputs are never pooled. The switches leave a part out, for
-    ablations; without ``sees_input`` the gate is a vector, the same for every batch. ``seed`` decides where it begins:
-    devices with the same one begin with the same gate.
+    ablations. sees: with ``device`` the caller sets ``mean`` [*shape], and ``settled`` [paths L] is what the gate makes
+    of it. ``seed`` decides where the gate begins: devices with the same one begin with the same gate.
     """
+
+    mean: torch.Tensor
+    settled: torch.Tensor
 
     def __init__(
         self,
@@ -106,23 +114,26 @@ class GatingLayer(nn.Module):
         input_norm: bool = True,
         batch_norm: bool = True,
         squashes: bool = True,
-        sees_input: bool = True,
+        sees: Sees = "batch",
     ) -> None:
         super().__init__()
-        self._length, self._paths, self._squashes = length, paths, squashes
+        self._length, self._paths, self._squashes, self._sees = length, paths, squashes, sees
         self._flat = len(shape) == 1 or math.prod(shape[1:]) < 2
         pools = pool > 1 and len(shape) in _POOLING and not self._flat
         self._pool = tuple(min(pool, side) for side in shape[1:]) if pools else ()  # no larger than a side
         self._pooling = _POOLING.get(len(shape), F.avg_pool1d)
         start = torch.cat([torch.full((length,), bias), torch.zeros(length)])[: paths * length]
         channels = math.prod(shape) if self._flat else shape[0]
-        normed = input_norm and sees_input and math.prod(shape) > 1
+        normed = input_norm and sees != "nothing" and math.prod(shape) > 1
         self.norm = SwitchNorm(channels, flat=self._flat) if normed else None
-        self.batch_norm = nn.BatchNorm1d(paths * length) if batch_norm and sees_input else None
+        self.batch_norm = nn.BatchNorm1d(paths * length) if batch_norm and sees != "nothing" else None
         self.logits: nn.Parameter | None = None
-        if not sees_input:
+        if sees == "nothing":
             self.logits = nn.Parameter(start)
             return
+        if sees == "device":
+            self.register_buffer("mean", torch.zeros(tuple(shape)))
+            self.register_buffer("settled", start.clone())
         with torch.random.fork_rng(devices=[]):
             seed_generators(torch.device("cpu"), seed)
             path = nn.Linear(width(shape, pool if pools else 1), length)
@@ -133,14 +144,28 @@ class GatingLayer(nn.Module):
             self.linear.bias.copy_(path.bias.repeat(paths))
             shift.bias.add_(start)
 
+    def train(self, mode: bool = True) -> GatingLayer:
+        """Set the mode of the norms: a gate that sees one sample, the device's mean, has nothing to normalise over."""
+        return super().train(mode and self._sees != "device")
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Write down in ``settled`` what a gate that sees the device's mean gives, before the sigmoid."""
+        if self._sees == "device":
+            self.settled.copy_(self._of(self.mean.unsqueeze(0))[0])
+
+    def _of(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.linear(self._normalised(inputs.to(self.linear.weight.dtype)))
+        return logits if self.batch_norm is None else cast(torch.Tensor, self.batch_norm(logits))
+
     def each(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return importances and scales of every sample alone, [N, L] both."""
         if self.logits is not None:
             gates = self.logits.expand(len(inputs), -1)
+        elif self._sees == "device":
+            gates = self._of(self.mean.unsqueeze(0)).expand(len(inputs), -1)
         else:
-            gates = self.linear(self._normalised(inputs.to(self.linear.weight.dtype)))
-            if self.batch_norm is not None:
-                gates = self.batch_norm(gates)
+            gates = self._of(inputs)
         if self._squashes:
             gates = gates.sigmoid()
         scales, importances = gates[:, : self._length], gates[:, -self._length :]
@@ -161,6 +186,16 @@ class GatingLayer(nn.Module):
             factor, summand = self.norm(channels)
             pooled = torch.addcmul(summand, pooled, factor)
         return pooled.flatten(1)
+
+
+def over_window(gates: torch.Tensor, window: int) -> torch.Tensor:
+    """Return the mean of each row of ``gates`` [N, L] and the ``window`` - 1 before it, as far as there are any."""
+    if window == 1:
+        return gates
+    sums = gates.double().cumsum(0)
+    sums = torch.cat([sums[:window], sums[window:] - sums[:-window]])
+    counts = torch.arange(1, len(gates) + 1, device=gates.device).clamp(max=window)
+    return (sums / counts.unsqueeze(1)).to(gates.dtype)
 
 
 def width(shape: Sequence[int], pool: int) -> int:

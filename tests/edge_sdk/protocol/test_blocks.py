@@ -132,6 +132,42 @@ def test_equal_importances_go_to_the_first_blocks():
     assert np.flatnonzero(table.select(np.full(5, 0.5), 0.6)).tolist() == [0, 1, 2]
 
 
+def test_per_weight_a_large_block_competes_by_its_importance():
+    """Eq. 6 takes the two small ones, which together are worth more than any large one."""
+    table = BlockTable({"a": (1, 10, 10, 2, 2)})
+    importances = np.array([0.5, 0.7, 0.8, 0.6, 0.5])
+    assert np.flatnonzero(table.select(importances, 0.44)).tolist() == [0, 3, 4]
+    assert np.flatnonzero(table.select(importances, 0.44, importance="per_weight")).tolist() == [0, 2]
+    assert np.flatnonzero(table.select(importances, 0.52, importance="per_weight")).tolist() == [0, 2, 3]
+
+
+def test_groups_have_a_share_of_the_budget_each():
+    table = BlockTable({"conv": (1, 2, 2, 2), "linear": (10, 10, 10)})
+    groups = {"conv": np.arange(4), "linear": np.arange(4, 7)}
+    importances = np.array([[0.5, 0.4, 0.9, 0.3, 0.5, 0.2, 0.1], [0.5, 0.1, 0.2, 0.3, 0.5, 0.1, 0.2]])
+    on = table.select(importances, 0.7, groups=groups)
+    assert [np.flatnonzero(row).tolist() for row in on] == [[0, 2, 4, 5], [0, 3, 4, 6]]
+    assert np.flatnonzero(table.select(importances[0], 0.7)).tolist() == [0, 1, 2, 3, 4]
+    among = np.array([True, True, False, False, True, False, True])
+    assert np.flatnonzero(table.select(importances[0], 0.7, among=among, groups=groups)).tolist() == [0, 1, 4, 6]
+    with pytest.raises(ValueError, match=r"the blocks of linear that are always on cost 10 of 30.*smallest is 0.334"):
+        table.select(importances, 0.3, groups=groups)
+
+
+def test_the_released_codes_two_groups_keep_what_the_paper_prints():
+    """s' of 0.432 at s = 0.5 and 0.243 at s = 0.3 on CIFAR-10 (card, 7.2)."""
+    table = BlockTable.of(CIFAR10)
+    places = table.places
+    groups = {
+        kind: np.concatenate([np.r_[places[name]] for name in places if name.startswith("conv") == (kind == "conv")])
+        for kind in ("conv", "linear")
+    }
+    importances = np.random.default_rng(0).uniform(0.494, 0.506, 50)
+    for share, printed in ((0.5, 0.432), (0.3, 0.243)):
+        on = table.select(importances, share, groups=groups)
+        assert table.sizes[on].sum() / table.sizes.sum() == pytest.approx(printed, abs=1e-3)
+
+
 def test_a_whole_budget_keeps_every_block():
     assert BlockTable.of(CIFAR10).select(np.zeros(50), 1.0).all()
 
