@@ -160,7 +160,9 @@ def _options(parser: Parser) -> None:
     report.add_argument("experiment", help=f"one of {known}, or a .toml file")
     report.add_argument("--folder", type=Path, help="folder of the run (default: runs/EXPERIMENT)")
     report.add_argument("--results", type=Path, help="other rows, such as docs/results/NAME.jsonl")
-    report.add_argument("--pictures", nargs="*", choices=KINDS, default=KINDS, help="these only (default: all)")
+    report.add_argument(
+        "--pictures", nargs="*", choices=KINDS, metavar="KIND", default=KINDS, help=f"of {', '.join(KINDS)}"
+    )
     report.add_argument("--out", type=Path, help="folder of the report (default: beside the results)")
     commands.add_parser("claims", help="write the measured figures of docs/results/*.md from their rows")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -164,6 +164,17 @@ def point_after(records: Sequence[RoundRecord], reports: Sequence[DeviceReport],
         notes=total(record.notes for record in records),
         counts=total(record.counts for record in records),
         finetune_flops=sum(receipt.finetune_flops for receipt in receipts),
+    )
+
+
+def rejudged(point: Point, found: Sequence[Evaluated], judged_as: str | None = None) -> Point:
+    """Return a point whose devices were judged once more, by other settings of the evaluation."""
+    return replace(
+        point,
+        accuracy=accuracy_of([each for each in (own(one, judged_as) for one in found) if each]),
+        accuracy_global=accuracy_of([each.global_model for each in found if each.global_model]),
+        accuracy_validation=accuracy_of([each.validation for each in found if each.validation]),
+        finetune_flops=sum(each.flops for each in found),
     )
 
 

@@ -40,7 +40,7 @@ from edge_sdk.tasks.npz import SAME_CLASSES
 from sparrow.benchmarks import rows
 from sparrow.benchmarks.experiment import DEFAULT, Experiment, Trial, Value, trials
 from sparrow.benchmarks.files import files_of_devices
-from sparrow.benchmarks.metrics import Shifted, idle, judged, own, point_after, shifted
+from sparrow.benchmarks.metrics import Shifted, idle, judged, own, point_after, rejudged, shifted
 from sparrow.benchmarks.rows import DeviceResult, Recorded, TrialResult
 from sparrow.benchmarks.server import coordinator, machine
 from sparrow.benchmarks.shift import check_test_sets, judge, read_finished
@@ -48,6 +48,9 @@ from sparrow.coordinator.methods import load_method as load_server_half
 from sparrow.devices.simulation import load_boards
 
 FEDERATION = "trial"
+
+FINE_TUNING = "finetune_"
+"""The beginning of the settings by which a copy is trained before it is judged, and thrown away."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +101,18 @@ def _same_training(trial: Trial, done: Iterable[Recorded]) -> Recorded | None:
     """
     if trial.settings.get("finetune_epochs", 0) or trial.new or load_server_half(trial.method).personal_models:
         return None
-    plain = trial.model_copy(update={"settings": _without_fine_tuning(trial)})
+    plain = without_fine_tuning(trial)
     for each in done:
-        other = each.trial.model_copy(update={"label": trial.label, "settings": _without_fine_tuning(each.trial)})
+        other = without_fine_tuning(each.trial).model_copy(update={"label": trial.label})
         if each.trial.settings.get("finetune_epochs", 0) and other == plain:
             return each
     return None
 
 
-def _without_fine_tuning(trial: Trial) -> dict[str, Any]:
-    return {key: value for key, value in trial.settings.items() if not key.startswith("finetune_")}
+def without_fine_tuning(trial: Trial) -> Trial:
+    """Return the trial without the settings that fine-tune a copy before it is judged."""
+    left = {key: value for key, value in trial.settings.items() if not key.startswith(FINE_TUNING)}
+    return trial.model_copy(update={"settings": left})
 
 
 def read_tuning(folder: Path, name: str) -> dict[str, Any]:
@@ -125,8 +130,12 @@ def read_tuned(folder: Path, name: str) -> dict[str, dict[str, Value]]:
     return tuned
 
 
-def run_trial(trials: Sequence[Trial], where: Where) -> list[Recorded]:
-    """Run one training, from the start or from an interruption, and return the rows of each trial that evaluates it."""
+def run_trial(trials: Sequence[Trial], where: Where, retuned: Sequence[Trial] = ()) -> list[Recorded]:
+    """Run one training, from the start or from an interruption, and return the rows of each trial that evaluates it.
+
+    retuned: trials that differ from these in how a copy is fine-tuned before it is judged (``finetune_``...), and so
+    not in training. They have the last point alone.
+    """
     trial = trials[0]
     digest = hashlib.sha256(trial.model_dump_json().encode()).hexdigest()[:16]
     folder = where.folder / "trials" / digest
@@ -144,8 +153,23 @@ def run_trial(trials: Sequence[Trial], where: Where) -> list[Recorded]:
         if test_sets:
             finished = read_finished(server, FEDERATION, folder)
             found = judge(finished, plan, [text for _, text in test_sets], processes=where.processes)
+        others = [_retuned(server, recorded[0], each, plan, folder, where) for each in retuned]
     shutil.rmtree(folder)
-    return [replace(each, shifts=_shifts(each.trial, found)) for each in recorded]
+    return [*(replace(each, shifts=_shifts(each.trial, found)) for each in recorded), *others]
+
+
+def _retuned(server: str, recorded: Recorded, trial: Trial, plan: Plan, folder: Path, where: Where) -> Recorded:
+    """Return the rows of a trial whose training is the recorded one, its devices judged as it has them fine-tuned."""
+    finished = read_finished(server, FEDERATION, folder)
+    tuning = {key: value for key, value in trial.settings.items() if key.startswith(FINE_TUNING)}
+    info = finished.info.model_copy(update={"settings": finished.info.settings.model_copy(update=tuning)})
+    (found,) = judge(replace(finished, info=info), plan, [plan.data], processes=where.processes)
+    last = rejudged(recorded.points[-1], found, trial.judged_as)
+    devices = tuple(
+        replace(device, accuracy=each.accuracy if each else None)
+        for device, each in zip(recorded.result.devices, (own(one, trial.judged_as) for one in found), strict=False)
+    )
+    return Recorded(trial, (last,), replace(recorded.result, devices=devices))
 
 
 def plan_of(trial: Trial, where: Where) -> Plan:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from edge_sdk.errors import SdkError
 from sparrow.benchmarks import rows
 from sparrow.benchmarks.experiment import BadExperiment, Experiment, MethodRun, Trial, Value, grid_points, tuning_trial
 from sparrow.benchmarks.rows import Recorded
-from sparrow.benchmarks.runner import Where, run_trial
+from sparrow.benchmarks.runner import Where, run_trial, without_fine_tuning
 from sparrow.command_line.exits import Exit
 
 EXTENDED = ("rate", "epochs")
@@ -86,12 +87,14 @@ def tune(
     choices = {}
     with tqdm(desc=f"tuning {name}", unit="trial") as bar:
 
-        def result(trial: Trial) -> Recorded | None:
+        def result(trial: Trial, others: Sequence[Trial]) -> Recorded | None:
             if _key(trial) not in done and (not only or trial.label in only):
                 bar.set_postfix_str(trial.name)
-                (done[_key(trial)],) = run_trial([trial], where)
-                rows.append(file, done[_key(trial)])
-                bar.update()
+                retuned = [each for each in others if _key(each) not in done and _train_alike(each, trial)]
+                for each in run_trial([trial], where, retuned):
+                    done[_key(each.trial)] = each
+                    rows.append(file, each)
+                    bar.update()
             return done.get(_key(trial))
 
         for run in experiment.tuned:
@@ -110,27 +113,33 @@ def tune(
 
 
 def search(
-    experiment: Experiment, name: str, run: MethodRun, result: Callable[[Trial], Recorded | None], scale: float = 1.0
+    experiment: Experiment,
+    name: str,
+    run: MethodRun,
+    result: Callable[[Trial, Sequence[Trial]], Recorded | None],
+    scale: float = 1.0,
 ) -> Choice | None:
     """Return the choice for a method. result: returns a trial's rows, or None if it is not to be run: of a grid that is
-    not complete nothing is chosen. Raises NothingActed."""
+    not complete nothing is chosen; the trials beside it will be asked for next. Raises NothingActed."""
     assert experiment.tune is not None, "only what has [tune] is tuned"
     choice = Choice(experiment.tuning_rounds(run, scale))
     points, idle = grid_points(experiment.grid_of(run)), set[str]()
     for extension in range(experiment.tune.extensions + 1):
+        asked: dict[str, list[Trial]] = {}
         for point in points:
-            try:
-                found = [
-                    result(tuning_trial(experiment, name, run, point, seed, scale)) for seed in experiment.tune.seeds
+            with suppress(ValidationError):  # beyond the grid is beyond what the setting may be
+                asked[json.dumps(point)] = [
+                    tuning_trial(experiment, name, run, point, seed, scale) for seed in experiment.tune.seeds
                 ]
-            except ValidationError:  # beyond the grid is beyond what the setting may be
-                continue
+        every = [trial for trials in asked.values() for trial in trials]
+        for text, trials in asked.items():
+            found = [result(trial, [each for each in every if each != trial]) for trial in trials]
             known = [each for each in found if each is not None]
             if len(known) < len(found):
                 return choice if extension else None
             idle |= {act for each in known for act in each.result.idle or ()}
-            choice.scores[json.dumps(point)] = _score(known)
-            choice.beyond += [point] if extension else []
+            choice.scores[text] = _score(known)
+            choice.beyond += [json.loads(text)] if extension else []
         if not any(score is not None for score in choice.scores.values()):
             raise NothingActed(_too_short(experiment, run, sorted(idle)))
         best = choice.best
@@ -186,6 +195,12 @@ def _next(edge: float, inner: float) -> float:
     if isinstance(edge, int) and isinstance(inner, int):
         return max(1, round(following))
     return float(f"{following:.2g}")
+
+
+def _train_alike(trial: Trial, other: Trial) -> bool:
+    """Return whether two trials differ only in fine-tuning copies that are thrown away, and so not in training."""
+    both = all(each.settings.get("finetune_epochs", 0) for each in (trial, other))
+    return both and not trial.new and without_fine_tuning(trial) == without_fine_tuning(other)
 
 
 def _key(trial: Trial) -> str:

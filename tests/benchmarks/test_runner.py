@@ -15,6 +15,7 @@ from edge_sdk.tasks.dealing import read_dealing
 from sparrow.benchmarks import rows
 from sparrow.benchmarks.__main__ import main
 from sparrow.benchmarks.experiment import FOLDER, BadExperiment, load_experiment, trials, tuning_trials
+from sparrow.benchmarks.runner import Where, run_trial
 from sparrow.command_line.exits import Exit
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
@@ -416,6 +417,26 @@ def test_a_training_that_two_labels_share_is_run_once(tmp_path):
     judged = found["shared"]["FedAvg+FT"].points[-1]
     assert judged.accuracy != shared.points[-1].accuracy, "fine-tuned copies do differ"
     assert judged.accuracy_global == shared.points[-1].accuracy
+
+
+@pytest.mark.slow
+def test_settings_of_fine_tuning_are_tuned_on_one_training(tmp_path):
+    """Copies are thrown away: each point of the grid has the rows that a training of its own would have."""
+    head = TINY[: TINY.index("[[methods]]")].replace("rounds = 3", "rounds = 2").replace("new = 1\n", "")
+    method = '[[methods]]\nlabel = "FedAvg+FT"\nmethod = "fedavg"\n'
+    grid = "[tune]\nextensions = 0\ngrid = { finetune_epochs = [1, 3], finetune_learning_rate = [0.01, 0.1] }\n"
+    file = tmp_path / "tuned.toml"
+    file.write_text(head + method + grid)
+    assert main(command("tune", file, tmp_path / "work", "--processes", "1")) == 0
+    tried = rows.read(tmp_path / "work" / "tuning.jsonl")
+    assert len({each.points[-1].accuracy_validation.mean for each in tried}) > 2
+    assert len({each.result.model_sha256 for each in tried}) == 1
+    for each in tried:
+        (alone,) = run_trial([each.trial], Where("", tmp_path / "alone", 1))
+        found, expected = each.points[-1], alone.points[-1]
+        assert found.accuracy_validation.mean == pytest.approx(expected.accuracy_validation.mean, rel=1e-5)
+        assert found.accuracy.mean == pytest.approx(expected.accuracy.mean, rel=1e-5)
+        assert found.finetune_flops == expected.finetune_flops > 0
 
 
 @pytest.mark.slow

@@ -36,11 +36,12 @@ class Results:
 
     def __init__(self, score, test=lambda settings: 0.5, idle=lambda settings: ()):
         self.score, self.test, self.idle = score, test, idle
-        self.asked = []
+        self.asked, self.beside = [], []
 
-    def __call__(self, trial):
+    def __call__(self, trial, others):
         settings = trial.settings
         self.asked.append(settings)
+        self.beside.append(len(others))
         return recorded(trial, self.score(settings), self.test(settings), self.idle(settings))
 
     @property
@@ -138,7 +139,7 @@ def test_trials_in_which_nothing_acted_are_no_basis_of_a_choice():
 def test_of_a_grid_that_is_not_complete_nothing_is_chosen():
     rates = {0.01: 0.5, 0.03: 0.6}
     plan = experiment()
-    assert searched(plan, lambda t: recorded(t, 0.5) if t.settings["learning_rate"] in rates else None) is None
+    assert searched(plan, lambda t, _: recorded(t, 0.5) if t.settings["learning_rate"] in rates else None) is None
 
 
 # --- what is told ---------------------------------------------------------------------------------------------------

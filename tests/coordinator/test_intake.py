@@ -501,7 +501,7 @@ def test_of_two_devices_the_smaller_is_the_measure(coordinator, told, weight):
 
 def test_one_that_claims_much_and_answers_nothing_does_not_hold_the_model_still(coordinator, clock):
     """FedSGC as printed: devices that do not answer hold on to the old weights with all their samples."""
-    own = {"preset": "paper", "density": 0.5}
+    own = {"preset": "paper", "density": 0.5, "adjust_interval": 0}
     coordinator.create(**{**PLAIN, "method": "fedsgc", "local_epochs": 1, "method_settings": own})
     devices = coordinator.enrol(*TEN, examples={**dict.fromkeys(TEN, 10), "a": 2**40})
     coordinator.rounds.advance()

@@ -245,7 +245,8 @@ def enrolment(client):
 
     def enrol_one(number):
         body = {"name": f"device-{number}", "enrolment_key": 32 * "k"}
-        return client.post("/v1/federations/default/devices", json=body)
+        # On a connection of its own: the pool of a client closes idle ones that another thread has just been given.
+        return httpx.post(f"{client.base_url}/v1/federations/default/devices", json=body, timeout=60)
 
     return enrol_one
 
