@@ -19,6 +19,8 @@ from sparrow.coordinator.storage.store import Store
 from .fakes import LocalCoordinator
 from .sessions import CoordinatorWithDevices
 
+pytestmark = pytest.mark.integration  # plays whole federations
+
 
 def settings_for(folder, **more):
     return Settings(data_dir=folder, default_task="", **more)

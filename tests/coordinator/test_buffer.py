@@ -14,6 +14,8 @@ from sparrow.coordinator.methods import load_method
 
 from .fakes import DIGITS, STOPS
 
+pytestmark = pytest.mark.integration  # plays whole federations
+
 
 @pytest.fixture
 def coordinator(open_coordinator):

@@ -23,6 +23,8 @@ from sparrow.coordinator.rounds.intake import Intake, Update, centre, clip
 
 from .fakes import LocalCoordinator
 
+pytestmark = pytest.mark.integration  # plays whole federations
+
 DIGITS = load_builtin("digits").manifest
 CALM = {"evaluation_interval": 0, "early_stopping": "off", "min_devices": 5, "cohort": 5, "rounds": 2}
 

@@ -29,6 +29,8 @@ from sparrow.coordinator.storage.tables import Assignment, Device, Federation, R
 from .fakes import DIGITS, STOPS
 from .grown import grow
 
+pytestmark = pytest.mark.integration  # plays whole federations
+
 
 @pytest.fixture
 def coordinator(open_coordinator):

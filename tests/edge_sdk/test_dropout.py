@@ -30,6 +30,8 @@ from edge_sdk.training.narrow import CannotNarrow
 
 from .test_tracing import NETS
 
+pytestmark = pytest.mark.integration  # traces many models
+
 PERSONAL = ["fjord", "hermes", "fedmp", "prunefl_neurons"]
 CHOOSING = ["hermes", "fedmp", "prunefl_neurons"]
 EVERY = ["feddrop", "heterofl", *PERSONAL]

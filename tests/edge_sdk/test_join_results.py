@@ -20,6 +20,8 @@ from edge_sdk.tasks import Task, load_task
 from sparrow.coordinator.main import create_app
 from sparrow.coordinator.settings import Settings
 
+pytestmark = pytest.mark.integration  # plays whole federations
+
 NARROW = ("fedspu", "feddrop", "fjord", "heterofl", "hermes", "fedmp", "pfedgate", "prunefl_neurons")
 OWN = {
     "dmpfl": {"rounds": 8, "method_settings": {"iterations": 2}},

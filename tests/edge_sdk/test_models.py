@@ -19,6 +19,8 @@ from edge_sdk.tracing.coupling import UnsupportedLayer, describe
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import get_tensors, train_locally
 
+pytestmark = pytest.mark.integration  # traces many models
+
 
 class Residual(nn.Module):
     """ResNet's basic block."""

@@ -33,6 +33,8 @@ from sparrow.coordinator.methods import load_method as load_server
 
 from .networks import convolutions, perceptron
 
+pytestmark = pytest.mark.integration  # traces many models, plays whole federations
+
 ROUGH = {"momentum": 0.9, "weight_decay": 0.05}
 
 

@@ -30,6 +30,8 @@ from sparrow.coordinator.methods import load_method as load_server_half
 from sparrow.export.errors import ExportError
 from sparrow.export.gated import GATES, MARGIN, gated_model
 
+pytestmark = pytest.mark.integration  # exports many models
+
 DIGITS = (DigitsNet, (1, 8, 8))
 MNIST, CIFAR, HAR = (
     (MODELS[task][name].build, MODELS[task][name].shape)

@@ -25,6 +25,8 @@ from sparrow.coordinator.storage.store import Store
 
 from .test_contract import serving
 
+pytestmark = pytest.mark.integration  # serves from a real port
+
 SETTINGS = FederationSettings(rounds=2, evaluation_interval=0, deadline_seconds=600, early_stopping="off")
 DEVICES = "/v1/federations/default/devices"
 

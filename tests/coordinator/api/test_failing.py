@@ -40,6 +40,8 @@ from sparrow.coordinator.storage import database, store
 from ...disks import fill, small_disk
 from .test_contract import DIGITS, ask, assert_problem, enrol, open_app, put, settings_of
 
+pytestmark = pytest.mark.integration  # serves from a real port to many threads
+
 __all__ = ["open_app", "settings_of", "small_disk"]  # fixtures
 
 
@@ -488,9 +490,6 @@ def test_plain_uvicorn_has_the_limits(tmp_path):
         finally:
             process.terminate()
         assert "does not limit heads" not in process.stderr.read()
-
-
-test_plain_uvicorn_has_the_limits = pytest.mark.integration(test_plain_uvicorn_has_the_limits)
 
 
 @contextmanager

@@ -10,6 +10,8 @@ import pytest
 from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator.dashboard import OWN
 
+pytestmark = pytest.mark.integration  # serves from a real port
+
 SETTINGS = FederationSettings(rounds=2, evaluation_interval=0)
 TOKENS = {
     "admin_token": "the-chief-s-secret",
