@@ -42,6 +42,9 @@ from sparrow.coordinator.methods import load_method as load_coordinator_method
 
 log = logging.getLogger(__name__)
 
+DataOfDevices = str | tuple[str, ...] | None
+"""``--data`` of all devices, or of each its own; None for the task's built-in data."""
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -88,9 +91,10 @@ def _newest_values(folder: Path) -> Tensors:
     return checkpoint.load([file for file in files if ".state." not in file.name][-1].read_bytes())[0]
 
 
-def judge(finished: Finished, plan: Plan, texts: Sequence[str], *, processes: int | None) -> list[list[Evaluated]]:
-    """Return the results of every device that trained on every test set, each given as the text of ``--data``; by
-    test set.
+def judge(
+    finished: Finished, plan: Plan, texts: Sequence[DataOfDevices], *, processes: int | None
+) -> list[list[Evaluated]]:
+    """Return the results of every device that trained on every test set, each given as ``Plan.data``; by test set.
 
     Raises DataError, and KeyboardInterrupt.
     """
@@ -106,7 +110,7 @@ def judge(finished: Finished, plan: Plan, texts: Sequence[str], *, processes: in
     return [list(results) for results in zip(*found, strict=True)]
 
 
-def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[str]) -> list[Evaluated]:
+def judge_device(finished: Finished, plan: Plan, index: int, texts: Sequence[DataOfDevices]) -> list[Evaluated]:
     """Evaluate one device on each test set."""
     info, manifest = finished.info, finished.manifest
     folder = StateFolder(finished.root / plan.name(index), durable=False, reference=finished.reference)
