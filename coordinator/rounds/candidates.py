@@ -168,6 +168,8 @@ def participations(db: Session, federation: Federation, before: int) -> list[Par
             Assignment.kind == Kind.train.value,
             Assignment.status == "done",
             Assignment.ratio.is_not(None),
+            report["num_examples"].as_integer() > 0,  # not of a report that cannot be read
+            report["train_loss"].as_float().is_not(None),
             Assignment.round.between(before - ROUNDS_LOOKED_AT, before - 1),
         )
         .order_by(Assignment.round, Assignment.position)
