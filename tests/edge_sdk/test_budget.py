@@ -343,7 +343,8 @@ def test_a_pfedgate_federation_of_unequal_devices_keeps_step_by_the_budgets_they
 
     def create(name):
         with inprocess.running(create_app(new_settings(name))) as client:
-            info = publish_to(client, "pfedgate", deadline=100, smallest_budget=0.3, cost="flops")
+            # Beside so small a model a gate that sees the whole input takes what the deadline leaves the slowest.
+            info = publish_to(client, "pfedgate", deadline=100, smallest_budget=0.3, cost="flops", gate_pool=0)
             return info, Transport(client).manifest("f")
 
     info, manifest = create("chosen")
