@@ -30,7 +30,7 @@ from onnx import ModelProto, TensorProto
 
 from edge_sdk.protocol.blocks import RULES, TIE, BlockTable, Costs, Importance
 from edge_sdk.protocol.errors import ProtocolError
-from edge_sdk.protocol.flops import block_flops
+from edge_sdk.protocol.flops import block_flops, budget_groups
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import unpack_whole
 from sparrow.export.building import Building
@@ -76,7 +76,8 @@ def gated_model(
     gate = Gate.of(manifest, own, settings)
     costs = _costs(manifest, own, settings)
     try:
-        importance, groups = settings["importance"], manifest.block_groups(settings["budget_per"])
+        importance, per, least = settings["importance"], settings["budget_per"], settings["smallest_budget"]
+        groups = budget_groups(manifest, per, least, settings["cost"])
         capacities = {name: table.capacity(budget, costs, blocks, name) for name, blocks in groups.items()}
         everything = all(
             capacities[name] >= costs[blocks][~table.forced[blocks]].sum() for name, blocks in groups.items()

@@ -31,7 +31,7 @@ import numpy as np
 from pydantic import Field
 
 from edge_sdk.protocol.blocks import BlockMask, BlockTable, BudgetPer, Costs
-from edge_sdk.protocol.flops import block_flops
+from edge_sdk.protocol.flops import block_flops, budget_groups
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator.errors import BadContent
@@ -86,7 +86,8 @@ class PFedGateSettings(MethodSettings):
     )
     budget_per: BudgetPer = Field(
         default="kind",
-        description="What has the budget's share for itself: the model, linear layers and the others, or each layer",
+        description="What has the budget's share for itself: the model, linear layers and the others, or each layer; "
+        "the model, too, where one of these is too small to be cut for the smallest budget",
     )
     dense_last: bool = Field(
         default=False, description="Whether the last round trains without gates, for a global model (Table 10)"
@@ -205,7 +206,7 @@ def _never_chosen(manifest: Manifest, rules: PFedGateSettings) -> str | None:
     """Return a warning for blocks larger than what the weakest device may add. Raises ValueError where it may add
     nothing."""
     table, costs = manifest.block_table, costs_of(manifest, rules.cost)
-    for name, blocks in manifest.block_groups(rules.budget_per).items():
+    for name, blocks in budget_groups(manifest, rules.budget_per, rules.smallest_budget, rules.cost).items():
         capacity = table.capacity(rules.smallest_budget, costs, blocks, name)
         largest = int(costs[blocks][~table.forced[blocks]].max(initial=0))
         has = costs[blocks][table.forced[blocks]].sum() / max(1, costs[blocks].sum())
@@ -231,7 +232,7 @@ def _starved(manifest: Manifest, rules: PFedGateSettings) -> str | None:
         share,
         costs_of(manifest, rules.cost),
         importance=rules.importance,
-        groups=manifest.block_groups(rules.budget_per),
+        groups=budget_groups(manifest, rules.budget_per, rules.smallest_budget, rules.cost),
     )
     kept: dict[str, float] = {}
     for name, blocks in manifest.block_groups("layer").items():

@@ -43,7 +43,7 @@ from edge_sdk.methods import (
 )
 from edge_sdk.methods.rounds import conclude, train_loaded
 from edge_sdk.protocol.blocks import BlockMask, BudgetPer, Costs, Importance
-from edge_sdk.protocol.flops import block_flops
+from edge_sdk.protocol.flops import block_flops, budget_groups
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import merge_in_place, pack, unpack_whole
 from edge_sdk.protocol.messages import Assignment, Kind
@@ -273,7 +273,7 @@ def gated_model(job: Job, tensors: Tensors) -> Gated:
         _costs(job),
         rules.touched_limit,
         importance=rules.importance,
-        groups=manifest.block_groups(rules.budget_per),
+        groups=budget_groups(manifest, rules.budget_per, rules.smallest_budget, rules.cost),
     )
     probe = 1.0 if rules.gate_gradients == "exact" else PROBE
     try:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_sdk.protocol.blocks import BudgetPer, Groups
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import COUNTED, Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, block_of
@@ -81,6 +82,18 @@ def block_flops(manifest: Manifest) -> NDArray[np.int64]:
         ],
         dtype=np.int64,
     )
+
+
+def budget_groups(manifest: Manifest, per: BudgetPer, budget: float, cost: str) -> Groups:
+    """Return the blocks that share a budget, as ``Manifest.block_groups`` has them, at the federation's smallest one.
+
+    All blocks share one where those of a group that are always on take more than its share: a last layer of three
+    classes, say. cost: "parameters", or any other for FLOPs.
+    """
+    table, groups = manifest.block_table, manifest.block_groups(per)
+    costs = table.sizes if cost == "parameters" else block_flops(manifest)
+    fit = all(costs[each][table.forced[each]].sum() <= budget * costs[each].sum() for each in groups.values())
+    return groups if fit else manifest.block_groups("model")
 
 
 def _layer_flops(manifest: Manifest, mask: Mask | None) -> list[int]:

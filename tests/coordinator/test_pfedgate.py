@@ -8,7 +8,9 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from sqlalchemy import select
+from torch import nn
 
 from edge_sdk.device.session import Outcome
 from edge_sdk.errors import Refused, RoundOver
@@ -17,9 +19,11 @@ from edge_sdk.protocol import bundle
 from edge_sdk.protocol.blocks import BlockMask, BlockTable
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.elements import everything
+from edge_sdk.protocol.flops import budget_groups
 from edge_sdk.protocol.manifest import Manifest, TensorSpec, initial_values
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import FederationSettings, Kind, UpdateReport
+from edge_sdk.tracing.untraced import describe_whole
 from sparrow.coordinator.errors import BadContent, CoordinatorError
 from sparrow.coordinator.fleet.federations import completed
 from sparrow.coordinator.methods import GlobalModel, Situation, load_method
@@ -86,6 +90,16 @@ def test_the_largest_block_fits_beside_the_first_ones(manifest, budget, cost):
         assert most == 5
     if budget == 0.1:
         assert most > 10, "smaller blocks for a smaller budget"
+
+
+def test_where_a_kind_of_layers_cannot_be_cut_for_the_budget_all_blocks_share_one():
+    """A last layer of three classes has rows of a third each: it is taken, and shares the model's budget."""
+    model = nn.Sequential(nn.Conv1d(4, 32, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(32, 3))
+    manifest = describe_whole(model, torch.zeros(2, 4, 9), task="t")
+    made = cut(manifest, smallest_budget=0.3)
+    assert made.block_groups("kind").keys() == {"linear layers", "other layers"}
+    assert list(budget_groups(made, "kind", 0.3, "parameters")) == [""]
+    assert list(budget_groups(made, "kind", 0.5, "parameters")) == ["other layers", "linear layers"]
 
 
 def test_a_first_share_and_a_number_of_blocks_may_be_given():
@@ -283,7 +297,9 @@ def test_devices_of_every_budget_learn_one_model(coordinator):
     )
     worked = coordinator.play(*sessions)
     assert [kinds(each) for each in worked] == [["train"] * 3 + ["evaluate"]] * 3
-    assert coordinator.info().warning is None
+    assert "keeps 4% of the 4640 weights of conv2" in coordinator.info().warning, (
+        "so small a budget leaves little choice"
+    )
     assert not coordinator.info().global_model_usable
     table = coordinator.federations.manifest("f").block_table
     records = coordinator.records.rounds("f")
