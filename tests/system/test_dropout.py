@@ -17,7 +17,12 @@ from .conftest import Coordinator, Device, Devices, Machine, wait_until
 from .proxy import Exchange, Proxy
 from .test_bytes import CHANNELS, CLASSES, HIDDEN, PIXELS, active_values, task
 
-CHOOSING = ("hermes", "fedmp", "prunefl_neurons")
+CHOOSING = {
+    "hermes": {"pruning": "once"},
+    "fedmp": {"ratios": "budget", "residual": False},
+    "prunefl_neurons": {"importance": "once"},
+}
+"""Methods whose devices choose, in the forms in which they do so once."""
 METHODS = ("feddrop", "fjord", "heterofl", *CHOOSING)
 BUDGETS = (0.4, 1.0)
 ROUNDS = 2
@@ -53,6 +58,7 @@ def sizes(proxy: Proxy) -> dict[str, list[int]]:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_round_moves_what_its_budget_leaves_of_the_model(coordinator: Coordinator, tmp_path: Path, method: str):
     settings = {"rounds": ROUNDS, "min_devices": len(BUDGETS), "local_steps": 1, "evaluation_interval": 0}
+    settings["method_settings"] = CHOOSING.get(method, {})
     publish(coordinator.url, method, task(), method=method, batch_size=8, early_stopping="off", **settings)
 
     def run(budget: float) -> None:
