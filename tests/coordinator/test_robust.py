@@ -20,6 +20,8 @@ from sparrow.coordinator.rounds import robust
 from sparrow.coordinator.rounds.intake import sums_of
 from sparrow.coordinator.rounds.robust import RobustSums, check_robust
 
+pytestmark = pytest.mark.integration  # plays many rounds
+
 RULES = ("trimmed_mean", "median", "krum")
 SHARE = 0.2
 

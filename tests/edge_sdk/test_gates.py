@@ -18,6 +18,8 @@ from edge_sdk.protocol.blocks import BlockTable
 from edge_sdk.tasks.models import cifar10_fedspu, har_small, mnist_small
 from edge_sdk.training.gates.network import GatedModel
 
+pytestmark = pytest.mark.integration  # traces many models
+
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
 
 

@@ -19,6 +19,8 @@ from sparrow.export.bounds import samples_at_once
 from sparrow.export.errors import ExportError, SkeletonError
 from sparrow.export.skeleton import check_skeleton, fill
 
+pytestmark = pytest.mark.integration  # exports many models
+
 
 class Residual(nn.Module):
     def __init__(self):
