@@ -245,10 +245,13 @@ def all_at_once(call, count):
 def enrolment(client):
     """A call that enrols a device of this number."""
 
+    # Its pool keeps no idle connection: one might be closed that another thread has just been given.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    crowd = httpx.Client(base_url=client.base_url, timeout=60, limits=limits)
+
     def enrol_one(number):
         body = {"name": f"device-{number}", "enrolment_key": 32 * "k"}
-        # On a connection of its own: the pool of a client closes idle ones that another thread has just been given.
-        return httpx.post(f"{client.base_url}/v1/federations/default/devices", json=body, timeout=60)
+        return crowd.post("/v1/federations/default/devices", json=body)
 
     return enrol_one
 
