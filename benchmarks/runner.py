@@ -43,7 +43,7 @@ from sparrow.benchmarks.files import files_of_devices
 from sparrow.benchmarks.metrics import Shifted, idle, judged, own, point_after, rejudged, shifted
 from sparrow.benchmarks.rows import DeviceResult, Recorded, TrialResult
 from sparrow.benchmarks.server import coordinator, machine
-from sparrow.benchmarks.shift import check_test_sets, judge, read_finished
+from sparrow.benchmarks.shift import Finished, check_test_sets, judge, read_finished
 from sparrow.coordinator.methods import load_method as load_server_half
 from sparrow.devices.simulation import load_boards
 
@@ -150,17 +150,18 @@ def run_trial(trials: Sequence[Trial], where: Where, retuned: Sequence[Trial] = 
         run_fleet(server, plan, processes=where.processes, state_dir=folder / "devices")
         seconds = time.monotonic() - begin
         recorded = [collect(server, each, seconds) for each in trials]
-        if test_sets:
+        others: list[Recorded] = []
+        if test_sets or retuned:
             finished = read_finished(server, FEDERATION, folder)
-            found = judge(finished, plan, [text for _, text in test_sets], processes=where.processes)
-        others = [_retuned(server, recorded[0], each, plan, folder, where) for each in retuned]
+            if test_sets:
+                found = judge(finished, plan, [text for _, text in test_sets], processes=where.processes)
+            others = [_retuned(finished, recorded[0], each, plan, where) for each in retuned]
     shutil.rmtree(folder)
     return [*(replace(each, shifts=_shifts(each.trial, found)) for each in recorded), *others]
 
 
-def _retuned(server: str, recorded: Recorded, trial: Trial, plan: Plan, folder: Path, where: Where) -> Recorded:
+def _retuned(finished: Finished, recorded: Recorded, trial: Trial, plan: Plan, where: Where) -> Recorded:
     """Return the rows of a trial whose training is the recorded one, its devices judged as it has them fine-tuned."""
-    finished = read_finished(server, FEDERATION, folder)
     tuning = {key: value for key, value in trial.settings.items() if key.startswith(FINE_TUNING)}
     info = finished.info.model_copy(update={"settings": finished.info.settings.model_copy(update=tuning)})
     (found,) = judge(replace(finished, info=info), plan, [plan.data], processes=where.processes)

@@ -109,28 +109,32 @@ def rewards(history: Sequence[Participation], situation: Situation) -> list[floa
     weights: Counter[int] = Counter()
     losses: dict[int, float] = defaultdict(float)
     times: dict[int, list[float]] = defaultdict(list)
-    for each in history:
+    taken = times_of(history, situation)
+    for each, time in zip(history, taken, strict=True):
         weights[each.round] += each.num_examples
         losses[each.round] += each.loss * each.num_examples
-        times[each.round].append(time_of(each, situation))
+        times[each.round].append(time)
     means = {number: losses[number] / weights[number] for number in losses}
     before = dict(zip(list(means)[1:], means.values(), strict=False))
     raw = []
-    for each in history:
+    for each, time in zip(history, taken, strict=True):
         mean = sum(times[each.round]) / len(times[each.round])
-        deviation = abs(time_of(each, situation) - mean) / mean if mean > 0 else 0.0
+        deviation = abs(time - mean) / mean if mean > 0 else 0.0
         raw.append((before.get(each.round, means[each.round]) - means[each.round]) / (deviation + LEAST_DEVIATION))
     largest = max(map(abs, raw), default=0.0)
     return [reward / largest for reward in raw] if largest > 0 else raw
 
 
-def time_of(participation: Participation, situation: Situation) -> float:
-    """Return what a device took for its round: seconds, or samples that it could train on at its budget meanwhile."""
+def times_of(history: Sequence[Participation], situation: Situation) -> list[float]:
+    """Return what devices took for their rounds: seconds, or samples that each could train on at its budget."""
     if situation.own(FedMPSettings).time == "seconds":
-        return participation.seconds
-    mask = first_neurons(situation.manifest, participation.budget)
-    own = training_flops(situation.manifest, 1, weight_gradients=mask, narrow=True)
-    return participation.flops / max(1, own)
+        return [each.seconds for each in history]
+    manifest = situation.manifest
+    own = {
+        budget: training_flops(manifest, 1, weight_gradients=first_neurons(manifest, budget), narrow=True)
+        for budget in {each.budget for each in history}
+    }
+    return [each.flops / max(1, own[each.budget]) for each in history]
 
 
 def next_ratio(plays: Sequence[Play], budget: float, chance: float, rules: FedMPSettings) -> float:

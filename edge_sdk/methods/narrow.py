@@ -18,6 +18,7 @@ from edge_sdk.methods.rounds import conclude, fine_tuning, train_loaded
 from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, pack
+from edge_sdk.protocol.neurons import count_neurons
 from edge_sdk.tracing.modes import evaluating
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import device_of, get_tensors, set_tensors
@@ -69,7 +70,7 @@ def train_narrow(
         update = Update(pack(job.manifest, personal, mask), mask, draw)
     else:
         update = Update(pack(job.manifest, personal, sent), sent, base=start)
-    left = sum(job.manifest.group_sizes.values()) - sum(map(len, mask.active.values()))
+    left = count_neurons(job.manifest, None) - count_neurons(job.manifest, mask)
     counts = {**trained.counts, "neurons_left_out": left}
     return replace(trained, state=replace(trained.state, personal=personal), update=update, counts=counts)
 
