@@ -144,11 +144,12 @@ def point_after(records: Sequence[RoundRecord], reports: Sequence[DeviceReport],
     """Return the point after the last of ``records``, whose evaluation is in ``reports``. judged_as: as in ``own``."""
     receipts = [receipt for _, receipt in judged(reports)]
     phases = [phase for record in records for phase in (record.download, record.train, record.upload)]
+    accuracy, of_global, validation = _accuracies(receipts, judged_as)
     return Point(
         round=records[-1].round,
-        accuracy=accuracy_of([each for each in (own(receipt, judged_as) for receipt in receipts) if each]),
-        accuracy_global=accuracy_of([receipt.global_model for receipt in receipts if receipt.global_model]),
-        accuracy_validation=accuracy_of([receipt.validation for receipt in receipts if receipt.validation]),
+        accuracy=accuracy,
+        accuracy_global=of_global,
+        accuracy_validation=validation,
         train_loss=records[-1].train_loss,
         stopped=sum(len(record.stopped) for record in records),
         bytes_up=sum(record.bytes_up for record in records),
@@ -169,12 +170,24 @@ def point_after(records: Sequence[RoundRecord], reports: Sequence[DeviceReport],
 
 def rejudged(point: Point, found: Sequence[Evaluated], judged_as: str | None = None) -> Point:
     """Return a point whose devices were judged once more, by other settings of the evaluation."""
+    accuracy, of_global, validation = _accuracies(found, judged_as)
     return replace(
         point,
-        accuracy=accuracy_of([each for each in (own(one, judged_as) for one in found) if each]),
-        accuracy_global=accuracy_of([each.global_model for each in found if each.global_model]),
-        accuracy_validation=accuracy_of([each.validation for each in found if each.validation]),
+        accuracy=accuracy,
+        accuracy_global=of_global,
+        accuracy_validation=validation,
         finetune_flops=sum(each.flops for each in found),
+    )
+
+
+def _accuracies(
+    found: Sequence[Receipt | Evaluated], judged_as: str | None
+) -> tuple[Accuracy | None, Accuracy | None, Accuracy | None]:
+    """Return the accuracy of the models that count, of the global one, and on validation data."""
+    return (
+        accuracy_of([each for each in (own(one, judged_as) for one in found) if each]),
+        accuracy_of([each.global_model for each in found if each.global_model]),
+        accuracy_of([each.validation for each in found if each.validation]),
     )
 
 
