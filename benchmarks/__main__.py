@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace) -> None:
             for label, chosen in tuned.items():
                 print(f"{label}: {chosen}")
             return
-        recorded = runner.run(experiment, name, where, **how)
+        recorded = runner.run(experiment, name, where, **how, seeds=options.seed or ())
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; the same command with --resume continues") from None
     record = runner.read_tuning(folder, name) if experiment.tune else {}
@@ -72,7 +72,10 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _check_labels(options: argparse.Namespace, experiment: Experiment) -> None:
-    """Raise WrongUsage if --only names a label that there is not."""
+    """Raise WrongUsage if --only or --seed names what there is not."""
+    for seed in options.seed or ():
+        if seed not in experiment.seeds:
+            raise WrongUsage(f"--seed {seed}: there are {', '.join(map(str, experiment.seeds))}")
     known = [run.label for run in (experiment.tuned if options.command == "tune" else experiment.methods)]
     for label in options.only or ():
         if label not in known:
@@ -103,6 +106,7 @@ def _again(options: argparse.Namespace) -> str:
         if value not in (None, ""):
             words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
     words += [word for label in options.only or () for word in ("--only", label)]
+    words += [word for seed in options.seed or () for word in ("--seed", str(seed))]
     words += [word for pair in getattr(options, "set", ()) for word in ("--set", "=".join(pair))]
     return f"sparrow bench {shlex.join(words)}"
 
@@ -147,7 +151,7 @@ def _options(parser: Parser) -> None:
     own.add_argument(
         "--set", type=read_setting, action="append", default=[], metavar="KEY=VALUE", help="a setting of every method"
     )
-    own.set_defaults(scale=None, only=None)
+    own.set_defaults(scale=None, only=None, seed=None)
     _add_work(own)
     for command, help_text in (("run", "run every trial"), ("tune", "choose settings on validation data")):
         each = commands.add_parser(command, help=help_text)
@@ -156,6 +160,10 @@ def _options(parser: Parser) -> None:
         each.add_argument("--scale", type=float, help="factor on the number of rounds, for a preview")
         each.add_argument("--only", action="append", metavar="LABEL", help="only this method; may be repeated")
         _add_work(each)
+        if command == "run":
+            each.add_argument("--seed", type=int, action="append", help="only this seed; may be repeated")
+        else:
+            each.set_defaults(seed=None)
     report = commands.add_parser("report", help="tables and plots of the recorded trials")
     report.add_argument("experiment", help=f"one of {known}, or a .toml file")
     report.add_argument("--folder", type=Path, help="folder of the run (default: runs/EXPERIMENT)")

@@ -63,9 +63,17 @@ class Where:
 
 
 def run(
-    experiment: Experiment, name: str, where: Where, *, scale: float, resume: bool, only: Sequence[str] = ()
+    experiment: Experiment,
+    name: str,
+    where: Where,
+    *,
+    scale: float,
+    resume: bool,
+    only: Sequence[str] = (),
+    seeds: Sequence[int] = (),
 ) -> list[Recorded]:
-    """Run every trial of an experiment whose label is in ``only`` (all if it is empty); return their rows.
+    """Run every trial of an experiment whose label is in ``only`` and whose seed is in ``seeds`` (all if they are
+    empty); return their rows.
 
     Labels that judge the same training another way get their rows with it, asked for or not: it is not kept.
     resume: keep the trials that are there, and go on with the one that was interrupted. Without it all is run anew.
@@ -76,7 +84,7 @@ def run(
         file.unlink(missing_ok=True)
     done = rows.latest(rows.read(file))
     every = list(trials(experiment, name, read_tuned(where.folder, name), scale))
-    wanted = [trial for trial in every if not only or trial.label in only]
+    wanted = [trial for trial in every if (not only or trial.label in only) and (not seeds or trial.seed in seeds)]
     check([trial for trial in wanted if trial.name not in done or done[trial.name].trial != trial], where)
     with tqdm(wanted, desc=name, unit="trial", dynamic_ncols=True) as bar:
         for trial in bar:

@@ -177,6 +177,13 @@ def test_only_names_a_label_that_there_is(command, label, said, capsys, tmp_path
     assert not (tmp_path / "work").exists()
 
 
+def test_a_seed_that_there_is_not_is_refused(capsys, tmp_path):
+    work = tmp_path / "work"
+    assert main(["run", "fedspu-cifar10", "--seed", "0", "--seed", "7", "--folder", str(work)]) == Exit.USAGE
+    assert "--seed 7: there are 0, 1, 2" in capsys.readouterr().err
+    assert not work.exists()
+
+
 def test_the_plain_form_of_a_fine_tuned_label_says_so(tmp_path):
     file = tmp_path / "tiny.toml"
     file.write_text(
