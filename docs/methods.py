@@ -51,14 +51,14 @@ def tables() -> str:
 
 def _trains(method: CoordinatorMethod, settings: FederationSettings) -> str:
     """Return what of the model a device trains in a round."""
-    if method.changes is not None:
+    if method.changes is not None and not method.only_means(settings):
         return "blocks that it chooses for each batch"
     if method.active is not None:
         which = "neurons that it has chosen" if method.choice(settings) else "neurons drawn for each round"
         which = "neurons that the server keeps for it" if method.pruning(settings) else which
         which = "each layer's first neurons" if method.active.rule else which
         return f"{which}, others {'left out' if method.narrow else 'frozen'}"
-    if method.masks is None:
+    if method.masks is None or method.only_means(settings):
         return "the whole model"
     which = "weights that one device chose" if method.prepares else "weights that exist"
     return f"{which}; some are replaced in certain rounds" if method.schedule else which

@@ -261,6 +261,8 @@ class CoordinatorMethod:
     gradients: returns whether updates of a round so planned bring the gradients of all maskable weights.
     changes: returns the blocks of a model that are not as they were when round ``since`` had closed. With it a device
         that says which global model it holds is sent these alone.
+    only_means: returns whether rounds are no more than a mean under these settings, whatever schedule, directions and
+        changes are declared for others.
     warning: returns what is wrong with how the federation goes, for its operator, or None.
     """
 
@@ -280,6 +282,7 @@ class CoordinatorMethod:
     directions: Callable[[GlobalModel, Situation], Signs | None] | None = None
     gradients: Callable[[Plan], bool] | None = None
     changes: Callable[[GlobalModel, int, Situation], BlockMask] | None = None
+    only_means: Callable[[FederationSettings], bool] = lambda settings: False
     warning: Callable[[GlobalModel, Situation], str | None] = lambda model, situation: None
 
     @property
@@ -392,7 +395,7 @@ class CoordinatorMethod:
     def why_not_private(self, settings: FederationSettings) -> str | None:
         """Return why noise on the mean does not make the global model differentially private; None where it does."""
         reason = self.why_mean_only(settings) or _reason(self.aggregation.why_not_private, settings)
-        declared = self._declared()
+        declared = self._declared(settings)
         return reason or (declared and f"{declared}, which may tell more than the mean")
 
     def why_not_buffered(self, settings: FederationSettings) -> str | None:
@@ -401,11 +404,13 @@ class CoordinatorMethod:
         if reason is None and self.prepares:
             reason = "one device prepares the model before the others"
         reason = reason or _reason(self.aggregation.why_not_buffered, settings)
-        declared = self._declared()
+        declared = self._declared(settings)
         return reason or (declared and f"{declared}, which is of one model")
 
-    def _declared(self) -> str | None:
+    def _declared(self, settings: FederationSettings) -> str | None:
         """Return what the method declares that makes a round more than a mean, in words, or None."""
+        if self.only_means(settings):
+            return None
         for declared, words in (
             (self.schedule, "it plans its rounds itself"),
             (self.directions, "it sends directions with the model"),

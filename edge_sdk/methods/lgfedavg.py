@@ -2,12 +2,78 @@
 
 Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency, "Think Locally, Act Globally: Federated Learning with
 Local and Global Representations", arXiv:2001.01523. FedPer the other way round: the device keeps its representation,
-both parts are trained together, and the server averages the head.
+both parts are trained together, and the server averages the head. Where FedAvg trains the whole model first, the
+representation is FedAvg's until the round in which they go apart, and the manifest has a block for each of its tensors.
 """
 
 from __future__ import annotations
 
-from edge_sdk.methods import DeviceMethod
-from edge_sdk.methods.parts import adapt_own_part, evaluate_tuned, train_together
+from dataclasses import replace
 
-LGFEDAVG = DeviceMethod(train=train_together, evaluate=evaluate_tuned, adapt=adapt_own_part, acts=("private_values",))
+import numpy as np
+import torch
+
+from edge_sdk.methods import DeviceMethod, DeviceState, Job, Trained, Update
+from edge_sdk.methods.parts import adapt_own_part, evaluate_tuned, joined, train_together
+from edge_sdk.methods.rounds import conclude, fine_tune, train_loaded
+from edge_sdk.protocol.blocks import BlockMask
+from edge_sdk.protocol.flops import training_flops
+from edge_sdk.protocol.manifest import Tensors
+from edge_sdk.protocol.masks import merge_in_place, pack
+from edge_sdk.training.freezing import Freezing
+from edge_sdk.training.local import get_tensors, set_tensors
+from edge_sdk.training.merging import is_whole, whole_model
+
+
+def train(job: Job) -> Trained:
+    """Train both parts together for one round; send both in FedAvg's rounds, and else the head.
+
+    Raises BundleError for a payload that does not fit, TrainingDiverged when the round failed.
+    """
+    if not job.manifest.blocks or not job.planned("apart", 1):
+        return train_together(job)
+    received, own = _newest(job), job.state.personal
+    if job.state.model is not None and own is not None:
+        set_tensors(job.model, _with_head(job, own, received))
+    else:
+        set_tensors(job.model, {**(own or {}), **received})
+    result = train_loaded(job, Freezing(job.model, job.manifest, None))
+    personal = get_tensors(job.model, job.manifest)
+    head = BlockMask(np.zeros(len(job.manifest.blocks), bool))
+    # Running statistics travel with any blocks; those of one's own body stay, too, and what came goes back.
+    update = Update(pack(job.manifest, _with_head(job, received, personal), head), head)
+    body = sum(sum(sizes) for sizes in job.manifest.blocks.values())
+    trained = conclude(job, result, personal=personal, update=update, counts={"private_values": body})
+    state = replace(trained.state, model=job.assignment.model_sha256)
+    return replace(trained, state=state, flops=training_flops(job.manifest, result.samples))
+
+
+def _newest(job: Job) -> Tensors:
+    """Return the global model, by name; where only its head came, with what lies here in the place of the body."""
+    if job.received is None or job.state.personal is None or is_whole(job.manifest, job.received):
+        return whole_model(job.manifest, job.received)
+    newest = {name: np.array(tensor) for name, tensor in job.state.personal.items()}
+    merge_in_place(job.manifest, newest, job.received.values, job.received.mask)
+    return newest
+
+
+def _with_head(job: Job, body: Tensors, head: Tensors) -> Tensors:
+    """Return one model's body under another's head."""
+    return {**body, **{name: head[name] for name in job.manifest.uncut}}
+
+
+def adapt(job: Job) -> DeviceState:
+    """Train a part of one's own for the finished head, which stays as it is; FedAvg's body, where there is one."""
+    if not job.manifest.blocks:
+        return adapt_own_part(job)
+    set_tensors(job.model, joined(job))
+    own = {
+        spec.name: torch.full(spec.shape, spec.name not in job.manifest.uncut)
+        for spec in job.manifest.tensors
+        if spec.trainable
+    }
+    fine_tune(job, Freezing(job.model, job.manifest, None, trained=own))
+    return replace(job.state, personal=get_tensors(job.model, job.manifest))
+
+
+LGFEDAVG = DeviceMethod(train=train, evaluate=evaluate_tuned, adapt=adapt, acts=("private_values",))

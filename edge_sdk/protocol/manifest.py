@@ -277,6 +277,11 @@ class Manifest(_Record):
         return BlockTable({spec.name: self.blocks[spec.name] for spec in self.shared if spec.name in self.blocks})
 
     @cached_property
+    def uncut(self) -> frozenset[str]:
+        """The names of shared parameters without blocks, which travel with every mask of blocks."""
+        return frozenset(spec.name for spec in self.shared if spec.trainable and spec.name not in self.blocks)
+
+    @cached_property
     def group_sizes(self) -> dict[str, int]:
         """Neuron group name -> number of neurons, in forward order."""
         return {group.name: group.size for group in self.groups}

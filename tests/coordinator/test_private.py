@@ -11,11 +11,12 @@ import pytest
 from edge_sdk.device.exporting import export_personal
 from edge_sdk.device.session import Outcome
 from edge_sdk.protocol import bundle
+from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec, initial_values
 from edge_sdk.protocol.messages import FederationSettings
 from sparrow.coordinator.errors import BadContent, CoordinatorError
-from sparrow.coordinator.methods import load_method
+from sparrow.coordinator.methods import Situation, load_method
 from sparrow.export.source import Source
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
@@ -156,6 +157,95 @@ def test_a_first_round_that_fails_leaves_no_weights_in_the_part_of_ones_own(coor
     for name, tensor in session.task.model.named_parameters():
         if name not in shared:
             assert tensor.detach().numpy().copy().tobytes() == before[name].tobytes()
+
+
+# --- LG-FedAvg from FedAvg's model -----------------------------------------------------------------------------------
+
+FROM_FEDAVG = {"method_settings": {"fedavg_share": 0.5}, "rounds": 4}
+BODY = sorted({spec.name for spec in DIGITS.shared} - LINEAR)
+
+
+def test_lgfedavg_begins_with_fedavgs_model_and_then_shares_the_head_alone(coordinator, new_coordinator):
+    coordinator.create("lgfedavg", **FROM_FEDAVG)
+    sessions = [coordinator.open_device(name) for name in "ab"]
+    worked = coordinator.play(*sessions)
+    assert [kinds(each) for each in worked] == [["train"] * 4 + ["evaluate"]] * 2
+    other = new_coordinator()
+    other.create("fedavg", rounds=2)
+    other.play(other.open_device("a"), other.open_device("b"))
+    fedavg, own = other.model().tensors, coordinator.model().tensors
+    for name in BODY:
+        assert own[name].tobytes() == fedavg[name].tobytes(), "FedAvg's, and kept"
+        values = [session.personal[name].tobytes() for session in sessions]
+        assert len({*values, own[name].tobytes()}) == 3, "each device has trained its own"
+    assert all(own[name].tobytes() != fedavg[name].tobytes() for name in LINEAR)
+
+    manifest = coordinator.federations.manifest("f")
+    whole = manifest.shared_values
+    head = sum(spec.size for spec in DIGITS.shared if spec.name in LINEAR or not spec.trainable)
+    for session in sessions:
+        wire = session.transport
+        assert [bundle.decode(body, manifest).values.size for body in wire.received] == [whole, whole, whole, head]
+        assert [bundle.decode(body, manifest).values.size for body in wire.sent[:4]] == [whole, whole, head, head]
+        own = {name: session.personal[name] for name in BODY if session.personal[name].size >= 8}
+        assert not any(occurs(tensor, wire.sent) for tensor in own.values()), "nor the body's running statistics"
+    private = sum(spec.size for spec in DIGITS.shared if spec.name in BODY and spec.trainable)
+    assert [each.counts.get("private_values", 0) for each in coordinator.records.rounds("f")] == [
+        0,
+        0,
+        2 * private,
+        2 * private,
+    ]
+
+
+def test_a_device_that_comes_when_parts_are_apart_takes_fedavgs_body_along(coordinator):
+    coordinator.create("lgfedavg", **FROM_FEDAVG, cohort=2)
+    first = [coordinator.open_device(name) for name in "ab"]
+    while coordinator.info().round < 3:
+        coordinator.rounds.advance()
+        for session in first:
+            session.step()
+    kept = {name: tensor.copy() for name, tensor in coordinator.model().tensors.items()}
+    coordinator.play(*first)
+    late = coordinator.open_device("c")
+    assert [kinds(each) for each in coordinator.play(late)] == [["adapt"]]
+    after = coordinator.model().tensors
+    assert all(after[name].tobytes() == kept[name].tobytes() for name in BODY)
+    trainable = {spec.name for spec in DIGITS.shared if spec.trainable}
+    for name in trainable:
+        assert (late.personal[name].tobytes() == after[name].tobytes()) == (name in LINEAR)
+
+
+def test_a_body_that_is_sent_all_the_same_changes_nothing():
+    """By a device that does not know that the parts are apart, or does not care."""
+    method = load_method("lgfedavg")
+    settings = FederationSettings(method="lgfedavg", **FROM_FEDAVG)
+    manifest = method.manifest(DIGITS, settings)
+    for number, moved in ((2, set(BODY) | LINEAR), (3, LINEAR)):
+        plan = method.work(Situation(manifest, settings, number)).plan
+        situation = Situation(manifest, settings, number, plan)
+        model = method.start(initial_values(manifest, 0), situation)
+        sums = method.sums(model, situation)
+        sums.fold_in_place(np.full(manifest.shared_values, 7, np.float32), None, 10)
+        closed = method.close(model, sums, situation).tensors
+        assert {name for name in closed if (closed[name] == 7).all()} == moved
+        assert all(closed[name].tobytes() == model.tensors[name].tobytes() for name in closed.keys() - moved)
+    mask = BlockMask(np.ones(len(manifest.blocks), bool))
+    with pytest.raises(BadContent, match="the body is each device's own in this round; send the head alone"):
+        method.check_mask(model, mask, situation)
+    with pytest.raises(BadContent, match="mask: it is not the round's"):
+        method.check_mask(model, mask, Situation(manifest, settings, 1))
+
+
+def test_what_only_a_mean_may_have_is_refused_where_fedavg_comes_first():
+    method = load_method("lgfedavg")
+    for share, refused in ((0.0, False), (0.5, True)):
+        settings = FederationSettings(method="lgfedavg", method_settings={"fedavg_share": share})
+        assert method.why_mean_only(settings) is None
+        assert bool(method.why_not_private(settings)) == bool(method.why_not_buffered(settings)) == refused
+
+
+# --- Ditto and APFL --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["ditto", "apfl"])
