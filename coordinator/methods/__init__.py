@@ -22,7 +22,7 @@ from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import Mask, NeuronMask, same_mask
 from edge_sdk.protocol.messages import FederationSettings, Kind
-from edge_sdk.protocol.neurons import fits_ratio
+from edge_sdk.protocol.neurons import Scores, fits_ratio
 from sparrow.command_line.installed import load_method_record
 from sparrow.coordinator.errors import BadContent, UnknownMethod
 from sparrow.coordinator.rounds.sums import MaskedSums, Sums
@@ -201,13 +201,14 @@ class ServerPruning:
 
     ratios: returns the active ratios of drawn devices, name -> ratio, each at most its budget, by what the records say
     of earlier rounds. budgets: theirs, by name. chance: a number in (0, 1] of each name, from the federation's secret
-    and the round. neurons: returns those of the global model that are kept at an active ratio.
+    and the round. scores: returns what the neurons of a global model are worth, of which the best are kept at an active
+    ratio.
     """
 
     ratios: Callable[
         [Sequence[Participation], Mapping[str, float], Callable[[str], float], Situation], Mapping[str, float]
     ]
-    neurons: Callable[[GlobalModel, float, Situation], NeuronMask]
+    scores: Callable[[GlobalModel, Situation], Scores]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,9 +47,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from edge_sdk.protocol.flops import training_flops
-from edge_sdk.protocol.masks import NeuronMask
 from edge_sdk.protocol.messages import FederationSettings
-from edge_sdk.protocol.neurons import best_neurons, counts_at, first_neurons, norm_scores
+from edge_sdk.protocol.neurons import Scores, first_neurons, norm_scores
 from sparrow.coordinator.methods import (
     ActiveNeurons,
     Aggregation,
@@ -174,13 +173,12 @@ def _region_of(ratio: float, regions: Sequence[tuple[float, float]]) -> int | No
     return None
 
 
-def neurons(model: GlobalModel, ratio: float, situation: Situation) -> NeuronMask:
-    """Return the neurons of the global model that are kept at an active ratio."""
-    scores = norm_scores(situation.manifest, model.tensors, 1)
-    return best_neurons(scores, counts_at(situation.manifest, ratio))
+def scores(model: GlobalModel, situation: Situation) -> Scores:
+    """Return the l1 norms by which neurons of the global model are kept."""
+    return norm_scores(situation.manifest, model.tensors, 1)
 
 
-PRUNING = ServerPruning(ratios=ratios, neurons=neurons)
+PRUNING = ServerPruning(ratios=ratios, scores=scores)
 
 
 def pruning(settings: FederationSettings) -> ServerPruning | None:

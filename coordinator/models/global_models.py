@@ -32,9 +32,9 @@ from edge_sdk.protocol.elements import ElementMask, from_bits
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import Mask, NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings, Kind
-from edge_sdk.protocol.neurons import mask_digest, mask_from_file, mask_to_file
+from edge_sdk.protocol.neurons import Scores, best_neurons, counts_at, mask_digest, mask_from_file, mask_to_file
 from sparrow.coordinator.errors import Damaged, NotFound, Unavailable, Unreadable, explain
-from sparrow.coordinator.methods import GlobalModel, Situation, load_method
+from sparrow.coordinator.methods import GlobalModel, ServerPruning, Situation, load_method
 from sparrow.coordinator.models.payloads import Packed, Payloads
 from sparrow.coordinator.rounds.draws import neuron_key
 from sparrow.coordinator.storage.store import Store
@@ -92,6 +92,7 @@ class Models:
         self._retention = retention or Retention()
         self._manifests: dict[int, Manifest] = {}
         self._latest: dict[int, tuple[str, GlobalModel]] = {}  # by federation: the digest of its file, and the model
+        self._scores: dict[int, tuple[GlobalModel, Scores]] = {}  # by federation, of the model asked for last
         self._payloads = Payloads()
 
     def manifest(self, federation: Federation) -> Manifest:
@@ -223,6 +224,7 @@ class Models:
         """Forget a federation that was deleted."""
         self._manifests.pop(federation_id, None)
         self._latest.pop(federation_id, None)
+        self._scores.pop(federation_id, None)
 
     def drop_old(self, db: Session, federation: Federation, in_use: set[int]) -> None:
         """Have the records forget the global models that are neither in use nor to be kept: their files go later."""
@@ -279,13 +281,20 @@ class Models:
             kept = isinstance(held, NeuronMask) and choice.keeps(held, assignment.ratio, situation)
             return (held, None) if kept else (None, None)
         if pruning is not None:
-            model = self.model(federation, assignment.model_version)
-            return pruning.neurons(model, assignment.ratio, situation), None
+            scores = self._scored(federation, assignment.model_version, pruning, situation)
+            return best_neurons(scores, counts_at(manifest, assignment.ratio)), None
         neurons = method.neurons(manifest, assignment.ratio)
         if neurons is not None:
             return neurons, None
         draw = NeuronDraw(neuron_key(federation.secret, assignment.round, device.name), assignment.ratio)
         return draw_neurons(manifest, draw), draw
+
+    def _scored(self, federation: Federation, version: int, pruning: ServerPruning, situation: Situation) -> Scores:
+        """Return what the neurons of a model are worth, counted once for all devices that it is pruned for."""
+        model, known = self.model(federation, version), self._scores.get(federation.id)
+        if known is None or known[0] is not model:
+            known = self._scores[federation.id] = (model, pruning.scores(model, situation))
+        return known[1]
 
     def payload(self, federation: Federation, device: Device, assignment: Assignment) -> Packed:
         """Return the bundle of global values that an assignment sends down."""
