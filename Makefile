@@ -74,7 +74,7 @@ site: setup
 
 # The manifests and skeletons of built-in tasks, after a change of their models.
 builtin: setup
-	$(BIN)/python -m edge_sdk.tracing.write_builtin
+	$(BIN)/python -m edge_sdk.publishing.write_builtin
 
 setup: $(READY)
 

@@ -46,7 +46,7 @@ from edge_sdk.protocol.masks import (
     draw_neurons,
 )
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
-from edge_sdk.tracing.coupling import describe
+from edge_sdk.publishing.coupling import describe
 from sparrow.benchmarks.peers.install import PYTHON, ROOT
 from sparrow.benchmarks.server import machine
 from sparrow.coordinator.rounds.sums import ElementSums, MaskedSums, Sums

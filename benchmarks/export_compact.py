@@ -24,9 +24,9 @@ from edge_sdk.protocol.builtin import BuiltinTask, load_builtin
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, neuron_block
 from edge_sdk.protocol.neurons import narrowed
+from edge_sdk.publishing.coupling import describe
+from edge_sdk.publishing.skeleton import make_skeleton
 from edge_sdk.tasks.models import cifar10_fedspu, mnist_leaf
-from edge_sdk.tracing.coupling import describe
-from edge_sdk.tracing.skeleton import make_skeleton
 from sparrow.benchmarks.markdown import markdown_table
 from sparrow.benchmarks.server import machine
 from sparrow.export.alignment import align

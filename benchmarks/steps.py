@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from edge_sdk.protocol.blocks import BlockTable, Selection
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.models import MODELS
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.gates.network import GatedModel
 from edge_sdk.training.layout import gains

@@ -36,7 +36,7 @@ from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons, pack
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
-from edge_sdk.tracing.coupling import describe
+from edge_sdk.publishing.coupling import describe
 from sparrow.benchmarks.server import machine
 from sparrow.coordinator.rounds.sums import ElementSums, MaskedSums
 

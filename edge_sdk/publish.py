@@ -36,9 +36,9 @@ from edge_sdk.protocol.messages import (
     FederationInfo,
     FederationSettings,
 )
+from edge_sdk.publishing.skeleton import make_skeleton
+from edge_sdk.publishing.untraced import RunningStatistics
 from edge_sdk.tasks import Task, load_task
-from edge_sdk.tracing.skeleton import make_skeleton
-from edge_sdk.tracing.untraced import RunningStatistics
 from edge_sdk.training.checking import check_task
 from edge_sdk.training.local import get_tensors
 from sparrow.command_line.command import Command, Parser, add_json, add_wait

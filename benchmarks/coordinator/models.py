@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from edge_sdk.protocol.builtin import load_builtin
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task
-from edge_sdk.tracing.coupling import describe
 from sparrow.benchmarks.aggregation import network
 from sparrow.benchmarks.coordinator.contest import Model
 

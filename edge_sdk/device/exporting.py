@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from edge_sdk.predict import Predictor
+from edge_sdk.publishing.modes import evaluating
 from edge_sdk.tasks import Task
-from edge_sdk.tracing.modes import evaluating
 from edge_sdk.training.local import set_tensors
 from sparrow.export.build import dense
 from sparrow.export.exporter import Options, Reference, export_model

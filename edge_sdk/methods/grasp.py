@@ -34,7 +34,7 @@ from edge_sdk.methods.whole import adapt_global, evaluate_global, train_pulled
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.sparsity import keep_by_score, weight_budget
-from edge_sdk.tracing.modes import buffers_kept
+from edge_sdk.publishing.modes import buffers_kept
 from edge_sdk.training.local import TrainingDiverged, count_examples, set_tensors
 from edge_sdk.training.merging import whole_model
 

@@ -19,7 +19,7 @@ from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, draw_neurons, pack
 from edge_sdk.protocol.neurons import count_neurons
-from edge_sdk.tracing.modes import evaluating
+from edge_sdk.publishing.modes import evaluating
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import device_of, get_tensors, set_tensors
 from edge_sdk.training.merging import merge

@@ -47,8 +47,8 @@ from edge_sdk.protocol.flops import block_flops, budget_groups
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.masks import merge_in_place, pack, unpack_whole
 from edge_sdk.protocol.messages import Assignment, Kind
+from edge_sdk.publishing.modes import buffers_kept
 from edge_sdk.tasks import Batches
-from edge_sdk.tracing.modes import buffers_kept
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.gates.gated import (
     PROBE,

@@ -20,8 +20,8 @@ from torch import nn
 
 from edge_sdk.protocol.manifest import Tensors
 from edge_sdk.protocol.messages import Evaluation
+from edge_sdk.publishing.modes import evaluating
 from edge_sdk.tasks import Batches, Task
-from edge_sdk.tracing.modes import evaluating
 from edge_sdk.training.layout import Layout
 from edge_sdk.training.local import device_of, set_tensors
 

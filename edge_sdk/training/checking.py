@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.manifest import Manifest
+from edge_sdk.publishing.modes import buffers_kept, evaluating
 from edge_sdk.tasks import Task
-from edge_sdk.tracing.modes import buffers_kept, evaluating
 from edge_sdk.training.local import device_of
 
 SAMPLES = 16

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from edge_sdk.publishing.modes import buffers_kept
 from edge_sdk.tasks import Task
-from edge_sdk.tracing.modes import buffers_kept
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

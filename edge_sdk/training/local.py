@@ -22,8 +22,8 @@ from edge_sdk.errors import SdkError
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest, Tensors
 from edge_sdk.protocol.messages import Evaluation, FederationSettings, bounded
+from edge_sdk.publishing.modes import evaluating
 from edge_sdk.tasks import Batches, Task
-from edge_sdk.tracing.modes import evaluating
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.gradients import Batch
 from edge_sdk.training.layout import Layout

@@ -34,7 +34,7 @@ from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Array, Manifest, Tensors, TensorSpec
 from edge_sdk.protocol.masks import Block, NeuronMask, merge_in_place, neuron_block, pack
 from edge_sdk.protocol.neurons import first_neurons, narrowed
-from edge_sdk.tracing.modes import evaluating
+from edge_sdk.publishing.modes import evaluating
 from edge_sdk.training.gradients import Batch
 from edge_sdk.training.local import device_of, get_tensors, set_tensors
 

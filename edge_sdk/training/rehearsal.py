@@ -18,9 +18,9 @@ from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import MULTIPLYING, Manifest
 from edge_sdk.protocol.masks import NeuronMask, count_values
 from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.publishing.modes import buffers_kept
 from edge_sdk.tasks import Batches, Task
 from edge_sdk.tasks.compute import Compute
-from edge_sdk.tracing.modes import buffers_kept
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import evaluate, train_locally
 from edge_sdk.training.narrow import Narrow

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.masks import NeuronDraw, block_of, draw_neurons
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.models import MODELS
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training import active
 from edge_sdk.training.freezing import Freezing
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 
 from edge_sdk.errors import BadArgument
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.checking import check_task
 
 CE = nn.CrossEntropyLoss()

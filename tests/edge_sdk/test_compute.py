@@ -13,11 +13,11 @@ from edge_sdk import join, profile
 from edge_sdk.budget.preparation import fastest_compute
 from edge_sdk.errors import BadArgument
 from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.simulation import fleet, simulate
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.compute import Compute, choose_device
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import evaluate, train_locally
 from edge_sdk.training.rehearsal import Rehearsal

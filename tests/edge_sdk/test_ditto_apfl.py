@@ -17,8 +17,8 @@ from edge_sdk.methods.local import LOCAL
 from edge_sdk.protocol.bundle import decode, encode
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import TrainingDiverged, get_tensors, train_locally
 from edge_sdk.training.optimisation import Optimisation

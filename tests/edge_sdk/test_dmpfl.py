@@ -23,9 +23,9 @@ from edge_sdk.protocol.flops import growth_flops, training_flops
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.adaptive import entropy
 from edge_sdk.training.dual import Dual
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors

@@ -21,10 +21,10 @@ from edge_sdk.protocol.flops import forward_flops, training_flops
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, merge_in_place, pack, same_mask
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Work
 from edge_sdk.protocol.neurons import CLASSES, first_neurons, narrowed, with_classes
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.local import get_tensors, set_tensors
 from edge_sdk.training.narrow import CannotNarrow
 

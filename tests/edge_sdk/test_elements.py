@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from edge_sdk.protocol.manifest import Manifest
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons
-from edge_sdk.tracing.coupling import describe
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.training.freezing import Freezing
 
 

@@ -22,10 +22,10 @@ from edge_sdk.protocol.manifest import Manifest, TensorSpec
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Work
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors
 from edge_sdk.training.merging import whole_model
 

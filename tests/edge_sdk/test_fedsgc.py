@@ -24,9 +24,9 @@ from edge_sdk.protocol.flops import growth_flops, training_flops
 from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons, merge_in_place, pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.protocol.sparsity import layer_counts, over_pruning, random_mask
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.local import TrainingDiverged, get_tensors
 
 from .networks import convolutions, perceptron

@@ -17,10 +17,10 @@ from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_group, draw_neurons, merge_in_place, pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Work
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.local import derive_seed, get_tensors, set_tensors
 
 

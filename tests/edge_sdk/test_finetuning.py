@@ -10,10 +10,10 @@ from edge_sdk.methods import DeviceState, Job
 from edge_sdk.methods.rounds import fine_tune
 from edge_sdk.protocol.masks import NeuronDraw, block_of, draw_neurons
 from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import build_seeded
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import get_tensors
 

@@ -13,9 +13,9 @@ from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Manifest, NeuronGroup, Segment, TensorSpec
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons
 from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import get_tensors, train_locally
 

@@ -21,8 +21,8 @@ from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons, pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.local import TrainingDiverged, get_tensors
 
 OWN = {"density": 0.3, "temperature": 200.0, "score_batches": 0, "proximal_weight": 0.0}

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.loading import ArrayBatches, Arrays
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.layout import Layout
 from edge_sdk.training.local import TrainingDiverged, evaluate, get_tensors, set_tensors, train_locally

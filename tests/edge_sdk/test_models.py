@@ -13,9 +13,9 @@ from torch import nn
 from edge_sdk.protocol.manifest import Constant, Manifest, TensorSpec, Uniform
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, count_values, draw_neurons, pack
 from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.publishing.coupling import UnsupportedLayer, describe
 from edge_sdk.tasks.loading import Arrays, classification
 from edge_sdk.tasks.models import har_small
-from edge_sdk.tracing.coupling import UnsupportedLayer, describe
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import get_tensors, train_locally
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.loading import DataError
 from edge_sdk.tasks.npz import SAME_CLASSES, build_model, load
-from edge_sdk.tracing.coupling import describe
 
 RANDOM = np.random.default_rng(0)
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.messages import FederationSettings
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.active import ActiveBlock
 from edge_sdk.training.elements import Elements, SparseRows, flags_of, run_of
 from edge_sdk.training.freezing import Freezing

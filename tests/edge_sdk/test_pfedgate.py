@@ -21,9 +21,9 @@ from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.masks import merge_in_place, pack, unpack
 from edge_sdk.protocol.messages import Assignment, FederationSettings, UpdateReport
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.digits import load_images
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.gates.gated import Gated
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors
 from edge_sdk.training.rehearsal import block_nanoseconds

@@ -19,8 +19,8 @@ from edge_sdk.protocol.errors import BundleError
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training import local
 from edge_sdk.training.local import evaluate, get_tensors, set_tensors
 

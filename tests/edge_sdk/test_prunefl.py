@@ -20,8 +20,8 @@ from edge_sdk.protocol.flops import growth_flops, training_flops
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.protocol.sparsity import readjust, weight_budget
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task, build_seeded
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.local import TrainingDiverged, get_tensors, set_tensors, train_locally
 

@@ -19,10 +19,10 @@ from edge_sdk.protocol.flops import forward_flops, training_flops
 from edge_sdk.protocol.masks import NeuronMask, count_values, merge_in_place, pack, same_mask
 from edge_sdk.protocol.messages import Assignment, FederationSettings, Work
 from edge_sdk.protocol.neurons import best_neurons, counts_at, first_neurons, is_within, narrowed, norm_scores
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import build_seeded
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.loading import Arrays, classification
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.local import get_tensors
 from edge_sdk.training.rehearsal import Rehearsal
 

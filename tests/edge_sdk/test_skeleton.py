@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.tracing.coupling import UnsupportedLayer, describe
-from edge_sdk.tracing.skeleton import make_skeleton
+from edge_sdk.publishing.coupling import UnsupportedLayer, describe
+from edge_sdk.publishing.skeleton import make_skeleton
 
 pytestmark = pytest.mark.integration  # plays whole federations, or traces or exports many models
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from edge_sdk.protocol.manifest import Constant, Data, Manifest, Uniform
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, count_values, draw_neurons
-from edge_sdk.tracing.coupling import UnsupportedLayer, describe
+from edge_sdk.publishing.coupling import UnsupportedLayer, describe
 
 
 class Boundary(nn.Module):

@@ -18,10 +18,10 @@ from edge_sdk.protocol.elements import ElementMask
 from edge_sdk.protocol.masks import pack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
 from edge_sdk.protocol.sparsity import layer_counts, random_mask
+from edge_sdk.publishing.coupling import describe
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.models import MODELS
-from edge_sdk.tracing.coupling import describe
 from edge_sdk.training.adaptive import BaseEntropies, entropy, prefers_personal
 from edge_sdk.training.dual import Dual
 from edge_sdk.training.local import get_tensors, set_tensors

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.masks import NeuronDraw, NeuronMask, block_of, draw_neurons
 from edge_sdk.protocol.neurons import narrowed
-from edge_sdk.tracing.coupling import describe
-from edge_sdk.tracing.skeleton import make_skeleton
+from edge_sdk.publishing.coupling import describe
+from edge_sdk.publishing.skeleton import make_skeleton
 from sparrow.export.compact import compact
 from sparrow.export.errors import ExportError
 from sparrow.export.skeleton import fill

@@ -18,11 +18,11 @@ from edge_sdk.protocol.bundle import Bundle
 from edge_sdk.protocol.flops import block_flops
 from edge_sdk.protocol.masks import pack, unpack
 from edge_sdk.protocol.messages import Assignment, FederationSettings
+from edge_sdk.publishing.coupling import describe
+from edge_sdk.publishing.skeleton import make_skeleton
 from edge_sdk.tasks import Task
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.models import MODELS
-from edge_sdk.tracing.coupling import describe
-from edge_sdk.tracing.skeleton import make_skeleton
 from edge_sdk.training.gates.gated import Gated
 from edge_sdk.training.local import get_tensors
 from sparrow.coordinator.fleet.federations import completed

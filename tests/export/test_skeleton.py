@@ -11,8 +11,8 @@ from torch import nn
 
 from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.tracing.coupling import describe
-from edge_sdk.tracing.skeleton import make_skeleton
+from edge_sdk.publishing.coupling import describe
+from edge_sdk.publishing.skeleton import make_skeleton
 from sparrow.export import bounds
 from sparrow.export import skeleton as export_skeleton
 from sparrow.export.bounds import samples_at_once

@@ -1,6 +1,6 @@
 """The tasks every coordinator knows without being told: their manifests and ONNX skeletons, as data.
 
-``<task>.json`` and ``<task>.onnx`` beside this file are written by ``python -m edge_sdk.tracing.write_builtin``;
+``<task>.json`` and ``<task>.onnx`` beside this file are written by ``python -m edge_sdk.publishing.write_builtin``;
 initial weights follow from the manifest's recipes, so that a coordinator needs no torch to begin. A task with another
 model than its usual one, ``mnist:leaf``, is kept as ``mnist-leaf``, since not every file system takes a colon.
 """

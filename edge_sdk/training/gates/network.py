@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 from edge_sdk.protocol.blocks import BlockTable, Selection
 from edge_sdk.protocol.errors import ManifestError
-from edge_sdk.tracing.coupling import DefaultsTracer
+from edge_sdk.publishing.coupling import DefaultsTracer
 from edge_sdk.training.gates import layers as gates_layers
 from edge_sdk.training.gates.tensors import Batch, BlockedTensor, Needed, Vectors, adapt
 from edge_sdk.training.gates.values import Partial, like

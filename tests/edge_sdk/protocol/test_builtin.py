@@ -9,8 +9,8 @@ from edge_sdk.protocol.builtin import builtin_tasks, load_builtin
 from edge_sdk.protocol.errors import ManifestError
 from edge_sdk.protocol.manifest import Data, initial_values
 from edge_sdk.protocol.masks import NeuronDraw, count_values, draw_neurons
+from edge_sdk.publishing.write_builtin import MODELS, make_builtin, write_builtin
 from edge_sdk.tasks.digits import DigitsNet
-from edge_sdk.tracing.write_builtin import MODELS, make_builtin, write_builtin
 from sparrow.export.skeleton import check_skeleton, fill
 
 
@@ -62,7 +62,7 @@ def test_digits_sizes_by_hand():
 
 
 def test_the_tool_writes_both_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("edge_sdk.tracing.write_builtin.make_builtin", load_builtin)
+    monkeypatch.setattr("edge_sdk.publishing.write_builtin.make_builtin", load_builtin)
     written = [path.name for path in write_builtin(tmp_path)]
     assert {"digits.json", "digits.onnx", "mnist-leaf.json", "mnist-leaf.onnx"} <= set(written)
     assert len(written) == 2 * len(MODELS)

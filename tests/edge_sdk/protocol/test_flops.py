@@ -12,7 +12,7 @@ from edge_sdk.protocol.builtin import load_builtin
 from edge_sdk.protocol.elements import ElementMask, everything
 from edge_sdk.protocol.flops import forward_flops, growth_flops, nonzero_flops, training_flops
 from edge_sdk.protocol.masks import NeuronMask, merge_in_place, pack
-from edge_sdk.tracing.coupling import describe
+from edge_sdk.publishing.coupling import describe
 
 
 def convolutions():

@@ -1,6 +1,6 @@
 """Maintainers' tool: write the built-in tasks' manifests and skeletons anew after a model changed.
 
-    python -m edge_sdk.tracing.write_builtin
+    python -m edge_sdk.publishing.write_builtin
 
 A test compares the committed files with what this makes.
 """
@@ -16,11 +16,11 @@ from torch import nn
 
 from edge_sdk.protocol import builtin
 from edge_sdk.protocol.builtin import BuiltinTask, file_stem
+from edge_sdk.publishing.coupling import describe
+from edge_sdk.publishing.skeleton import make_skeleton
 from edge_sdk.tasks.digits import DigitsNet
 from edge_sdk.tasks.models import MODELS as CHOICES
 from edge_sdk.tasks.models import full_name
-from edge_sdk.tracing.coupling import describe
-from edge_sdk.tracing.skeleton import make_skeleton
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "digits": (DigitsNet, (1, 8, 8)),

@@ -6,7 +6,7 @@ runs and can be exported to ONNX: recurrent layers, tied weights, parameters wit
 
 What the manifest then says of layers is what counting FLOPs, finding a model's head and pruning single weights take.
 Weights that forward also uses in another way are no layer's alone, and so are never pruned. Which neurons feed which
-weights is not said (``Manifest.coupling`` is False); ``edge_sdk.tracing.coupling`` finds that.
+weights is not said (``Manifest.coupling`` is False); ``edge_sdk.publishing.coupling`` finds that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec
-from edge_sdk.tracing.coupling import UnsupportedLayer, refuse_types
+from edge_sdk.publishing.coupling import UnsupportedLayer, refuse_types
 
 RunningStatistics = Literal["shared", "personal"]
 

@@ -20,8 +20,8 @@ from torch import nn
 
 from edge_sdk.protocol.errors import ManifestError, MissingPart
 from edge_sdk.protocol.manifest import Manifest
-from edge_sdk.tracing.coupling import UnsupportedLayer
-from edge_sdk.tracing.modes import evaluating
+from edge_sdk.publishing.coupling import UnsupportedLayer
+from edge_sdk.publishing.modes import evaluating
 
 if TYPE_CHECKING:
     import onnx
