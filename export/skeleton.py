@@ -1,8 +1,8 @@
 """Fill a federation's ONNX skeleton with a personal model's weights.
 
 A skeleton is an ONNX model whose initialisers named in the manifest have type and shape but no data (see
-``edge_sdk.publishing.skeleton``, which makes it). It comes over the network, so it is checked as hostile input before it
-is used: it may not reach for other files, bring operators of its own, hide graphs within graphs, or describe
+``edge_sdk.publishing.skeleton``, which makes it). It comes over the network, so it is checked as hostile input before
+it is used: it may not reach for other files, bring operators of its own, hide graphs within graphs, or describe
 another model than the manifest.
 """
 
