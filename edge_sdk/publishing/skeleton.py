@@ -64,7 +64,7 @@ def make_skeleton(model: nn.Module, example: torch.Tensor, manifest: Manifest) -
                 "describe and export the same model"
             )
         _remove_data(tensor)
-    _remove_notes(proto)
+    remove_notes(proto)
     return cast(bytes, proto.SerializeToString(deterministic=True))
 
 
@@ -72,7 +72,7 @@ def _export(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
     # A batch axis of 1 would be taken for a constant.
     batch = torch.cat([example[:1], example[:1]])
     try:
-        with evaluating(model), _quiet(), torch.no_grad():
+        with evaluating(model), quiet(), torch.no_grad():
             program = torch.onnx.export(
                 model,
                 (batch,),
@@ -98,7 +98,7 @@ def _export(model: nn.Module, example: torch.Tensor) -> onnx.ModelProto:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep the exporter's remarks on itself (torchvision missing, its own deprecations) from the user."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.fx", "torch._dynamo", "torch.export")]
     levels = [logger.level for logger in loggers]
@@ -132,7 +132,7 @@ def _remove_data(tensor: onnx.TensorProto) -> None:
         tensor.ClearField(field)
 
 
-def _remove_notes(proto: onnx.ModelProto) -> None:
+def remove_notes(proto: onnx.ModelProto) -> None:
     """Leave nothing of the exporter but the graph: doc strings and metadata hold stack traces and paths."""
     proto.ir_version = IR_VERSION
     for field in ("producer_name", "producer_version", "domain", "model_version", "doc_string", "metadata_props"):

@@ -1,0 +1,130 @@
+"""What a model draws by chance, drawn for it: dropout and its like take their numbers from tensors that are given.
+
+Random numbers inside a graph differ from runtime to runtime. So every number that a forward pass draws (uniform, for
+dropout, or normal) comes from an input, which whoever trains fills from the round's seed: the same in each engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Kind = Literal["uniform", "normal"]
+KINDS: tuple[Kind, ...] = ("uniform", "normal")
+
+_ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Numbers that a forward pass draws at once. shape: theirs, as recorded; per_sample: there are as many for each."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    per_sample: bool
+
+    @property
+    def name(self) -> str:
+        """The input that they come from: ``uniform`` or ``normal`` [N, ...], or ``uniform_step``, ``normal_step``."""
+        return self.kind if self.per_sample else f"{self.kind}_step"
+
+
+class UnknownChance(Exception):
+    """An operator draws numbers in a way that nothing stands for here; its name is the text."""
+
+
+class Chance(TorchDispatchMode):
+    """While entered, what is drawn comes from ``give``, which is asked for (kind, shape)."""
+
+    def __init__(self, give: Callable[[Kind, tuple[Any, ...]], Tensor]) -> None:
+        super().__init__()
+        self._give = give
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        drawn = self._drawn(func, args, kwargs)
+        return func(*args, **kwargs) if drawn is None else drawn
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is _ATEN.native_dropout.default:
+            x, p, training = args
+            if not training or p == 0:
+                return x.clone(), torch.ones_like(x, dtype=torch.bool)
+            kept = self._uniform(x) > p
+            return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
+        if func is _ATEN.bernoulli_.float:
+            x, p = args[0], args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            return x.copy_(self._uniform(x) > 1 - p)
+        if func is _ATEN.bernoulli.p:
+            return (self._uniform(args[0]) > 1 - args[1]).to(args[0].dtype)
+        if func is _ATEN.bernoulli.default:
+            return (self._uniform(args[0]) > 1 - args[0]).to(args[0].dtype)
+        if func is _ATEN.rand_like.default:
+            return self._uniform(args[0])
+        if func is _ATEN.randn_like.default:
+            return self._give("normal", tuple(args[0].shape))
+        if func is _ATEN.rand.default:
+            return self._give("uniform", tuple(args[0]))
+        if func is _ATEN.randn.default:
+            return self._give("normal", tuple(args[0]))
+        if func is _ATEN.uniform_.default:
+            low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
+            return args[0].copy_(low + (high - low) * self._uniform(args[0]))
+        if func is _ATEN.normal_.default:
+            mean, deviation = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
+            return args[0].copy_(mean + deviation * self._give("normal", tuple(args[0].shape)))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise UnknownChance(str(func))
+        return None
+
+    def _uniform(self, like: Tensor) -> Tensor:
+        return self._give("uniform", tuple(like.shape))
+
+
+def record(run: Callable[[int], object], batches: tuple[int, int]) -> list[Draw]:
+    """Return what ``run``, called with a number of samples, draws, in order, with the shapes of the first call.
+
+    batches: two numbers of samples, which tell what there is for each sample. Raises UnknownChance.
+    """
+    seen: list[list[tuple[Kind, tuple[int, ...]]]] = []
+    for batch in batches:
+        shapes: list[tuple[Kind, tuple[int, ...]]] = []
+
+        def give(kind: Kind, shape: tuple[int, ...], shapes: list[Any] = shapes) -> Tensor:
+            shapes.append((kind, shape))
+            return torch.full(shape, 0.5) if kind == "uniform" else torch.zeros(shape)
+
+        with Chance(give):
+            run(batch)
+        seen.append(shapes)
+    return [Draw(kind, first, first != second) for (kind, first), (_, second) in zip(*seen, strict=True)]
+
+
+def shapes_of(draws: Sequence[Draw], recorded: int, batch: int) -> dict[str, tuple[int, ...]]:
+    """Return the inputs that hold what is drawn at a batch size: name -> shape. recorded: the one of the draws."""
+    numbers: dict[str, int] = {}
+    for draw in draws:
+        count = math.prod(draw.shape) // (recorded if draw.per_sample else 1)
+        numbers[draw.name] = numbers.get(draw.name, 0) + count
+    return {name: (batch, count) if name in KINDS else (count,) for name, count in numbers.items()}
+
+
+class Given:
+    """Gives out inputs as they are asked for: what ``Chance`` takes. drawn: name -> as ``shapes_of`` has them."""
+
+    def __init__(self, draws: Sequence[Draw], recorded: int, drawn: Mapping[str, Tensor]) -> None:
+        self._draws, self._recorded, self._drawn = iter(draws), recorded, drawn
+        self._places = dict.fromkeys(drawn, 0)
+
+    def __call__(self, kind: Kind, shape: tuple[Any, ...]) -> Tensor:
+        draw = next(self._draws)
+        count = math.prod(draw.shape) // (self._recorded if draw.per_sample else 1)
+        start, source = self._places[draw.name], self._drawn[draw.name]
+        self._places[draw.name] = start + count
+        return source[..., start : start + count].reshape(shape)

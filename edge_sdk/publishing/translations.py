@@ -1,0 +1,314 @@
+"""ONNX for the operators of a backward pass that torch's exporter has none for, or a slow one.
+
+Each function gets what the operator gets, values of the graph being built in place of tensors, and returns such values.
+Spatial sizes are fixed, the batch is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_ATEN = torch.ops.aten
+
+Matrix = list[list[float]]
+
+
+class NoTranslation(Exception):
+    """An operator is used in a way that has no translation; the text names it and what to do."""
+
+
+def _op() -> Any:
+    from onnxscript import opset21  # onnxscript is needed to publish alone, and takes a second to import
+
+    return opset21
+
+
+def _ints(values: Sequence[int]) -> Any:
+    return _op().Constant(value_ints=list(values))
+
+
+def convolution_backward(
+    error: Any,
+    x: Any,
+    weight: Any,
+    bias_sizes: Any,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> Any:
+    """Return the errors of input, weight and bias: a transposed convolution; a convolution of the input, batch and
+    channels exchanged, with the error as its kernel, strides and dilations exchanged; a sum."""
+    op, axes = _op(), len(stride)
+    spatial = [*range(2, 2 + axes)]
+    pads = [*padding, *padding]
+    if transposed:
+        return _transposed_backward(op, error, x, weight, stride, padding, dilation, groups, output_mask)
+    kernel, size = ([int(each.shape[axis]) for axis in spatial] for each in (weight, x))
+    out = [int(error.shape[axis]) for axis in spatial]
+    found: list[Any] = [None, None, None]
+    if output_mask[0]:
+        reach = [(out[i] - 1) * stride[i] - 2 * padding[i] + dilation[i] * (kernel[i] - 1) + 1 for i in range(axes)]
+        rest = [size[i] - reach[i] for i in range(axes)]
+        # What lies beyond the last window has no error; more of it than a stride is padded on afterwards.
+        inside = [min(rest[i], stride[i] - 1) for i in range(axes)]
+        found[0] = op.ConvTranspose(
+            error,
+            weight,
+            strides=list(stride),
+            pads=pads,
+            dilations=list(dilation),
+            group=groups,
+            output_padding=inside,
+        )
+        if rest != inside:
+            more = [0, 0, *[0] * axes, 0, 0, *[r - i for r, i in zip(rest, inside, strict=True)]]
+            found[0] = op.Pad(found[0], _ints(more))
+    if output_mask[1]:
+        found[1] = _weight_error(op, error, x, weight, kernel, size, out, stride, pads, dilation, groups)
+    if output_mask[2]:
+        found[2] = op.ReduceSum(error, _ints([0, *spatial]), keepdims=0)
+    some = next(each for each in found if each is not None)
+    return tuple(some if each is None else each for each in found)
+
+
+def _transposed_backward(
+    op: Any,
+    error: Any,
+    x: Any,
+    weight: Any,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> Any:
+    """Return the errors of a transposed convolution: it is a convolution's way back, so its own is a convolution."""
+    spatial, pads = [*range(2, 2 + len(stride))], [*padding, *padding]
+    kernel, size, out = ([int(each.shape[axis]) for axis in spatial] for each in (weight, x, error))
+    found: list[Any] = [None, None, None]
+    if output_mask[0]:
+        found[0] = op.Conv(
+            error, weight, strides=list(stride), pads=pads, dilations=list(dilation), group=groups, kernel_shape=kernel
+        )
+    if output_mask[1]:
+        found[1] = _weight_error(op, x, error, weight, kernel, out, size, stride, pads, dilation, groups)
+    if output_mask[2]:
+        found[2] = op.ReduceSum(error, _ints([0, *spatial]), keepdims=0)
+    some = next(each for each in found if each is not None)
+    return tuple(some if each is None else each for each in found)
+
+
+def _weight_error(
+    op: Any,
+    error: Any,
+    x: Any,
+    weight: Any,
+    kernel: Sequence[int],
+    size: Sequence[int],
+    out: Sequence[int],
+    stride: Sequence[int],
+    pads: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Any:
+    axes = len(stride)
+    spatial = [*range(2, 2 + axes)]
+    turned = [1, 0, *spatial]
+    full = [(size[i] + 2 * pads[i] - stride[i] * (out[i] - 1) - 1) // dilation[i] + 1 for i in range(axes)]
+    kernels = op.Transpose(error, perm=turned)  # [Co, N, out]
+    if groups == 1:
+        images = op.Transpose(x, perm=turned)  # [Ci, N, size]: channels are samples, samples channels
+    else:
+        # Group g's channels meet group g's errors alone: [Ci/G, G N, size], in G groups of N channels.
+        share = int(x.shape[1]) // groups
+        images = op.Reshape(x, _ints([0, groups, share, *size]))
+        images = op.Transpose(images, perm=[2, 1, 0, *[axis + 1 for axis in spatial]])
+        images = op.Reshape(images, _ints([share, -1, *size]))
+    answer = op.Conv(
+        images, kernels, strides=list(dilation), dilations=list(stride), pads=list(pads), group=groups
+    )  # [Ci/G, Co, full]
+    if full != list(kernel):
+        answer = op.Slice(answer, _ints([0] * axes), _ints(kernel), _ints(spatial))
+    return op.Transpose(answer, perm=turned)
+
+
+def max_pool(
+    x: Any,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    ceil_mode: bool = False,
+) -> Any:
+    """Return maxima, and where they lie in the whole tensor: only the backward pass reads that, here as ONNX has it."""
+    op, padding, dilation = _op(), _pair(padding), _pair(dilation)
+    return op.MaxPool(
+        x,
+        kernel_shape=_pair(kernel_size),
+        strides=_pair(stride or kernel_size),
+        pads=[*padding, *padding],
+        dilations=dilation,
+        ceil_mode=int(ceil_mode),
+    )
+
+
+def max_pool_backward(
+    error: Any,
+    x: Any,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    indices: Any,
+) -> Any:
+    """Return the error where the maxima lay: put there, or added up where windows overlap."""
+    op, kernel = _op(), _pair(kernel_size)
+    stride = _pair(stride or kernel_size)
+    shape = op.Shape(x)
+    if all(step >= width for step, width in zip(stride, kernel, strict=True)) and set(_pair(dilation)) == {1}:
+        return op.MaxUnpool(error, indices, shape, kernel_shape=kernel, strides=stride, pads=[0] * 2 * len(kernel))
+    flat = op.Expand(op.Constant(value_float=0.0), op.Reshape(op.Size(x), _ints([1])))
+    line = _ints([-1])
+    return op.Reshape(
+        op.ScatterElements(flat, op.Reshape(indices, line), op.Reshape(error, line), axis=0, reduction="add"), shape
+    )
+
+
+def relu_backward(error: Any, x: Any, threshold: float) -> Any:
+    """Return the error where x is above the threshold."""
+    op = _op()
+    return op.Where(op.Greater(x, op.Constant(value_float=float(threshold))), error, op.Constant(value_float=0.0))
+
+
+def adaptive_average_pool(x: Any, output_size: Sequence[int]) -> Any:
+    """Return means over windows whose sizes differ, by a product with a constant matrix for each axis."""
+    matrices = [_windows(int(x.shape[axis]), int(length)) for axis, length in zip((-2, -1), output_size, strict=True)]
+    return _averaged(x, *matrices)
+
+
+def adaptive_average_pool_backward(error: Any, x: Any) -> Any:
+    """Return the error, spread evenly over each window."""
+    return _averaged(error, *(_turned(_windows(int(x.shape[axis]), int(error.shape[axis]))) for axis in (-2, -1)))
+
+
+def _windows(size: int, length: int) -> Matrix:
+    """Return the matrix [length][size] that takes the means of ``length`` windows."""
+    rows = []
+    for place in range(length):
+        start, stop = place * size // length, -(-(place + 1) * size // length)
+        rows.append([1 / (stop - start) if start <= index < stop else 0.0 for index in range(size)])
+    return rows
+
+
+def _turned(matrix: Matrix) -> Matrix:
+    return [list(row) for row in zip(*matrix, strict=True)]
+
+
+def _averaged(x: Any, rows: Matrix, columns: Matrix) -> Any:
+    """Return rows · x · columnsᵀ, of the two last axes of x."""
+    op = _op()
+    before, after = (
+        op.Reshape(op.Constant(value_floats=[value for row in matrix for value in row]), _ints([len(matrix), width]))
+        for matrix, width in ((rows, len(rows[0])), (_turned(columns), len(columns)))
+    )
+    return op.MatMul(op.MatMul(before, x), after)
+
+
+def _pair(value: Any) -> list[int]:
+    values = [int(each) for each in value] if isinstance(value, (list, tuple)) else [int(value)]
+    return values * 2 if len(values) == 1 else values
+
+
+def average_pool_backward(
+    error: Any,
+    x: Any,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Any:
+    """Return the error, spread evenly over each window."""
+    kernel, padding = _pair(kernel_size), _pair(padding)
+    stride = _pair(stride or kernel)
+    if divisor_override is not None or (ceil_mode and count_include_pad and any(padding)):
+        raise NoTranslation("aten.avg_pool2d_backward with a divisor of its own, or ceil_mode over padding, has none")
+    matrices = []
+    for place, axis in enumerate((-2, -1)):
+        size, length = int(x.shape[axis]), int(error.shape[axis])
+        rows = []
+        for window in range(length):
+            first = window * stride[place] - padding[place]
+            inside = range(max(0, first), min(size, first + kernel[place]))
+            share = 1 / (kernel[place] if count_include_pad and not ceil_mode else len(inside))
+            rows.append([share if index in inside else 0.0 for index in range(size)])
+        matrices.append(_turned(rows))
+    return _averaged(error, *matrices)
+
+
+def log_softmax_backward(error: Any, output: Any, dim: int, dtype: Any) -> Any:
+    """Return error - softmax · Σ error."""
+    op = _op()
+    return op.Sub(error, op.Mul(op.Exp(output), op.ReduceSum(error, _ints([dim]), keepdims=1)))
+
+
+def softmax_backward(error: Any, output: Any, dim: int, dtype: Any) -> Any:
+    """Return softmax · (error - Σ error · softmax)."""
+    op = _op()
+    inner = op.Mul(error, output)
+    return op.Sub(inner, op.Mul(output, op.ReduceSum(inner, _ints([dim]), keepdims=1)))
+
+
+def likelihood(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
+    """Return the negative log likelihood of classes, x [N, C], and the weight of all samples."""
+    op, picked = _op(), _picked(x, target, weight, ignore_index)
+    each = op.Neg(op.Mul(picked, x))
+    total = op.ReduceSum(picked, keepdims=0)
+    if reduction == 0:
+        return op.ReduceSum(each, _ints([1]), keepdims=0), total
+    loss = op.ReduceSum(each, keepdims=0)
+    return op.Div(loss, total) if reduction == 1 else loss, total
+
+
+def likelihood_backward(
+    error: Any, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total: Any
+) -> Any:
+    """Return the error of x [N, C]."""
+    op, picked = _op(), _picked(x, target, weight, ignore_index)
+    if reduction == 0:
+        error = op.Unsqueeze(error, _ints([1]))
+    return op.Mul(picked, op.Neg(op.Div(error, total) if reduction == 1 else error))
+
+
+def _picked(x: Any, target: Any, weight: Any, ignore_index: int) -> Any:
+    """Return each sample's weight at its class and 0 elsewhere, [N, C]."""
+    op, classes = _op(), int(x.shape[1])
+    if -classes <= ignore_index < classes:
+        ignored = op.Equal(target, op.Constant(value_int=ignore_index))
+        target = op.Where(ignored, op.Constant(value_int=classes), target)
+    picked = op.OneHot(target, op.Constant(value_int=classes), op.Constant(value_floats=[0.0, 1.0]))
+    return picked if weight is None else op.Mul(picked, weight)
+
+
+TABLE: dict[Any, Callable[..., Any]] = {
+    _ATEN.convolution_backward.default: convolution_backward,
+    _ATEN.max_pool2d_with_indices.default: max_pool,
+    _ATEN.max_pool2d_with_indices_backward.default: max_pool_backward,
+    _ATEN.threshold_backward.default: relu_backward,
+    _ATEN.nll_loss_forward.default: likelihood,
+    _ATEN.nll_loss_backward.default: likelihood_backward,
+    _ATEN._adaptive_avg_pool2d.default: adaptive_average_pool,
+    _ATEN._adaptive_avg_pool2d_backward.default: adaptive_average_pool_backward,
+    _ATEN.avg_pool2d_backward.default: average_pool_backward,
+    _ATEN._log_softmax_backward_data.default: log_softmax_backward,
+    _ATEN._softmax_backward_data.default: softmax_backward,
+}
