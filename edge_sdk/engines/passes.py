@@ -1,0 +1,352 @@
+"""Passes over a training step's graph that make it fast: each leaves what is computed as it is.
+
+A step is published as autograd and the exporter write it. The engine that runs it knows how wide the network is, and
+which kernels of the runtime are slow:
+
+    pool_by_tiles       maxima of windows that do not overlap are compared place by place, all channels at once, where
+                        the runtime goes window by window; of equal ones the first, as in PyTorch
+    join_channels       the error of a convolution's weight is one product, not one for each channel of its input
+    multiply_turned     products take transposed matrices as they lie
+    join_transposes, compute_once, remove_unread
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+TURNED = [1, 0]
+LARGEST_TILE = 9
+"""Places of a window up to which comparing them one by one is faster."""
+
+
+def optimise(model: bytes) -> bytes:
+    """Return a step's graph, faster."""
+    proto = onnx.load_from_string(model)
+    editor = Editor(proto)
+    pool_by_tiles(editor)
+    join_channels(editor)
+    editor.compute_once()
+    editor.join_transposes()
+    multiply_turned(editor)
+    editor.compute_once()
+    editor.remove_unread()
+    return bytes(proto.SerializeToString(deterministic=True))
+
+
+class Editor:
+    """A graph that is being changed: what makes and reads each value, constants, and the shapes known of values.
+
+    An axis whose length is not known is None in ``shape``.
+    """
+
+    def __init__(self, proto: onnx.ModelProto) -> None:
+        self.graph, self._count = proto.graph, 0
+        inferred = onnx.shape_inference.infer_shapes(proto).graph
+        self._shapes = {
+            info.name: tuple(
+                each.dim_value if each.HasField("dim_value") else None for each in info.type.tensor_type.shape.dim
+            )
+            for info in (*inferred.value_info, *inferred.input, *inferred.output)
+            if info.type.tensor_type.HasField("shape")
+        }
+        self._constants: dict[str, Any] = {each.name: numpy_helper.to_array(each) for each in self.graph.initializer}
+
+    def shape(self, name: str) -> tuple[int | None, ...] | None:
+        """Return the lengths of a value's axes, or None where nothing is known."""
+        return self._shapes.get(name)
+
+    def constant(self, name: str) -> Any:
+        """Return the array of a constant, or None."""
+        return self._constants.get(name)
+
+    def maker(self, name: str) -> onnx.NodeProto | None:
+        """Return the node that makes a value."""
+        return next((node for node in self.graph.node if name in node.output), None)
+
+    def readers(self, name: str) -> list[onnx.NodeProto]:
+        """Return the nodes that read a value."""
+        return [node for node in self.graph.node if name in node.input]
+
+    def is_output(self, name: str) -> bool:
+        """Return whether a value is the graph's."""
+        return any(output.name == name for output in self.graph.output)
+
+    def of_type(self, *kinds: str) -> Iterator[onnx.NodeProto]:
+        """Yield the nodes of some operators as they are now."""
+        yield from [node for node in self.graph.node if node.op_type in kinds]
+
+    def integers(self, values: Sequence[int]) -> str:
+        """Return the name of a new constant, int64 [n]."""
+        return self.keep(np.array(values, np.int64))
+
+    def keep(self, array: Any) -> str:
+        """Return the name of a new constant."""
+        self._count += 1
+        name = f"constant:{self._count}"
+        self.graph.initializer.append(numpy_helper.from_array(array, name))
+        self._constants[name] = array
+        return name
+
+    def before(self, node: onnx.NodeProto) -> Builder:
+        """Return what adds nodes before this one."""
+        return Builder(self, node)
+
+    def fresh(self) -> str:
+        """Return a name that no value has."""
+        self._count += 1
+        return f"value:{self._count}"
+
+    def read_instead(self, name: str, other: str) -> None:
+        """Have what reads ``name`` read ``other``; an output of the graph keeps its name."""
+        if self.is_output(name):
+            maker = self.maker(other)
+            if maker is None or self.is_output(other):
+                self.graph.node.append(helper.make_node("Identity", [other], [name]))
+            else:
+                self._rename(other, name)
+            return
+        for node in self.graph.node:
+            node.input[:] = [other if read == name else read for read in node.input]
+
+    def _rename(self, name: str, new: str) -> None:
+        for node in self.graph.node:
+            node.input[:] = [new if read == name else read for read in node.input]
+            node.output[:] = [new if made == name else made for made in node.output]
+
+    def replace(self, node: onnx.NodeProto, values: Sequence[str]) -> None:
+        """Take a node out, and have its outputs' readers read ``values`` (an empty one: there are none)."""
+        outputs = list(node.output)
+        node.output[:] = [self.fresh() for _ in outputs]
+        for output, value in zip(outputs, values, strict=False):
+            if value:
+                self.read_instead(output, value)
+        self.graph.node.remove(node)
+
+    def compute_once(self) -> None:
+        """Keep one of nodes that compute the same."""
+        for node in self.of_type("Constant"):  # as initialisers, which are compared by their values
+            value = next(each for each in node.attribute)
+            array = numpy_helper.to_array(value.t) if value.name == "value" else _array(value)
+            if array is not None:
+                self.replace(node, [self.keep(array)])
+        first: dict[bytes, str] = {}
+        for tensor in self.graph.initializer:
+            array = self._constants[tensor.name]
+            key = f"{array.dtype} {array.shape}".encode() + array.tobytes()
+            if (known := first.setdefault(key, tensor.name)) != tensor.name:
+                self.read_instead(tensor.name, known)
+        nodes: dict[bytes, onnx.NodeProto] = {}
+        for node in self.graph.node:
+            key = helper.make_node(node.op_type, list(node.input), [], domain=node.domain)
+            key.attribute.extend(sorted(node.attribute, key=lambda each: each.name))
+            outputs = str(sum(bool(output) for output in node.output)).encode()
+            known_node = nodes.setdefault(key.SerializeToString(deterministic=True) + outputs, node)
+            if known_node is not node and not any(map(self.is_output, node.output)):
+                for output, other in zip(node.output, known_node.output, strict=True):
+                    self.read_instead(output, other)
+
+    def join_transposes(self) -> None:
+        """Do at once what two transposes do, one after the other; nothing where they undo each other."""
+        for node in self.of_type("Transpose"):
+            while (before := self.maker(node.input[0])) is not None and before.op_type == "Transpose":
+                first, second = ints(before, "perm"), ints(node, "perm")
+                joined = [first[axis] for axis in second]
+                node.input[0] = before.input[0]
+                next(each for each in node.attribute if each.name == "perm").ints[:] = joined
+                if joined == sorted(joined) and not self.is_output(node.output[0]):
+                    self.read_instead(node.output[0], node.input[0])
+                    break
+
+    def remove_unread(self) -> None:
+        """Take out what no output follows from."""
+        while True:
+            read = Counter(name for node in self.graph.node for name in node.input)
+            read.update(output.name for output in self.graph.output)
+            unread = [node for node in self.graph.node if not any(read[output] for output in node.output)]
+            if not unread:
+                break
+            for node in unread:
+                self.graph.node.remove(node)
+        for tensor in [tensor for tensor in self.graph.initializer if not read[tensor.name]]:
+            self.graph.initializer.remove(tensor)
+
+
+class Builder:
+    """Adds nodes before one of a graph: ``builder.Transpose(x, perm=[1, 0])`` returns the name of its output."""
+
+    def __init__(self, editor: Editor, before: onnx.NodeProto) -> None:
+        self._editor, self._place = editor, list(editor.graph.node).index(before)
+
+    def __getattr__(self, kind: str) -> Any:
+        def add(*inputs: str, **attributes: Any) -> str:
+            output = self._editor.fresh()
+            self._editor.graph.node.insert(self._place, helper.make_node(kind, list(inputs), [output], **attributes))
+            self._place += 1
+            return output
+
+        return add
+
+
+def ints(node: onnx.NodeProto, name: str, usual: Sequence[int] = ()) -> list[int]:
+    """Return an attribute that is a list of integers."""
+    return next((list(each.ints) for each in node.attribute if each.name == name), list(usual))
+
+
+def integer(node: onnx.NodeProto, name: str, usual: int = 0) -> int:
+    """Return an attribute that is an integer."""
+    return next((int(each.i) for each in node.attribute if each.name == name), usual)
+
+
+def _array(value: onnx.AttributeProto) -> Any:
+    match value.name:
+        case "value_int":
+            return np.array(value.i, np.int64)
+        case "value_ints":
+            return np.array(value.ints, np.int64)
+        case "value_float":
+            return np.array(value.f, np.float32)
+        case "value_floats":
+            return np.array(value.floats, np.float32)
+    return None
+
+
+def pool_by_tiles(editor: Editor) -> None:
+    """Take maxima of windows that cover an image place by place, and put errors back likewise."""
+    for pool in editor.of_type("MaxPool"):
+        kernel, shape = ints(pool, "kernel_shape"), editor.shape(pool.input[0])
+        backs = [
+            node for node in editor.of_type("MaxUnpool") if len(pool.output) > 1 and node.input[1] == pool.output[1]
+        ]
+        tiles = (
+            len(kernel) == 2
+            and ints(pool, "strides", [1, 1]) == kernel
+            and prod(kernel) <= LARGEST_TILE
+            and not any(ints(pool, "pads"))
+            and set(ints(pool, "dilations", [1])) == {1}
+            and shape is not None
+            and all(size is not None and size % width == 0 for size, width in zip(shape[2:], kernel, strict=True))
+        )
+        if not tiles or len(backs) != len(editor.readers(pool.output[1])):
+            continue
+        assert shape is not None
+        add = editor.before(pool)
+        corners = list(_corners(editor, add, pool.input[0], kernel, shape))
+        highest = add.Max(*corners)
+        pooled = add.Transpose(highest, perm=[0, 3, 1, 2])
+        for back in backs:
+            error = _put_back(editor, editor.before(back), back.input[0], corners, highest, kernel, shape)
+            editor.replace(back, [error])
+        editor.replace(pool, [pooled, ""])
+
+
+def _corners(editor: Editor, add: Builder, x: str, kernel: Sequence[int], shape: Any) -> Iterator[str]:
+    """Yield the places of all windows, one value after the other in row order: [N, H/k, W/k, C] each."""
+    (high, wide), (height, width) = kernel, shape[2:]
+    last = add.Transpose(x, perm=[0, 2, 3, 1])
+    tiles = add.Reshape(last, editor.integers([0, height // high, high, width // wide, wide, -1]))
+    for row in range(high):
+        for column in range(wide):
+            one = add.Slice(
+                tiles, editor.integers([row, column]), editor.integers([row + 1, column + 1]), editor.integers([2, 4])
+            )
+            yield add.Reshape(one, editor.integers([0, height // high, width // wide, -1]))
+
+
+def _put_back(
+    editor: Editor, add: Builder, error: str, corners: Sequence[str], highest: str, kernel: Sequence[int], shape: Any
+) -> str:
+    """Return the error [N, C, H, W] where the highest value of each window lay; of equal ones the first."""
+    (high, wide), (height, width) = kernel, shape[2:]
+    error, zero = add.Transpose(error, perm=[0, 2, 3, 1]), editor.keep(np.array(0, np.float32))
+    taken, parts = "", []
+    for corner in corners[:-1]:
+        here = add.Equal(corner, highest)
+        parts.append(add.Where(add.And(here, add.Not(taken)) if taken else here, error, zero))
+        taken = add.Or(taken, here) if taken else here
+    parts.append(add.Where(taken, zero, error) if taken else error)
+    lines = [add.Concat(*parts[row * wide : (row + 1) * wide], axis=3) for row in range(high)]
+    flat = [add.Reshape(line, editor.integers([0, height // high, 1, -1])) for line in lines]
+    whole = add.Reshape(add.Concat(*flat, axis=2), editor.integers([0, height, width, -1]))
+    return add.Transpose(whole, perm=[0, 3, 1, 2])
+
+
+def join_channels(editor: Editor) -> None:
+    """Compute the error of a convolution's weight by one product.
+
+    Found is ``Conv`` of two values that have channels before samples. The channels of the first then lie beside each
+    other in the last axis, [1, N, ..., W C], and the second steps over them: each place that it reaches is one of a
+    channel and of the weight.
+    """
+    for node in editor.of_type("Conv"):
+        makers = [editor.maker(name) for name in node.input]
+        if len(makers) != 2 or any(each is None or each.op_type != "Transpose" for each in makers):
+            continue
+        images, kernels = (each for each in makers if each is not None)
+        x, shape = images.input[0], editor.shape(images.input[0])
+        turned = [1, 0, *range(2, 0 if shape is None else len(shape))]
+        if shape is None or ints(images, "perm") != turned or ints(kernels, "perm") != turned:
+            continue
+        axes, (channels, *size) = len(shape) - 2, shape[1:]
+        answer = editor.shape(node.output[0])
+        if integer(node, "group", 1) != 1 or None in (channels, *size) or answer is None or None in answer[2:]:
+            continue
+        # What the weight's error is cut to, if it is, need not be computed either.
+        reach, dilation, stride = (
+            list(answer[2:]),
+            ints(node, "strides", [1] * axes),
+            ints(node, "dilations", [1] * axes),
+        )
+        pads = ints(node, "pads", [0] * 2 * axes)
+        add = editor.before(node)
+        beside = add.Transpose(x, perm=[0, *range(2, 2 + axes), 1])
+        beside = add.Reshape(beside, editor.integers([1, -1, *size[:-1], size[-1] * channels]))
+        wide = (reach[-1] - 1) * dilation[-1] + 1  # places of the last axis, which are stepped over one by one
+        made = add.Conv(
+            beside,
+            node.input[1],
+            strides=[*dilation[:-1], 1],
+            dilations=[*stride[:-1], stride[-1] * channels],
+            pads=[*pads[: axes - 1], pads[axes - 1] * channels, *pads[axes:-1], pads[-1] * channels],
+        )  # [1, Co, ..., at least wide C]
+        made = add.Slice(made, editor.integers([0]), editor.integers([wide * channels]), editor.integers([1 + axes]))
+        made = add.Reshape(made, editor.integers([-1, *reach[:-1], wide, channels]))
+        if dilation[-1] > 1:
+            made = add.Slice(
+                made,
+                editor.integers([0]),
+                editor.integers([wide]),
+                editor.integers([axes]),
+                editor.integers([dilation[-1]]),
+            )
+        editor.replace(node, [add.Transpose(made, perm=[axes + 1, 0, *range(1, axes + 1)])])
+
+
+def multiply_turned(editor: Editor) -> None:
+    """Let ``Gemm`` transpose what ``Transpose`` does for a product of two matrices."""
+
+    def source(name: str) -> str | None:
+        node = editor.maker(name)
+        return (
+            node.input[0] if node is not None and node.op_type == "Transpose" and ints(node, "perm") == TURNED else None
+        )
+
+    for node in editor.of_type("MatMul", "Gemm"):
+        both = [source(name) for name in node.input[:2]]
+        shapes = [editor.shape(name) for name in node.input[:2]]
+        if not any(both) or any(shape is None or len(shape) != 2 for shape in shapes):
+            continue
+        scales = {each.name: each.f for each in node.attribute if each.name in ("alpha", "beta")}
+        inputs = [given or name for name, given in zip(node.input[:2], both, strict=True)]
+        turns = [integer(node, name) ^ bool(given) for name, given in zip(("transA", "transB"), both, strict=True)]
+        node.CopyFrom(
+            helper.make_node(
+                "Gemm", [*inputs, *node.input[2:]], list(node.output), transA=turns[0], transB=turns[1], **scales
+            )
+        )
