@@ -126,6 +126,8 @@ class Editor:
         node.output[:] = [self.fresh() for _ in outputs]
         for output, value in zip(outputs, values, strict=False):
             if value:
+                if output in self._shapes:
+                    self._shapes.setdefault(value, self._shapes[output])
                 self.read_instead(output, value)
         self.graph.node.remove(node)
 
@@ -248,15 +250,14 @@ def pool_by_tiles(editor: Editor) -> None:
 
 def _corners(editor: Editor, add: Builder, x: str, kernel: Sequence[int], shape: Any) -> Iterator[str]:
     """Yield the places of all windows, one value after the other in row order: [N, H/k, W/k, C] each."""
-    (high, wide), (height, width) = kernel, shape[2:]
-    last = add.Transpose(x, perm=[0, 2, 3, 1])
-    tiles = add.Reshape(last, editor.integers([0, height // high, high, width // wide, wide, -1]))
+    (high, wide), (height, width) = kernel, (shape[2] // kernel[0], shape[3] // kernel[1])
+    rows = add.Reshape(add.Transpose(x, perm=[0, 2, 3, 1]), editor.integers([0, height, high, -1]))
     for row in range(high):
-        for column in range(wide):
-            one = add.Slice(
-                tiles, editor.integers([row, column]), editor.integers([row + 1, column + 1]), editor.integers([2, 4])
-            )
-            yield add.Reshape(one, editor.integers([0, height // high, width // wide, -1]))
+        line = add.Slice(rows, *map(editor.integers, ([row], [row + 1], [2]))) if high > 1 else rows
+        line = add.Reshape(line, editor.integers([0, height, width, wide, -1]))
+        for place in range(wide):
+            one = add.Slice(line, *map(editor.integers, ([place], [place + 1], [3]))) if wide > 1 else line
+            yield add.Reshape(one, editor.integers([0, height, width, -1]))
 
 
 def _put_back(
@@ -293,17 +294,15 @@ def join_channels(editor: Editor) -> None:
         turned = [1, 0, *range(2, 0 if shape is None else len(shape))]
         if shape is None or ints(images, "perm") != turned or ints(kernels, "perm") != turned:
             continue
-        axes, (channels, *size) = len(shape) - 2, shape[1:]
-        answer = editor.shape(node.output[0])
-        if integer(node, "group", 1) != 1 or None in (channels, *size) or answer is None or None in answer[2:]:
+        axes, (channels, *size), errors = len(shape) - 2, shape[1:], editor.shape(kernels.input[0])
+        if integer(node, "group", 1) != 1 or None in (channels, *size) or errors is None or None in errors[2:]:
             continue
-        # What the weight's error is cut to, if it is, need not be computed either.
-        reach, dilation, stride = (
-            list(answer[2:]),
-            ints(node, "strides", [1] * axes),
-            ints(node, "dilations", [1] * axes),
-        )
+        dilation, stride = ints(node, "strides", [1] * axes), ints(node, "dilations", [1] * axes)
         pads = ints(node, "pads", [0] * 2 * axes)
+        reach = [
+            (size[i] + pads[i] + pads[axes + i] - stride[i] * (errors[2 + i] - 1) - 1) // dilation[i] + 1
+            for i in range(axes)
+        ]
         add = editor.before(node)
         beside = add.Transpose(x, perm=[0, *range(2, 2 + axes), 1])
         beside = add.Reshape(beside, editor.integers([1, -1, *size[:-1], size[-1] * channels]))

@@ -14,23 +14,9 @@ from torch import Tensor
 _ATEN = torch.ops.aten
 
 
-def _normalised(x: Tensor, axes: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (x - mean) / deviation, the mean, the biased variance and 1 / deviation, over ``axes``, which stay."""
-    mean = x.mean(axes, keepdim=True)
-    centred = x - mean
-    variance = (centred * centred).mean(axes, keepdim=True)
-    inverse = torch.rsqrt(variance + eps)
-    return centred * inverse, mean, variance, inverse
-
-
 def _spread(vector: Tensor, x: Tensor) -> Tensor:
-    """Return a value for each channel, as it meets x [N, C, ...]."""
-    return vector.reshape(1, -1, *[1] * (x.dim() - 2))
-
-
-def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    x = x if weight is None else x * weight
-    return x if bias is None else x + bias
+    """Return a value for each channel, [C] or [N, C], as it meets x [N, C, ...]."""
+    return vector.reshape(*([1] if vector.dim() == 1 else [vector.shape[0]]), -1, *[1] * (x.dim() - 2))
 
 
 def _count(x: Tensor, axes: Sequence[int]) -> Any:
@@ -55,20 +41,23 @@ def _batch_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the output, mean and 1 / deviation [C], and the next running statistics."""
-    weight, bias = (None if each is None else _spread(each, x) for each in (weight, bias))
-    if not training:
-        assert running_mean is not None and running_variance is not None
-        inverse = torch.rsqrt(running_variance + eps)
-        normalised = (x - _spread(running_mean, x)) * _spread(inverse, x)
-        return _scaled(normalised, weight, bias), running_mean, inverse, running_mean, running_variance
     axes = _over_channels(x)
-    normalised, mean, variance, inverse = _normalised(x, axes, eps)
-    mean, variance, inverse = (each.reshape(-1) for each in (mean, variance, inverse))
-    if running_mean is not None and running_variance is not None:
-        count = _count(x, axes)
-        running_mean = running_mean * (1 - momentum) + mean * momentum
-        running_variance = running_variance * (1 - momentum) + variance * momentum * (count / (count - 1))
-    return _scaled(normalised, weight, bias), mean, inverse, running_mean, running_variance
+    if training:
+        mean = x.mean(axes)
+        centred = x - _spread(mean, x)
+        variance = (centred * centred).mean(axes)
+        if running_mean is not None and running_variance is not None:
+            count = _count(x, axes)
+            running_mean = running_mean * (1 - momentum) + mean * momentum
+            running_variance = running_variance * (1 - momentum) + variance * (momentum * count / (count - 1))
+    else:
+        assert running_mean is not None and running_variance is not None
+        mean, variance = running_mean, running_variance
+        centred = x - _spread(mean, x)
+    inverse = torch.rsqrt(variance + eps)
+    output = centred * _spread(inverse if weight is None else inverse * weight, x)
+    output = output if bias is None else output + _spread(bias, x)
+    return output, mean, inverse, running_mean, running_variance
 
 
 def _batch_norm_in_place(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, *rest: Any) -> Any:
@@ -105,13 +94,15 @@ def _batch_norm_backward(
     if not training:
         assert running_mean is not None and running_variance is not None
         mean, inverse = running_mean, torch.rsqrt(running_variance + eps)
-    inverse = _spread(inverse, x)
-    normalised = (x - _spread(mean, x)) * inverse
-    bias_error = error.sum(axes, keepdim=True)
-    weight_error = (error * normalised).sum(axes, keepdim=True)
-    scale = inverse if weight is None else inverse * _spread(weight, x)
-    rest = error - (bias_error + normalised * weight_error) / _count(x, axes) if training else error
-    return rest * scale, weight_error.reshape(-1), bias_error.reshape(-1)
+    centred = x - _spread(mean, x)
+    bias_error, together = error.sum(axes), (error * centred).sum(axes)
+    scale = inverse if weight is None else inverse * weight
+    found = error * _spread(scale, x)
+    if training:
+        count = _count(x, axes)
+        found = found - centred * _spread(scale * inverse * inverse * together / count, x)
+        found = found - _spread(scale * bias_error / count, x)
+    return found, together * inverse, bias_error
 
 
 def _group_norm(
@@ -124,9 +115,19 @@ def _group_norm(
     groups: int,
     eps: float,
 ) -> Any:
-    normalised, mean, _, inverse = _normalised(x.reshape(samples, groups, -1), [2], eps)
-    weight, bias = (None if each is None else _spread(each, x) for each in (weight, bias))
-    return _scaled(normalised.reshape(x.shape), weight, bias), mean.reshape(-1, groups), inverse.reshape(-1, groups)
+    parts = x.reshape(samples, groups, -1)
+    mean = parts.mean(2)
+    centred = parts - mean.unsqueeze(2)
+    inverse = torch.rsqrt((centred * centred).mean(2) + eps)
+    output = centred.reshape(x.shape) * _spread(_of_channels(inverse, weight, channels), x)
+    return output if bias is None else output + _spread(bias, x), mean, inverse
+
+
+def _of_channels(inverse: Tensor, weight: Tensor | None, channels: Any) -> Tensor:
+    """Return 1 / deviation of each channel's group, times its weight: [N, C]."""
+    samples, groups = inverse.shape
+    spread = inverse.unsqueeze(2).expand(samples, groups, channels // groups).reshape(samples, channels)
+    return spread if weight is None else spread * weight
 
 
 def _group_norm_backward(
@@ -141,24 +142,26 @@ def _group_norm_backward(
     groups: int,
     mask: Sequence[bool],
 ) -> Any:
-    axes, split = _over_channels(x), (samples, groups, -1)
-    inverse = inverse.reshape(samples, groups, 1)
-    normalised = (x.reshape(split) - mean.reshape(samples, groups, 1)) * inverse
-    whole = normalised.reshape(x.shape)
-    inner = (error if weight is None else error * _spread(weight, x)).reshape(split)
-    return _inner_error(inner, normalised, inverse, [2]).reshape(x.shape), (error * whole).sum(axes), error.sum(axes)
-
-
-def _inner_error(inner: Tensor, normalised: Tensor, inverse: Tensor, axes: Sequence[int]) -> Tensor:
-    """Return the error of what was normalised, from that of (x - mean) / deviation."""
-    pulled = normalised * (inner * normalised).mean(axes, keepdim=True)
-    return (inner - inner.mean(axes, keepdim=True) - pulled) * inverse
+    centred = (x.reshape(samples, groups, -1) - mean.unsqueeze(2)).reshape(x.shape)
+    places = list(range(2, x.dim()))
+    errors, together = error.sum(places), (error * centred).sum(places)  # [N, C]
+    spread = _of_channels(inverse, None, channels)
+    weighed = [each if weight is None else each * weight for each in (errors, together)]
+    count = _count(x, [1, *places]) // groups
+    first, second = (each.reshape(samples, groups, -1).sum(2) / count for each in weighed)  # [N, G]
+    found = error * _spread(spread if weight is None else spread * weight, x)
+    found = found - centred * _spread(_of_channels(inverse * inverse * inverse * second, None, channels), x)
+    found = found - _spread(_of_channels(inverse * first, None, channels), x)
+    return found, (together * spread).sum(0), errors.sum(0)
 
 
 def _layer_norm(x: Tensor, shape: Sequence[Any], weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
     axes = list(range(x.dim() - len(shape), x.dim()))
-    normalised, mean, _, inverse = _normalised(x, axes, eps)
-    return _scaled(normalised, weight, bias), mean, inverse
+    mean = x.mean(axes, keepdim=True)
+    centred = x - mean
+    inverse = torch.rsqrt((centred * centred).mean(axes, keepdim=True) + eps)
+    output = centred * inverse if weight is None else centred * inverse * weight
+    return output if bias is None else output + bias, mean, inverse
 
 
 def _layer_norm_backward(
@@ -175,7 +178,8 @@ def _layer_norm_backward(
     others = list(range(x.dim() - len(shape)))
     normalised = (x - mean) * inverse
     inner = error if weight is None else error * weight
-    found = _inner_error(inner, normalised, inverse, axes)
+    pulled = normalised * (inner * normalised).mean(axes, keepdim=True)
+    found = (inner - inner.mean(axes, keepdim=True) - pulled) * inverse
     return found, (error * normalised).sum(others), error.sum(others)
 
 

@@ -132,14 +132,16 @@ def _remove_data(tensor: onnx.TensorProto) -> None:
         tensor.ClearField(field)
 
 
-def remove_notes(proto: onnx.ModelProto) -> None:
-    """Leave nothing of the exporter but the graph: doc strings and metadata hold stack traces and paths."""
+def remove_notes(proto: onnx.ModelProto, *, shapes: bool = False) -> None:
+    """Leave nothing of the exporter but the graph and, if asked for, the ``shapes`` of its values: doc strings and metadata
+    hold stack traces and paths."""
     proto.ir_version = IR_VERSION
     for field in ("producer_name", "producer_version", "domain", "model_version", "doc_string", "metadata_props"):
         proto.ClearField(field)
     graph = proto.graph
     graph.name = "model"
-    graph.ClearField("value_info")
-    for entry in (graph, *graph.node, *graph.initializer, *graph.input, *graph.output):
+    if not shapes:
+        graph.ClearField("value_info")
+    for entry in (graph, *graph.node, *graph.initializer, *graph.input, *graph.output, *graph.value_info):
         entry.ClearField("doc_string")
         entry.ClearField("metadata_props")

@@ -290,7 +290,7 @@ def _to_onnx(program: Any, read: Sequence[str], names: Sequence[str]) -> bytes:
         raise CannotCompile(_operator(error)) from error
     assert exported is not None
     proto = exported.model_proto
-    remove_notes(proto)
+    remove_notes(proto, shapes=True)
     return bytes(proto.SerializeToString(deterministic=True))
 
 
