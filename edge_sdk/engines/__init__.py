@@ -1,1 +1,1 @@
-"""What trains a model on a device: ONNX Runtime with the training step as a graph (``onnx``), or PyTorch (``torch``)."""
+"""What trains a model on a device without PyTorch: the training step as a graph, made fast (``passes``)."""

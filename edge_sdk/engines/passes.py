@@ -6,6 +6,7 @@ which kernels of the runtime are slow:
     pool_by_tiles       maxima of windows that do not overlap are compared place by place, all channels at once, where
                         the runtime goes window by window; of equal ones the first, as in PyTorch
     join_channels       the error of a convolution's weight is one product, not one for each channel of its input
+    train_parts         the errors of weights are those of active rows and columns alone, which are inputs
     multiply_turned     products take transposed matrices as they lie
     join_transposes, compute_once, remove_unread
 """
@@ -13,7 +14,7 @@ which kernels of the runtime are slow:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -26,10 +27,19 @@ LARGEST_TILE = 9
 """Places of a window up to which comparing them one by one is faster."""
 
 
-def optimise(model: bytes) -> bytes:
-    """Return a step's graph, faster."""
+Parts = Mapping[str, tuple[int | None, int | None]]
+"""Weight -> how many of its rows and of its columns are active; None: all."""
+
+
+def optimise(model: bytes, parts: Parts | None = None, lowest: Collection[str] = ()) -> bytes:
+    """Return a step's graph, faster; with ``parts`` the step of a network most of whose weights are frozen.
+
+    lowest: weights of layers whose errors are of use for active rows alone (``Layer.input_error`` of those above).
+    """
     proto = onnx.load_from_string(model)
     editor = Editor(proto)
+    train_parts(editor, parts or {})
+    narrow_errors(editor, lowest)
     pool_by_tiles(editor)
     join_channels(editor)
     editor.compute_once()
@@ -62,6 +72,10 @@ class Editor:
         """Return the lengths of a value's axes, or None where nothing is known."""
         return self._shapes.get(name)
 
+    def know(self, name: str, shape: Sequence[int | None]) -> None:
+        """Note the lengths of a new value's axes."""
+        self._shapes[name] = tuple(shape)
+
     def constant(self, name: str) -> Any:
         """Return the array of a constant, or None."""
         return self._constants.get(name)
@@ -93,6 +107,20 @@ class Editor:
         self.graph.initializer.append(numpy_helper.from_array(array, name))
         self._constants[name] = array
         return name
+
+    def sort(self) -> None:
+        """Put nodes behind what they read, and otherwise leave their order."""
+        made = {output for node in self.graph.node for output in node.output}
+        waiting, done, ordered = list(self.graph.node), set[str](), list[onnx.NodeProto]()
+        while waiting:
+            ready = [node for node in waiting if all(name in done or name not in made for name in node.input)]
+            first = ready[0]
+            ordered.append(first)
+            done.update(first.output)
+            waiting.remove(first)
+        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in ordered]
+        del self.graph.node[:]
+        self.graph.node.extend(copies)
 
     def before(self, node: onnx.NodeProto) -> Builder:
         """Return what adds nodes before this one."""
@@ -186,6 +214,11 @@ class Builder:
     def __init__(self, editor: Editor, before: onnx.NodeProto) -> None:
         self._editor, self._place = editor, list(editor.graph.node).index(before)
 
+    def insert(self, node: onnx.NodeProto) -> None:
+        """Add a node."""
+        self._editor.graph.node.insert(self._place, node)
+        self._place += 1
+
     def __getattr__(self, kind: str) -> Any:
         def add(*inputs: str, **attributes: Any) -> str:
             output = self._editor.fresh()
@@ -275,7 +308,148 @@ def _put_back(
     lines = [add.Concat(*parts[row * wide : (row + 1) * wide], axis=3) for row in range(high)]
     flat = [add.Reshape(line, editor.integers([0, height // high, 1, -1])) for line in lines]
     whole = add.Reshape(add.Concat(*flat, axis=2), editor.integers([0, height, width, -1]))
-    return add.Transpose(whole, perm=[0, 3, 1, 2])
+    turned: str = add.Transpose(whole, perm=[0, 3, 1, 2])
+    return turned
+
+
+def train_parts(editor: Editor, parts: Parts) -> None:
+    """Compute of some weights' errors the active rows and columns alone: int64 inputs ``rows:NAME``, ``columns:NAME``.
+
+    Those whose error is not one product of what lies before and behind the layer stay whole.
+    """
+    outputs = {output.name: output for output in editor.graph.output}
+    for name, counts in parts.items():
+        found = _product(editor, f"grad:{name}")
+        if found is None:
+            continue
+        _, errors, inputs = found
+        kept = [dim.dim_value for dim in outputs[f"grad:{name}"].type.tensor_type.shape.dim]
+        for axis, (what, count, place) in enumerate((("rows", counts[0], errors), ("columns", counts[1], inputs))):
+            if count is None:
+                continue
+            index = f"{what}:{name}"
+            editor.graph.input.append(helper.make_tensor_value_info(index, onnx.TensorProto.INT64, [count]))
+            reader, position = place
+            whole = reader.input[position]
+            reader.input[position] = editor.before(reader).Gather(whole, index, axis=1)
+            editor.know(
+                reader.input[position], [count if a == 1 else n for a, n in enumerate(editor.shape(whole) or ())]
+            )
+            kept[axis] = count
+        tensor = outputs[f"grad:{name}"].type.tensor_type
+        tensor.shape.CopyFrom(helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, kept).tensor_type.shape)
+
+
+def narrow_errors(editor: Editor, weights: Collection[str]) -> None:
+    """Compute the errors of some layers, of whose active rows alone ``train_parts`` takes them, for these alone.
+
+    Below them lies nothing that is trained, or nothing but weights between active neurons. Where something else reads
+    a layer's errors, but for its bias, they stay whole. The error of the bias is then one of active rows, too.
+    """
+    for name in weights:
+        index = f"rows:{name}"
+        gathers = [node for node in editor.of_type("Gather") if node.input[1] == index]
+        if len(gathers) != 1:
+            continue
+        (gather,) = gathers
+        whole = gather.input[0]
+        others = [node for node in editor.readers(whole) if node is not gather]
+        sums = [node for node in others if node.op_type == "ReduceSum" and editor.is_output(node.output[0])]
+        if len(sums) != len(others) or any(integer(node, "keepdims", 1) for node in sums):
+            continue
+        count = (editor.shape(gather.output[0]) or (None, None))[1]
+        part = _part(editor, whole, index, count)
+        for node in sums:
+            node.input[0] = part
+            output = next(each for each in editor.graph.output if each.name == node.output[0])
+            output.type.tensor_type.shape.dim[0].dim_value = count or 0
+        editor.replace(gather, [part])
+        editor.sort()
+
+
+ELEMENTWISE = frozenset(
+    [
+        "Where",
+        "Greater",
+        "Less",
+        "GreaterOrEqual",
+        "LessOrEqual",
+        "Equal",
+        "Not",
+        "And",
+        "Or",
+        "Mul",
+        "Add",
+        "Sub",
+        "Div",
+        "Neg",
+        "Exp",
+        "Sigmoid",
+        "Tanh",
+        "Erf",
+    ]
+)
+
+
+def _part(editor: Editor, value: str, index: str, count: int | None) -> str:
+    """Return channels ``index`` of a value [N, C, ...], made of parts of what it is made of, as far as that goes."""
+    node, shape = editor.maker(value), editor.shape(value)
+    if editor.constant(value) is not None or (shape is not None and len(shape) == 0):
+        return value
+    made: list[str] | None = None
+    if node is not None and node.op_type in ELEMENTWISE and len(node.output) == 1:
+        shapes = [editor.shape(each) for each in node.input]
+        if shape is not None and all(each in (shape, ()) or _known(each or [None]) == [] for each in shapes):
+            made = [_part(editor, each, index, count) for each in node.input]
+    elif node is not None and node.op_type == "MaxUnpool":
+        pool = editor.maker(node.input[1])
+        if pool is not None and pool.op_type == "MaxPool":
+            add = editor.before(node)
+            below = _part(editor, pool.input[0], index, count)
+            again = helper.make_node("MaxPool", [below], [editor.fresh(), editor.fresh()])
+            again.attribute.extend(pool.attribute)
+            add.insert(again)
+            made = [_part(editor, node.input[0], index, count), again.output[1], add.Shape(below)]
+    elif (node is not None and node.op_type == "ConvTranspose" and integer(node, "group", 1) == 1) or (
+        node is not None and node.op_type == "MatMul" and len(shape or ()) == 2
+    ):
+        made = [node.input[0], editor.before(node).Gather(node.input[1], index, axis=1)]
+    if node is None or made is None:
+        place = node or next(iter(editor.graph.node))
+        part: str = editor.before(place).Gather(value, index, axis=1)
+    else:
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node)
+        copy.ClearField("name")
+        copy.input[:], copy.output[:] = made, [editor.fresh()]
+        editor.before(node).insert(copy)
+        part = copy.output[0]
+    if shape is not None:
+        editor.know(part, [shape[0], count, *shape[2:]])
+    return part
+
+
+Read = tuple[onnx.NodeProto, int]
+"""A node, and which of its inputs."""
+
+
+def _product(editor: Editor, name: str) -> tuple[onnx.NodeProto, Read, Read] | None:
+    """Return the product that a weight's error is, and where it reads the layer's error and its input: [N, C, ...]
+    each, which nothing else there reads. None where it is something else."""
+    node = editor.maker(name)
+    if node is not None and node.op_type == "MatMul":
+        turned = editor.maker(node.input[0])
+        if turned is None or turned.op_type != "Transpose" or len(editor.readers(node.input[0])) > 1:
+            return None
+        return node, (turned, 0), (node, 1)
+    while node is not None and node.op_type in ("Transpose", "Slice"):
+        node = editor.maker(node.input[0])
+    if node is None or node.op_type != "Conv" or integer(node, "group", 1) != 1:
+        return None
+    images, kernels = (editor.maker(each) for each in node.input[:2])
+    if images is None or kernels is None or {images.op_type, kernels.op_type} != {"Transpose"}:
+        return None
+    return node, (kernels, 0), (images, 0)
 
 
 def join_channels(editor: Editor) -> None:
@@ -294,13 +468,14 @@ def join_channels(editor: Editor) -> None:
         turned = [1, 0, *range(2, 0 if shape is None else len(shape))]
         if shape is None or ints(images, "perm") != turned or ints(kernels, "perm") != turned:
             continue
-        axes, (channels, *size), errors = len(shape) - 2, shape[1:], editor.shape(kernels.input[0])
-        if integer(node, "group", 1) != 1 or None in (channels, *size) or errors is None or None in errors[2:]:
+        known, errors = _known(shape[1:]), _known((editor.shape(kernels.input[0]) or ())[2:])
+        if integer(node, "group", 1) != 1 or not known or not errors:
             continue
+        axes, (channels, *size) = len(errors), known
         dilation, stride = ints(node, "strides", [1] * axes), ints(node, "dilations", [1] * axes)
         pads = ints(node, "pads", [0] * 2 * axes)
         reach = [
-            (size[i] + pads[i] + pads[axes + i] - stride[i] * (errors[2 + i] - 1) - 1) // dilation[i] + 1
+            (size[i] + pads[i] + pads[axes + i] - stride[i] * (errors[i] - 1) - 1) // dilation[i] + 1
             for i in range(axes)
         ]
         add = editor.before(node)
@@ -325,6 +500,11 @@ def join_channels(editor: Editor) -> None:
                 editor.integers([dilation[-1]]),
             )
         editor.replace(node, [add.Transpose(made, perm=[axes + 1, 0, *range(1, axes + 1)])])
+
+
+def _known(lengths: Sequence[int | None]) -> list[int]:
+    """Return lengths of axes, nothing where one is not known."""
+    return [] if None in lengths else [length for length in lengths if length is not None]
 
 
 def multiply_turned(editor: Editor) -> None:

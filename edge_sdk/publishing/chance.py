@@ -21,6 +21,11 @@ KINDS: tuple[Kind, ...] = ("uniform", "normal")
 _ATEN = torch.ops.aten
 
 
+def _with_usual(args: Sequence[Any]) -> tuple[float, float]:
+    """Return the two numbers after the tensor, 0 and 1 where they are left out."""
+    return args[1] if len(args) > 1 else 0.0, args[2] if len(args) > 2 else 1.0
+
+
 @dataclass(frozen=True)
 class Draw:
     """Numbers that a forward pass draws at once. shape: theirs, as recorded; per_sample: there are as many for each."""
@@ -39,11 +44,11 @@ class UnknownChance(Exception):
     """An operator draws numbers in a way that nothing stands for here; its name is the text."""
 
 
-class Chance(TorchDispatchMode):
+class Chance(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered, what is drawn comes from ``give``, which is asked for (kind, shape)."""
 
     def __init__(self, give: Callable[[Kind, tuple[Any, ...]], Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._give = give
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,10 +79,10 @@ class Chance(TorchDispatchMode):
         if func is _ATEN.randn.default:
             return self._give("normal", tuple(args[0]))
         if func is _ATEN.uniform_.default:
-            low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
+            low, high = _with_usual(args)
             return args[0].copy_(low + (high - low) * self._uniform(args[0]))
         if func is _ATEN.normal_.default:
-            mean, deviation = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
+            mean, deviation = _with_usual(args)
             return args[0].copy_(mean + deviation * self._give("normal", tuple(args[0].shape)))
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise UnknownChance(str(func))
@@ -123,6 +128,7 @@ class Given:
         self._places = dict.fromkeys(drawn, 0)
 
     def __call__(self, kind: Kind, shape: tuple[Any, ...]) -> Tensor:
+        """Return the next numbers, as asked for: ``kind`` is the recorded one."""
         draw = next(self._draws)
         count = math.prod(draw.shape) // (self._recorded if draw.per_sample else 1)
         start, source = self._places[draw.name], self._drawn[draw.name]

@@ -51,7 +51,8 @@ def _batch_norm(
             running_mean = running_mean * (1 - momentum) + mean * momentum
             running_variance = running_variance * (1 - momentum) + variance * (momentum * count / (count - 1))
     else:
-        assert running_mean is not None and running_variance is not None
+        assert running_mean is not None
+        assert running_variance is not None
         mean, variance = running_mean, running_variance
         centred = x - _spread(mean, x)
     inverse = torch.rsqrt(variance + eps)
@@ -92,7 +93,8 @@ def _batch_norm_backward(
 ) -> Any:
     axes = _over_channels(x)
     if not training:
-        assert running_mean is not None and running_variance is not None
+        assert running_mean is not None
+        assert running_variance is not None
         mean, inverse = running_mean, torch.rsqrt(running_variance + eps)
     centred = x - _spread(mean, x)
     bias_error, together = error.sum(axes), (error * centred).sum(axes)

@@ -35,6 +35,7 @@ IR_VERSION = 10
 _REMARKS: tuple[tuple[str, type[Warning]], ...] = (
     (r".*isinstance\(treespec, LeafSpec\)", FutureWarning),
     (r".*_check_is_size will be removed", FutureWarning),
+    (r"TF32 acceleration", UserWarning),
     (r".*were assigned during export", UserWarning),  # of recurrent layers, in the copy that is exported
 )
 
@@ -133,8 +134,8 @@ def _remove_data(tensor: onnx.TensorProto) -> None:
 
 
 def remove_notes(proto: onnx.ModelProto, *, shapes: bool = False) -> None:
-    """Leave nothing of the exporter but the graph and, if asked for, the ``shapes`` of its values: doc strings and metadata
-    hold stack traces and paths."""
+    """Leave nothing of the exporter but the graph and, if asked for, the ``shapes`` of its values: doc strings and
+    metadata hold stack traces and paths."""
     proto.ir_version = IR_VERSION
     for field in ("producer_name", "producer_version", "domain", "model_version", "doc_string", "metadata_props"):
         proto.ClearField(field)

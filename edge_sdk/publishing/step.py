@@ -7,8 +7,8 @@ PyTorch's own autograd writes the step down once, when a task is published; the 
     evaluation  parameters, buffers, input, target                -> loss, output
 
 Parameters and buffers have their state-dict names; a gradient is called ``grad:NAME``, a buffer that the forward pass
-moves ``new:NAME``. The batch axis is free, every other one fixed. Neither graph holds weights or data. Both are compared
-with PyTorch at two batch sizes before they are published.
+moves ``new:NAME``. The batch axis is free, every other one fixed. Neither graph holds weights or data. Both are
+compared with PyTorch at two batch sizes before they are published.
 
 What follows is the whole of this package's use of PyTorch's private parts: fake tensors of a free batch, and the table
 of decompositions.
@@ -102,7 +102,7 @@ class _Work:
         drawn = self._record()
         inputs, targets = self._batch.of(BATCHES[0])
         before = {name: value.clone() for name, value in self._buffers.items()}
-        loss, _, gradients, after = self._step(self._parameters, self._buffers, inputs, targets, drawn)
+        _, _, gradients, after = self._step(self._parameters, self._buffers, inputs, targets, drawn)
         self._used = [name for name, each in zip(self._trained, gradients, strict=True) if each is not None]
         self._moved = [name for name, value in after.items() if not torch.equal(value, before[name])]
         names = ["loss", "output", *(f"grad:{name}" for name in self._used), *(f"new:{name}" for name in self._moved)]
@@ -231,7 +231,7 @@ class _Work:
         inputs, targets = self._batch.of(count)
         drawn = self._drawn(count)
         wanted = flat(self._parameters, self._buffers, inputs, targets, drawn)
-        largest = max(float(each.detach().norm()) for each in wanted)
+        largest = max([float(each.detach().norm()) for each in wanted])
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
@@ -240,8 +240,8 @@ class _Work:
         found = session.run(list(names), feeds)
         for name, value, right in zip(names, found, wanted, strict=True):
             right_array = right.detach().numpy()
-            distance = np.linalg.norm(np.asarray(value, np.float64) - right_array)
-            size = np.linalg.norm(right_array.astype(np.float64))
+            distance = float(np.linalg.norm(np.asarray(value, np.float64) - right_array))
+            size = float(np.linalg.norm(right_array.astype(np.float64)))
             # Where the truth is zero, such as for a bias before batch norm, all is rounding.
             if not distance <= CLOSE * max(size, ROUNDING * largest):
                 raise CannotCompile(f"{name}: the graph answers another value than PyTorch, by {distance / size:.1e}")

@@ -1,0 +1,198 @@
+"""The training step as a graph: what is compiled answers what PyTorch does, and so does what passes make of it."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from edge_sdk.engines.passes import optimise
+from edge_sdk.publishing import chance
+from edge_sdk.publishing.step import CannotCompile, compile_step
+
+from .zoo import zoo
+
+pytestmark = pytest.mark.integration  # each compiles for seconds
+
+ZOO = zoo()
+FEW = ("mnist:small", "batch norm", "dropout")
+"""The others take minutes."""
+
+
+def session(graph):
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+
+
+def noise_of(graph, batch, seed=0):
+    rng = np.random.default_rng(seed)
+    drawn = {}
+    for each in session(graph).get_inputs():
+        shape = [batch if isinstance(size, str) else size for size in each.shape]
+        if each.name.startswith("uniform"):
+            drawn[each.name] = rng.random(shape, np.float32)
+        elif each.name.startswith("normal"):
+            drawn[each.name] = rng.standard_normal(shape, np.float32)
+    return drawn
+
+
+def run(graph, tensors, inputs, targets, drawn):
+    """Answer every output by name."""
+    loaded = session(graph)
+    given = {**tensors, "input": inputs.numpy(), "target": targets.numpy(), **drawn}
+    names = [each.name for each in loaded.get_outputs()]
+    return dict(zip(names, loaded.run(names, {e.name: given[e.name] for e in loaded.get_inputs()}), strict=True))
+
+
+def in_torch(kind, inputs, targets, drawn):
+    """Answer what PyTorch does with the same numbers drawn: by the names of the graph's outputs."""
+    model, other = (copy.deepcopy(kind.model).train() for _ in range(2))
+    recorded = chance.record(lambda count: other(kind.inputs[:count]), (5, 3))
+    given = chance.Given(recorded, 5, {name: torch.tensor(values) for name, values in drawn.items()})
+    with chance.Chance(given):
+        output = model(inputs)
+        loss = kind.loss(output, targets)
+    loss.backward()
+    found = {"loss": loss, "output": output}
+    found |= {f"grad:{name}": each.grad for name, each in model.named_parameters() if each.grad is not None}
+    found |= {f"new:{name}": each for name, each in model.named_buffers() if "num_batches" not in name}
+    return {name: value.detach().numpy() for name, value in found.items()}
+
+
+def tensors_of(model):
+    every = [*model.named_parameters(), *model.named_buffers()]
+    return {name: value.detach().numpy().copy() for name, value in every}
+
+
+def check_parity(name):
+    kind = ZOO[name]()
+    graphs = compile_step(kind.model, kind.loss, kind.inputs, kind.targets)
+    for batch in (4, 11):
+        index = torch.arange(batch) % len(kind.inputs)
+        inputs, targets = kind.inputs[index], kind.targets[index]
+        drawn, tensors = noise_of(graphs.step, batch), tensors_of(kind.model)
+        wanted = in_torch(kind, inputs, targets, drawn)
+        largest = max(np.linalg.norm(value) for output, value in wanted.items() if output.startswith("grad:"))
+        for graph in (graphs.step, optimise(graphs.step)):
+            found = run(graph, tensors, inputs, targets, drawn)
+            assert {each for each in found if each.startswith("grad:")} == {e for e in wanted if e.startswith("grad:")}
+            for output, value in found.items():
+                scale = max(np.linalg.norm(wanted[output]), 1e-2 * largest)  # where the truth is 0, rounding
+                assert np.linalg.norm(value - wanted[output]) <= 1e-5 * scale, (output, batch)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_step_answers_what_pytorch_does(name):
+    check_parity(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ZOO if name not in FEW])
+def test_a_step_of_any_model_answers_what_pytorch_does(name):
+    check_parity(name)
+
+
+def test_the_same_model_gives_the_same_graphs_and_stays_as_it_was():
+    kind = ZOO["batch norm"]()
+    before = tensors_of(kind.model)
+    first, second = (compile_step(kind.model, kind.loss, kind.inputs, kind.targets) for _ in range(2))
+    assert first == second
+    assert all(np.array_equal(value, before[name]) for name, value in tensors_of(kind.model).items())
+    assert kind.model.training
+    for graph in (first.step, first.evaluation):
+        assert not onnx.load_from_string(graph).metadata_props
+        assert b"/" + b"work" not in graph
+        assert not any(dim > 64 for tensor in onnx.load_from_string(graph).graph.initializer for dim in tensor.dims)
+
+
+def test_an_evaluation_is_of_the_model_as_it_is_used():
+    kind = ZOO["dropout"]()
+    graph = compile_step(kind.model, kind.loss, kind.inputs, kind.targets).evaluation
+    assert not noise_of(graph, 4)
+    found = run(graph, tensors_of(kind.model), kind.inputs, kind.targets, {})
+    with torch.no_grad():
+        output = kind.model.eval()(kind.inputs)
+    np.testing.assert_allclose(found["output"], output.numpy(), atol=1e-6)
+    np.testing.assert_allclose(found["loss"], kind.loss(output, kind.targets).numpy(), rtol=1e-6)
+
+
+def part_of(values, rows, columns):
+    values = values if rows is None else values[rows]
+    return values if columns is None else values[:, columns]
+
+
+@pytest.mark.parametrize("name", ["mnist:small", "digits"])
+def test_errors_of_active_rows_and_columns_are_those_of_the_whole(name):
+    kind = ZOO[name]()
+    step = compile_step(kind.model, kind.loss, kind.inputs, kind.targets).step
+    weights = [each for each, value in kind.model.named_parameters() if value.dim() > 1]
+    rng, index, parts = np.random.default_rng(0), {}, {}
+    for weight in weights:
+        shape = kind.model.get_parameter(weight).shape
+        for what, size in (("rows", shape[0]), ("columns", shape[1])):
+            index[f"{what}:{weight}"] = np.sort(rng.permutation(size)[: max(1, size // 3)])
+        parts[weight] = tuple(len(index[f"{what}:{weight}"]) for what in ("rows", "columns"))
+    lowest = weights[:1]
+    whole, part = optimise(step), optimise(step, parts, lowest)
+    tensors = tensors_of(kind.model)
+    wanted = run(whole, tensors, kind.inputs, kind.targets, {})
+    found = run(part, {**tensors, **index}, kind.inputs, kind.targets, {})
+    for output, value in found.items():
+        weight = output.removeprefix("grad:")
+        rows, columns = index.get(f"rows:{weight}"), index.get(f"columns:{weight}")
+        if output.startswith("grad:") and value.shape != wanted[output].shape and rows is None:
+            rows = index[f"rows:{lowest[0]}"]  # of its bias
+        expected = part_of(wanted[output], rows, columns) if output.startswith("grad:") else wanted[output]
+        assert value.shape == expected.shape
+        assert np.linalg.norm(value - expected) <= 1e-6 * np.linalg.norm(expected), output
+    counts = {output: value.size for output, value in found.items() if output.startswith("grad:")}
+    assert all(
+        counts[f"grad:{weight}"] == np.prod(parts[weight]) * np.prod(tensors[weight].shape[2:]) for weight in weights
+    )
+
+
+def test_equal_maxima_give_their_error_to_the_first():
+    """As PyTorch does; the background of a digit is nothing but equal windows."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3))
+    inputs, targets = torch.zeros(6, 1, 4, 4), torch.arange(6) % 3
+    inputs[:, :, 1, 1:3] = 1.0
+    graph = optimise(compile_step(model, F.cross_entropy, inputs, targets).step)
+    assert not {"MaxPool", "MaxUnpool"} & {node.op_type for node in onnx.load_from_string(graph).graph.node}
+    found = run(graph, tensors_of(model), inputs, targets, {})
+    F.cross_entropy(model(inputs), targets).backward()
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(found[f"grad:{name}"], parameter.grad.numpy(), atol=1e-6)
+
+
+class Refused(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.out = what, nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.out(self.what(x))
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (lambda x: x[x[:, 0] > 0], "cannot be traced|cannot be left free"),
+        (lambda x: x * torch.randint(1, 3, (1,)), "aten.randint"),
+    ],
+)
+def test_a_model_that_cannot_be_compiled_is_named_by_what_it_does(what, said):
+    with pytest.raises(CannotCompile, match=said):
+        compile_step(Refused(what), F.cross_entropy, torch.rand(6, 4), torch.arange(6) % 3)
+
+
+def test_statistics_that_go_by_a_count_of_batches_are_refused_by_name():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=None))
+    with pytest.raises(CannotCompile, match="1: running statistics without a momentum"):
+        compile_step(model, F.cross_entropy, torch.rand(6, 4), torch.arange(6) % 3)
