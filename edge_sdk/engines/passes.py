@@ -268,7 +268,9 @@ def pool_by_tiles(editor: Editor) -> None:
             and shape is not None
             and all(size is not None and size % width == 0 for size, width in zip(shape[2:], kernel, strict=True))
         )
-        if not tiles or len(backs) != len(editor.readers(pool.output[1])):
+        if len(pool.output) > 1 and not editor.readers(pool.output[1]):
+            del pool.output[1]  # the runtime is faster where nobody asks where maxima lay
+        if not tiles or not backs or len(backs) != len(editor.readers(pool.output[1])):
             continue
         assert shape is not None
         add = editor.before(pool)
@@ -369,24 +371,8 @@ def narrow_errors(editor: Editor, weights: Collection[str]) -> None:
 
 ELEMENTWISE = frozenset(
     [
-        "Where",
-        "Greater",
-        "Less",
-        "GreaterOrEqual",
-        "LessOrEqual",
-        "Equal",
-        "Not",
-        "And",
-        "Or",
-        "Mul",
-        "Add",
-        "Sub",
-        "Div",
-        "Neg",
-        "Exp",
-        "Sigmoid",
-        "Tanh",
-        "Erf",
+        *("Where", "Greater", "Less", "GreaterOrEqual", "LessOrEqual", "Equal", "Not", "And", "Or"),
+        *("Mul", "Add", "Sub", "Div", "Neg", "Exp", "Sigmoid", "Tanh", "Erf"),
     ]
 )
 
@@ -410,9 +396,7 @@ def _part(editor: Editor, value: str, index: str, count: int | None) -> str:
             again.attribute.extend(pool.attribute)
             add.insert(again)
             made = [_part(editor, node.input[0], index, count), again.output[1], add.Shape(below)]
-    elif (node is not None and node.op_type == "ConvTranspose" and integer(node, "group", 1) == 1) or (
-        node is not None and node.op_type == "MatMul" and len(shape or ()) == 2
-    ):
+    elif node is not None and _is_product(node, shape):
         made = [node.input[0], editor.before(node).Gather(node.input[1], index, axis=1)]
     if node is None or made is None:
         place = node or next(iter(editor.graph.node))
@@ -427,6 +411,13 @@ def _part(editor: Editor, value: str, index: str, count: int | None) -> str:
     if shape is not None:
         editor.know(part, [shape[0], count, *shape[2:]])
     return part
+
+
+def _is_product(node: onnx.NodeProto, shape: Sequence[int | None] | None) -> bool:
+    """Return whether a node takes an error back through a layer: its second input is the layer's weight."""
+    if node.op_type == "ConvTranspose":
+        return integer(node, "group", 1) == 1
+    return node.op_type == "MatMul" and len(shape or ()) == 2
 
 
 Read = tuple[onnx.NodeProto, int]

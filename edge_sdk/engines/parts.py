@@ -1,0 +1,140 @@
+"""What of a model trains: neurons of a mask, elements that exist, elements that move; and what an optimiser sees of it.
+
+Of a parameter that is frozen in part the optimiser moves a *leaf*: an array of its active values alone. So its memory
+exists for these only, momentum and weight decay move nothing else, clipping counts nothing else, and what is frozen is
+never written: it stays bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_sdk.engines.passes import Parts
+from edge_sdk.protocol.manifest import Manifest, Tensors, TensorSpec
+from edge_sdk.protocol.masks import Block, NeuronMask, neuron_block
+
+Array = NDArray[np.float32]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of a model trains. mask: active neurons; elements: name -> what exists of a parameter, the rest being and
+    staying zero; trained: name -> what moves of it, the rest staying as it is. None: everything."""
+
+    mask: NeuronMask | None = None
+    elements: Mapping[str, Flags] | None = None
+    trained: Mapping[str, Flags] | None = None
+
+
+EVERYTHING = Part()
+
+
+@dataclass
+class Leaf:
+    """A parameter, and what is trained of it: a block, or single elements by their flat ``index``, or all.
+
+    absent: what does not exist of it; its gradient counts as zero there.
+    """
+
+    whole: Array
+    block: Block | None = None
+    index: NDArray[np.intp] | None = None
+    absent: Flags | None = None
+    values: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.values = self.whole if self.block is None and self.index is None else self._take(self.whole)
+
+    def gradient(self, computed: Array) -> Array:
+        """Return the leaf's gradient, from that of the parameter or, where only it was computed, from its own."""
+        if self.absent is not None:
+            np.copyto(computed, np.float32(0), where=self.absent)
+        if self.values is self.whole:
+            return computed
+        return computed.reshape(self.values.shape) if computed.size == self.values.size else self._take(computed)
+
+    def write_back(self) -> None:
+        """Bring the leaf into the parameter."""
+        if self.block is not None:
+            self.block.put(self.whole, self.values)
+        elif self.index is not None:
+            self.whole.reshape(-1)[self.index] = self.values
+
+    def _take(self, tensor: Array) -> Array:
+        if self.block is not None:
+            return np.asarray(self.block.take(tensor), np.float32)
+        assert self.index is not None
+        return np.take(tensor.reshape(-1), self.index)
+
+
+def leaves_of(manifest: Manifest, tensors: Tensors, part: Part) -> dict[str, Leaf]:
+    """Return the leaf of each parameter of which anything is trained. Raises ValueError for elements of no parameter,
+    of another shape, or that should not exist and are not zero."""
+    for given in (part.elements or {}, part.trained or {}):
+        for name, flags in given.items():
+            if name not in tensors or flags.shape != tensors[name].shape or flags.dtype != np.bool_:
+                raise ValueError(f"{name}: elements of type {flags.dtype} and shape {flags.shape} for this parameter")
+    found: dict[str, Leaf] = {}
+    for spec in manifest.tensors:
+        if not spec.trainable:
+            continue
+        whole = np.asarray(tensors[spec.name], np.float32)
+        exists, moves = ((given or {}).get(spec.name) for given in (part.elements, part.trained))
+        absent = None if exists is None or exists.all() else ~exists
+        if absent is not None and whole[absent].any():
+            raise ValueError(f"{spec.name}: weights that do not exist are not zero; multiply it by its mask first")
+        if moves is not None and not moves.all():
+            moving = moves if exists is None else moves & exists
+            if moving.any():
+                found[spec.name] = Leaf(whole, index=np.flatnonzero(moving))
+            continue
+        block = neuron_block(manifest, spec, part.mask)
+        frozen = block.rows is not None or block.columns is not None
+        found[spec.name] = Leaf(whole, block if frozen else None, absent=absent)
+    return found
+
+
+def products_of(
+    manifest: Manifest, leaves: Mapping[str, Leaf]
+) -> tuple[Parts, dict[str, NDArray[np.int64]], list[str]]:
+    """Return what ``Network.step`` takes: how many rows and columns of weights are active, which, and of which layers
+    the errors are of use for these alone."""
+    parts, index = {}, {}
+    for spec in manifest.tensors:
+        leaf = leaves.get(spec.name)
+        if leaf is None or leaf.block is None or len(spec.shape) < 2:
+            continue
+        rows, columns = _axes(spec, leaf.block)
+        parts[spec.name] = tuple(None if each is None else len(each) for each in (rows, columns))
+        for what, places in (("rows", rows), ("columns", columns)):
+            if places is not None:
+                index[f"{what}:{spec.name}"] = places
+    return parts, index, [name for name in _lowest(manifest) if f"rows:{name}" in index]  # type: ignore[return-value]
+
+
+def _axes(spec: TensorSpec, block: Block) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
+    """Return the active places of a weight's first two axes; None: all."""
+    rows, columns = (None if each is None else np.array(each, np.int64) for each in (block.rows, block.columns))
+    if columns is not None and block.view[1] != spec.shape[1]:  # neurons that own several columns each
+        share = spec.shape[1] // block.view[1]
+        columns = (columns[:, None] * share + np.arange(share)).reshape(-1)
+    return rows, columns
+
+
+def _lowest(manifest: Manifest) -> list[str]:
+    """Return the weights of layers whose errors nothing but active neurons can use (``Layer.input_error``)."""
+    groups = set()
+    specs = {spec.name: spec for spec in manifest.tensors}
+    for layer in manifest.layers:
+        if layer.input_error == "active" and len(specs[layer.tensors[0]].axes) > 1:
+            groups |= {segment.group for segment in specs[layer.tensors[0]].axes[1]}
+    return [
+        spec.name
+        for spec in manifest.tensors
+        if len(spec.shape) > 1 and spec.axes and len(spec.axes[0]) == 1 and spec.axes[0][0].group in groups
+    ]
