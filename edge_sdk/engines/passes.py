@@ -138,12 +138,15 @@ class Editor:
             if maker is None or self.is_output(other):
                 self.graph.node.append(helper.make_node("Identity", [other], [name]))
             else:
-                self._rename(other, name)
+                self.rename(other, name)
             return
         for node in self.graph.node:
             node.input[:] = [other if read == name else read for read in node.input]
 
-    def _rename(self, name: str, new: str) -> None:
+    def rename(self, name: str, new: str) -> None:
+        """Call a value something else, everywhere."""
+        for info in (*self.graph.input, *self.graph.output, *self.graph.value_info):
+            info.name = new if info.name == name else info.name
         for node in self.graph.node:
             node.input[:] = [new if read == name else read for read in node.input]
             node.output[:] = [new if made == name else made for made in node.output]
@@ -206,6 +209,10 @@ class Editor:
                 self.graph.node.remove(node)
         for tensor in [tensor for tensor in self.graph.initializer if not read[tensor.name]]:
             self.graph.initializer.remove(tensor)
+        made = {output for node in self.graph.node for output in node.output}
+        for listed, there in ((self.graph.input, read), (self.graph.value_info, made)):
+            for info in [info for info in listed if info.name not in there]:
+                listed.remove(info)
 
 
 class Builder:

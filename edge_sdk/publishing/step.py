@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,9 +33,13 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from edge_sdk.engines.passes import Editor
 from edge_sdk.protocol.errors import ManifestError, MissingPart
 from edge_sdk.publishing import chance, norms, translations
 from edge_sdk.publishing.skeleton import quiet, remove_notes
+
+if TYPE_CHECKING:
+    import onnx
 
 OPSET = 21
 BATCHES = (5, 3)
@@ -68,9 +72,14 @@ def compile_step(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) 
     inputs [N, ...] and targets [N, ...]: a few samples, N >= 1; the model is left as it was. Raises CannotCompile, and
     MissingPart without onnx and onnxscript.
     """
-    batch = Batch(inputs, targets)
-    work = _Work(model, loss, batch)
-    return Compiled(work.step(), work.evaluation())
+    model, batch = _plain(model), Batch(inputs, targets)
+    training, evaluation = _Half(model, loss, batch, trains=True), _Half(model, loss, batch, trains=False)
+    both = _export([training, evaluation], batch)  # at once: the exporter takes a second whatever it exports
+    graphs = [_cut_out(both, half) for half in (training, evaluation)]
+    for half, graph in zip((training, evaluation), graphs, strict=True):
+        for count in BATCHES:
+            half.compare(graph, count)
+    return Compiled(*graphs)
 
 
 @dataclass(frozen=True)
@@ -86,80 +95,49 @@ class Batch:
         return self.inputs[index].detach().cpu(), self.targets[index].detach().cpu()
 
 
-class _Work:
-    def __init__(self, model: nn.Module, loss: Loss, batch: Batch) -> None:
-        self._model, self._loss, self._batch = _plain(model), loss, batch
-        self._parameters = {name: value.detach() for name, value in self._model.named_parameters()}
-        self._trained = [name for name, value in self._model.named_parameters() if value.requires_grad]
-        self._buffers = {name: value.detach() for name, value in self._model.named_buffers()}
-        self._draws: list[chance.Draw] = []
+class _Half:
+    """The step, or the evaluation, as a function of tensors, and the names of what goes in and comes out."""
+
+    def __init__(self, model: nn.Module, loss: Loss, batch: Batch, *, trains: bool) -> None:
+        self._model, self._loss, self._batch, self._trains = model, loss, batch, trains
+        self.parameters = {name: value.detach() for name, value in model.named_parameters()}
+        self.buffers = {name: value.detach() for name, value in model.named_buffers()}
+        self._trained = [name for name, value in model.named_parameters() if value.requires_grad and trains]
         self._moved: list[str] = []
-        self._used: list[str] = []
-
-    def step(self) -> bytes:
-        """Return the graph of a training step."""
-        self._model.train()
-        drawn = self._record()
-        inputs, targets = self._batch.of(BATCHES[0])
-        before = {name: value.clone() for name, value in self._buffers.items()}
-        _, _, gradients, after = self._step(self._parameters, self._buffers, inputs, targets, drawn)
-        self._used = [name for name, each in zip(self._trained, gradients, strict=True) if each is not None]
-        self._moved = [name for name, value in after.items() if not torch.equal(value, before[name])]
-        names = ["loss", "output", *(f"grad:{name}" for name in self._used), *(f"new:{name}" for name in self._moved)]
-
-        def flat(parameters: Any, buffers: Any, inputs: Tensor, targets: Tensor, drawn: Any) -> list[Tensor]:
-            loss, output, gradients, after = self._step(parameters, buffers, inputs, targets, drawn)
-            return [
-                loss,
-                output,
-                *(each for each in gradients if each is not None),
-                *(after[name] for name in self._moved),
-            ]
-
-        graph = self._export(flat, drawn, names)
-        for count in BATCHES:
-            self._compare(graph, flat, count, names)
-        return graph
-
-    def evaluation(self) -> bytes:
-        """Return the graph of an evaluation."""
-        self._model.eval()
-        drawn = self._record()
-
-        def flat(parameters: Any, buffers: Any, inputs: Tensor, targets: Tensor, drawn: Any) -> list[Tensor]:
-            with self._given(drawn):
-                output = functional_call(self._model, ({**parameters, **buffers}), (inputs,))
-            return [self._loss(output, targets), output]
-
-        with torch.no_grad():
-            graph = self._export(flat, drawn, ["loss", "output"])
-            for count in BATCHES:
-                self._compare(graph, flat, count, ["loss", "output"])
-        return graph
-
-    def _record(self) -> dict[str, Tensor]:
-        """Find out what the model draws in its mode, and return such numbers for the first of BATCHES."""
+        self._draws: list[chance.Draw] = []
         try:
-            self._draws = chance.record(lambda count: self._forward(*self._batch.of(count)), BATCHES)
+            self._draws = chance.record(lambda count: self._forward(*batch.of(count)), BATCHES)
         except chance.UnknownChance as error:
             raise CannotCompile(f"{error} draws numbers that no input stands for") from None
-        return self._drawn(BATCHES[0])
+        _, _, gradients, after = self._run(self.parameters, self.buffers, *batch.of(BATCHES[0]), self.drawn(BATCHES[0]))
+        self._trained = [name for name, each in zip(self._trained, gradients, strict=True) if each is not None]
+        self._moved = [name for name, value in after.items() if not torch.equal(value, self.buffers[name])]
 
-    def _drawn(self, count: int) -> dict[str, Tensor]:
+    @property
+    def outputs(self) -> list[str]:
+        """The names of what comes out."""
+        moved = [f"new:{name}" for name in self._moved]
+        return ["loss", "output", *(f"grad:{name}" for name in self._trained), *moved]
+
+    @property
+    def prefix(self) -> str:
+        """What stands before names while both halves are one graph."""
+        return "" if self._trains else "evaluation:"
+
+    def drawn(self, count: int) -> dict[str, Tensor]:
+        """Return numbers as the model draws them for ``count`` samples, by the names of their inputs."""
         generator = torch.Generator().manual_seed(count)
         return {
             name: (torch.rand if name.startswith("uniform") else torch.randn)(shape, generator=generator)
             for name, shape in chance.shapes_of(self._draws, BATCHES[0], count).items()
         }
 
-    def _given(self, drawn: Mapping[str, Tensor]) -> AbstractContextManager[object]:
-        return chance.Chance(chance.Given(self._draws, BATCHES[0], drawn)) if self._draws else nullcontext()
+    def __call__(self, parameters: Any, buffers: Any, inputs: Tensor, targets: Tensor, drawn: Any) -> list[Tensor]:
+        """Return the values of ``outputs``."""
+        loss, output, gradients, after = self._run(parameters, buffers, inputs, targets, drawn)
+        return [loss, output, *(each for each in gradients if each is not None), *(after[name] for name in self._moved)]
 
-    def _forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        buffers = {name: value.clone() for name, value in self._buffers.items()}
-        return self._loss(functional_call(self._model, ({**self._parameters, **buffers}), (inputs,)), targets)
-
-    def _step(
+    def _run(
         self,
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
@@ -172,79 +150,121 @@ class _Work:
         for name in self._trained:
             leaves[name].requires_grad_()
         after = {name: value.clone() for name, value in buffers.items()}
-        with self._given(drawn):
+        self._model.train(self._trains)
+        given = chance.Chance(chance.Given(self._draws, BATCHES[0], drawn)) if self._draws else nullcontext()
+        with given, torch.set_grad_enabled(self._trains):
             output = functional_call(self._model, ({**leaves, **after}), (inputs,))
             loss = self._loss(output, targets)
-        gradients = torch.autograd.grad(loss, [leaves[name] for name in self._trained], allow_unused=True)
+        wanted = [leaves[name] for name in self._trained]
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
         return loss, output, gradients, after
 
-    def _export(self, flat: Callable[..., list[Tensor]], drawn: Mapping[str, Tensor], names: Sequence[str]) -> bytes:
-        inputs, targets = self._batch.of(BATCHES[0])
-        given = (self._parameters, self._buffers, inputs, targets, dict(drawn))
-        read = [*self._parameters, *self._buffers, "input", "target", *drawn]
-        free = torch.export.Dim("batch", min=2)
-        still: dict[int, Any] = {}
-        sizes = {name: {0: free} if name in chance.KINDS else still for name in drawn}
-        dynamic = (dict.fromkeys(self._parameters, still), dict.fromkeys(self._buffers, still), {0: free}, {0: free})
-        with quiet(), torch.backends.mkldnn.flags(enabled=False):
-            traced = self._trace(flat, given)
-            try:
-                program = torch.export.export(traced, given, dynamic_shapes=(*dynamic, sizes), strict=False)
-            except (torch._dynamo.exc.UserError, ValueError, RuntimeError) as error:
-                raise CannotCompile(f"the batch size cannot be left free: {_first_line(error)}") from error
-            return _to_onnx(program, read, names)
+    def _forward(self, inputs: Tensor, targets: Tensor) -> None:
+        buffers = {name: value.clone() for name, value in self.buffers.items()}
+        self._model.train(self._trains)
+        with torch.no_grad():
+            self._loss(functional_call(self._model, ({**self.parameters, **buffers}), (inputs,)), targets)
 
-    def _trace(self, flat: Callable[..., list[Tensor]], given: tuple[Any, ...]) -> GraphModule:
-        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-
-        def still(tensor: Tensor) -> Tensor:
-            return mode.from_tensor(tensor, static_shapes=True)
-
-        def free(tensor: Tensor) -> Tensor:
-            sizes = [DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * (tensor.dim() - 1)]
-            return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
-
-        parameters, buffers, inputs, targets, drawn = given
-        batch = free(inputs)
-
-        def beside(tensor: Tensor) -> Tensor:
-            with mode:
-                return torch.zeros((batch.shape[0], *tensor.shape[1:]), dtype=tensor.dtype)
-
-        fakes = (
-            {name: still(tensor) for name, tensor in parameters.items()},
-            {name: still(tensor) for name, tensor in buffers.items()},
-            batch,
-            beside(targets),
-            {name: beside(tensor) if name in chance.KINDS else still(tensor) for name, tensor in drawn.items()},
-        )
-        try:
-            with mode, enable_python_dispatcher():
-                return make_fx(flat, decomposition_table=_table())(*fakes)
-        except Exception as error:  # the user's code, or what torch cannot run without values
-            raise CannotCompile(f"the step cannot be traced: {_first_line(error)}") from error
-
-    def _compare(self, graph: bytes, flat: Callable[..., list[Tensor]], count: int, names: Sequence[str]) -> None:
+    def compare(self, graph: bytes, count: int) -> None:
         """Raise CannotCompile unless the graph answers what PyTorch does, on ``count`` samples."""
         import onnxruntime  # here, because it is needed to publish alone
 
         inputs, targets = self._batch.of(count)
-        drawn = self._drawn(count)
-        wanted = flat(self._parameters, self._buffers, inputs, targets, drawn)
+        drawn = self.drawn(count)
+        wanted = self(self.parameters, self.buffers, inputs, targets, drawn)
         largest = max([float(each.detach().norm()) for each in wanted])
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
-        given = {**self._parameters, **self._buffers, "input": inputs, "target": targets, **drawn}
+        given = {**self.parameters, **self.buffers, "input": inputs, "target": targets, **drawn}
         feeds = {each.name: np.ascontiguousarray(given[each.name].numpy()) for each in session.get_inputs()}
-        found = session.run(list(names), feeds)
-        for name, value, right in zip(names, found, wanted, strict=True):
+        found = session.run(self.outputs, feeds)
+        for name, value, right in zip(self.outputs, found, wanted, strict=True):
             right_array = right.detach().numpy()
             distance = float(np.linalg.norm(np.asarray(value, np.float64) - right_array))
             size = float(np.linalg.norm(right_array.astype(np.float64)))
             # Where the truth is zero, such as for a bias before batch norm, all is rounding.
             if not distance <= CLOSE * max(size, ROUNDING * largest):
                 raise CannotCompile(f"{name}: the graph answers another value than PyTorch, by {distance / size:.1e}")
+
+
+def _export(halves: Sequence[_Half], batch: Batch) -> onnx.ModelProto:
+    """Return one graph of all halves, whose names have their prefixes."""
+    inputs, targets = batch.of(BATCHES[0])
+    first = halves[0]
+    drawn = [half.drawn(BATCHES[0]) for half in halves]
+    named = {
+        f"{half.prefix}{name}": each for half, own in zip(halves, drawn, strict=True) for name, each in own.items()
+    }
+
+    def together(parameters: Any, buffers: Any, inputs: Tensor, targets: Tensor, *drawn: Any) -> list[Tensor]:
+        found: list[Tensor] = []
+        for half, own in zip(halves, drawn, strict=True):
+            found += half(parameters, buffers, inputs, targets, own)
+        return found
+
+    given = (first.parameters, first.buffers, inputs, targets, *drawn)
+    read = [*first.parameters, *first.buffers, "input", "target", *named]
+    names = [f"{half.prefix}{name}" for half in halves for name in half.outputs]
+    free = torch.export.Dim("batch", min=2)
+    still: dict[int, Any] = {}
+    sizes = [{name: {0: free} if name in chance.KINDS else still for name in own} for own in drawn]
+    dynamic = (dict.fromkeys(first.parameters, still), dict.fromkeys(first.buffers, still), {0: free}, {0: free})
+    with quiet(), torch.backends.mkldnn.flags(enabled=False):
+        traced = _trace(together, given)
+        try:
+            program = torch.export.export(traced, given, dynamic_shapes=(*dynamic, *sizes), strict=False)
+        except (torch._dynamo.exc.UserError, ValueError, RuntimeError) as error:
+            raise CannotCompile(f"the batch size cannot be left free: {_first_line(error)}") from error
+        return _to_onnx(program, read, names)
+
+
+def _trace(flat: Callable[..., list[Tensor]], given: tuple[Any, ...]) -> GraphModule:
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+    def still(tensor: Tensor) -> Tensor:
+        return mode.from_tensor(tensor, static_shapes=True)
+
+    def free(tensor: Tensor) -> Tensor:
+        sizes = [DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * (tensor.dim() - 1)]
+        return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
+    parameters, buffers, inputs, targets, *drawn = given
+    batch = free(inputs)
+
+    def beside(tensor: Tensor) -> Tensor:
+        with mode:
+            return torch.zeros((batch.shape[0], *tensor.shape[1:]), dtype=tensor.dtype)
+
+    fakes = (
+        {name: still(tensor) for name, tensor in parameters.items()},
+        {name: still(tensor) for name, tensor in buffers.items()},
+        batch,
+        beside(targets),
+        *({name: beside(each) if name in chance.KINDS else still(each) for name, each in own.items()} for own in drawn),
+    )
+    try:
+        with mode, enable_python_dispatcher():
+            return make_fx(flat, decomposition_table=_table())(*fakes)
+    except Exception as error:  # the user's code, or what torch cannot run without values
+        raise CannotCompile(f"the step cannot be traced: {_first_line(error)}") from error
+
+
+def _cut_out(both: onnx.ModelProto, half: _Half) -> bytes:
+    """Return the graph of one half."""
+    proto = both.__class__.FromString(both.SerializeToString())
+    graph, wanted = proto.graph, {f"{half.prefix}{name}": name for name in half.outputs}
+    kept = [output for output in graph.output if output.name in wanted]
+    del graph.output[:]
+    graph.output.extend(kept)
+    editor = Editor(proto)
+    editor.remove_unread()
+    for read in graph.input:
+        editor.rename(read.name, read.name.removeprefix(half.prefix))
+    for output in kept:
+        editor.rename(output.name, wanted[output.name])
+    proto.graph.name = "step" if not half.prefix else "evaluation"
+    return bytes(proto.SerializeToString(deterministic=True))
 
 
 def _plain(model: nn.Module) -> nn.Module:
@@ -269,7 +289,7 @@ def _zeros(size: Sequence[int], order: Sequence[int], **kind: Any) -> Tensor:
     return torch.zeros(size, dtype=kind.get("dtype"))
 
 
-def _to_onnx(program: Any, read: Sequence[str], names: Sequence[str]) -> bytes:
+def _to_onnx(program: Any, read: Sequence[str], names: Sequence[str]) -> onnx.ModelProto:
     try:
         exported = torch.onnx.export(
             program,
@@ -289,9 +309,9 @@ def _to_onnx(program: Any, read: Sequence[str], names: Sequence[str]) -> bytes:
     except torch.onnx.OnnxExporterError as error:
         raise CannotCompile(_operator(error)) from error
     assert exported is not None
-    proto = exported.model_proto
+    proto: onnx.ModelProto = exported.model_proto
     remove_notes(proto, shapes=True)
-    return bytes(proto.SerializeToString(deterministic=True))
+    return proto
 
 
 def _operator(error: BaseException) -> str:

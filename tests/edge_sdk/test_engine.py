@@ -70,7 +70,7 @@ def rule_of(given):
     return Rule(given.pop("optimizer", "sgd"), **given)
 
 
-# A bias before batch norm has a gradient of rounding alone, of which Adam makes steps of full length: no digits with it.
+# A bias before batch norm has a gradient of rounding alone, of which Adam makes whole steps: no digits with it.
 @pytest.mark.parametrize(
     ("name", "how"),
     [
