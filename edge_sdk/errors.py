@@ -32,9 +32,10 @@ SdkError
 │   └── NoData                   there is no such file or folder
 ├── UnknownTask                  the task is not installed on this device (``tasks``)
 ├── UnknownMethod                the method is not installed on this device (``methods``)
-├── UnsupportedLayer             the method cannot train a layer of the model (``tracing.coupling``)
+├── UnsupportedLayer             the method cannot train a layer of the model (``publishing.coupling``)
 ├── ProtocolError                data on the wire breaks the contract (``protocol.errors``, as MissingPart)
 │   ├── ManifestError            a model's description is inconsistent, or does not fit the tensors beside it
+│   │   ├── CannotCompile        a training step cannot be written as a graph (``publishing.translations``)
 │   │   ├── CannotNarrow         the model cannot be cut to its active neurons (``training.narrow``)
 │   │   └── CannotGate           the model cannot compute gated blocks (``training.gates.network``)
 │   ├── BundleError              bytes that are not a bundle of this manifest

@@ -1,1 +1,1 @@
-"""What trains a model on a device without PyTorch: the training step as a graph, made fast (``passes``)."""
+"""Training without PyTorch: the training step as a graph, made fast, and optimisers in numpy."""

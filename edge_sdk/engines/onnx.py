@@ -27,7 +27,7 @@ GRADIENT, NEXT = "grad:", "new:"
 
 @dataclass(frozen=True)
 class Graphs:
-    """What a federation publishes of its task: the training step and the evaluation, serialised ONNX."""
+    """The training step and the evaluation of a task, serialised ONNX."""
 
     step: bytes
     evaluation: bytes

@@ -1,4 +1,4 @@
-"""What of a model trains: neurons of a mask, elements that exist, elements that move; and what an optimiser sees of it.
+"""Parts of a model that train, neurons of a mask or single elements, and the arrays that an optimiser sees of them.
 
 Of a parameter that is frozen in part the optimiser moves a *leaf*: an array of its active values alone. So its memory
 exists for these only, momentum and weight decay move nothing else, clipping counts nothing else, and what is frozen is
@@ -23,8 +23,11 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Part:
-    """What of a model trains. mask: active neurons; elements: name -> what exists of a parameter, the rest being and
-    staying zero; trained: name -> what moves of it, the rest staying as it is. None: everything."""
+    """The part of a model that trains.
+
+    mask: active neurons; elements: name -> what exists of a parameter, the rest being and staying zero; trained: name
+    -> what moves of it, the rest staying as it is. None: everything.
+    """
 
     mask: NeuronMask | None = None
     elements: Mapping[str, Flags] | None = None

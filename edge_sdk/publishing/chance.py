@@ -1,4 +1,4 @@
-"""What a model draws by chance, drawn for it: dropout and its like take their numbers from tensors that are given.
+"""Chance from outside: what a model draws is drawn for it.
 
 Random numbers inside a graph differ from runtime to runtime. So every number that a forward pass draws (uniform, for
 dropout, or normal) comes from an input, which whoever trains fills from the round's seed: the same in each engine.
@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from edge_sdk.publishing.translations import CannotCompile
 
 Kind = Literal["uniform", "normal"]
 KINDS: tuple[Kind, ...] = ("uniform", "normal")
@@ -38,10 +40,6 @@ class Draw:
     def name(self) -> str:
         """The input that they come from: ``uniform`` or ``normal`` [N, ...], or ``uniform_step``, ``normal_step``."""
         return self.kind if self.per_sample else f"{self.kind}_step"
-
-
-class UnknownChance(Exception):
-    """An operator draws numbers in a way that nothing stands for here; its name is the text."""
 
 
 class Chance(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -85,7 +83,7 @@ class Chance(TorchDispatchMode):  # type: ignore[no-untyped-call]
             mean, deviation = _with_usual(args)
             return args[0].copy_(mean + deviation * self._give("normal", tuple(args[0].shape)))
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise UnknownChance(str(func))
+            raise CannotCompile(f"{func} draws numbers that no input stands for")
         return None
 
     def _uniform(self, like: Tensor) -> Tensor:
@@ -95,7 +93,7 @@ class Chance(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def record(run: Callable[[int], object], batches: tuple[int, int]) -> list[Draw]:
     """Return what ``run``, called with a number of samples, draws, in order, with the shapes of the first call.
 
-    batches: two numbers of samples, which tell what there is for each sample. Raises UnknownChance.
+    batches: two numbers of samples, which tell what there is for each sample. Raises CannotCompile.
     """
     seen: list[list[tuple[Kind, tuple[int, ...]]]] = []
     for batch in batches:

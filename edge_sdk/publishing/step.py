@@ -34,9 +34,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from edge_sdk.engines.passes import Editor
-from edge_sdk.protocol.errors import ManifestError, MissingPart
-from edge_sdk.publishing import chance, norms, translations
+from edge_sdk.protocol.errors import MissingPart
+from edge_sdk.publishing import chance, translations
 from edge_sdk.publishing.skeleton import quiet, remove_notes
+from edge_sdk.publishing.translations import CannotCompile
 
 if TYPE_CHECKING:
     import onnx
@@ -52,10 +53,6 @@ ROUNDING = 1e-3
 """Gradients below this share of the largest are compared with that."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-class CannotCompile(ManifestError):
-    """The training step cannot be written as a graph; the text names the operator. PyTorch trains it all the same."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +102,7 @@ class _Half:
         self._trained = [name for name, value in model.named_parameters() if value.requires_grad and trains]
         self._moved: list[str] = []
         self._draws: list[chance.Draw] = []
-        try:
-            self._draws = chance.record(lambda count: self._forward(*batch.of(count)), BATCHES)
-        except chance.UnknownChance as error:
-            raise CannotCompile(f"{error} draws numbers that no input stands for") from None
+        self._draws = chance.record(lambda count: self._forward(*batch.of(count)), BATCHES)
         _, _, gradients, after = self._run(self.parameters, self.buffers, *batch.of(BATCHES[0]), self.drawn(BATCHES[0]))
         self._trained = [name for name, each in zip(self._trained, gradients, strict=True) if each is not None]
         self._moved = [name for name, value in after.items() if not torch.equal(value, self.buffers[name])]
@@ -121,7 +115,7 @@ class _Half:
 
     @property
     def prefix(self) -> str:
-        """What stands before names while both halves are one graph."""
+        """A prefix of names while both halves are one graph."""
         return "" if self._trains else "evaluation:"
 
     def drawn(self, count: int) -> dict[str, Tensor]:
@@ -262,6 +256,8 @@ def _cut_out(both: onnx.ModelProto, half: _Half) -> bytes:
     for read in graph.input:
         editor.rename(read.name, read.name.removeprefix(half.prefix))
     for output in kept:
+        if half.prefix:  # a value that both halves compute has the other's name
+            editor.rename(wanted[output.name], editor.fresh())
         editor.rename(output.name, wanted[output.name])
     proto.graph.name = "step" if not half.prefix else "evaluation"
     return bytes(proto.SerializeToString(deterministic=True))
@@ -280,7 +276,7 @@ def _plain(model: nn.Module) -> nn.Module:
 
 def _table() -> dict[Any, Any]:
     """Return the decompositions of what has no translation here."""
-    made = {**core_aten_decompositions(), **norms.DECOMPOSITIONS, torch.ops.aten.empty_permuted.default: _zeros}
+    made = {**core_aten_decompositions(), **translations.DECOMPOSITIONS, torch.ops.aten.empty_permuted.default: _zeros}
     return {op: how for op, how in made.items() if op not in translations.TABLE}
 
 
@@ -304,8 +300,6 @@ def _to_onnx(program: Any, read: Sequence[str], names: Sequence[str]) -> onnx.Mo
         )
     except ImportError as error:
         raise MissingPart("publishing needs onnx and onnxscript: pip install 'sparrow-fl[publish]'") from error
-    except translations.NoTranslation as error:
-        raise CannotCompile(str(error)) from error
     except torch.onnx.OnnxExporterError as error:
         raise CannotCompile(_operator(error)) from error
     assert exported is not None
@@ -315,8 +309,14 @@ def _to_onnx(program: Any, read: Sequence[str], names: Sequence[str]) -> onnx.Mo
 
 
 def _operator(error: BaseException) -> str:
-    cause = error.__cause__ or error
-    return _first_line(cause)
+    """Return what the error at the bottom says, which names the operator."""
+    while error.__cause__ is not None:
+        if isinstance(error.__cause__, CannotCompile):
+            return str(error.__cause__)
+        if not isinstance(error.__cause__, torch.onnx.OnnxExporterError):
+            break
+        error = error.__cause__
+    return _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from edge_sdk.publishing.step import compile_step
 from edge_sdk.training.freezing import Freezing
 from edge_sdk.training.optimisation import Optimisation
 
-from .zoo import zoo
+from .networks import zoo
 
 pytestmark = pytest.mark.integration  # each model compiles for seconds
 

@@ -16,7 +16,7 @@ from edge_sdk.engines.passes import optimise
 from edge_sdk.publishing import chance
 from edge_sdk.publishing.step import CannotCompile, compile_step
 
-from .zoo import zoo
+from .networks import zoo
 
 pytestmark = pytest.mark.integration  # each compiles for seconds
 
