@@ -77,7 +77,8 @@ def check_robust(method: CoordinatorMethod, settings: FederationSettings) -> Non
     if rule is None:
         return
     reason = method.why_mean_only(settings)
-    if reason is None and rule == "krum" and (method.active or method.masks):
+    parts = (method.active or method.masks) and not method.only_means(settings)
+    if reason is None and rule == "krum" and parts:
         reason = "its devices train different parts of the model, and krum compares updates of the same"
         raise BadContent(f"robust: {settings.method} cannot do with krum: {reason}; take trimmed_mean or median")
     if reason:
