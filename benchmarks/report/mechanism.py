@@ -26,12 +26,13 @@ def idle_in(trial: Recorded, among: Sequence[Recorded]) -> tuple[str, ...] | Non
     """Return the counts of a trial that should have proved that its mechanism acted, and are zero; None if unknown.
 
     Rows from before such counts have what was counted then, without zeros: there a count is zero if it is missing, and
-    another trial of the same method among these rows has it.
+    another such trial of the same method among these rows has it.
     """
     if trial.result.idle is not None:
         return trial.result.idle
     acts = acts_of(trial.trial.method)
-    counted = total(end_of(each).counted for each in among if each.trial.method == trial.trial.method)
+    as_old = [each for each in among if each.trial.method == trial.trial.method and each.result.idle is None]
+    counted = total(end_of(each).counted for each in as_old)
     if any(name not in counted for name in acts):
         return None
     return tuple(name for name in acts if not end_of(trial).counted.get(name))

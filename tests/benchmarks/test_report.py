@@ -713,3 +713,6 @@ def test_a_partly_run_experiment_can_be_drawn(plan, recorded, tmp_path):
         f"tiny-{kind}.png" for kind in ("accuracy", "curves", "devices", "costs")
     ]
     assert all(is_png(path) for _, path in pictures)
+    newer = counted(ours, {"replaced": 9, "union": 7})
+    page = report_text(plan, [newer, dead], command=COMMAND)
+    assert cells(page, "FedSPU (paper)", "What the mechanism")[0] == "not counted", "but a newer one, which counts more"
