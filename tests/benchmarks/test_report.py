@@ -408,6 +408,9 @@ def test_in_old_rows_a_count_is_zero_where_only_other_trials_of_the_method_have_
     assert cells(page, "FedSPU (paper)", "What the mechanism")[0] == "mechanism idle: no replaced"
     page = report_text(plan, [dead, replace(dead, trial=ours)], command=COMMAND)
     assert cells(page, "FedSPU (paper)", "What the mechanism")[0] == "not counted", "no row has it"
+    newer = counted(ours, {"replaced": 9, "union": 7})
+    page = report_text(plan, [newer, dead], command=COMMAND)
+    assert cells(page, "FedSPU (paper)", "What the mechanism")[0] == "not counted", "but a newer one, which counts more"
 
 
 # --- at equal cost ---------------------------------------------------------------------------------------------------
@@ -713,6 +716,3 @@ def test_a_partly_run_experiment_can_be_drawn(plan, recorded, tmp_path):
         f"tiny-{kind}.png" for kind in ("accuracy", "curves", "devices", "costs")
     ]
     assert all(is_png(path) for _, path in pictures)
-    newer = counted(ours, {"replaced": 9, "union": 7})
-    page = report_text(plan, [newer, dead], command=COMMAND)
-    assert cells(page, "FedSPU (paper)", "What the mechanism")[0] == "not counted", "but a newer one, which counts more"
