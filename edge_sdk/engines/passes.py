@@ -229,8 +229,7 @@ class Builder:
     def __getattr__(self, kind: str) -> Any:
         def add(*inputs: str, **attributes: Any) -> str:
             output = self._editor.fresh()
-            self._editor.graph.node.insert(self._place, helper.make_node(kind, list(inputs), [output], **attributes))
-            self._place += 1
+            self.insert(helper.make_node(kind, list(inputs), [output], **attributes))
             return output
 
         return add
@@ -391,8 +390,8 @@ def _part(editor: Editor, value: str, index: str, count: int | None) -> str:
         return value
     made: list[str] | None = None
     if node is not None and node.op_type in ELEMENTWISE and len(node.output) == 1:
-        shapes = [editor.shape(each) for each in node.input]
-        if shape is not None and all(each in (shape, ()) or _known(each or [None]) == [] for each in shapes):
+        # Of a value that is broadcast over the channels there is no part.
+        if shape is not None and all(editor.shape(each) in (shape, ()) for each in node.input):
             made = [_part(editor, each, index, count) for each in node.input]
     elif node is not None and node.op_type == "MaxUnpool":
         pool = editor.maker(node.input[1])

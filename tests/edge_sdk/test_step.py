@@ -158,6 +158,30 @@ def test_errors_of_active_rows_and_columns_are_those_of_the_whole(name):
     )
 
 
+class Gated(nn.Module):
+    """Channels that are multiplied by one value for all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 2, 3)
+        self.gate = nn.Conv2d(1, 1, 3)
+
+    def forward(self, x):
+        return self.second(F.relu(self.first(x)) * self.gate(x)).mean((2, 3))
+
+
+def test_what_is_broadcast_over_channels_has_no_part():
+    torch.manual_seed(0)
+    model, inputs, targets = Gated(), torch.randn(6, 1, 8, 8), torch.arange(6) % 2
+    step = compile_step(model, F.cross_entropy, inputs, targets).step
+    rows = np.array([1, 3])
+    part = optimise(step, {"first.weight": (2, None)}, ["first.weight"])
+    wanted = run(optimise(step), tensors_of(model), inputs, targets, {})
+    found = run(part, {**tensors_of(model), "rows:first.weight": rows}, inputs, targets, {})
+    for name in ("first.weight", "first.bias"):
+        np.testing.assert_allclose(found[f"grad:{name}"], wanted[f"grad:{name}"][rows], atol=1e-6)
+
+
 def test_equal_maxima_give_their_error_to_the_first():
     """As PyTorch does; the background of a digit is nothing but equal windows."""
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3))
