@@ -53,7 +53,7 @@ def _run(options: argparse.Namespace) -> None:
         record = runner.read_tuning(folder, name)
         _report(experiment, recorded, options.out or folder, command, record, options.pictures)
         return
-    _check_labels(options, experiment)
+    _check_asked(options, experiment)
     where = Where(data=options.data, folder=folder, processes=options.processes)
     scale = 1.0 if options.scale is None else options.scale
     how = {"scale": scale, "resume": options.resume, "only": options.only or ()}
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> None:
     print(f"{write_html(page)}\n\n{summary(experiment, recorded)}")
 
 
-def _check_labels(options: argparse.Namespace, experiment: Experiment) -> None:
+def _check_asked(options: argparse.Namespace, experiment: Experiment) -> None:
     """Raise WrongUsage if --only or --seed names what there is not."""
     for seed in options.seed or ():
         if seed not in experiment.seeds:

@@ -7,13 +7,13 @@ that are used again, so that a step copies nothing but its batch.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
+from edge_sdk.engines import Graphs
 from edge_sdk.engines.optimiser import Optimiser, Rule
 from edge_sdk.engines.parts import EVERYTHING, Part, leaves_of, products_of
 from edge_sdk.engines.passes import Parts, optimise
@@ -23,14 +23,6 @@ Array = NDArray[Any]
 Index = NDArray[np.int64]
 
 GRADIENT, NEXT = "grad:", "new:"
-
-
-@dataclass(frozen=True)
-class Graphs:
-    """The training step and the evaluation of a task, serialised ONNX."""
-
-    step: bytes
-    evaluation: bytes
 
 
 class Network:
@@ -80,7 +72,7 @@ class Step:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self._session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
         self._binding = self._session.io_binding()
-        self._held: list[Any] = []  # what the runtime reads and writes must live as long as it may
+        self._held: dict[str, Any] = {}  # what the runtime reads and writes must live as long as it may
         self.inputs = {each.name: tuple(each.shape) for each in self._session.get_inputs()}
         for name in self.inputs.keys() & tensors.keys():
             self._bind(name, tensors[name])
@@ -95,9 +87,7 @@ class Step:
                 self._free.append(output.name)
                 continue
             array = np.zeros([int(size) for size in output.shape], np.float32)
-            value = onnxruntime.OrtValue.ortvalue_from_numpy(array)
-            self._held.append(value)
-            self._binding.bind_ortvalue_output(output.name, value)
+            self._binding.bind_ortvalue_output(output.name, self._hold(output.name, array))
             self._order.append(output.name)
             if f"{kind}:" == GRADIENT:
                 self.gradients[name] = array
@@ -105,9 +95,12 @@ class Step:
                 self._moved.append((tensors[name], array))
 
     def _bind(self, name: str, array: Array) -> None:
-        value = onnxruntime.OrtValue.ortvalue_from_numpy(array)
-        self._held.append(value)
-        self._binding.bind_ortvalue_input(name, value)
+        self._binding.bind_ortvalue_input(name, self._hold(name, array))
+
+    def _hold(self, name: str, array: Array) -> Any:
+        """Return an array as the runtime takes it; it lives until another has its name."""
+        self._held[name] = onnxruntime.OrtValue.ortvalue_from_numpy(array)
+        return self._held[name]
 
     def choose(self, index: Mapping[str, Index]) -> None:
         """Give the active rows and columns: ``rows:NAME``, ``columns:NAME``, int64."""

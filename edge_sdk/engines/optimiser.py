@@ -43,8 +43,8 @@ class Optimiser:
 
     rule: Rule
     weights: Mapping[str, Array]
-    slots: dict[str, list[Array]] = field(default_factory=dict)
-    steps: int = 0
+    slots: dict[str, list[Array]] = field(init=False)
+    steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         count = {"sgd": 1 if self.rule.momentum else 0}.get(self.rule.kind, 2)

@@ -11,11 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from edge_sdk.methods import DeviceMethod, DeviceState, Job, Trained, Update
-from edge_sdk.methods.parts import adapt_own_part, evaluate_tuned, joined, train_together
-from edge_sdk.methods.rounds import conclude, fine_tune, train_loaded
+from edge_sdk.methods.parts import adapt_own_part, adapt_part, evaluate_tuned, train_together
+from edge_sdk.methods.rounds import conclude, train_loaded
 from edge_sdk.protocol.blocks import BlockMask
 from edge_sdk.protocol.flops import training_flops
 from edge_sdk.protocol.manifest import Tensors
@@ -64,16 +63,7 @@ def _with_head(job: Job, body: Tensors, head: Tensors) -> Tensors:
 
 def adapt(job: Job) -> DeviceState:
     """Train a part of one's own for the finished head, which stays as it is; FedAvg's body, where there is one."""
-    if not job.manifest.blocks:
-        return adapt_own_part(job)
-    set_tensors(job.model, joined(job))
-    own = {
-        spec.name: torch.full(spec.shape, spec.name not in job.manifest.uncut)
-        for spec in job.manifest.tensors
-        if spec.trainable
-    }
-    fine_tune(job, Freezing(job.model, job.manifest, None, trained=own))
-    return replace(job.state, personal=get_tensors(job.model, job.manifest))
+    return adapt_part(job, job.manifest.blocks) if job.manifest.blocks else adapt_own_part(job)
 
 
 LGFEDAVG = DeviceMethod(train=train, evaluate=evaluate_tuned, adapt=adapt, acts=("private_values",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -18,11 +19,11 @@ from edge_sdk.training.merging import whole_model
 
 def only(manifest: Manifest, *, shared: bool) -> dict[str, torch.Tensor]:
     """Return what ``Freezing`` takes as ``trained`` to train the shared part alone, or the device's own alone."""
-    return {
-        spec.name: torch.full(spec.shape, (spec.policy == "shared") == shared)
-        for spec in manifest.tensors
-        if spec.trainable
-    }
+    return _flags(manifest, {spec.name for spec in manifest.tensors if (spec.policy == "shared") == shared})
+
+
+def _flags(manifest: Manifest, names: Collection[str]) -> dict[str, torch.Tensor]:
+    return {spec.name: torch.full(spec.shape, spec.name in names) for spec in manifest.tensors if spec.trainable}
 
 
 def joined(job: Job) -> Tensors:
@@ -70,6 +71,11 @@ def evaluate_tuned(job: Job) -> Evaluated:
 
 def adapt_own_part(job: Job) -> DeviceState:
     """Train a part of one's own for the finished shared one, which stays as it is."""
+    return adapt_part(job, {spec.name for spec in job.manifest.tensors if spec.policy != "shared"})
+
+
+def adapt_part(job: Job, names: Collection[str]) -> DeviceState:
+    """Train the tensors so named for the finished others, which stay as they are."""
     set_tensors(job.model, joined(job))
-    fine_tune(job, Freezing(job.model, job.manifest, None, trained=only(job.manifest, shared=False)))
+    fine_tune(job, Freezing(job.model, job.manifest, None, trained=_flags(job.manifest, names)))
     return replace(job.state, personal=get_tensors(job.model, job.manifest))

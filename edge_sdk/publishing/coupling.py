@@ -116,17 +116,20 @@ def _specs(model: nn.Module, coupling: _Coupling, running_statistics: str, recip
             policy = "dropped"
         elif name in coupling.statistics:
             policy = running_statistics
-        yield TensorSpec.model_validate(
-            {
-                "name": name,
-                "shape": tuple(tensor.shape),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "policy": policy,
-                "trainable": name in parameters and parameters[name].requires_grad,
-                "axes": axes if any(axes) else (),
-                "init": coupling.recipes.get(name, Data()) if recipes else Data(),
-            }
-        )
+        init = coupling.recipes.get(name, Data()) if recipes else Data()
+        yield spec_of(name, tensor, policy, parameters.get(name), axes=axes if any(axes) else (), init=init)
+
+
+def spec_of(name: str, tensor: torch.Tensor, policy: str, parameter: nn.Parameter | None, **more: object) -> TensorSpec:
+    """Return how a manifest describes an entry of a state dict; parameter: the model's of this name, if it is one."""
+    described = {
+        "name": name,
+        "shape": tuple(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "policy": policy,
+        "trainable": parameter is not None and parameter.requires_grad,
+    }
+    return TensorSpec.model_validate({**described, **more})
 
 
 _DTYPES = (torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool)

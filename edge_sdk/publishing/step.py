@@ -33,16 +33,16 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from edge_sdk.engines import Graphs
 from edge_sdk.engines.passes import Editor
 from edge_sdk.protocol.errors import MissingPart
 from edge_sdk.publishing import chance, translations
-from edge_sdk.publishing.skeleton import quiet, remove_notes
+from edge_sdk.publishing.skeleton import OPSET, quiet, remove_notes
 from edge_sdk.publishing.translations import CannotCompile
 
 if TYPE_CHECKING:
     import onnx
 
-OPSET = 21
 BATCHES = (5, 3)
 """Samples that a step is traced with and recorded at, and compared at, too."""
 
@@ -50,20 +50,12 @@ CLOSE = 1e-4
 """Relative L2 distance that rounding may make between a graph and PyTorch, for each gradient."""
 
 ROUNDING = 1e-3
-"""Gradients below this share of the largest are compared with that."""
+"""What comes out below this share of the largest is compared with that."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """The two graphs of a task, serialised ONNX."""
-
-    step: bytes
-    evaluation: bytes
-
-
-def compile_step(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) -> Compiled:
+def compile_step(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) -> Graphs:
     """Return the graphs of a model and its loss.
 
     inputs [N, ...] and targets [N, ...]: a few samples, N >= 1; the model is left as it was. Raises CannotCompile, and
@@ -76,7 +68,7 @@ def compile_step(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor) 
     for half, graph in zip((training, evaluation), graphs, strict=True):
         for count in BATCHES:
             half.compare(graph, count)
-    return Compiled(*graphs)
+    return Graphs(*graphs)
 
 
 @dataclass(frozen=True)
@@ -100,10 +92,10 @@ class _Half:
         self.parameters = {name: value.detach() for name, value in model.named_parameters()}
         self.buffers = {name: value.detach() for name, value in model.named_buffers()}
         self._trained = [name for name, value in model.named_parameters() if value.requires_grad and trains]
-        self._moved: list[str] = []
         self._draws: list[chance.Draw] = []
-        self._draws = chance.record(lambda count: self._forward(*batch.of(count)), BATCHES)
-        _, _, gradients, after = self._run(self.parameters, self.buffers, *batch.of(BATCHES[0]), self.drawn(BATCHES[0]))
+        state = self.parameters, self.buffers
+        self._draws = chance.record(lambda count: self._run(*state, *batch.of(count), {}), BATCHES)
+        _, _, gradients, after = self._run(*state, *batch.of(BATCHES[0]), self.drawn(BATCHES[0]))
         self._trained = [name for name, each in zip(self._trained, gradients, strict=True) if each is not None]
         self._moved = [name for name, value in after.items() if not torch.equal(value, self.buffers[name])]
 
@@ -152,12 +144,6 @@ class _Half:
         wanted = [leaves[name] for name in self._trained]
         gradients = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
         return loss, output, gradients, after
-
-    def _forward(self, inputs: Tensor, targets: Tensor) -> None:
-        buffers = {name: value.clone() for name, value in self.buffers.items()}
-        self._model.train(self._trains)
-        with torch.no_grad():
-            self._loss(functional_call(self._model, ({**self.parameters, **buffers}), (inputs,)), targets)
 
     def compare(self, graph: bytes, count: int) -> None:
         """Raise CannotCompile unless the graph answers what PyTorch does, on ``count`` samples."""

@@ -48,62 +48,30 @@ def convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> Any:
-    """Return the errors of input, weight and bias: a transposed convolution; a convolution of the input, batch and
-    channels exchanged, with the error as its kernel, strides and dilations exchanged; a sum."""
-    op, axes = _op(), len(stride)
-    spatial = [*range(2, 2 + axes)]
-    pads = [*padding, *padding]
-    if transposed:
-        return _transposed_backward(op, error, x, weight, stride, padding, dilation, groups, output_mask)
-    kernel, size = ([int(each.shape[axis]) for axis in spatial] for each in (weight, x))
-    out = [int(error.shape[axis]) for axis in spatial]
-    found: list[Any] = [None, None, None]
-    if output_mask[0]:
-        reach = [(out[i] - 1) * stride[i] - 2 * padding[i] + dilation[i] * (kernel[i] - 1) + 1 for i in range(axes)]
-        rest = [size[i] - reach[i] for i in range(axes)]
-        # What lies beyond the last window has no error; more of it than a stride is padded on afterwards.
-        inside = [min(rest[i], stride[i] - 1) for i in range(axes)]
-        found[0] = op.ConvTranspose(
-            error,
-            weight,
-            strides=list(stride),
-            pads=pads,
-            dilations=list(dilation),
-            group=groups,
-            output_padding=inside,
-        )
-        if rest != inside:
-            more = [0, 0, *[0] * axes, 0, 0, *[r - i for r, i in zip(rest, inside, strict=True)]]
-            found[0] = op.Pad(found[0], _ints(more))
-    if output_mask[1]:
-        found[1] = _weight_error(op, error, x, weight, kernel, size, out, stride, pads, dilation, groups)
-    if output_mask[2]:
-        found[2] = op.ReduceSum(error, _ints([0, *spatial]), keepdims=0)
-    some = next(each for each in found if each is not None)
-    return tuple(some if each is None else each for each in found)
+    """Return the errors of input, weight and bias.
 
-
-def _transposed_backward(
-    op: Any,
-    error: Any,
-    x: Any,
-    weight: Any,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    output_mask: Sequence[bool],
-) -> Any:
-    """Return the errors of a transposed convolution: it is a convolution's way back, so its own is a convolution."""
-    spatial, pads = [*range(2, 2 + len(stride))], [*padding, *padding]
+    Of the input: a transposed convolution, or of a transposed one a convolution. Of the weight: a convolution of the
+    input, batch and channels exchanged, with the error as its kernel, strides and dilations exchanged; of a transposed
+    one of the error with the input. Of the bias: a sum.
+    """
+    op, spatial, pads = _op(), [*range(2, 2 + len(stride))], [*padding, *padding]
     kernel, size, out = ([int(each.shape[axis]) for axis in spatial] for each in (weight, x, error))
+    how = {"strides": list(stride), "pads": pads, "dilations": list(dilation), "group": groups}
     found: list[Any] = [None, None, None]
-    if output_mask[0]:
-        found[0] = op.Conv(
-            error, weight, strides=list(stride), pads=pads, dilations=list(dilation), group=groups, kernel_shape=kernel
-        )
+    if output_mask[0] and transposed:
+        found[0] = op.Conv(error, weight, kernel_shape=kernel, **how)
+    elif output_mask[0]:
+        reach = zip(size, out, kernel, stride, padding, dilation, strict=True)
+        rest = [size - ((out - 1) * step - 2 * pad + apart * (k - 1) + 1) for size, out, k, step, pad, apart in reach]
+        # What lies beyond the last window has no error; more of it than a stride is padded on afterwards.
+        inside = [min(left, step - 1) for left, step in zip(rest, stride, strict=True)]
+        found[0] = op.ConvTranspose(error, weight, output_padding=inside, **how)
+        if rest != inside:
+            more = [left - done for left, done in zip(rest, inside, strict=True)]
+            found[0] = op.Pad(found[0], _ints([0] * (4 + len(stride)) + more))
     if output_mask[1]:
-        found[1] = _weight_error(op, x, error, weight, kernel, out, size, stride, pads, dilation, groups)
+        pair, sizes = ((x, error), (out, size)) if transposed else ((error, x), (size, out))
+        found[1] = _weight_error(op, *pair, kernel, *sizes, stride, pads, dilation, groups)
     if output_mask[2]:
         found[2] = op.ReduceSum(error, _ints([0, *spatial]), keepdims=0)
     some = next(each for each in found if each is not None)
@@ -114,7 +82,6 @@ def _weight_error(
     op: Any,
     error: Any,
     x: Any,
-    weight: Any,
     kernel: Sequence[int],
     size: Sequence[int],
     out: Sequence[int],
@@ -206,11 +173,13 @@ def adaptive_average_pool_backward(error: Any, x: Any) -> Any:
 
 def _windows(size: int, length: int) -> Matrix:
     """Return the matrix [length][size] that takes the means of ``length`` windows."""
-    rows = []
-    for place in range(length):
-        start, stop = place * size // length, -(-(place + 1) * size // length)
-        rows.append([1 / (stop - start) if start <= index < stop else 0.0 for index in range(size)])
-    return rows
+    bounds = [(place * size // length, -(-(place + 1) * size // length)) for place in range(length)]
+    return _rows(size, [(range(start, stop), 1 / (stop - start)) for start, stop in bounds])
+
+
+def _rows(size: int, windows: Sequence[tuple[range, float]]) -> Matrix:
+    """Return a row of ``size`` for each window: its share at the places that lie in it, and 0 elsewhere."""
+    return [[share if place in inside else 0.0 for place in range(size)] for inside, share in windows]
 
 
 def _turned(matrix: Matrix) -> Matrix:
@@ -249,14 +218,11 @@ def average_pool_backward(
         raise CannotCompile("aten.avg_pool2d_backward with a divisor of its own, or ceil_mode over padding, has none")
     matrices = []
     for place, axis in enumerate((-2, -1)):
-        size, length = int(x.shape[axis]), int(error.shape[axis])
-        rows = []
-        for window in range(length):
-            first = window * stride[place] - padding[place]
-            inside = range(max(0, first), min(size, first + kernel[place]))
-            share = 1 / (kernel[place] if count_include_pad and not ceil_mode else len(inside))
-            rows.append([share if index in inside else 0.0 for index in range(size)])
-        matrices.append(_turned(rows))
+        size, width = int(x.shape[axis]), kernel[place]
+        starts = [window * stride[place] - padding[place] for window in range(int(error.shape[axis]))]
+        inside = [range(max(0, start), min(size, start + width)) for start in starts]
+        counts = [width if count_include_pad and not ceil_mode else len(each) for each in inside]
+        matrices.append(_turned(_rows(size, [(each, 1 / count) for each, count in zip(inside, counts, strict=True)])))
     return _averaged(error, *matrices)
 
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from edge_sdk.protocol.manifest import Layer, Manifest, TensorSpec
-from edge_sdk.publishing.coupling import UnsupportedLayer, refuse_types
+from edge_sdk.publishing.coupling import UnsupportedLayer, refuse_types, spec_of
 
 RunningStatistics = Literal["shared", "personal"]
 
@@ -100,15 +100,7 @@ def _specs(model: nn.Module, aliases: Mapping[str, str], running_statistics: str
                     f"{name}: a buffer with infinite entries, which would read as a diverged model; register it with "
                     f"persistent=False"
                 )
-        yield TensorSpec.model_validate(
-            {
-                "name": name,
-                "shape": tuple(tensor.shape),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "policy": policy,
-                "trainable": name in parameters and parameters[name].requires_grad,
-            }
-        )
+        yield spec_of(name, tensor, policy, parameters.get(name))
 
 
 _LOOKS = {"__get__", "__len__", "size", "dim", "numel"}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from edge_sdk.engines.onnx import Graphs, Network, Training
+from edge_sdk.engines.onnx import Network, Training
 from edge_sdk.engines.optimiser import Optimiser, Rule
 from edge_sdk.engines.parts import Part, leaves_of, products_of
 from edge_sdk.protocol.masks import NeuronDraw, draw_neurons
@@ -44,8 +44,8 @@ def some(spec):
 @functools.cache
 def compiled(name):
     kind = ZOO[name]()
-    found = compile_step(kind.model, kind.loss, kind.inputs, kind.targets)
-    return Graphs(found.step, found.evaluation), describe(kind.model, kind.inputs[:2], task="t")
+    graphs = compile_step(kind.model, kind.loss, kind.inputs, kind.targets)
+    return graphs, describe(kind.model, kind.inputs[:2], task="t")
 
 
 def opened(name, part):
